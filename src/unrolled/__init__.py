@@ -1,0 +1,1 @@
+"""Attention you train as a transformer and run as an RNN."""

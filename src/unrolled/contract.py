@@ -1,0 +1,34 @@
+"""What every sequence layer promises: the capabilities it declares and the error for all others."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Recurrence = Literal["constant", "growing", "none"]
+
+
+class UnsupportedError(NotImplementedError):
+    """A mechanism was asked for something that it does not claim to do; the message says what to use instead."""
+
+
+@dataclass(frozen=True)
+class Supports:
+    """The capabilities that a mechanism declares. Each claim is checked by `unrolled.testing.check_mechanism`.
+
+    Attributes:
+        causal: position i may be computed from positions up to i only.
+        bidirectional: every position may read every other one.
+        cross: queries and keys may come from different sequences.
+        padding: `key_padding_mask` is honoured exactly.
+        packing: `cu_seqlens` is honoured exactly.
+        recurrence: the size of the state that `step` carries: "constant", "growing" with the number of
+            tokens seen, or "none" where the mechanism cannot run as a recurrence.
+        attn_mask: an arbitrary mask of query-key pairs is honoured exactly.
+    """
+
+    causal: bool
+    bidirectional: bool
+    cross: bool
+    padding: bool
+    packing: bool
+    recurrence: Recurrence
+    attn_mask: bool = False

@@ -1,0 +1,84 @@
+"""States are values: what can be done with any of them.
+
+A state is a `NamedTuple` of tensors, batch first; its fields may be tuples of further states. Nothing here
+changes a state it is given.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+State = TypeVar("State", bound=tuple[Any, ...])
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], state: State) -> State:
+    """Apply `fn` to every tensor of a state and return a state of the same structure."""
+    mapped = [fn(part) if isinstance(part, Tensor) else map_tensors(fn, part) for part in state]
+    return state._make(mapped) if hasattr(state, "_make") else type(state)(mapped)
+
+
+def leaves(state: tuple[Any, ...], prefix: str = "") -> dict[str, Tensor]:
+    """Name every tensor of a state by its path, as in `"layers.0.kv"`."""
+    names = getattr(state, "_fields", range(len(state)))
+    found: dict[str, Tensor] = {}
+    for name, part in zip(names, state, strict=True):
+        if isinstance(part, Tensor):
+            found[f"{prefix}{name}"] = part
+        else:
+            found |= leaves(part, f"{prefix}{name}.")
+    return found
+
+
+def select(state: State, rows: Tensor | Sequence[int]) -> State:
+    """Take batch rows by index, in order and with repetition: forks a prompt, reorders beams, drops rows."""
+    index = torch.as_tensor(rows, dtype=torch.long)
+    return map_tensors(lambda x: x.index_select(0, index.to(x.device)), state)
+
+
+def to(state: State, device: torch.device | str) -> State:
+    """Move every tensor of a state to a device."""
+    return map_tensors(lambda x: x.to(device), state)
+
+
+def detach(state: State) -> State:
+    """Cut a state off the graph that made it, as truncated back-propagation through time does."""
+    return map_tensors(Tensor.detach, state)
+
+
+def nbytes(state: tuple[Any, ...]) -> int:
+    """Bytes that the tensors of a state hold."""
+    return sum(x.numel() * x.element_size() for x in leaves(state).values())
+
+
+def save(state: tuple[Any, ...], path: str | Path) -> None:
+    """Write a state to a safetensors file."""
+    save_file({name: x.detach().contiguous().clone() for name, x in leaves(state).items()}, path)
+
+
+def load(path: str | Path, like: State) -> State:
+    """Read a state written by `save` into the structure of `like`, for example `model.init_state(1)`.
+
+    Sizes may differ from those of `like` (another batch size, a longer cache); names and types may not.
+
+    Raises:
+        ValueError: the file is no safetensors file, or holds other tensors than `like`.
+    """
+    try:
+        found = load_file(path)
+    except Exception as error:  # safetensors raises its own exception type, without a public name for it
+        raise ValueError(f"{path} is not a readable state file: {error}") from error
+    wanted = leaves(like)
+    if found.keys() != wanted.keys():
+        raise ValueError(f"{path} holds the tensors {sorted(found)}, but this state has {sorted(wanted)}")
+    for name, x in wanted.items():
+        if found[name].dtype != x.dtype or found[name].dim() != x.dim():
+            raise ValueError(
+                f"{name} in {path} is {found[name].dtype} with {found[name].dim()} dimensions, "
+                f"but this state wants {x.dtype} with {x.dim()}"
+            )
+    in_order = iter(found[name].to(x.device) for name, x in wanted.items())
+    return map_tensors(lambda _: next(in_order), like)
