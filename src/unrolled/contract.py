@@ -7,12 +7,12 @@ Recurrence = Literal["constant", "growing", "none"]
 
 
 class UnsupportedError(NotImplementedError):
-    """A mechanism was asked for something that it does not claim to do; the message says what to use instead."""
+    """A mechanism was asked for something it does not claim to do; the message says what to use instead."""
 
 
 @dataclass(frozen=True)
 class Supports:
-    """The capabilities that a mechanism declares. Each claim is checked by `unrolled.testing.check_mechanism`.
+    """The capabilities a mechanism declares, each of them checked by `unrolled.testing.check_mechanism`.
 
     Attributes:
         causal: position i may be computed from positions up to i only.

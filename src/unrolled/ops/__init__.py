@@ -1,0 +1,1 @@
+"""Pure functions that two or more mechanisms share."""

@@ -1,0 +1,240 @@
+"""What multi-head mechanisms share: projections, the three verbs, and refusing what is not supported."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
+from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding
+from unrolled.ops.precision import accumulation_dtype
+
+
+class MultiHeadAttention(nn.Module):
+    """Projects to heads, attends by the mechanism's own forms, and projects back.
+
+    A mechanism derives from this class, declares `supports` and defines `attend`; one that can run as a
+    recurrence also defines `init_state`, `prefill_heads` and `step_heads`.
+
+    Args:
+        d_model: width of the inputs and of the output.
+        n_heads: number of query heads H.
+        causal: position i sees positions up to i only.
+        n_kv_heads: number of key and value heads G, a divisor of H (grouped-query attention); H by default.
+        head_dim: width D of queries and keys per head; d_model / H by default.
+        value_dim: width M of values per head; D by default.
+        bias: give the projections a bias.
+        rotary: encode positions by rotating queries and keys; self-attention only.
+
+    Raises:
+        ValueError: sizes that do not divide.
+        UnsupportedError: the mechanism is not causal, or only causal.
+    """
+
+    supports: ClassVar[Supports]
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        causal: bool = False,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        bias: bool = True,
+        rotary: bool = False,
+    ):
+        super().__init__()
+        if not (self.supports.causal if causal else self.supports.bidirectional):
+            wanted = "causal" if causal else "bidirectional"
+            raise UnsupportedError(f"{self._name} attention is not {wanted}; `unrolled list` shows which are")
+        if n_heads < 1 or (head_dim is None and d_model % n_heads):
+            raise ValueError(f"d_model is {d_model}, but must be a multiple of n_heads = {n_heads}")
+        self.d_model, self.n_heads, self.causal, self.rotary = d_model, n_heads, causal, rotary
+        self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if self.n_kv_heads < 1 or n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads is {n_kv_heads}, but must divide n_heads = {n_heads}")
+        self.head_dim = d_model // n_heads if head_dim is None else head_dim
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        self._widths = [
+            n_heads * self.head_dim,
+            self.n_kv_heads * self.head_dim,
+            self.n_kv_heads * self.value_dim,
+        ]
+        self.qkv_proj = nn.Linear(d_model, sum(self._widths), bias=bias)
+        self.out_proj = nn.Linear(n_heads * self.value_dim, d_model, bias=bias)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        positions: Tensor | None,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """Attend `q [B,T,H,D]` to `k [B,S,G,D]`, `v [B,S,G,M]`: `[B,T,H,M]`. Rotary gives `positions [B,T]`."""
+        raise NotImplementedError
+
+    def prefill_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any,
+        *,
+        positions: Tensor | None,
+        key_padding_mask: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """Attend causally to the state and to the new tokens: `[B,T,H,M]` and the new state."""
+        raise NotImplementedError
+
+    def step_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, positions: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Do the same for one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `[B,H,M]`. `positions [B]`."""
+        raise NotImplementedError
+
+    def init_state(self, batch_size: int) -> Any:
+        """Make the state of `batch_size` sequences that have not begun."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from `query [B,T,d_model]` to `key`, `value [B,S,d_model]`, or to itself: `[B,T,d_model]`.
+
+        Args:
+            query: what attends.
+            key: what is attended to; the query itself by default.
+            value: what is read; the key by default.
+            key_padding_mask: `[B,S]`, True = padding.
+            attn_mask: broadcastable to `[B,H,T,S]`, True = attend.
+            cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row.
+
+        Raises:
+            ValueError: an argument of another shape or type.
+            UnsupportedError: a mask, or a second sequence, that this mechanism cannot honour.
+        """
+        self._check_input("query", query)
+        self._refuse("cross", key, "reading another sequence")
+        self._refuse("padding", key_padding_mask, "key_padding_mask")
+        self._refuse("packing", cu_seqlens, "cu_seqlens")
+        self._refuse("attn_mask", attn_mask, "attn_mask")
+        if key is None and value is not None:
+            raise ValueError("value was given without key, but only a key says what the value belongs to")
+        if key is not None:
+            self._check_input("key", key)
+            self._check_input("value", key if value is None else value)
+        q, k, v = self._project(query, key, value)
+        positions = None
+        if self.rotary:
+            if key is not None:
+                raise UnsupportedError(
+                    "rotary positions say nothing between two sequences; use rotary=False for cross-attention"
+                )
+            positions = self._positions(query, key_padding_mask, cu_seqlens)
+        o = self.attend(
+            q,
+            k,
+            v,
+            positions=positions,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            cu_seqlens=cu_seqlens,
+        )
+        return self._merge(o)
+
+    def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Run over `x [B,T,d_model]` in parallel, continuing from `state`: `[B,T,d_model]` and the new state.
+
+        Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) leave the state of their row as
+        it was. `state` is not changed, and prefill may be called again on what follows.
+        """
+        self._check_recurrent(state)
+        self._check_input("x", x)
+        self._refuse("padding", key_padding_mask, "key_padding_mask")
+        positions = None
+        if self.rotary:
+            positions = state.position.unsqueeze(1) + self._positions(x, key_padding_mask, None)
+        q, k, v = self._project(x, None, None)
+        o, state = self.prefill_heads(q, k, v, state, positions=positions, key_padding_mask=key_padding_mask)
+        return self._merge(o), state
+
+    def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Run one token `x_t [B,d_model]`: `[B,d_model]` and the new state. `state` is not changed."""
+        self._check_recurrent(state)
+        if x_t.dim() != 2 or x_t.shape[-1] != self.d_model:
+            raise ValueError(f"x_t has shape {shape(x_t)}, but must be [B, {self.d_model}]")
+        q, k, v = self._project(x_t, None, None)
+        o, state = self.step_heads(q, k, v, state, positions=state.position if self.rotary else None)
+        return self._merge(o), state
+
+    def _project(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if key is None:
+            q, k, v = self.qkv_proj(query).split(self._widths, dim=-1)
+        else:
+            bias = self.qkv_proj.bias
+            weights = torch.split(self.qkv_proj.weight, self._widths)
+            biases = [None] * 3 if bias is None else torch.split(bias, self._widths)
+            inputs = (query, key, key if value is None else value)
+            q, k, v = (nn.functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+        return (
+            q.unflatten(-1, (self.n_heads, self.head_dim)),
+            k.unflatten(-1, (self.n_kv_heads, self.head_dim)),
+            v.unflatten(-1, (self.n_kv_heads, self.value_dim)),
+        )
+
+    def _merge(self, o: Tensor) -> Tensor:
+        return self.out_proj(o.flatten(-2))  # type: ignore[no-any-return]
+
+    def _positions(self, x: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        B, T = x.shape[:2]
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, x, x)
+            return positions_from_cu_seqlens(cu_seqlens, T)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, B, T)
+            return positions_from_padding(key_padding_mask)
+        return torch.arange(T, device=x.device).expand(B, T)
+
+    @property
+    def _state_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.out_proj.weight.dtype)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__module__.rpartition(".")[2]
+
+    def _check_input(self, name: str, x: Tensor) -> None:
+        if x.dim() != 3 or x.shape[-1] != self.d_model:
+            raise ValueError(f"{name} has shape {shape(x)}, but must be [B, T, {self.d_model}]")
+
+    def _refuse(self, capability: str, given: Tensor | None, what: str) -> None:
+        if given is not None and not getattr(self.supports, capability):
+            raise UnsupportedError(
+                f"{self._name} attention cannot honour {what}; `unrolled list` shows which can"
+            )
+
+    def _check_recurrent(self, state: Any) -> None:
+        if self.supports.recurrence == "none":
+            raise UnsupportedError(f"{self._name} attention has no recurrent form; call forward instead")
+        if not self.causal:
+            raise UnsupportedError(
+                "only causal attention runs as a recurrence; construct it with causal=True"
+            )
+        if not hasattr(state, "_fields"):
+            raise ValueError(f"state is a {type(state).__name__}, but must come from init_state or prefill")

@@ -1,0 +1,89 @@
+r"""Softmax attention: the one that all the others are measured against.
+
+    o_i = sum_j a_ij v_j        a_ij = exp(q_i . k_j / sqrt(D)) / sum_j' exp(q_i . k_j' / sqrt(D))
+
+Causal attention sums over j <= i. Run one token at a time, its state is the list of all keys and values seen.
+
+Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762, eq. 1 and section 3.2.
+
+Cost per head: time O(T^2 (D+M)); memory O(T) through torch's fused kernels, O(T^2) with a mask other than
+causal; time and state O(T (D+M)) per generated token.
+Cannot: generate at a constant cost. Its state grows with every token.
+
+With `rotary`, queries and keys are rotated by their positions before they meet (RoFormer, arXiv 2104.09864,
+eq. 34), and the cache holds rotated keys.
+"""
+
+from torch import Tensor
+
+from unrolled.attention._multihead import MultiHeadAttention
+from unrolled.contract import Supports
+from unrolled.ops.positions import rotary
+from unrolled.ops.softmax import KVCache, empty_cache, softmax_attention, softmax_prefill, softmax_step
+
+
+class SoftmaxAttention(MultiHeadAttention):
+    """Multi-head softmax attention; the arguments are those of `MultiHeadAttention`."""
+
+    supports = Supports(
+        causal=True,
+        bidirectional=True,
+        cross=True,
+        padding=True,
+        packing=True,
+        recurrence="growing",
+        attn_mask=True,
+    )
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        positions: Tensor | None,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """Attend in parallel."""
+        if positions is not None:
+            q, k = rotary(q, positions), rotary(k, positions)
+        return softmax_attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def init_state(self, batch_size: int) -> KVCache:
+        """Make the cache of `batch_size` sequences that have not begun: empty."""
+        like = self.out_proj.weight.new_empty(0, dtype=self._state_dtype)
+        return empty_cache(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
+
+    def prefill_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: KVCache,
+        *,
+        positions: Tensor | None,
+        key_padding_mask: Tensor | None,
+    ) -> tuple[Tensor, KVCache]:
+        """Attend in parallel to the cache and to the new tokens."""
+        if positions is not None:
+            q, k = rotary(q, positions), rotary(k, positions)
+        return softmax_prefill(q, k, v, state, key_padding_mask=key_padding_mask)
+
+    def step_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, *, positions: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """Attend from one token to the whole cache."""
+        if positions is not None:
+            place = positions.unsqueeze(1)
+            q, k = rotary(q.unsqueeze(1), place).squeeze(1), rotary(k.unsqueeze(1), place).squeeze(1)
+        return softmax_step(q, k, v, state)

@@ -1,0 +1,1 @@
+"""Where an operation chooses between its implementations: one module, one door, per operation."""

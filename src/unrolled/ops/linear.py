@@ -1,0 +1,328 @@
+r"""Linear attention: the recurrence S_t = a_t S_{t-1} + k_t v_t^T in all its forms.
+
+With features q, k >= 0 (already through phi), gates a_t = exp(log_decay_t) and the state (S, z),
+
+    S_t = a_t S_{t-1} + k_t v_t^T        z_t = a_t z_{t-1} + k_t
+    o_i = q_i^T S_p(i) / q_i^T z_p(i)
+
+where p(i) is the last key that query i may read: p(i) = i + S - T when causal (bottom-right aligned), the
+last key otherwise. Written out, the weight of key j for query i is q_i . k_j exp(b_p(i) - b_j) with
+b = cumsum(log_decay), normalised over j.
+
+Katharopoulos et al. 2020, "Transformers are RNNs" (arXiv 2006.16236), eq. 8-12 and 16-20; scalar gates as in
+Peng et al. 2021, "Random Feature Attention" (arXiv 2103.02143), section 3.1.
+"""
+
+from itertools import pairwise
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, shape
+from unrolled.ops.kernels import linear as kernels
+from unrolled.ops.linear_chunked import decay_between, safe_divide
+from unrolled.ops.precision import accumulation_dtype, exact_dtype
+
+
+class LinearState(NamedTuple):
+    """All that linear attention remembers of the past: `kv [B,G,R,M]` = S and `k_sum [B,G,R]` = z."""
+
+    kv: Tensor
+    k_sum: Tensor
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    log_decay: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearState | None = None,
+    return_state: Literal[False] = False,
+    normalize: bool = True,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    log_decay: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearState | None = None,
+    return_state: Literal[True],
+    normalize: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, LinearState]: ...
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    log_decay: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, LinearState]:
+    """Attention with weights q_i . k_j, in time and memory linear in the length (equations above).
+
+    Args:
+        q: query features `[B,T,H,R]`.
+        k: key features `[B,S,G,R]`; H is a multiple of G, and query head h reads key head h // (H/G).
+        v: values `[B,S,G,M]`.
+        causal: query i reads keys up to i + S - T only; otherwise every query reads all keys.
+        log_decay: natural logarithm of the gates `[B,S,G]`, at most 0; minus infinity forgets everything.
+        key_padding_mask: `[B,S]`, True = padding: such a key adds nothing, and its gate is taken as 1.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
+        state: what came before the first key; N rows with `cu_seqlens`, else B.
+        return_state: also return the state after the last key.
+        normalize: divide by q_i . z; a query whose divisor is 0 (nothing to attend to) gets 0.
+        backend: "plain" for the PyTorch form; for tests and benchmarks, the default takes the fastest.
+
+    Returns:
+        `o [B,T,H,M]` in the type of `v`, and with `return_state` the `LinearState`. Sums are kept in fp32, or fp64
+        for fp64 inputs. Gradients of any order reach every input and pass through both states.
+
+    Raises:
+        ValueError: an argument of another shape or type, a positive `log_decay` (read on CPUs only).
+    """
+    k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state)
+    out_dtype, dtype = v.dtype, torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    T, S = q.shape[1], k.shape[1]
+    before, unseen = q[:, :0], max(S - T, 0)
+    heads = []
+    if causal and S > T:  # the keys before the first query only enter the state
+        past = None if log_decay is None else log_decay[:, :unseen]
+        _, state = _run(before, k[:, :unseen], v[:, :unseen], past, state, None, False, normalize, backend)
+        log_decay = None if log_decay is None else log_decay[:, unseen:]
+        k, v = k[:, unseen:], v[:, unseen:]
+    elif causal and T > S:  # the queries before the first key read the given state alone
+        head, _ = _run(q[:, : T - S], k[:, :0], v[:, :0], None, state, None, False, normalize, backend)
+        heads, q = [head], q[:, T - S :]
+    o, new_state = _run(q, k, v, log_decay, state, cu_seqlens, causal, normalize, backend)
+    o = torch.cat([*heads, o], dim=1).to(out_dtype) if heads else o.to(out_dtype)
+    return (o, new_state) if return_state else o
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    normalize: bool,
+    backend: str | None,
+) -> tuple[Tensor, LinearState]:
+    kv, k_sum = (None, None) if state is None else state
+    o, kv, k_sum = kernels.linear_attention(
+        q, k, v, log_decay, kv, k_sum, cu_seqlens, causal, normalize, backend
+    )
+    return o, LinearState(kv, k_sum)
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    log_decay: Tensor | None = None,
+    normalize: bool = True,
+) -> tuple[Tensor, LinearState]:
+    """One token of the recurrence: the new key and value enter the state, then the query reads it.
+
+    S' = a S + k v^T,  z' = a z + k,  o = q^T S' / q^T z'   (arXiv 2006.16236, eq. 18-20)
+
+    Args:
+        q: query features `[B,H,R]`.
+        k: key features `[B,G,R]`.
+        v: value `[B,G,M]`.
+        state: `kv [B,G,R,M]`, `k_sum [B,G,R]`; it is not changed.
+        log_decay: `[B,G]`, at most 0.
+        normalize: divide by q . z'.
+
+    Returns:
+        `o [B,H,M]` in the type of `v`, and the new state.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} has shape {shape(x)}, but a step wants three axes: batch, heads, width")
+    check_qkv(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))
+    _check_state(state, k.unsqueeze(1), v.unsqueeze(1), k.shape[0])
+    if log_decay is not None:
+        _check_log_decay(log_decay, k.shape[:2], "[B, G]")
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        kv, k_sum = state
+        keys = k.to(dtype)
+        if log_decay is not None:
+            gate = log_decay.to(dtype).exp().unsqueeze(-1)
+            kv, k_sum = kv * gate.unsqueeze(-1), k_sum * gate
+        kv = kv + keys.unsqueeze(-1) * v.to(dtype).unsqueeze(-2)
+        k_sum = k_sum + keys
+        B, H, R = q.shape
+        grouped = q.to(dtype).reshape(B, k.shape[1], -1, R)
+        o = grouped @ kv
+        if normalize:
+            o = safe_divide(o, grouped @ k_sum.unsqueeze(-1))
+        return o.reshape(B, H, -1).to(v.dtype), LinearState(kv, k_sum)
+
+
+def linear_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    log_decay: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+) -> Tensor | tuple[Tensor, LinearState]:
+    """Compute what `linear_attention` does by its definition, with the explicit weights `[B,H,T,S]`.
+
+    Quadratic in the length; every other form owes it equality, and its gradients come from autograd.
+    Arguments and results are those of `linear_attention`.
+    """
+    k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state)
+    if cu_seqlens is not None:
+        outs, states = [q[:, :0, :, :1].expand(-1, -1, -1, v.shape[3]).to(v.dtype)], []
+        offsets = cu_seqlens.tolist()
+        for n, (a, b) in enumerate(pairwise(offsets)):
+            o, new_state = _reference(
+                q[:, a:b],
+                k[:, a:b],
+                v[:, a:b],
+                causal,
+                None if log_decay is None else log_decay[:, a:b],
+                None if state is None else LinearState(state.kv[n : n + 1], state.k_sum[n : n + 1]),
+                normalize,
+            )
+            outs.append(o)
+            states.append(new_state)
+        if not states:
+            states = [_zero_state(q, k, v, 0)]
+        o = torch.cat(outs, dim=1)
+        new_state = LinearState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+    else:
+        o, new_state = _reference(q, k, v, causal, log_decay, state, normalize)
+    return (o, new_state) if return_state else o
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    normalize: bool,
+) -> tuple[Tensor, LinearState]:
+    B, T, H, _ = q.shape
+    S, G = k.shape[1], k.shape[2]
+    dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        kv, k_sum = _zero_state(q, k, v, B) if state is None else state
+        if log_decay is None:
+            log_decay = q.new_zeros(B, S, G)
+        # b[:, s] cumulates the gates of the first s keys, so that "no key read yet" is row 0.
+        gates = log_decay.clamp(min=-1e4).to(exact_dtype(q.device))
+        b = torch.nn.functional.pad(gates.cumsum(1), (0, 0, 1, 0)).transpose(1, 2)
+        keys_read = torch.arange(T, device=q.device) + (S - T + 1) if causal else q.new_full((T,), S).long()
+        keys_read = keys_read.clamp(min=0)
+        allowed = torch.arange(S, device=q.device) < keys_read.unsqueeze(-1)
+        decay = decay_between(b[:, :, keys_read], b[:, :, 1:], allowed, dtype)
+        from_start = b[:, :, keys_read].to(dtype).exp().repeat_interleave(H // G, 1)
+        weights = torch.einsum("bthr,bshr->bhts", q, k.repeat_interleave(H // G, 2))
+        weights = weights * decay.repeat_interleave(H // G, 1)
+        o = torch.einsum("bhts,bshm->bthm", weights, v.repeat_interleave(H // G, 2))
+        o = o + torch.einsum("bthr,bhrm,bht->bthm", q, kv.repeat_interleave(H // G, 1), from_start)
+        if normalize:
+            total = weights.sum(-1) + torch.einsum(
+                "bthr,bhr,bht->bht", q, k_sum.repeat_interleave(H // G, 1), from_start
+            )
+            o = safe_divide(o, total.transpose(1, 2).unsqueeze(-1))
+        to_end = decay_between(b[:, :, -1:], b[:, :, 1:], allowed.new_ones(1, S), dtype).squeeze(2)
+        through = b[:, :, -1].to(dtype).exp()
+        kv = kv * through[:, :, None, None] + torch.einsum("bsgr,bsgm,bgs->bgrm", k, v, to_end)
+        k_sum = k_sum * through.unsqueeze(-1) + torch.einsum("bsgr,bgs->bgr", k, to_end)
+        return o.to(out_dtype), LinearState(kv, k_sum)
+
+
+def _zero_state(q: Tensor, k: Tensor, v: Tensor, batch: int) -> LinearState:
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    kv = k.new_zeros(batch, k.shape[2], k.shape[3], v.shape[3], dtype=dtype)
+    return LinearState(kv, kv.new_zeros(kv.shape[:3]))
+
+
+def _check_and_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: LinearState | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Check every argument, then take padding out of the keys, the values and the gates."""
+    check_qkv(q, k, v)
+    B, S = k.shape[:2]
+    if log_decay is not None:
+        _check_log_decay(log_decay, k.shape[:3], "[B, S, G]")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
+    if state is not None:
+        _check_state(state, k, v, B if cu_seqlens is None else len(cu_seqlens) - 1)
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, B, S)
+        padding = key_padding_mask[:, :, None, None]
+        # The values too: 0 * inf of an uninitialised pad would be NaN.
+        k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+        if log_decay is not None:
+            log_decay = log_decay.masked_fill(padding.squeeze(-1), 0)
+    return k, v, log_decay
+
+
+def _check_log_decay(log_decay: Tensor, wanted: torch.Size, axes: str) -> None:
+    if log_decay.shape != wanted or not log_decay.is_floating_point():
+        raise ValueError(
+            f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
+            f"but must be floating point {axes} = {list(wanted)}"
+        )
+    if log_decay.device.type == "cpu" and not torch.compiler.is_compiling() and bool((log_decay > 0).any()):
+        raise ValueError(
+            f"log_decay must be at most 0 (a gate of at most 1), found {log_decay.max().item():g}"
+        )
+
+
+def _check_state(state: LinearState, k: Tensor, v: Tensor, batch: int) -> None:
+    G, R, M = k.shape[2], k.shape[3], v.shape[3]
+    for name, x, wanted in (("kv", state.kv, [batch, G, R, M]), ("k_sum", state.k_sum, [batch, G, R])):
+        if shape(x) != wanted:
+            raise ValueError(f"state.{name} has shape {shape(x)}, but these inputs want {wanted}")
+        if x.dtype != accumulation_dtype(k.dtype, v.dtype):
+            raise ValueError(
+                f"state.{name} is {x.dtype}, but {k.dtype} inputs want {accumulation_dtype(k.dtype)}"
+            )

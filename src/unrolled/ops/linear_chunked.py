@@ -1,0 +1,259 @@
+r"""Linear attention in plain PyTorch, chunk by chunk: the form that runs everywhere.
+
+The sequence is cut into chunks of C tokens. Inside a chunk attention is quadratic, between chunks the state
+passes: time O(T (C (R+M) + R M)), and nothing of size [T,R,M] or [T,T] is ever formed. With b the cumulated
+log gates of a chunk, D_ij = exp(b_i - b_j) for i >= j, and (S, z) the state before the chunk,
+
+    P   = (Q K^T) * D
+    num = P V + exp(b) Q S               den = P 1 + exp(b) Q z               o = num / den
+    S'  = exp(b_C) S + (exp(b_C - b) K)^T V                    z' = exp(b_C) z + (exp(b_C - b) K)^T 1
+
+The backward pass recomputes the states and keeps none per token (arXiv 2006.16236, eq. 13-15, by chunks).
+With G = dO / den and the state gradient (S*, z*) arriving from later chunks,
+
+    dQ' = ((G V^T) * D) K + exp(b) G S^T          dden_i = -(q_i . dQ'_i) / den_i,  since num . G = q . dQ'
+    dQ  = dQ' + dden z_i                          z_i = (D K)_i + exp(b_i) z
+    dK  = ((G V^T + dden 1^T) * D)^T Q + exp(b_C - b) (V S*^T + 1 z*^T)
+    dV  = P^T G + exp(b_C - b) K S*
+
+The gradient of the gates needs no object of size C x C: with b cumulated inside the chunk,
+dL/db_i = q_i . dQ_i - k_i . dK_i (the first term is 0 when normalised), and b_C gains <S', S*> + <z', z*>.
+
+Bidirectional attention is a single chunk whose queries all read S'.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unrolled.ops.precision import accumulation_dtype, exact_dtype
+
+LOWEST_GATE = -1e4  # its exponential is 0 like that of -inf, but it may be subtracted from itself
+
+
+class Gates(NamedTuple):
+    """What the chunk formulas need of the gates. Without gates the last three are None, meaning 1."""
+
+    within: Tensor  # D [..., C, C]
+    from_start: Tensor | None  # exp(b) [X,n,1,C,1]
+    to_end: Tensor | None  # exp(b_C - b) [X,n,1,C,1]
+    through: Tensor | None  # exp(b_C) [X,n,1,1,1]
+
+
+class Chunks(NamedTuple):
+    """Inputs cut into n chunks, in the accumulation type. X = B*G; P = H/G query heads share a key head."""
+
+    q: Tensor  # [X,n,P,C,R]
+    k: Tensor  # [X,n,1,C,R]
+    v: Tensor  # [X,n,1,C,M]
+    gates: Gates
+    kv: Tensor  # [X,1,1,R,M], the state before the first chunk
+    k_sum: Tensor  # [X,1,1,R,1]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor | None,
+    k_sum: Tensor | None,
+    causal: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `o [B,T,H,M]`, the state after the last key, and the divisor `[B,T,H,1]` (empty without).
+
+    Causal needs T = S. Every operation is differentiable, so higher derivatives go through this same code.
+    """
+    B, T, _, R = q.shape
+    G, M = k.shape[2], v.shape[3]
+    with torch.autocast(q.device.type, enabled=False):
+        x = _cut(q, k, v, log_decay, kv, k_sum, causal)
+        k_to_end = _times(x.k, x.gates.to_end)
+        S = _scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
+        z = _scan(x.k_sum, k_to_end.sum(-2).unsqueeze(-1), x.gates.through)
+        if causal:
+            weights = (x.q @ x.k.mT) * x.gates.within
+            q_from_start = _times(x.q, x.gates.from_start)
+            num = weights @ x.v + q_from_start @ S[:, :-1]
+            den = weights.sum(-1, keepdim=True) + q_from_start @ z[:, :-1] if normalize else None
+        else:
+            num = x.q @ S[:, -1:]
+            den = x.q @ z[:, -1:] if normalize else None
+        o = num if den is None else safe_divide(num, den)
+        return (
+            _join(o, B, T).to(v.dtype),
+            S[:, -1].reshape(B, G, R, M).clone(),  # a view would keep all n states alive
+            z[:, -1].reshape(B, G, R).clone(),
+            num.new_empty(0) if den is None else _join(den, B, T),
+        )
+
+
+def backward(
+    grad_o: Tensor,
+    grad_kv: Tensor,
+    grad_k_sum: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor | None,
+    k_sum: Tensor | None,
+    den: Tensor,
+    causal: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of `q, k, v, log_decay, kv, k_sum`; an absent `log_decay` gets an empty one."""
+    B, T, _, R = q.shape
+    S_len, G, M = v.shape[1:]
+    with torch.autocast(q.device.type, enabled=False):
+        x = _cut(q, k, v, log_decay, kv, k_sum, causal)
+        n, C = x.q.shape[1], x.q.shape[3]
+        g = _split(grad_o.to(x.v.dtype), n, C, G)
+        divisor = _split(den, n, C, G) if normalize else None
+        if divisor is not None:
+            g = safe_divide(g, divisor)
+        dS_end, dz_end = grad_kv.reshape(x.kv.shape), grad_k_sum.reshape(x.k_sum.shape)
+        k_to_end = _times(x.k, x.gates.to_end)
+        S = _scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
+        z = _scan(x.k_sum, k_to_end.sum(-2).unsqueeze(-1), x.gates.through)
+        zero = torch.zeros_like(x.k_sum)
+
+        if causal:
+            d_weights = (g @ x.v.mT) * x.gates.within
+            dq = d_weights @ x.k + _times(g @ S[:, :-1].mT, x.gates.from_start)
+            q_from_start = _times(x.q, x.gates.from_start)
+            dS = _scan_back(dS_end, _sum_heads(q_from_start.mT @ g), x.gates.through)
+            if divisor is None:
+                dz = _scan_back(dz_end, zero.expand(-1, n, -1, -1, -1), x.gates.through)
+            else:
+                dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
+                dq = dq + dden * (x.gates.within @ x.k + _times(z[:, :-1].mT, x.gates.from_start))
+                dz = _scan_back(dz_end, _sum_heads(q_from_start.mT @ dden), x.gates.through)
+                d_weights = d_weights + dden * x.gates.within
+            dk = _sum_heads(d_weights.mT @ x.q)
+            dv = _sum_heads(((x.q @ x.k.mT) * x.gates.within).mT @ g)
+        else:
+            dq = g @ S[:, 1:].mT
+            dS_read, dz_read = _sum_heads(x.q.mT @ g), zero
+            if divisor is not None:
+                dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
+                dq = dq + dden * z[:, 1:].mT
+                dz_read = _sum_heads(x.q.mT @ dden)
+            # The queries read the state after the only chunk, so their share joins what arrives there.
+            dS = _scan_back(dS_end + dS_read, torch.zeros_like(x.kv), x.gates.through)
+            dz = _scan_back(dz_end + dz_read, zero, x.gates.through)
+            dk, dv = torch.zeros_like(x.k), torch.zeros_like(x.v)
+        dk = dk + _times(x.v @ dS[:, 1:].mT + dz[:, 1:].mT, x.gates.to_end)
+        dv = dv + k_to_end @ dS[:, 1:]
+
+        d_log_decay = x.k.new_empty(0)
+        if log_decay is not None:
+            db = -(x.k * dk).sum(-1)
+            if causal and not normalize:
+                db = db + _sum_heads((x.q * dq).sum(-1, keepdim=True)).squeeze(-1)
+            at_end = (S[:, 1:] * dS[:, 1:]).sum((-2, -1)) + (z[:, 1:] * dz[:, 1:]).sum((-2, -1))
+            d_gates = db.flip(-1).cumsum(-1).flip(-1) + at_end.unsqueeze(-1)
+            d_log_decay = _join(d_gates.unsqueeze(-1), B, S_len).squeeze(-1)
+            d_log_decay = d_log_decay.masked_fill(log_decay < LOWEST_GATE, 0).to(log_decay.dtype)
+        return (
+            _join(dq, B, T).to(q.dtype),
+            _join(dk, B, S_len).to(k.dtype),
+            _join(dv, B, S_len).to(v.dtype),
+            d_log_decay,
+            dS[:, 0].reshape(B, G, R, M),
+            dz[:, 0].reshape(B, G, R),
+        )
+
+
+def safe_divide(num: Tensor, den: Tensor) -> Tensor:
+    """num / den, and 0 with zero gradient where den is 0 or too small to be divided by."""
+    nothing = den.abs() < torch.finfo(den.dtype).tiny
+    return (num / den.masked_fill(nothing, 1)).masked_fill(nothing, 0)
+
+
+def decay_between(b_to: Tensor, b_from: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(b_to_i - b_from_j) where `allowed [i,j]`, else 0; masked before exp, which cannot overflow."""
+    difference = b_to.unsqueeze(-1) - b_from.unsqueeze(-2)
+    return difference.masked_fill(~allowed, -math.inf).to(dtype).exp()
+
+
+def _cut(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor | None,
+    k_sum: Tensor | None,
+    causal: bool,
+) -> Chunks:
+    B, T, _, R = q.shape
+    S_len, G, M = v.shape[1:]
+    # Wider values get longer chunks, so that the n states never outweigh the keys; T is split evenly.
+    longest = 64 if M <= 64 else 128
+    n = max(1, math.ceil(T / longest)) if causal else 1
+    C, key_C = math.ceil(T / n), math.ceil(S_len / n)
+    dtype = accumulation_dtype(q.dtype)
+    within = q.new_ones(C, key_C, dtype=dtype).tril() if causal else q.new_empty(0, dtype=dtype)
+    gates = Gates(within, None, None, None)
+    if log_decay is not None:
+        exact = log_decay.clamp(min=LOWEST_GATE).to(exact_dtype(q.device)).unsqueeze(-1)
+        b = _split(exact, n, key_C, G).squeeze(-1).cumsum(-1)
+        total = b[..., -1:] if key_C else b.new_zeros(*b.shape[:-1], 1)
+        if causal:
+            within = decay_between(b, b, within.bool(), dtype)
+        gates = Gates(
+            within,
+            b.exp().to(dtype).unsqueeze(-1),
+            (total - b).exp().to(dtype).unsqueeze(-1),
+            total.exp().to(dtype).unsqueeze(-1),
+        )
+    return Chunks(
+        _split(q.to(dtype), n, C, G),
+        _split(k.to(dtype), n, key_C, G),
+        _split(v.to(dtype), n, key_C, G),
+        gates,
+        q.new_zeros(B * G, 1, 1, R, M, dtype=dtype) if kv is None else kv.reshape(B * G, 1, 1, R, M),
+        q.new_zeros(B * G, 1, 1, R, 1, dtype=dtype) if k_sum is None else k_sum.reshape(B * G, 1, 1, R, 1),
+    )
+
+
+def _split(x: Tensor, n: int, C: int, G: int) -> Tensor:
+    """[B,T,H,D] -> [B*G,n,H/G,C,D], with zeros behind the last token."""
+    B, T, H, D = x.shape
+    x = pad(x, (0, 0, 0, 0, 0, n * C - T))
+    return x.reshape(B, n, C, G, H // G, D).permute(0, 3, 1, 4, 2, 5).reshape(B * G, n, H // G, C, D)
+
+
+def _join(x: Tensor, B: int, T: int) -> Tensor:
+    """[B*G,n,P,C,D] -> [B,T,G*P,D], the inverse of `_split`."""
+    _, n, P, C, D = x.shape
+    G = x.shape[0] // B if B else 1
+    return x.reshape(B, G, n, P, C, D).permute(0, 2, 4, 1, 3, 5).reshape(B, n * C, G * P, D)[:, :T]
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _sum_heads(x: Tensor) -> Tensor:
+    """Add up what the P query heads of a group give to their common key head."""
+    return x.sum(2, keepdim=True) if x.shape[2] > 1 else x
+
+
+def _scan(first: Tensor, additions: Tensor, through: Tensor | None) -> Tensor:
+    """The n + 1 states s_0 = first, s_c+1 = through_c s_c + additions_c, along axis 1."""
+    if through is None:
+        return torch.cat([first, additions], dim=1).cumsum(1)
+    states = [first]
+    for c in range(additions.shape[1]):
+        states.append(states[-1] * through[:, c : c + 1] + additions[:, c : c + 1])
+    return torch.cat(states, dim=1)
+
+
+def _scan_back(last: Tensor, additions: Tensor, through: Tensor | None) -> Tensor:
+    """The same from the other end: s_n = last, s_c = through_c s_c+1 + additions_c."""
+    return _scan(last, additions.flip(1), None if through is None else through.flip(1)).flip(1)

@@ -1,0 +1,28 @@
+"""Masks of query-key pairs (True = attend) and of keys (True = padding)."""
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import shape
+from unrolled.ops.packing import segment_ids
+
+
+def padding_mask(lengths: Tensor, longest: int | None = None) -> Tensor:
+    """`key_padding_mask [B,S]` (True = padding) of rows of `lengths [B]` tokens, padded on the right."""
+    if lengths.dim() != 1 or lengths.is_floating_point():
+        raise ValueError(
+            f"lengths has dtype {lengths.dtype} and shape {shape(lengths)}, but must be integers [B]"
+        )
+    S = int(lengths.max()) if longest is None else longest
+    return torch.arange(S, device=lengths.device) >= lengths.unsqueeze(1)
+
+
+def causal_mask(T: int, S: int, device: torch.device | None = None) -> Tensor:
+    """`[T,S]`: query i may attend to keys up to i + S - T, so that the last query sees the last key."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+
+
+def packed_mask(cu_seqlens: Tensor, total: int) -> Tensor:
+    """`[total,total]`: a token may attend to those of its own packed sequence."""
+    segment = segment_ids(cu_seqlens, total)
+    return segment.unsqueeze(1) == segment.unsqueeze(0)

@@ -1,0 +1,66 @@
+"""Packed sequences: several of them laid end to end in one row, with int32 offsets `cu_seqlens [N+1]`."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import check_key_padding_mask, shape
+
+
+def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Lay sequences `[L_n, ...]` end to end: `[1, sum L_n, ...]` and their offsets `cu_seqlens [N+1]`."""
+    if not sequences:
+        raise ValueError("sequences is empty, but pack needs at least one to know the width")
+    lengths = torch.tensor([0, *(len(x) for x in sequences)], dtype=torch.int32)
+    return torch.cat(list(sequences)).unsqueeze(0), lengths.cumsum(0, dtype=torch.int32).to(
+        sequences[0].device
+    )
+
+
+def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+    """Cut `[1, T, ...]` back into the sequences that `pack` laid end to end."""
+    return list(torch.split(packed[0], cu_seqlens.diff().tolist()))
+
+
+def pack_padded(x: Tensor, key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Take the padding (True) out of `x [B,T,...]`: `[1, tokens, ...]` and `cu_seqlens [B+1]`."""
+    if x.dim() < 2:
+        raise ValueError(f"x has shape {shape(x)}, but must be [B, T, ...]")
+    check_key_padding_mask(key_padding_mask, x.shape[0], x.shape[1])
+    valid = ~key_padding_mask
+    ends = valid.sum(1).cumsum(0, dtype=torch.int32)
+    return x[valid].unsqueeze(0), torch.cat([ends.new_zeros(1), ends])
+
+
+def pad_packed(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Lay packed sequences side by side: `[N, longest, ...]`, zeros on the right, and its padding mask."""
+    lengths = cu_seqlens.diff().long()
+    longest = int(lengths.max()) if len(lengths) else 0
+    place = torch.arange(longest, device=packed.device)
+    padding = place >= lengths.unsqueeze(1)
+    x = packed.new_zeros(len(lengths), longest, *packed.shape[2:])
+    x[~padding] = packed[0]
+    return x, padding
+
+
+def segment_ids(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Number of the sequence that each of the `total` packed tokens belongs to, `[total]`."""
+    place = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), place, right=True)
+
+
+def length_buckets(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Group packed sequences by length, so that each group padded to its longest wastes less than half.
+
+    Yields, for each group of n sequences up to L long, their numbers `[n]`, the packed position of each of
+    their tokens `[n,L]` and the padding mask `[n,L]` (True = no such token; its position is 0).
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    buckets = [length.bit_length() for length in lengths.tolist()]
+    bucket = torch.tensor(buckets, device=cu_seqlens.device)
+    for size in sorted(set(buckets)):
+        rows = (bucket == size).nonzero().squeeze(1)
+        place = torch.arange(int(lengths[rows].max()), device=cu_seqlens.device)
+        padding = place >= lengths[rows].unsqueeze(1)
+        yield rows, (starts[rows].unsqueeze(1) + place).masked_fill(padding, 0), padding

@@ -1,0 +1,56 @@
+"""Where a token stands, and the encodings of it."""
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import shape
+from unrolled.ops.packing import segment_ids
+from unrolled.ops.precision import exact_dtype
+
+
+def positions_from_padding(key_padding_mask: Tensor) -> Tensor:
+    """Number of valid tokens before each one, `[B,T]`, so that padding on either side shifts nothing."""
+    valid = (~key_padding_mask).long()
+    return (valid.cumsum(1) - valid).clamp(min=0)
+
+
+def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Position of each packed token in its own sequence, `[1,total]`."""
+    place = torch.arange(total, device=cu_seqlens.device)
+    return (place - cu_seqlens.long()[segment_ids(cu_seqlens, total)]).unsqueeze(0)
+
+
+def sinusoidal(positions: Tensor, dim: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """PE(p, 2i) = sin(p / 10000^(2i/dim)), PE(p, 2i+1) = cos(the same): `[...]` -> `[..., dim]`.
+
+    Vaswani et al. 2017 (arXiv 1706.03762), section 3.5. `dim` is even.
+    """
+    angles = _angles(positions, dim, "dim")
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(dtype)
+
+
+def rotary(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate each pair (x_2i, x_2i+1) by the angle p / 10000^(2i/D): `x [B,T,H,D]`, `positions [B,T]`.
+
+    The product of two rotated vectors depends on the difference of their positions only. Su et al. 2021,
+    "RoFormer" (arXiv 2104.09864), eq. 34. D is even. With linear attention only the numerator may be rotated:
+    the weights in the denominator must stay positive (eq. 19 there).
+    """
+    if positions.shape != x.shape[:2]:
+        raise ValueError(
+            f"positions has shape {shape(positions)}, but x {shape(x)} wants {list(x.shape[:2])}"
+        )
+    angles = _angles(positions, x.shape[-1], "the head width").unsqueeze(-2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+def _angles(positions: Tensor, dim: int, name: str) -> Tensor:
+    if dim % 2:
+        raise ValueError(
+            f"{name} is {dim}, but sinusoidal and rotary positions come in pairs and want an even one"
+        )
+    exact = exact_dtype(positions.device)
+    exponents = torch.arange(0, dim, 2, device=positions.device, dtype=exact) / dim
+    return positions.to(exact).unsqueeze(-1) * 10000.0**-exponents

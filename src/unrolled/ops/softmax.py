@@ -1,0 +1,209 @@
+"""Softmax attention: torch's scaled_dot_product_attention behind our layout and masks, and its cache.
+
+o_i = sum_j softmax_j(scale q_i . k_j) v_j        Vaswani et al. 2017 (arXiv 1706.03762), eq. 1
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, shape
+from unrolled.ops.masks import causal_mask, packed_mask
+
+RECENT = 64  # tokens that a cache collects before it joins them to its past
+
+
+class KVCache(NamedTuple):
+    """All keys and values seen so far, as a value: what a function here is given, it never writes to.
+
+    Tokens join a short `recent` part; when that holds 64, it is joined to the `past`. So a token copies 1/64
+    of the cache, where it has to read all of it, and two continuations can share a past.
+    """
+
+    past_k: Tensor  # [B,G,P,D]
+    past_v: Tensor  # [B,G,P,M]
+    past_padding: Tensor  # [B,P], True = no such token in this row
+    recent_k: Tensor  # [B,G,W,D]
+    recent_v: Tensor  # [B,G,W,M]
+    recent_padding: Tensor  # [B,W]
+    position: Tensor  # [B], valid tokens seen
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention in time quadratic in the length (equation above).
+
+    Args:
+        q: queries `[B,T,H,D]`.
+        k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
+        v: values `[B,S,G,M]`.
+        causal: query i attends to keys up to i + S - T only.
+        key_padding_mask: `[B,S]`, True = padding.
+        attn_mask: broadcastable to `[B,H,T,S]`; boolean (True = attend) or floating point (added
+            to the scores).
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
+        scale: factor of the scores, 1/sqrt(D) by default.
+
+    Returns:
+        `o [B,T,H,M]`; 0, with zero gradient, for a query that has nothing to attend to.
+
+    Raises:
+        ValueError: an argument of another shape or type.
+    """
+    check_qkv(q, k, v)
+    (B, T, H, _), S = q.shape, k.shape[1]
+    allowed, bias = None, None
+    if attn_mask is not None:
+        _check_attn_mask(attn_mask, (B, H, T, S))
+        if attn_mask.dtype == torch.bool:
+            allowed = attn_mask
+        else:
+            bias, allowed = attn_mask, attn_mask > -torch.inf
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, B, S)
+        v = v.masked_fill(
+            key_padding_mask[:, :, None, None], 0
+        )  # 0 * inf of an uninitialised pad would be NaN
+        k = k.masked_fill(key_padding_mask[:, :, None, None], 0)
+        allowed = _both(allowed, ~key_padding_mask[:, None, None, :])
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
+        allowed = _both(allowed, packed_mask(cu_seqlens, T))
+    plainly_causal = causal and allowed is None and T == S
+    if causal and not plainly_causal:
+        allowed = _both(allowed, causal_mask(T, S, q.device))
+    if allowed is None:
+        o = _sdpa(q, k, v, None, plainly_causal, scale)
+        return o if S else o.new_zeros(o.shape)
+    something = allowed.any(-1, keepdim=True)
+    # A row without any key attends to all of them instead, and is then zeroed: no NaN in either direction.
+    allowed = allowed | ~something
+    mask = allowed if bias is None else bias.masked_fill(~allowed, -torch.inf).masked_fill(~something, 0)
+    o = _sdpa(q, k, v, mask.expand(B, H, T, S), False, scale)
+    return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0)
+
+
+def empty_cache(batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor) -> KVCache:
+    """Make a cache that has seen nothing, of the device and type of `like`."""
+    k, v = (
+        like.new_empty(batch_size, n_kv_heads, 0, head_dim),
+        like.new_empty(batch_size, n_kv_heads, 0, value_dim),
+    )
+    padding = torch.empty(batch_size, 0, dtype=torch.bool, device=like.device)
+    position = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+    return KVCache(k, v, padding, k, v, padding, position)
+
+
+def softmax_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    *,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, KVCache]:
+    """Causal attention of `q [B,T,H,D]` to the cache and to new keys and values of the same T tokens.
+
+    Padded tokens (`key_padding_mask [B,T]`, True = padding) are never attended to and do not count as seen.
+
+    Returns:
+        `o [B,T,H,M]`, and the cache with the new tokens.
+    """
+    check_qkv(q, k, v)
+    B, T = k.shape[:2]
+    new_padding = (
+        torch.zeros(B, T, dtype=torch.bool, device=k.device) if key_padding_mask is None else key_padding_mask
+    )
+    check_key_padding_mask(new_padding, B, T)
+    dtype = cache.past_k.dtype
+    keys = torch.cat([cache.past_k, cache.recent_k, k.transpose(1, 2).to(dtype)], dim=2)
+    values = torch.cat([cache.past_v, cache.recent_v, v.transpose(1, 2).to(dtype)], dim=2)
+    padding = torch.cat([cache.past_padding, cache.recent_padding, new_padding], dim=1)
+    anything_padded = (
+        key_padding_mask is not None or cache.past_padding.shape[1] + cache.recent_padding.shape[1] > 0
+    )
+    o = softmax_attention(
+        q.to(dtype),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        causal=True,
+        key_padding_mask=padding if anything_padded else None,
+        scale=scale,
+    )
+    none = slice(0, 0)
+    position = cache.position + (~new_padding).sum(1)
+    return o.to(v.dtype), KVCache(
+        keys, values, padding, keys[:, :, none], values[:, :, none], padding[:, none], position
+    )
+
+
+def softmax_step(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, *, scale: float | None = None
+) -> tuple[Tensor, KVCache]:
+    """One token: key `[B,G,D]` and value `[B,G,M]` join the cache, then the query `[B,H,D]` reads all of it.
+
+    Returns:
+        `o [B,H,M]`, and the new cache.
+    """
+    check_qkv(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))
+    dtype = cache.past_k.dtype
+    recent_k = torch.cat([cache.recent_k, k.unsqueeze(2).to(dtype)], dim=2)
+    recent_v = torch.cat([cache.recent_v, v.unsqueeze(2).to(dtype)], dim=2)
+    recent_padding = torch.nn.functional.pad(cache.recent_padding, (0, 1))
+    past_k, past_v, past_padding = cache.past_k, cache.past_v, cache.past_padding
+    B, H, D = q.shape
+    with torch.autocast(q.device.type, enabled=False):
+        grouped = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, k.shape[1], -1, D)
+        scores = torch.cat([grouped @ past_k.mT, grouped @ recent_k.mT], dim=-1)
+        padding = torch.cat([past_padding, recent_padding], dim=1)
+        weights = scores.masked_fill(padding[:, None, None, :], -torch.inf).softmax(-1)
+        P = past_k.shape[2]
+        o = weights[..., :P] @ past_v + weights[..., P:] @ recent_v
+    if recent_k.shape[2] == RECENT:
+        past_k, past_v = torch.cat([past_k, recent_k], dim=2), torch.cat([past_v, recent_v], dim=2)
+        past_padding = padding
+        recent_k, recent_v, recent_padding = recent_k[:, :, :0], recent_v[:, :, :0], recent_padding[:, :0]
+    cache = KVCache(past_k, past_v, past_padding, recent_k, recent_v, recent_padding, cache.position + 1)
+    return o.reshape(B, H, -1).to(v.dtype), cache
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    return scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+
+
+def _both(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a & b
+
+
+def _check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attn_mask has dtype {mask.dtype}, but must be torch.bool (True = attend) or floating point"
+        )
+    fits = mask.dim() <= 4 and all(
+        a in (1, b) for a, b in zip(reversed(mask.shape), reversed(wanted), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_mask has shape {shape(mask)}, but must broadcast to [B, H, T, S] = {list(wanted)}"
+        )
