@@ -77,7 +77,7 @@ class MultiHeadAttention(nn.Module):
         attn_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        """Attend `q [B,T,H,D]` to `k [B,S,G,D]`, `v [B,S,G,M]`: `[B,T,H,M]`. Rotary gives `positions [B,T]`."""
+        """Attend `q [B,T,H,D]` to `k [B,S,G,D]`, `v [B,S,G,M]`: `[B,T,H,M]`; if rotary, `positions [B,T]`."""
         raise NotImplementedError
 
     def prefill_heads(

@@ -96,8 +96,8 @@ def linear_attention(
         backend: "plain" for the PyTorch form; for tests and benchmarks, the default takes the fastest.
 
     Returns:
-        `o [B,T,H,M]` in the type of `v`, and with `return_state` the `LinearState`. Sums are kept in fp32, or fp64
-        for fp64 inputs. Gradients of any order reach every input and pass through both states.
+        `o [B,T,H,M]` in the type of `v`, and with `return_state` the `LinearState`. Sums are kept in fp32
+        (fp64 for fp64 inputs). Gradients of any order reach every input and pass through both states.
 
     Raises:
         ValueError: an argument of another shape or type, a positive `log_decay` (read on CPUs only).
