@@ -1,7 +1,7 @@
 """Data sets and synthetic tasks, one file each; the directory is the registry.
 
-`names()` lists them and `load("mnist", data_dir="...")` makes one. The options of a data set are the fields of
-its dataclass, `MnistDataset` in `mnist.py`. Files whose name starts with an underscore are helpers.
+`names()` lists them and `load("mnist", data_dir="...")` makes one. The options of a data set are the fields
+of its dataclass, `MnistDataset` in `mnist.py`. Files whose name starts with an underscore are helpers.
 """
 
 import importlib

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TIMEOUT = 30.0  # seconds without an answer before a download is given up
+BAD_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,8 @@ def read_file(path: str | Path) -> bytes:
     path = Path(path).expanduser()
     try:
         return _uncompressed(_read(path), path.name)
-    except _BAD_GZIP as error:
+    except BAD_GZIP as error:
         raise ValueError(f"{path} cannot be uncompressed: {error}") from error
-
-
-_BAD_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 
 
 def _read(path: Path) -> bytes:
@@ -84,7 +82,7 @@ def _uncompressed(raw: bytes, name: str) -> bytes:
 def _verified(raw: bytes, file: PublishedFile, complaint: str, remedy: str) -> bytes:
     try:
         content = _uncompressed(raw, file.path)
-    except _BAD_GZIP as error:
+    except BAD_GZIP as error:
         raise ValueError(
             f"{complaint}: it cannot be uncompressed ({error}), and its content must have the sha256 "
             f"{file.sha256}{remedy}"
