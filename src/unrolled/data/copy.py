@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unrolled.data import IGNORED, Batch, Split
 from unrolled.data._checks import check_integer, check_request, check_split
@@ -61,13 +62,15 @@ class CopyDataset:
         check_request(split, step, batch_size, seed)
         if split == "train":
             return self._draw(np.random.default_rng((seed, step, 0)), batch_size)
-        rows = torch.arange(step * batch_size, (step + 1) * batch_size) % self.val_size
-        return Batch(self._val.inputs[rows], self._val.targets[rows])
+        return self._validation(torch.arange(step * batch_size, (step + 1) * batch_size) % self.val_size)
 
     def eval_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the validation set in order."""
         check_integer("batch_size", batch_size, 1)
-        return map(Batch, *(torch.split(part, batch_size) for part in self._val))
+        return map(self._validation, torch.split(torch.arange(self.val_size), batch_size))
+
+    def _validation(self, rows: Tensor) -> Batch:
+        return Batch(self._val.inputs[rows], self._val.targets[rows])
 
     def _draw(self, rng: np.random.Generator, count: int) -> Batch:
         longest = self.length // 2

@@ -38,7 +38,7 @@ class MnistDataset(ImageDataset):
         data_dir: the folder that holds `mnist/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
-        ValueError: a file is corrupt, or is missing and cannot be downloaded.
+        ValueError: a file is corrupt, or it is missing and cannot be downloaded.
     """
 
     data_dir: str | Path | None = None

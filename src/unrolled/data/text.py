@@ -72,7 +72,8 @@ class TextDataset:
     """One long text: windows drawn at random to train on, its end cut into consecutive windows to validate.
 
     As characters, a text must be UTF-8; a byte-order mark is dropped and every line end becomes a newline. As
-    bytes, a file is taken exactly as it is. The vocabulary is that of both parts together.
+    bytes, a file is taken exactly as it is. `vocabulary` has the characters of both parts in the order of
+    their ids; it is None for bytes.
 
     Attributes:
         path: a file, uncompressed on the way if it ends in `.gz`, or the known name "tiny-shakespeare".
