@@ -1,0 +1,82 @@
+"""Data sets and synthetic tasks, one file each; the directory is the registry.
+
+`names()` lists them and `load("mnist", data_dir="...")` makes one. The options of a data set are the fields
+of its dataclass, `MnistDataset` in `mnist.py`. Files whose name starts with an underscore are helpers.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Literal, NamedTuple, Protocol, cast
+
+from torch import Tensor
+
+Split = Literal["train", "val"]
+
+IGNORED = -100
+"""The target at positions that the loss skips, as in `torch.nn.functional.cross_entropy`."""
+
+
+class Batch(NamedTuple):
+    """Token ids to read and to predict: `targets[b, t]` follows `inputs[b, :t + 1]`.
+
+    Attributes:
+        inputs: [B, T], int64.
+        targets: [B, T], int64; `IGNORED` where nothing is to be predicted.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Dataset(Protocol):
+    """What training asks of a data set. Nothing here reads or moves a global random generator."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that can be predicted."""
+
+    @property
+    def length(self) -> int:
+        """Tokens per example, T."""
+
+    @property
+    def start_token(self) -> bool:
+        """Whether inputs begin with the id `vocab_size`, a start symbol that is never predicted."""
+
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
+        """Return batch number `step`, counted from 0.
+
+        A pure function of its arguments, so that a resumed run sees the data it would have seen.
+        """
+
+    def epoch_size(self, split: Split) -> int:
+        """Return the number of examples that count as one pass over a split."""
+
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield the whole validation split in order, each example once; the last batch may be smaller."""
+
+
+def names() -> list[str]:
+    """List the data sets that `load` knows."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def load(name: str, **options: Any) -> Dataset:
+    """Make a data set by name: `load("text", path="book.txt", length=256)`.
+
+    Raises:
+        ValueError: the name or an option is unknown, an option is impossible, a file is missing or corrupt.
+    """
+    if name not in names():
+        raise ValueError(f"name is {name!r}, but the data sets are {', '.join(names())}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    dataset = getattr(module, f"{name.capitalize()}Dataset")
+    valid = [field.name for field in fields(dataset)]
+    for option in options:
+        if option not in valid:
+            raise ValueError(
+                f"{option!r} is no option of the data set {name}, which takes {', '.join(valid) or 'none'}"
+            )
+    return cast(Dataset, dataset(**options))

@@ -1,0 +1,110 @@
+"""Files of published data sets: found, or downloaded, and never used unverified.
+
+The folder to look in is `data_dir` where one is given, else `$UNROLLED_DATA`, else `~/.cache/unrolled`.
+"""
+
+import gzip
+import hashlib
+import http.client
+import os
+import urllib.request
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMEOUT = 30.0  # seconds without an answer before a download is given up
+BAD_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file whose content is known.
+
+    Attributes:
+        path: "folder/file" below the data folder; the file may also lie directly in the data folder.
+        url: the official address.
+        sha256: of the content, uncompressed where the name ends in `.gz`: compressing again changes no data.
+    """
+
+    path: str
+    url: str
+    sha256: str
+
+
+def read_published(file: PublishedFile, data_dir: str | Path | None = None) -> bytes:
+    """Return the verified, uncompressed content of a published file, downloading it once if it is missing.
+
+    Raises:
+        ValueError: the file is corrupt, or it is missing and cannot be downloaded or written.
+    """
+    root = Path(data_dir or os.environ.get("UNROLLED_DATA") or "~/.cache/unrolled").expanduser()
+    places = [root / file.path, root / Path(file.path).name]
+    for place in places:
+        if place.is_file():
+            return _verified(_read(place), file, f"{place} is corrupt", f"; replace it by {file.url}")
+    try:
+        with urllib.request.urlopen(file.url, timeout=TIMEOUT) as response:
+            raw = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(
+            f"{places[1].name} is neither at {places[0]} nor at {places[1]} and could not be downloaded from "
+            f"{file.url} ({error}): put it there, or name its folder with data_dir or UNROLLED_DATA"
+        ) from error
+    content = _verified(raw, file, f"the download from {file.url} is corrupt", "")
+    _write_atomically(raw, places[0])
+    return content
+
+
+def read_file(path: str | Path) -> bytes:
+    """Return the content of any file, uncompressed where its name ends in `.gz`.
+
+    Raises:
+        ValueError: the file cannot be read or uncompressed.
+    """
+    path = Path(path).expanduser()
+    try:
+        return _uncompressed(_read(path), path.name)
+    except BAD_GZIP as error:
+        raise ValueError(f"{path} cannot be uncompressed: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _uncompressed(raw: bytes, name: str) -> bytes:
+    return gzip.decompress(raw) if name.endswith(".gz") else raw
+
+
+def _verified(raw: bytes, file: PublishedFile, complaint: str, remedy: str) -> bytes:
+    try:
+        content = _uncompressed(raw, file.path)
+    except BAD_GZIP as error:
+        raise ValueError(
+            f"{complaint}: it cannot be uncompressed ({error}), and its content must have the sha256 "
+            f"{file.sha256}{remedy}"
+        ) from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != file.sha256:
+        raise ValueError(f"{complaint}: its content has the sha256 {found} instead of {file.sha256}{remedy}")
+    return content
+
+
+def _write_atomically(raw: bytes, path: Path) -> None:
+    """Write under a temporary name beside the target, so that no reader ever meets half a file."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(raw)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}): "
+            "name a writable folder with data_dir or UNROLLED_DATA"
+        ) from error

@@ -1,0 +1,80 @@
+"""What all image sets share: pixels as a sequence of levels, and the order in which training sees them."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unrolled.data import Batch, Split
+from unrolled.data._checks import check_integer, check_request, check_split
+
+
+def epoch_rows(size: int, *, step: int, batch_size: int, seed: int) -> Tensor:
+    """Return the rows of batch `step` in an endless stream of epochs over `size` examples, [batch_size].
+
+    Epoch e is a permutation drawn from (seed, e). Batches follow each other without a gap and may span
+    epochs, so every epoch has each example exactly once whatever the batch size.
+    """
+    place = np.arange(step * batch_size, (step + 1) * batch_size)
+    epoch, offset = place // size, place % size
+    rows = np.empty(batch_size, np.int64)
+    for e in range(epoch[0], epoch[-1] + 1):
+        permutation = np.random.default_rng((seed, e)).permutation(size)
+        rows[epoch == e] = permutation[offset[epoch == e]]
+    return torch.from_numpy(rows)
+
+
+class ImageDataset(ABC):
+    """Grey images, read row by row as sequences of levels.
+
+    With p the T = H W pixels of an image and s = `vocab_size` the start symbol,
+
+        inputs = (s, p_1, ..., p_{T-1}),   targets = (p_1, ..., p_T).
+
+    A subclass is a dataclass whose fields are its options; it sets the class variables and reads the pixels.
+    """
+
+    vocab_size: ClassVar[int]
+    shape: ClassVar[tuple[int, int]]
+    start_token: ClassVar[bool] = True
+
+    @abstractmethod
+    def _read(self) -> dict[Split, Tensor]:
+        """Return the images of both splits, uint8 [N, H, W]."""
+
+    def __post_init__(self) -> None:
+        self._images = self._read()
+
+    @property
+    def length(self) -> int:
+        """Pixels per image."""
+        return math.prod(self.shape)
+
+    def images(self, split: Split) -> Tensor:
+        """Return the images of a split, uint8 [N, H, W]."""
+        check_split(split)
+        return self._images[split]
+
+    def epoch_size(self, split: Split) -> int:
+        """Return the number of images of a split."""
+        return len(self.images(split))
+
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
+        """Return batch number `step` of the epochs drawn from `seed`; see `epoch_rows`."""
+        check_request(split, step, batch_size, seed)
+        rows = epoch_rows(self.epoch_size(split), step=step, batch_size=batch_size, seed=seed)
+        return self._as_sequences(self._images[split][rows])
+
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield the validation images in their order."""
+        check_integer("batch_size", batch_size, 1)
+        return map(self._as_sequences, torch.split(self._images["val"], batch_size))
+
+    def _as_sequences(self, images: Tensor) -> Batch:
+        pixels = images.flatten(1).long()
+        start = pixels.new_full((len(pixels), 1), self.vocab_size)
+        return Batch(torch.cat([start, pixels[:, :-1]], dim=1), pixels)

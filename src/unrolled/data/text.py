@@ -1,0 +1,178 @@
+"""Text as a sequence of characters or bytes: tiny-shakespeare by name, or any file."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unrolled.data import IGNORED, Batch, Split
+from unrolled.data._checks import check_integer, check_request, check_split
+from unrolled.data._files import PublishedFile, read_file, read_published
+
+Level = Literal["chars", "bytes"]
+
+KNOWN = {
+    "tiny-shakespeare": PublishedFile(
+        "tinyshakespeare/input.txt",
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Text to ids and back; all that generation needs of a text data set.
+
+    Attributes:
+        vocabulary: the characters in the order of their ids, or None for the bytes of UTF-8.
+    """
+
+    vocabulary: Sequence[str] | None
+
+    def encode(self, text: str) -> Tensor:
+        """Return the ids of a text, int64 [T].
+
+        Raises:
+            ValueError: a character is not in the vocabulary.
+        """
+        if self.vocabulary is None:
+            return torch.tensor(list(text.encode()), dtype=torch.long)
+        ids = {character: i for i, character in enumerate(self.vocabulary)}
+        unknown = sorted(set(text) - ids.keys())
+        if unknown:
+            raise ValueError(
+                f"text has the characters {unknown}, which are not among the {len(ids)} of the vocabulary"
+            )
+        return torch.tensor([ids[character] for character in text], dtype=torch.long)
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """Return the text of ids [T]; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: an id is outside the vocabulary.
+        """
+        values = torch.as_tensor(ids, dtype=torch.long).tolist()
+        size = 256 if self.vocabulary is None else len(self.vocabulary)
+        if values and not 0 <= min(values) <= max(values) < size:
+            raise ValueError(
+                f"ids reach from {min(values)} to {max(values)}, but must be from 0 to {size - 1}"
+            )
+        if self.vocabulary is None:
+            return bytes(values).decode(errors="replace")
+        return "".join(self.vocabulary[i] for i in values)
+
+
+@dataclass
+class TextDataset:
+    """One long text: windows drawn at random to train on, its end cut into consecutive windows to validate.
+
+    As characters, a text must be UTF-8; a byte-order mark is dropped and every line end becomes a newline. As
+    bytes, a file is taken exactly as it is. `vocabulary` has the characters of both parts in the order of
+    their ids; it is None for bytes.
+
+    Attributes:
+        path: a file, uncompressed on the way if it ends in `.gz`, or the known name "tiny-shakespeare".
+        level: "chars" or "bytes".
+        length: tokens per window, T.
+        val_fraction: the part at the end of the text that is kept for validation.
+        data_dir: where known texts are kept; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
+
+    Raises:
+        ValueError: an option is impossible, the file is missing, corrupt or no UTF-8, or a part is too short.
+    """
+
+    path: str | Path = "tiny-shakespeare"
+    level: Level = "chars"
+    length: int = 64
+    val_fraction: float = 0.1
+    data_dir: str | Path | None = None
+
+    start_token: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.level not in get_args(Level):
+            raise ValueError(f"level is {self.level!r}, but the levels are {' and '.join(get_args(Level))}")
+        check_integer("length", self.length, 1)
+        if not isinstance(self.val_fraction, float) or not 0 < self.val_fraction < 1:
+            raise ValueError(f"val_fraction is {self.val_fraction!r}, but must lie between 0 and 1")
+        ids, self.vocabulary = self._read()
+        cut = int(len(ids) * (1 - self.val_fraction))
+        self._ids: dict[Split, np.ndarray] = {"train": ids[:cut], "val": ids[cut:]}
+        for split, part in self._ids.items():
+            if len(part) <= self.length:
+                raise ValueError(
+                    f"length is {self.length}, but must be less than the {len(part)} {self.level} "
+                    f"of the {split} part of {self.path}"
+                )
+
+    @property
+    def vocab_size(self) -> int:
+        """Distinct characters of the text, or 256 bytes."""
+        return 256 if self.vocabulary is None else len(self.vocabulary)
+
+    def encode(self, text: str) -> Tensor:
+        """Return the ids of a text, int64 [T]; see `Codec.encode`."""
+        return Codec(self.vocabulary).encode(text)
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """Return the text of ids [T]; see `Codec.decode`."""
+        return Codec(self.vocabulary).decode(ids)
+
+    def epoch_size(self, split: Split) -> int:
+        """Return the number of consecutive windows that cover a split, the last one perhaps in part."""
+        check_split(split)
+        return -(-(len(self._ids[split]) - 1) // self.length)
+
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
+        """Return windows that start anywhere in the split, drawn with repetition from (seed, step)."""
+        check_request(split, step, batch_size, seed)
+        ids = self._ids[split]
+        starts = np.random.default_rng((seed, step)).integers(len(ids) - self.length, size=(batch_size, 1))
+        windows = torch.from_numpy(ids[starts + np.arange(self.length + 1)].astype(np.int64))
+        return Batch(windows[:, :-1], windows[:, 1:])
+
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield consecutive windows in which every token of the split but its first is a target exactly once.
+
+        The last window is filled up with `IGNORED` targets, so average losses over targets, not over windows.
+        """
+        check_integer("batch_size", batch_size, 1)
+        return self._consecutive(self._ids["val"], batch_size)
+
+    def _consecutive(self, ids: np.ndarray, batch_size: int) -> Iterator[Batch]:
+        for start in range(0, len(ids) - 1, batch_size * self.length):
+            piece = torch.from_numpy(ids[start : start + batch_size * self.length + 1].astype(np.int64))
+            n_targets = len(piece) - 1
+            shape = (-(-n_targets // self.length), self.length)
+            inputs, targets = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
+            inputs.view(-1)[:n_targets] = piece[:-1]
+            targets.view(-1)[:n_targets] = piece[1:]
+            yield Batch(inputs, targets)
+
+    def _read(self) -> tuple[np.ndarray, tuple[str, ...] | None]:
+        """Return the ids of the whole text, in the smallest integer type, and its vocabulary."""
+        if isinstance(self.path, str) and self.path in KNOWN:
+            content = read_published(KNOWN[self.path], self.data_dir)
+        elif Path(self.path).expanduser().is_file():
+            content = read_file(self.path)
+        else:
+            raise ValueError(
+                f"path is {str(self.path)!r}, which is neither a file nor a known text ({', '.join(KNOWN)})"
+            )
+        if self.level == "bytes":
+            return np.frombuffer(content, np.uint8), None
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.path} is not UTF-8 at byte {error.start} ({content[error.start]:#04x}): "
+                "read it with level='bytes'"
+            ) from error
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        points, ids = np.unique(np.frombuffer(text.encode("utf-32-le"), "<u4"), return_inverse=True)
+        return ids.astype(np.min_scalar_type(len(points) - 1)), tuple(map(chr, points))

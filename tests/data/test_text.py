@@ -1,0 +1,172 @@
+import gzip
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from unrolled import data
+from unrolled.data import IGNORED
+from unrolled.data.text import Codec, TextDataset
+
+
+def write(folder, content: bytes | str, name: str = "file.txt"):
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def whole_text(dataset: TextDataset) -> str:
+    """Put the text together again from what training and validation can see."""
+    val = [batch.targets[batch.targets != IGNORED] for batch in dataset.eval_batches(4)]
+    first = next(dataset.eval_batches(1)).inputs[0, :1]
+    return dataset.decode(torch.cat([first, *val]))
+
+
+def test_the_vocabulary_is_the_sorted_characters_of_both_parts(tmp_path):
+    dataset = TextDataset(write(tmp_path, "cabb" * 20 + "z\n"), length=2)
+    assert dataset.vocabulary == ("\n", "a", "b", "c", "z")
+    assert dataset.vocab_size == 5
+    assert dataset.encode("abz").tolist() == [1, 2, 4]
+    assert dataset.decode(torch.tensor([3, 1, 2])) == "cab"
+
+
+def test_a_byte_order_mark_is_dropped_and_line_ends_become_newlines(tmp_path):
+    dataset = TextDataset(
+        write(tmp_path, b"\xef\xbb\xbf" + b"one\r\ntwo\rthree\n" * 9), length=3, val_fraction=0.5
+    )
+    assert "\ufeff" not in dataset.vocabulary
+    assert "\r" not in dataset.vocabulary
+    assert whole_text(dataset) == ("one\ntwo\nthree\n" * 9)[63:]
+
+
+def test_characters_outside_the_basic_plane_are_one_token(tmp_path):
+    text = "naïve 注意 🙂 é " * 20
+    dataset = TextDataset(write(tmp_path, text), length=5)
+    assert dataset.vocabulary == tuple(sorted(set(text)))
+    assert dataset.decode(dataset.encode("🙂注ï")) == "🙂注ï"
+    assert len(dataset.encode("🙂")) == 1
+
+
+@pytest.mark.parametrize("n_characters", [255, 256, 257, 70_000])
+def test_ids_fit_vocabularies_of_every_size(tmp_path, n_characters):
+    points = [
+        i for i in range(1, n_characters + 2_100) if not 0xD800 <= i < 0xE000 and chr(i) not in "\r\ufeff"
+    ]
+    text = "".join(map(chr, points[:n_characters]))
+    dataset = TextDataset(write(tmp_path, text), length=1, val_fraction=0.5)
+    assert dataset.vocab_size == n_characters
+    assert whole_text(dataset) == text[int(n_characters * 0.5) :]
+
+
+def test_bytes_are_the_file_exactly_as_it_is(tmp_path):
+    content = b"\xef\xbb\xbf\xff\r\n" + bytes(range(256))
+    dataset = TextDataset(write(tmp_path, content), level="bytes", length=4, val_fraction=0.9)
+    assert (dataset.vocab_size, dataset.vocabulary) == (256, None)
+    targets = torch.cat([batch.targets.flatten() for batch in dataset.eval_batches(3)])
+    assert bytes(targets[targets != IGNORED].tolist()) == content[27:]
+    assert dataset.encode("é").tolist() == [0xC3, 0xA9]
+    assert dataset.decode([0xC3, 0xA9, 0xC3]) == "é\ufffd"
+
+
+def test_a_gzip_file_is_read_as_the_text_inside(tmp_path):
+    path = write(tmp_path, gzip.compress(b"to be or not to be " * 20), "text.gz")
+    assert TextDataset(path, length=8).vocabulary == tuple(sorted(set("to be or not to be ")))
+
+
+@given(text=st.text(st.characters(codec="utf-8")), level=st.sampled_from(["chars", "bytes"]))
+@example(text="", level="chars")
+def test_decode_undoes_encode(text, level):
+    codec = Codec(sorted(set(text)) if level == "chars" else None)
+    ids = codec.encode(text)
+    assert ids.dtype == torch.int64
+    assert codec.decode(ids) == codec.decode(ids.tolist()) == text
+
+
+def test_windows_are_pieces_of_their_own_part_and_reach_all_of_it(tmp_path):
+    text = "".join(chr(0x100 + i) for i in range(100))  # every character tells its place
+    dataset = TextDataset(write(tmp_path, text), length=7, val_fraction=0.3)
+    for split, (first, last) in {"train": (0, 69), "val": (70, 99)}.items():
+        inputs, targets = dataset.batch(split, step=0, batch_size=2_000, seed=0)
+        assert torch.equal(targets, inputs + 1)
+        assert torch.equal(inputs, inputs[:, :1] + torch.arange(7))
+        assert (inputs.min(), targets.max()) == (first, last)
+
+
+@given(n=st.integers(20, 200), length=st.integers(1, 9), batch_size=st.integers(1, 12))
+def test_evaluation_predicts_every_token_but_the_first_exactly_once(tmp_path_factory, n, length, batch_size):
+    path = tmp_path_factory.getbasetemp() / "places.txt"
+    path.write_text("".join(chr(0x100 + i) for i in range(n)))
+    dataset = TextDataset(path, length=length, val_fraction=0.5)
+    batches = list(dataset.eval_batches(batch_size))
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert inputs.shape == targets.shape == (dataset.epoch_size("val"), length)
+    assert all(len(batch.inputs) == batch_size for batch in batches[:-1])
+    known = targets != IGNORED
+    assert targets[known].tolist() == list(range(n // 2 + 1, n))
+    assert torch.equal(inputs[known], targets[known] - 1)
+    assert (
+        not known.flatten().diff().any() or known.flatten().int().diff().sum() == -1
+    )  # filled up at the end only
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "words"}, "level is 'words', but the levels are chars and bytes"),
+        ({"length": 0}, "length is 0, but must be an integer of at least 1"),
+        ({"length": "64"}, "length is '64', but"),
+        ({"val_fraction": 1.0}, "val_fraction is 1.0, but must lie between 0 and 1"),
+        ({"val_fraction": "a"}, "val_fraction is 'a', but"),
+        ({"length": 10}, "length is 10, but must be less than the 10 chars of the val part of .*file.txt"),
+        (
+            {"length": 95, "val_fraction": 0.05},
+            "length is 95, but must be less than the 95 chars of the train part",
+        ),
+        (
+            {"path": "no-such-file"},
+            r"'no-such-file', which is neither a file nor a known text \(tiny-shakespeare\)",
+        ),
+        ({"path": "."}, "path is '.', which is neither a file"),
+    ],
+)
+def test_impossible_options_are_refused(tmp_path, options, message):
+    path = write(tmp_path, "0123456789" * 10)
+    with pytest.raises(ValueError, match=message):
+        data.load("text", **({"path": path} | options))
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    for level in ("chars", "bytes"):
+        with pytest.raises(ValueError, match=f"must be less than the 0 {level} of the train part"):
+            TextDataset(write(tmp_path, ""), level=level)
+
+
+def test_a_file_that_is_not_utf8_is_refused_as_characters(tmp_path):
+    with pytest.raises(ValueError, match=r"not UTF-8 at byte 4 \(0xe9\): read it with level='bytes'"):
+        TextDataset(
+            write(tmp_path, "naïf café".encode("latin-1").replace(b"\xef", b"ii")[1:4] + b"f\xe9 " * 99)
+        )
+
+
+def test_what_the_vocabulary_lacks_is_named():
+    codec = Codec("abc")
+    with pytest.raises(ValueError, match=r"text has the characters \['x', 'y'\], which are not among the 3"):
+        codec.encode("yaxby")
+    for ids in ([0, 3], [-1]):
+        with pytest.raises(ValueError, match="but must be from 0 to 2"):
+            codec.decode(ids)
+
+
+def test_tiny_shakespeare_is_the_default_and_says_where_to_get_it(tmp_path):
+    with pytest.raises(ValueError, match=r"input.txt is neither at .*https://.*tinyshakespeare/input.txt"):
+        TextDataset(data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("real_data", ["tinyshakespeare"], indirect=True)
+def test_the_real_tiny_shakespeare(real_data):
+    dataset = TextDataset("tiny-shakespeare", length=1, data_dir=real_data)
+    assert dataset.vocab_size == 65
+    train, val = (dataset.epoch_size(split) + 1 for split in ("train", "val"))  # the first one is no target
+    assert (train, val, train + val) == (1_003_854, 111_540, 1_115_394)
+    assert whole_text(dataset).startswith("?\n\nGREMIO:\nGood morrow")
