@@ -75,22 +75,20 @@ class Polynomial(FeatureMap):
     """
 
     upper: Tensor
-    scale: Tensor
 
     def __init__(self, head_dim: int, offset: float = 1.0):
         if offset < 0:
             raise ValueError(f"offset is {offset}, but must be at least 0")
         super().__init__(head_dim, 1 + head_dim + head_dim * (head_dim + 1) // 2)
         self.offset = offset
-        upper = torch.triu_indices(head_dim, head_dim)
-        self.register_buffer("upper", upper, persistent=False)
-        scale = torch.where(upper[0] == upper[1], 1.0, 2**0.5)
-        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("upper", torch.triu_indices(head_dim, head_dim), persistent=False)
 
     def phi(self, x: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., 1 + D + D(D+1)/2]`."""
         constant = x.new_full((*x.shape[:-1], 1), self.offset)
-        pairs = x[..., self.upper[0]] * x[..., self.upper[1]] * self.scale.to(x.dtype)
+        i, j = self.upper
+        products = x[..., i] * x[..., j]
+        pairs = torch.where(i == j, products, 2**0.5 * products)
         return torch.cat([constant, (2 * self.offset) ** 0.5 * x, pairs], dim=-1)
 
 

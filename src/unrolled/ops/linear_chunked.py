@@ -8,16 +8,18 @@ log gates of a chunk, D_ij = exp(b_i - b_j) for i >= j, and (S, z) the state bef
     num = P V + exp(b) Q S               den = P 1 + exp(b) Q z               o = num / den
     S'  = exp(b_C) S + (exp(b_C - b) K)^T V                    z' = exp(b_C) z + (exp(b_C - b) K)^T 1
 
-The backward pass recomputes the states and keeps none per token (arXiv 2006.16236, eq. 13-15, by chunks).
+The backward pass recomputes the states and keeps none per token (arXiv 2006.16236, eq. 13-15, by chunk).
 With G = dO / den and the state gradient (S*, z*) arriving from later chunks,
 
-    dQ' = ((G V^T) * D) K + exp(b) G S^T          dden_i = -(q_i . dQ'_i) / den_i,  since num . G = q . dQ'
-    dQ  = dQ' + dden z_i                          z_i = (D K)_i + exp(b_i) z
+    dQ' = ((G V^T) * D) K + exp(b) G S^T        dden_i = -(q_i . dQ'_i) / den_i  (q . dQ' = num . G)
+    dQ  = dQ' + dden z_i                        z_i = (D K)_i + exp(b_i) z
     dK  = ((G V^T + dden 1^T) * D)^T Q + exp(b_C - b) (V S*^T + 1 z*^T)
     dV  = P^T G + exp(b_C - b) K S*
 
-The gradient of the gates needs no object of size C x C: with b cumulated inside the chunk,
-dL/db_i = q_i . dQ_i - k_i . dK_i (the first term is 0 when normalised), and b_C gains <S', S*> + <z', z*>.
+A gate t scales what passes from before it to t or later: the gradient of its logarithm adds up, over
+pairs i >= t > j of the chunk, P_ij dP_ij; over queries i >= t, what they read of (S, z); over keys j < t, what
+they give to (S', z'); and what of (S, z) reaches (S', z'). Each is a sum of its own: the shorter formula
+q_i . dQ_i - k_i . dK_i subtracts large equal parts and loses digits.
 
 Bidirectional attention is a single chunk whose queries all read S'.
 """
@@ -85,10 +87,10 @@ def forward(
             den = x.q @ z[:, -1:] if normalize else None
         o = num if den is None else safe_divide(num, den)
         return (
-            _join(o, B, T).to(v.dtype),
+            _join(o, B, T, G).to(v.dtype),
             S[:, -1].reshape(B, G, R, M).clone(),  # a view would keep all n states alive
             z[:, -1].reshape(B, G, R).clone(),
-            num.new_empty(0) if den is None else _join(den, B, T),
+            num.new_empty(0) if den is None else _join(den, B, T, G),
         )
 
 
@@ -124,18 +126,21 @@ def backward(
 
         if causal:
             d_weights = (g @ x.v.mT) * x.gates.within
-            dq = d_weights @ x.k + _times(g @ S[:, :-1].mT, x.gates.from_start)
+            dq_read = _times(g @ S[:, :-1].mT, x.gates.from_start)
+            dq = d_weights @ x.k + dq_read
             q_from_start = _times(x.q, x.gates.from_start)
             dS = _scan_back(dS_end, _sum_heads(q_from_start.mT @ g), x.gates.through)
             if divisor is None:
                 dz = _scan_back(dz_end, zero.expand(-1, n, -1, -1, -1), x.gates.through)
             else:
                 dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
-                dq = dq + dden * (x.gates.within @ x.k + _times(z[:, :-1].mT, x.gates.from_start))
+                z_read = dden * _times(z[:, :-1].mT, x.gates.from_start)
+                dq, dq_read = dq + dden * (x.gates.within @ x.k) + z_read, dq_read + z_read
                 dz = _scan_back(dz_end, _sum_heads(q_from_start.mT @ dden), x.gates.through)
                 d_weights = d_weights + dden * x.gates.within
+            scores = x.q @ x.k.mT
             dk = _sum_heads(d_weights.mT @ x.q)
-            dv = _sum_heads(((x.q @ x.k.mT) * x.gates.within).mT @ g)
+            dv = _sum_heads((scores * x.gates.within).mT @ g)
         else:
             dq = g @ S[:, 1:].mT
             dS_read, dz_read = _sum_heads(x.q.mT @ g), zero
@@ -147,22 +152,26 @@ def backward(
             dS = _scan_back(dS_end + dS_read, torch.zeros_like(x.kv), x.gates.through)
             dz = _scan_back(dz_end + dz_read, zero, x.gates.through)
             dk, dv = torch.zeros_like(x.k), torch.zeros_like(x.v)
-        dk = dk + _times(x.v @ dS[:, 1:].mT + dz[:, 1:].mT, x.gates.to_end)
+        dk_given = _times(x.v @ dS[:, 1:].mT + dz[:, 1:].mT, x.gates.to_end)
+        dk = dk + dk_given
         dv = dv + k_to_end @ dS[:, 1:]
 
         d_log_decay = x.k.new_empty(0)
         if log_decay is not None:
-            db = -(x.k * dk).sum(-1)
-            if causal and not normalize:
-                db = db + _sum_heads((x.q * dq).sum(-1, keepdim=True)).squeeze(-1)
-            at_end = (S[:, 1:] * dS[:, 1:]).sum((-2, -1)) + (z[:, 1:] * dz[:, 1:]).sum((-2, -1))
-            d_gates = db.flip(-1).cumsum(-1).flip(-1) + at_end.unsqueeze(-1)
-            d_log_decay = _join(d_gates.unsqueeze(-1), B, S_len).squeeze(-1)
+            given = (x.k * dk_given).sum(-1)
+            passed = (_times(S[:, :-1], x.gates.through) * dS[:, 1:]).sum((-2, -1))
+            passed = passed + (_times(z[:, :-1], x.gates.through) * dz[:, 1:]).sum((-2, -1))
+            d_gates = given.cumsum(-1) - given + passed.unsqueeze(-1)
+            if causal:
+                pairs = _sum_heads(d_weights * scores)
+                read = _sum_heads((x.q * dq_read).sum(-1, keepdim=True)).squeeze(-1)
+                d_gates = d_gates + (pairs.cumsum(-1) - pairs).tril().sum(-2) + _suffix_sum(read)
+            d_log_decay = _join(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1)
             d_log_decay = d_log_decay.masked_fill(log_decay < LOWEST_GATE, 0).to(log_decay.dtype)
         return (
-            _join(dq, B, T).to(q.dtype),
-            _join(dk, B, S_len).to(k.dtype),
-            _join(dv, B, S_len).to(v.dtype),
+            _join(dq, B, T, G).to(q.dtype),
+            _join(dk, B, S_len, G).to(k.dtype),
+            _join(dv, B, S_len, G).to(v.dtype),
             d_log_decay,
             dS[:, 0].reshape(B, G, R, M),
             dz[:, 0].reshape(B, G, R),
@@ -228,10 +237,9 @@ def _split(x: Tensor, n: int, C: int, G: int) -> Tensor:
     return x.reshape(B, n, C, G, H // G, D).permute(0, 3, 1, 4, 2, 5).reshape(B * G, n, H // G, C, D)
 
 
-def _join(x: Tensor, B: int, T: int) -> Tensor:
+def _join(x: Tensor, B: int, T: int, G: int) -> Tensor:
     """[B*G,n,P,C,D] -> [B,T,G*P,D], the inverse of `_split`."""
     _, n, P, C, D = x.shape
-    G = x.shape[0] // B if B else 1
     return x.reshape(B, G, n, P, C, D).permute(0, 2, 4, 1, 3, 5).reshape(B, n * C, G * P, D)[:, :T]
 
 
@@ -242,6 +250,10 @@ def _times(x: Tensor, factor: Tensor | None) -> Tensor:
 def _sum_heads(x: Tensor) -> Tensor:
     """Add up what the P query heads of a group give to their common key head."""
     return x.sum(2, keepdim=True) if x.shape[2] > 1 else x
+
+
+def _suffix_sum(x: Tensor) -> Tensor:
+    return x.flip(-1).cumsum(-1).flip(-1)
 
 
 def _scan(first: Tensor, additions: Tensor, through: Tensor | None) -> Tensor:

@@ -80,12 +80,11 @@ def softmax_attention(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
         allowed = _both(allowed, packed_mask(cu_seqlens, T))
-    plainly_causal = causal and allowed is None and T == S
-    if causal and not plainly_causal:
+    plainly_causal = causal and allowed is None and T == S > 0
+    if (causal or S == 0) and not plainly_causal:
         allowed = _both(allowed, causal_mask(T, S, q.device))
     if allowed is None:
-        o = _sdpa(q, k, v, None, plainly_causal, scale)
-        return o if S else o.new_zeros(o.shape)
+        return _sdpa(q, k, v, None, plainly_causal, scale)
     something = allowed.any(-1, keepdim=True)
     # A row without any key attends to all of them instead, and is then zeroed: no NaN in either direction.
     allowed = allowed | ~something

@@ -1,0 +1,393 @@
+"""Linear attention: every form owes equality to the definition, in outputs and in all gradients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from unrolled.ops.feature_maps import Elu
+from unrolled.ops.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_reference,
+    linear_attention_step,
+)
+from unrolled.ops.packing import unpack
+
+
+@dataclass(frozen=True)
+class Case:
+    T: int = 70
+    S: int = 70
+    B: int = 2
+    G: int = 2
+    heads_per_group: int = 2
+    R: int = 5
+    M: int = 7
+    causal: bool = True
+    gated: bool = True
+    padded: bool = False
+    stateful: bool = True
+    normalize: bool = True
+    lengths: tuple[int, ...] | None = None  # packs B = 1
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+
+
+def outputs_and_gradients(form: Callable, case: Case, inputs_scale: float = 1.0) -> list[Tensor]:
+    """Output, both parts of the state, and the gradients of every input through all three."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    cu_seqlens, B, T, S = None, case.B, case.T, case.S
+    if case.lengths is not None:
+        cu_seqlens = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        B, T, S = 1, sum(case.lengths), sum(case.lengths)
+    rows = B if case.lengths is None else len(case.lengths)
+    state_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    G, R, M = case.G, case.R, case.M
+    inputs = {  # features bounded away from 0, so that dividing by their products loses no digits
+        "q": (random(B, T, G * case.heads_per_group, R).abs() + 0.5) * inputs_scale,
+        "k": (random(B, S, G, R).abs() + 0.5) * inputs_scale,
+        "v": random(B, S, G, M),
+        "log_decay": -random(B, S, G).abs() if case.gated else None,
+        "kv": random(rows, G, R, M) if case.stateful else None,
+        "k_sum": random(rows, G, R).abs() if case.stateful else None,
+    }
+    given = {
+        name: x.to(state_dtype if name in ("kv", "k_sum") else case.dtype).requires_grad_()
+        for name, x in inputs.items()
+        if x is not None
+    }
+    mask = (torch.rand(B, S, generator=generator) < 0.4) if case.padded else None
+    o, state = form(
+        given["q"],
+        given["k"],
+        given["v"],
+        causal=case.causal,
+        log_decay=given.get("log_decay"),
+        key_padding_mask=mask,
+        cu_seqlens=cu_seqlens,
+        state=LinearState(given["kv"], given["k_sum"]) if case.stateful else None,
+        return_state=True,
+        normalize=case.normalize,
+    )
+    total = sum((x.double() * random(*x.shape)).sum() for x in (o, *state))
+    gradients = torch.autograd.grad(total, list(given.values()), allow_unused=True, materialize_grads=True)
+    return [o.detach(), *(x.detach() for x in state), *gradients]
+
+
+def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        scale = y.abs().amax() if y.numel() else 0
+        torch.testing.assert_close(x, y, rtol=0, atol=float(tolerance * (1 + scale)))
+
+
+switches = st.booleans()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    T=st.integers(0, 140),
+    S=st.integers(0, 140),
+    B=st.integers(0, 2),
+    heads=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    widths=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    flags=st.tuples(switches, switches, switches, switches, switches),
+    seed=st.integers(0, 9),
+)
+def test_equals_the_definition(T, S, B, heads, widths, flags, seed):
+    causal, gated, padded, stateful, normalize = flags
+    case = Case(T, S, B, *heads, *widths, causal, gated, padded, stateful, normalize, seed=seed)
+    assert_equal(
+        outputs_and_gradients(linear_attention, case),
+        outputs_and_gradients(linear_attention_reference, case),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 90), max_size=6).map(tuple),
+    flags=st.tuples(switches, switches, switches, switches, switches),
+)
+def test_packed_sequences_equal_the_definition(lengths, flags):
+    causal, gated, padded, stateful, normalize = flags
+    case = Case(
+        causal=causal,
+        gated=gated,
+        padded=padded,
+        stateful=stateful,
+        normalize=normalize,
+        lengths=lengths,
+    )
+    assert_equal(
+        outputs_and_gradients(linear_attention, case),
+        outputs_and_gradients(linear_attention_reference, case),
+    )
+
+
+@pytest.mark.parametrize("M", [64, 65, 130])
+def test_wide_values_change_the_chunk_not_the_result(M):
+    case = Case(T=150, S=150, M=M)
+    assert_equal(
+        outputs_and_gradients(linear_attention, case),
+        outputs_and_gradients(linear_attention_reference, case),
+    )
+
+
+@pytest.mark.parametrize("cut", [0, 1, 63, 64, 65, 100])
+def test_split_anywhere_equals_one_run(cut):
+    def in_two_runs(q, k, v, *, log_decay, state, causal, normalize, **_):
+        outs = []
+        for part in (slice(0, cut), slice(cut, None)):
+            o, state = linear_attention(
+                q[:, part],
+                k[:, part],
+                v[:, part],
+                causal=causal,
+                log_decay=log_decay[:, part],
+                state=state,
+                return_state=True,
+                normalize=normalize,
+            )
+            outs.append(o)
+        return torch.cat(outs, 1), state
+
+    case = Case(T=100, S=100)
+    assert_equal(outputs_and_gradients(in_two_runs, case), outputs_and_gradients(linear_attention, case))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_steps_equal_one_run(gated, normalize):
+    def by_steps(q, k, v, *, log_decay, state, normalize, **_):
+        outs = []
+        for t in range(q.shape[1]):
+            gate = None if log_decay is None else log_decay[:, t]
+            o, state = linear_attention_step(
+                q[:, t], k[:, t], v[:, t], state, log_decay=gate, normalize=normalize
+            )
+            outs.append(o)
+        return torch.stack(outs, 1), state
+
+    case = Case(T=70, S=70, gated=gated, normalize=normalize)
+    assert_equal(outputs_and_gradients(by_steps, case), outputs_and_gradients(linear_attention, case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_error_is_at_most_twice_that_of_the_definition_in_the_same_type(dtype, causal, gated):
+    # Both are compared with the definition in fp64 on the same (already rounded) inputs.
+    case = Case(T=300, S=300, R=16, M=16, causal=causal, gated=gated, dtype=dtype)
+
+    def in_fp64(q, k, v, *, log_decay, state, **rest):
+        gate = None if log_decay is None else log_decay.double()
+        state = LinearState(state.kv.double(), state.k_sum.double())
+        return linear_attention_reference(
+            q.double(), k.double(), v.double(), log_decay=gate, state=state, **rest
+        )
+
+    exact = outputs_and_gradients(in_fp64, case)
+    plain = outputs_and_gradients(linear_attention, case)
+    reference = outputs_and_gradients(linear_attention_reference, case)
+    names = ("o", "kv", "k_sum", "dq", "dk", "dv", *(["dlog_decay"] if gated else []), "dkv", "dk_sum")
+    for name, x, y, z in zip(names, plain, reference, exact, strict=True):
+        error, allowed = (x.double() - z).norm(), 2 * (y.double() - z).norm()
+        assert error <= allowed + 1e-7 * z.norm(), f"{name}: {error:g} > {allowed:g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_survives_65536_tokens(dtype):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 65_536, 1, 8, generator=generator).to(dtype) for _ in range(3))
+    phi = Elu(8)
+    found = linear_attention(phi.phi(q), phi.phi(k), v, causal=True)
+    exact = linear_attention(phi.phi(q).double(), phi.phi(k).double(), v.double(), causal=True)
+    assert found.isfinite().all()
+    # Only the output is rounded: half a unit in the last place of each value, and fp32 sums below it.
+    half_ulp = torch.finfo(dtype).eps / 2
+    error = (found.double() - exact).abs()
+    assert (
+        error <= half_ulp * exact.abs() * 1.01 + torch.finfo(dtype).smallest_normal * half_ulp + 2e-6
+    ).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_scale_of_the_features_does_not_matter(causal):
+    case = Case(stateful=False, causal=causal, dtype=torch.float32)
+    o, *_ = outputs_and_gradients(linear_attention, case)
+    scaled, *_ = outputs_and_gradients(linear_attention, case, inputs_scale=1e-4)
+    torch.testing.assert_close(scaled, o, rtol=2e-5, atol=1e-6)
+
+
+def test_nothing_to_attend_to_gives_zero_with_zero_gradient():
+    q, k, v = (torch.rand(2, 6, 1, 3).requires_grad_() for _ in range(3))
+    padding = torch.tensor([[True] * 6, [True, True] + [False] * 4])
+    o = linear_attention(q, k, v, causal=True, key_padding_mask=padding)
+    assert (o[0] == 0).all()
+    assert (o[1, :2] == 0).all()
+    o.sum().backward()
+    for x in (q, k, v):
+        assert (x.grad[0] == 0).all()
+        assert (x.grad[1, :2] == 0).all()
+        assert x.grad.isfinite().all()
+
+
+def test_padded_garbage_has_no_effect():
+    q, k, v = (torch.rand(1, 6, 1, 3) for _ in range(3))
+    padding = torch.tensor([[False, True, False, False, True, False]])
+    wanted = linear_attention(q, k, v, causal=True, key_padding_mask=padding)
+    k[:, 1], v[:, 1], k[:, 4], v[:, 4] = torch.inf, torch.nan, torch.nan, -torch.inf
+    assert torch.equal(linear_attention(q, k, v, causal=True, key_padding_mask=padding), wanted)
+
+
+def test_a_gate_of_zero_forgets_everything_before_it():
+    q, k, v = (torch.rand(1, 100, 1, 3, dtype=torch.float64) for _ in range(3))
+    log_decay = torch.zeros(1, 100, 1, dtype=torch.float64)
+    log_decay[0, 70] = -torch.inf
+    log_decay.requires_grad_()
+    o = linear_attention(q, k, v, causal=True, log_decay=log_decay)
+    fresh = linear_attention(q[:, 70:], k[:, 70:], v[:, 70:], causal=True)
+    torch.testing.assert_close(o[:, 70:], fresh, rtol=1e-13, atol=0)
+    o.sum().backward()
+    assert log_decay.grad.isfinite().all()
+
+
+def test_strong_decay_does_not_overflow():
+    # Over a chunk these gates sum to -6400: exp(b_i) exp(-b_j), instead of exp(b_i - b_j), would be inf * 0.
+    q, k, v = (torch.rand(1, 64, 1, 3).requires_grad_() for _ in range(3))
+    o = linear_attention(q, k, v, causal=True, log_decay=torch.full((1, 64, 1), -100.0))
+    o.sum().backward()
+    torch.testing.assert_close(o, v, rtol=1e-6, atol=1e-6)
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_strides_and_expanded_gradients_are_honoured():
+    base = torch.rand(2, 40, 3, 4, 6, dtype=torch.float64)
+    views = [base[:, :, i].transpose(2, 3)[..., ::2].requires_grad_() for i in range(3)]
+    copies = [x.detach().contiguous().requires_grad_() for x in views]
+    for q, k, v in (views, copies):
+        linear_attention(q, k, v, causal=True).sum().backward()  # sum() sends an expanded gradient back
+    for x, y in zip(views, copies, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_inputs_of_mixed_types_are_promoted():
+    q, k, v = torch.rand(1, 5, 1, 3), torch.rand(1, 5, 1, 3), torch.rand(1, 5, 1, 3).bfloat16()
+    assert linear_attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_autocast_does_not_reach_the_sums():
+    q, k, v = (torch.rand(1, 200, 1, 8) for _ in range(3))
+    state = LinearState(torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, autocast_state = linear_attention(q, k, v, causal=True, return_state=True)
+        step, _ = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], state)
+    wanted, wanted_state = linear_attention(q, k, v, causal=True, return_state=True)
+    assert torch.equal(o, wanted)
+    assert torch.equal(autocast_state.kv, wanted_state.kv)
+    assert torch.equal(step, linear_attention_step(q[:, 0], k[:, 0], v[:, 0], state)[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_any_order_are_right(causal):
+    x = [torch.rand(1, 4, 2, 2, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    gates = (-torch.rand(1, 4, 2, dtype=torch.float64)).requires_grad_()
+    kv = torch.rand(1, 2, 2, 2, dtype=torch.float64).requires_grad_()
+    k_sum = torch.rand(1, 2, 2, dtype=torch.float64).requires_grad_()
+
+    def form(q, k, v, gates, kv, k_sum):
+        o, state = linear_attention(
+            q, k, v, causal=causal, log_decay=gates, state=LinearState(kv, k_sum), return_state=True
+        )
+        return o, *state
+
+    assert torch.autograd.gradcheck(form, (*x, gates, kv, k_sum))
+    assert torch.autograd.gradgradcheck(form, (*x, gates, kv, k_sum))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_is_a_well_behaved_torch_operator(causal, packed):
+    B = 1 if packed else 2
+    q, k, v = (torch.rand(B, 9, 2, 3).requires_grad_() for _ in range(3))
+    gates = (-torch.rand(B, 9, 2)).requires_grad_()
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32) if packed else None
+    kv, k_sum = torch.rand(2, 2, 3, 3).requires_grad_(), torch.rand(2, 2, 3).requires_grad_()
+    arguments = (q, k, v, gates, kv, k_sum, cu_seqlens, causal, True)
+    torch.library.opcheck(torch.ops.unrolled.linear_attention.default, arguments)
+
+
+def test_compiles_and_exports_as_one_graph():
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return linear_attention(q, k, v, causal=True)
+
+    q, k, v = (torch.rand(2, 70, 2, 3).requires_grad_() for _ in range(3))
+    wanted = Model()(q, k, v)
+    compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(compiled, wanted, rtol=0, atol=0)
+    compiled.sum().backward()
+    length = torch.export.Dim("T", min=2, max=512)
+    lengths = {name: {1: length} for name in "qkv"}
+    inputs = (q.detach(), k.detach(), v.detach())
+    exported = torch.export.export(Model(), inputs, dynamic_shapes=lengths).module()
+    longer = [torch.rand(2, 130, 2, 3) for _ in range(3)]
+    torch.testing.assert_close(exported(*longer), Model()(*longer), rtol=0, atol=0)
+
+
+def test_packed_rows_are_the_sequences_alone():
+    lengths = [3, 0, 70, 1]
+    cu_seqlens = torch.tensor([0, 3, 3, 73, 74], dtype=torch.int32)
+    q, k, v = (torch.rand(1, 74, 2, 3) for _ in range(3))
+    o = linear_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens)
+    parts = [unpack(x, cu_seqlens) for x in (q, k, v, o)]
+    assert [len(x) for x in parts[0]] == lengths
+    for q_n, k_n, v_n, o_n in zip(*parts, strict=True):
+        alone = linear_attention(q_n[None], k_n[None], v_n[None], causal=True)
+        torch.testing.assert_close(alone[0], o_n)
+
+
+def inputs(**changes):
+    found = {"q": torch.rand(2, 5, 4, 3), "k": torch.rand(2, 5, 2, 3), "v": torch.rand(2, 5, 2, 6)}
+    return found | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.rand(2, 5, 3)}, r"q has shape \[2, 5, 3\], but must have four axes"),
+        ({"q": torch.ones(2, 5, 4, 3).long()}, r"q has dtype torch.int64, but must be a floating-point"),
+        ({"q": torch.rand(2, 5, 4, 2)}, r"q has shape \[2, 5, 4, 2\], but k \[2, 5, 2, 3\] wants q \[2, T, H, 3\]"),
+        ({"q": torch.rand(2, 5, 3, 3)}, r"q has 3 heads, but they must be a multiple of the 2 heads"),
+        ({"v": torch.rand(2, 4, 2, 6)}, r"v has shape \[2, 4, 2, 6\], but k .* wants v \[2, 5, 2, M\]"),
+        ({"log_decay": torch.zeros(2, 5)}, r"log_decay has shape \[2, 5\] .* must be .*\[2, 5, 2\]"),
+        ({"log_decay": torch.full((2, 5, 2), 0.5)}, r"log_decay must be at most 0 .* found 0.5"),
+        ({"key_padding_mask": torch.zeros(2, 5)}, r"key_padding_mask has dtype torch.float32, but must be torch.bool"),
+        ({"key_padding_mask": torch.zeros(5).bool()}, r"key_padding_mask has shape \[5\], but must be \[2, 5\]"),
+        ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, r"packs sequences into one row"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is torch.int64 .* must be torch.int32 \[N\+1\]"),
+        ({"state": LinearState(torch.zeros(2, 2, 3, 5), torch.zeros(2, 2, 3))}, r"state.kv has shape .* \[2, 2, 3, 6\]"),
+        ({"state": LinearState(torch.zeros(2, 2, 3, 6).double(), torch.zeros(2, 2, 3))}, r"state.kv is torch.float64"),
+        ({"backend": "fortran"}, r"backend is 'fortran', but must be None .* plain"),
+    ],
+)  # fmt: skip
+def test_wrong_input_gets_one_clear_sentence(changes, message):
+    with pytest.raises(ValueError, match=message):
+        linear_attention(**inputs(**changes))
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 2, 5], [1, 5], [0, 4]])
+def test_offsets_that_do_not_rise_to_the_end_are_refused(offsets):
+    one_row = {name: x[:1] for name, x in inputs().items()}
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 5"):
+        linear_attention(**one_row, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))

@@ -1,0 +1,159 @@
+"""Softmax attention against its written-out definition, and the cache as a value."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from unrolled.ops import state as states
+from unrolled.ops.softmax import RECENT, empty_cache, softmax_attention, softmax_prefill, softmax_step
+
+
+def definition(q, k, v, allowed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """o = softmax(q k^T / sqrt(D)) v over the allowed pairs, row by row; nothing allowed gives 0."""
+    (B, T, H, D), P = q.shape, q.shape[2] // k.shape[2]
+    o = q.new_zeros(B, T, H, v.shape[3])
+    allowed = allowed.expand(B, H, T, k.shape[1])
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                js = allowed[b, h, t].nonzero().squeeze(1)
+                if len(js):
+                    scores = k[b, js, h // P] @ q[b, t, h] / math.sqrt(D)
+                    if bias is not None:
+                        scores = scores + bias.expand(B, H, T, k.shape[1])[b, h, t, js]
+                    o[b, t, h] = scores.softmax(0) @ v[b, js, h // P]
+    return o
+
+
+def leaves(B, T, S, H, G, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(B, T, H, 3), (B, S, G, 3), (B, S, G, 4)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    T=st.integers(0, 6),
+    S=st.integers(0, 6),
+    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    causal=st.booleans(),
+    padded=st.booleans(),
+    mask=st.sampled_from(["none", "boolean", "additive"]),
+    seed=st.integers(0, 99),
+)
+def test_equals_the_definition(T, S, heads, causal, padded, mask, seed):
+    q, k, v = leaves(2, T, S, *heads, seed)
+    generator = torch.Generator().manual_seed(seed)
+    allowed, arguments, bias = torch.ones(1, 1, T, S, dtype=torch.bool), {}, None
+    if causal:
+        allowed = allowed & (torch.arange(S) <= torch.arange(T)[:, None] + S - T)
+    if padded:
+        arguments["key_padding_mask"] = torch.rand(2, S, generator=generator) < 0.5
+        allowed = allowed & ~arguments["key_padding_mask"][:, None, None]
+    if mask == "boolean":
+        arguments["attn_mask"] = torch.rand(2, heads[0], T, S, generator=generator) < 0.5
+        allowed = allowed & arguments["attn_mask"]
+    if mask == "additive":
+        bias = torch.randn(T, S, generator=generator, dtype=torch.float64)
+        arguments["attn_mask"] = bias
+    found = softmax_attention(q, k, v, causal=causal, **arguments)
+    wanted = definition(q, k, v, allowed, bias)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    found_gradients = torch.autograd.grad((found * weights).sum(), (q, k, v))
+    wanted_gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    if wanted.requires_grad:  # some pair was allowed
+        total = (wanted * weights).sum()
+        wanted_gradients = torch.autograd.grad(total, (q, k, v), allow_unused=True, materialize_grads=True)
+    for x, y in zip(found_gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    q, k, v = leaves(1, 10, 10, 2, 2)
+    cu_seqlens = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+    found = softmax_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens)
+    for a, b in ((0, 3), (3, 10)):
+        alone = softmax_attention(q[:, a:b], k[:, a:b], v[:, a:b], causal=True)
+        torch.testing.assert_close(found[:, a:b], alone)
+
+
+def cache_like(k, v):
+    return empty_cache(k.shape[0], k.shape[2], k.shape[3], v.shape[3], k)
+
+
+@pytest.mark.parametrize("cuts", [(0,), (1,), (RECENT - 1,), (RECENT, 2 * RECENT + 1), (5, 5, 140)])
+def test_prefill_and_steps_equal_one_pass(cuts):
+    T = 2 * RECENT + 20
+    q, k, v = leaves(2, T, T, 4, 2)
+    wanted = softmax_attention(q, k, v, causal=True)
+    cache, outs, begin = cache_like(k, v), [], 0
+    for end in cuts:
+        part = slice(begin, end)
+        o, cache = softmax_prefill(q[:, part], k[:, part], v[:, part], cache)
+        outs.append(o)
+        begin = end
+    for t in range(begin, T):
+        o, cache = softmax_step(q[:, t], k[:, t], v[:, t], cache)
+        outs.append(o[:, None])
+    torch.testing.assert_close(torch.cat(outs, 1), wanted, rtol=1e-12, atol=1e-12)
+    assert cache.position.tolist() == [T, T]
+
+
+def test_prompts_of_unequal_length_continue_as_if_alone():
+    q, k, v = (x.detach() for x in leaves(2, 12, 12, 2, 2))
+    padding = torch.zeros(2, 8, dtype=torch.bool)
+    padding[0, :3], padding[1, 6:] = True, True  # left in one row, right in the other
+    _, cache = softmax_prefill(q[:, :8], k[:, :8], v[:, :8], cache_like(k, v), key_padding_mask=padding)
+    assert cache.position.tolist() == [5, 6]
+    o, _ = softmax_step(q[:, 8], k[:, 8], v[:, 8], cache)
+    for row in range(2):
+        real = [t for t in range(8) if not padding[row, t]] + [8]
+        alone = softmax_attention(
+            q[row : row + 1, 8:9], k[row : row + 1, real], v[row : row + 1, real], causal=True
+        )
+        torch.testing.assert_close(o[row], alone[0, 0], rtol=1e-12, atol=1e-12)
+
+
+def test_two_continuations_share_a_cache_and_leave_it_alone():
+    q, k, v = (x.detach() for x in leaves(1, RECENT + 3, RECENT + 3, 1, 1))
+    _, cache = softmax_prefill(q[:, :3], k[:, :3], v[:, :3], cache_like(k, v))
+    for t in range(3, RECENT + 1):
+        _, cache = softmax_step(q[:, t], k[:, t], v[:, t], cache)
+    before = {name: x.clone() for name, x in states.leaves(cache).items()}
+    t = RECENT + 1
+    left, left_cache = softmax_step(q[:, t], k[:, t], v[:, t], cache)
+    softmax_step(q[:, t], -k[:, t], -v[:, t], cache)
+    assert all(torch.equal(x, before[name]) for name, x in states.leaves(cache).items())
+    again, _ = softmax_step(q[:, t], k[:, t], v[:, t], cache)
+    assert torch.equal(left, again)
+    assert left_cache.position.item() == RECENT + 2
+
+
+def test_a_token_copies_a_64th_of_the_cache():
+    q, k, v = (x.detach() for x in leaves(1, 1000, 1000, 1, 1))
+    _, cache = softmax_prefill(q, k, v, cache_like(k, v))
+    joined = 0
+    for _ in range(2 * RECENT):
+        past = cache.past_k
+        _, cache = softmax_step(q[:, 0], k[:, 0], v[:, 0], cache)
+        joined += cache.past_k is not past
+    assert joined == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attn_mask": torch.ones(5, 4).bool()}, r"attn_mask has shape \[5, 4\], but must broadcast to .*\[2, 4, 5, 5\]"),
+        ({"attn_mask": torch.ones(5, 5).long()}, r"attn_mask has dtype torch.int64, but must be torch.bool"),
+        ({"key_padding_mask": torch.ones(2, 4).bool()}, r"key_padding_mask has shape \[2, 4\], but must be \[2, 5\]"),
+    ],
+)  # fmt: skip
+def test_wrong_masks_are_refused(arguments, message):
+    q, k, v = leaves(2, 5, 5, 4, 2)
+    with pytest.raises(ValueError, match=message):
+        softmax_attention(q, k, v, **arguments)

@@ -1,0 +1,76 @@
+"""States are values that can be selected, measured, saved and read back."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from unrolled.ops import state as states
+
+
+class Inner(NamedTuple):
+    kv: Tensor
+    position: Tensor
+
+
+class Outer(NamedTuple):
+    position: Tensor
+    layers: tuple[Inner, ...]
+
+
+@pytest.fixture
+def state():
+    layers = tuple(Inner(torch.rand(3, 2, 4), torch.arange(3)) for _ in range(2))
+    return Outer(torch.arange(3) * 10, layers)
+
+
+def test_leaves_are_named_by_their_path(state):
+    assert list(states.leaves(state)) == [
+        "position",
+        "layers.0.kv",
+        "layers.0.position",
+        "layers.1.kv",
+        "layers.1.position",
+    ]
+
+
+def test_select_forks_reorders_and_drops_rows(state):
+    picked = states.select(state, [2, 0, 2, 2])
+    assert isinstance(picked, Outer)
+    assert isinstance(picked.layers[0], Inner)
+    assert picked.position.tolist() == [20, 0, 20, 20]
+    assert torch.equal(picked.layers[1].kv, state.layers[1].kv[[2, 0, 2, 2]])
+    picked.position.zero_()
+    assert state.position.tolist() == [0, 10, 20]
+
+
+def test_bytes_are_counted(state):
+    assert states.nbytes(state) == 3 * 8 + 2 * (3 * 2 * 4 * 4 + 3 * 8)
+
+
+def test_detach_cuts_the_graph(state):
+    grown = states.map_tensors(lambda x: x * torch.ones(1, requires_grad=True), state)
+    assert grown.position.requires_grad
+    assert not states.detach(grown).position.requires_grad
+
+
+def test_a_saved_state_reads_back_bit_for_bit(state, tmp_path):
+    states.save(state, tmp_path / "state.safetensors")
+    read = states.load(tmp_path / "state.safetensors", like=states.select(state, [0]))
+    assert isinstance(read, Outer)
+    for name, x in states.leaves(state).items():
+        assert torch.equal(states.leaves(read)[name], x)
+
+
+def test_a_state_of_another_structure_is_refused(state, tmp_path):
+    path = tmp_path / "state.safetensors"
+    states.save(state, path)
+    with pytest.raises(ValueError, match=r"holds the tensors .* but this state has \['kv', 'position'\]"):
+        states.load(path, like=state.layers[0])
+    other_type = states.map_tensors(lambda x: x.double(), state)
+    with pytest.raises(ValueError, match=r"position in .* is torch.int64 with 1 dimensions"):
+        states.load(path, like=other_type)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match="is not a readable state file"):
+        states.load(path, like=state)
