@@ -11,14 +11,14 @@ log gates of a chunk, D_ij = exp(b_i - b_j) for i >= j, and (S, z) the state bef
 The backward pass recomputes the states and keeps none per token (arXiv 2006.16236, eq. 13-15, by chunk).
 With G = dO / den and the state gradient (S*, z*) arriving from later chunks,
 
-    dQ' = ((G V^T) * D) K + exp(b) G S^T        dden_i = -(q_i . dQ'_i) / den_i  (q . dQ' = num . G)
+    dQ' = ((G V^T) * D) K + exp(b) G S^T      dden_i = -(q_i . dQ'_i) / den_i  (as q . dQ' = num . G)
     dQ  = dQ' + dden z_i                        z_i = (D K)_i + exp(b_i) z
     dK  = ((G V^T + dden 1^T) * D)^T Q + exp(b_C - b) (V S*^T + 1 z*^T)
     dV  = P^T G + exp(b_C - b) K S*
 
-A gate t scales what passes from before it to t or later: the gradient of its logarithm adds up, over
-pairs i >= t > j of the chunk, P_ij dP_ij; over queries i >= t, what they read of (S, z); over keys j < t, what
-they give to (S', z'); and what of (S, z) reaches (S', z'). Each is a sum of its own: the shorter formula
+A gate t scales what passes from before it to t or later. The gradient of its logarithm adds up, over pairs
+i >= t > j of the chunk, P_ij dP_ij; over queries i >= t, what they read of (S, z); over keys j < t, what they
+give to (S', z'); and what of (S, z) reaches (S', z'). Each is a sum of its own: the shorter formula
 q_i . dQ_i - k_i . dK_i subtracts large equal parts and loses digits.
 
 Bidirectional attention is a single chunk whose queries all read S'.
