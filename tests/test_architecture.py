@@ -1,0 +1,72 @@
+"""Which way imports point: each room may import those above it in this list, never those below."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "unrolled"
+ROOMS = [
+    {"contract", "ops"},
+    {"attention", "recurrent"},
+    {"models"},
+    {"data", "training", "generation"},
+    {"interop"},
+    {"serve"},
+    {"cli", "testing"},
+]
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+
+
+def imports(source: str) -> set[str]:
+    """Rooms of the package that a module's source imports, at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the room they reach"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("unrolled.")}
+    return found
+
+
+def upward(room: str, source: str) -> set[str]:
+    """Rooms that `source`, a file of `room`, imports although they are below it or beside it."""
+    return {other for other in imports(source) if other != room and LEVEL[other] >= LEVEL[room]}
+
+
+def test_the_check_can_fail():
+    assert upward("ops", "from unrolled.attention import names") == {"attention"}
+    assert upward("ops", "def late():\n    import unrolled.models.decoder") == {"models"}
+    assert upward("data", "from unrolled import training") == {"training"}
+    assert upward("models", "from unrolled.ops.state import select") == set()
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_up(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if room == "__init__":
+        return  # the package itself gathers names from the rooms
+    assert room in LEVEL, f"{room} is not a room of the design"
+    assert not upward(room, path.read_text())
+
+
+def test_importing_the_package_needs_no_extra_and_takes_little_over_torch():
+    script = """
+import sys, time
+import torch
+began = time.perf_counter()
+import unrolled
+took = time.perf_counter() - began
+extras = {"matplotlib", "sklearn", "tensorboard", "transformers", "onnx", "fastapi", "triton"} & set(sys.modules)
+assert not extras, extras
+print(took)
+"""
+    command = [sys.executable, "-c", script]
+    seconds = min(float(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(3))
+    assert seconds < 0.3

@@ -1,0 +1,75 @@
+"""Agreement with implementations that nobody here wrote. Opt-in: `make test-oracles` installs them.
+
+Both are run in fp32, the only type that the first one knows.
+"""
+
+import pytest
+import torch
+
+from unrolled.ops.feature_maps import Elu
+from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+
+pytestmark = pytest.mark.oracles
+
+
+def gradients(output, inputs):
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    return torch.autograd.grad((output * weights).sum(), inputs)
+
+
+def random_inputs(T=150, H=2, D=8, M=5):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, T, H, D), (2, T, H, D), (2, T, H, M)]
+    return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_idiap_fast_transformers(causal):
+    attention = pytest.importorskip("fast_transformers.attention")
+    masking = pytest.importorskip("fast_transformers.masking")
+    q, k, v = random_inputs()
+    T = q.shape[1]
+    kind = attention.CausalLinearAttention if causal else attention.LinearAttention
+    mask = masking.TriangularCausalMask(T) if causal else masking.FullMask(T)
+    lengths = masking.LengthMask(torch.tensor([T, T - 20]), max_len=T)
+    theirs = kind(q.shape[-1])(q, k, v, mask, lengths, lengths)
+    phi = Elu(q.shape[-1])
+    padding = torch.arange(T) >= torch.tensor([[T], [T - 20]])
+    ours = linear_attention(phi.phi(q), phi.phi(k), v, causal=causal, key_padding_mask=padding)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for x, y in zip(gradients(ours, (q, k, v)), gradients(theirs, (q, k, v)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_idiap_recurrent_step():
+    recurrent = pytest.importorskip("fast_transformers.recurrent.attention")
+    q, k, v = (x.detach() for x in random_inputs(T=20))
+    theirs, memory = recurrent.RecurrentLinearAttention(q.shape[-1]), None
+    phi, state = Elu(q.shape[-1]), LinearState(torch.zeros(2, 2, 8, 5), torch.zeros(2, 2, 8))
+    for t in range(20):
+        y, memory = theirs(q[:, t], k[:, t], v[:, t], memory)
+        o, state = linear_attention_step(phi.phi(q[:, t]), phi.phi(k[:, t]), v[:, t], state)
+        torch.testing.assert_close(o, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_fla_naive_reference(normalize):
+    naive = pytest.importorskip("fla.ops.linear_attn.naive")
+    q, k, v = random_inputs(T=128)
+    phi = Elu(q.shape[-1])
+    theirs = naive.naive_recurrent_linear_attn(phi.phi(q), phi.phi(k), v, scale=1.0, normalize=normalize)
+    theirs, _ = theirs if isinstance(theirs, tuple) else (theirs, None)
+    ours = linear_attention(phi.phi(q), phi.phi(k), v, causal=True, normalize=normalize)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for x, y in zip(gradients(ours, (q, k, v)), gradients(theirs, (q, k, v)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True])
+def test_fla_gated_naive_reference(normalize):
+    naive = pytest.importorskip("fla.ops.simple_gla.naive")
+    q, k, v = random_inputs(T=100)
+    gates = -torch.rand(2, 100, 2)
+    theirs, _ = naive.naive_recurrent_simple_gla(q, k, v, gates, scale=1.0)
+    ours = linear_attention(q, k, v, causal=True, log_decay=gates, normalize=False)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
