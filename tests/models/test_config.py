@@ -22,7 +22,7 @@ from unrolled.models.config import TransformerConfig
         ({"activation": "tanh"}, "activation is 'tanh', wanted one of ['gelu', 'relu', 'swiglu']"),
         ({"positions": "alibi"}, "positions is 'alibi', wanted one of"),
         ({"positions": "sinusoidal", "d_model": 33, "n_heads": 3}, "d_model is 33, wanted an even width"),
-        ({"attention": ["linear"] * 3}, "attention has 3 names, wanted one per layer (n_layers = 4)"),
+        ({"attention": ["linear"] * 3}, "attention has 3 names, wanted n_layers = 4 of them"),
         ({"attention_options": {"softmax": {}}}, "attention_options is for ['softmax'], wanted names among"),
     ],
 )
@@ -50,8 +50,8 @@ def test_a_wrong_field_of_a_decoder_is_refused(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "vocab_size is None and input_dim is None, wanted exactly one of them"),
-        ({"vocab_size": 4, "input_dim": 3}, "vocab_size is 4 and input_dim is 3, wanted exactly one of them"),
+        ({}, "vocab_size is None and input_dim is None, wanted one of the two"),
+        ({"vocab_size": 4, "input_dim": 3}, "vocab_size is 4 and input_dim is 3, wanted one of the two"),
         ({"vocab_size": 4}, "n_classes is None, wanted an integer of at least 1"),
         ({"vocab_size": 4, "output": "words"}, "output is 'words', wanted one of"),
         ({"vocab_size": 4, "n_classes": 2, "pooling": "max"}, "pooling is 'max', wanted one of"),
@@ -90,9 +90,11 @@ def test_each_layer_gets_its_mechanism_and_that_mechanisms_options():
         attention_options={"linear": {"head_dim": 10}},
     )
     weights = Decoder(config).state_dict()
-    widths = [{x.shape[0] for n, x in weights.items() if n.startswith(f"stack.blocks.{i}.attention.")} for i in (0, 1)]
-    assert 20 not in widths[0]
-    assert 20 in widths[1]
+    widths = [
+        {x.shape[0] for n, x in weights.items() if n.startswith(f"stack.blocks.{i}.attention.")}
+        for i in (0, 1)
+    ]
+    assert widths == [{12, 3 * 12}, {12, 3 * 20}]
 
 
 def test_a_mechanism_that_cannot_is_refused_with_those_that_can(monkeypatch):
@@ -102,7 +104,10 @@ def test_a_mechanism_that_cannot_is_refused_with_those_that_can(monkeypatch):
         def __init__(self, **can):
             self.supports = Supports(cross=False, padding=True, packing=False, recurrence="none", **can)
 
-    forward_only, both_only = OneWay(causal=True, bidirectional=False), OneWay(causal=False, bidirectional=True)
+    forward_only, both_only = (
+        OneWay(causal=True, bidirectional=False),
+        OneWay(causal=False, bidirectional=True),
+    )
     extra = {"forward_only": forward_only, "both_only": both_only}
     monkeypatch.setattr(attention, "load", lambda name: extra.get(name) or load(name))
     monkeypatch.setattr(attention, "names", lambda: ["both_only", "forward_only", "linear"])

@@ -1,5 +1,6 @@
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_packed_sequences_are_each_as_if_alone(attention, positions):
     model = decoder(attention=attention, positions=positions)
     tokens, bounds = tokens_of(1, 14), [0, 4, 5, 14]  # longer in all than max_length, each one shorter
     packed = model(tokens, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    alone = [model(tokens[:, a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    alone = [model(tokens[:, a:b]) for a, b in pairwise(bounds)]
     assert_same(packed, torch.cat(alone, dim=1))
 
 
@@ -294,13 +295,13 @@ def test_weights_start_as_in_gpt2():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m(tokens_of(4)), r"tokens is torch.int64 of the shape \[4\], wanted \[B, T\] of torch.long"),
+        (lambda m: m(tokens_of(4)), r"tokens is torch.int64 of the shape \[4\], wanted \[B, T\]"),
         (lambda m: m(tokens_of(2, 4).int()), "tokens is torch.int32"),
         (lambda m: m(tokens_of(2, 4) - 9), "wanted ids in"),
-        (lambda m: m(tokens_of(2, 4), key_padding_mask=torch.zeros(2, 5).bool()), "key_padding_mask has shape"),
+        (lambda m: m(tokens_of(2, 4), key_padding_mask=torch.zeros(2, 5).bool()), "key_padding_mask"),
         (lambda m: m.loss(tokens_of(2, 4), tokens_of(2, 5)), r"targets is .*\[2, 5\], wanted .*\[2, 4\]"),
-        (lambda m: m.step(tokens_of(2, 1), m.init_state(2)), r"token is .*\[2, 1\], wanted torch.long of \[B\]"),
-        (lambda m: m.step(tokens_of(2), m.init_state(3)), r"state is for \[3\] rows and 2 layers, wanted \[2\]"),
+        (lambda m: m.step(tokens_of(2, 1), m.init_state(2)), r"token is .*\[2, 1\], wanted .*\[B\]"),
+        (lambda m: m.step(tokens_of(2), m.init_state(3)), r"state is for \[3\] rows .* wanted \[2\]"),
         (lambda m: m.step(tokens_of(2), decoder(n_layers=1).init_state(2)), "1 layers, wanted .* and 2"),
         (
             lambda m: m(

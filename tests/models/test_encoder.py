@@ -147,7 +147,10 @@ def test_a_masked_model_learns_to_fill_a_gap():
     [
         (lambda m: m(torch.zeros(2, 4, 3)), r"x has the shape \[2, 4, 3\], wanted \[B, T, input_dim = 5\]"),
         (lambda m: m(torch.zeros(2, 13, 5).double()), "length 13, wanted at most max_length = 12"),
-        (lambda m: m.loss(torch.zeros(2, 4, 5).double(), torch.zeros(2, 4).long()), r"targets is .*wanted .*\[2\]"),
+        (
+            lambda m: m.loss(torch.zeros(2, 4, 5).double(), torch.zeros(2, 4).long()),
+            r"targets is .*wanted .*\[2\]",
+        ),
     ],
 )
 def test_wrong_input_is_refused_in_one_sentence(call, message):

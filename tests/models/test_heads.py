@@ -31,7 +31,9 @@ def test_the_mixture_is_a_distribution_with_finite_gradients_at_any_parameters(l
     assert log_probs.dtype == torch.float32
     assert (log_probs <= 1e-5).all()
     assert log_probs.isfinite().all()
-    torch.testing.assert_close(log_probs.double().exp().sum(), torch.ones((), dtype=torch.double), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        log_probs.double().exp().sum(), torch.ones((), dtype=torch.double), atol=2e-5, rtol=0
+    )
     for level in {0, levels // 2, levels - 1}:
         (gradient,) = torch.autograd.grad(log_probs[level], head.project.bias, retain_graph=True)
         assert gradient.isfinite().all()

@@ -75,7 +75,10 @@ def test_a_truncated_file_is_refused(share, tmp_path):
         (lambda c: [c], "does not say which kind of model"),
         (lambda c: c | {"max_length": 9}, "positions.table.weight in"),
         (lambda c: c | {"max_length": 9}, "has the shape [8, 16], wanted [9, 16]"),
-        (lambda c: c | {"positions": "none"}, "holds 1 tensors unknown to this model, first 'positions.table.weight'"),
+        (
+            lambda c: c | {"positions": "none"},
+            "holds 1 tensors unknown to this model, first 'positions.table.weight'",
+        ),
         (lambda c: c | {"n_layers": 3}, "tensors of this model, the first is 'stack.blocks.2."),
     ],
 )
@@ -112,7 +115,9 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_half_written(tmp_path, m
     with pytest.raises(OSError, match="no space left"):
         model.save(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    with pytest.raises(OSError, match="no space left"):  # another model: its weights must not meet the old config
+    with pytest.raises(
+        OSError, match="no space left"
+    ):  # another model: its weights must not meet the old config
         small_decoder(n_heads=2).save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors"}
 
@@ -128,6 +133,6 @@ def test_weights_are_plain_safetensors(tmp_path):
 
 def test_a_config_that_json_cannot_say_is_refused_before_anything_is_written(tmp_path):
     model = small_decoder(attention_options={"linear": {"feature_map": make_feature_map("relu", 4)}})
-    with pytest.raises(ValueError, match="the config holds a .*, wanted what JSON can say"):
+    with pytest.raises(ValueError, match=r"the config holds a .*, wanted what JSON can say"):
         model.save(tmp_path / "model")
     assert not (tmp_path / "model").exists()

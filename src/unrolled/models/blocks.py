@@ -1,6 +1,7 @@
 """The transformer block, and the stack of blocks that the models are made of."""
 
 import math
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ INIT_STD = 0.02  # of every weight that starts random
 
 
 class FeedForward(nn.Module):
-    """Two layers applied to each position: W2 f(W1 x), where swiglu has f([g, u]) = silu(g) u (Shazeer 2020)."""
+    """Two layers at each position: W2 f(W1 x), where swiglu's f is [g, u] -> silu(g) u (Shazeer 2020)."""
 
     def __init__(self, d_model: int, d_ff: int, activation: Activation) -> None:
         super().__init__()
@@ -74,13 +75,13 @@ class Block(nn.Module):
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.dropout(attended)
         if self.pre:
-            return x + self.dropout(self.ff(self.ff_norm(x)))
+            return cast(Tensor, x + self.dropout(self.ff(self.ff_norm(x))))
         x = self.attention_norm(x)
         return cast(Tensor, self.ff_norm(x + self.dropout(self.ff(x))))
 
 
 class Stack(nn.Module):
-    """`n_layers` blocks; pre-norm ones end in a norm of the residual stream, which post-norm ones end in anyway."""
+    """`n_layers` blocks, and after pre-norm ones a norm of the residual stream; post-norm ones end in one."""
 
     def __init__(self, config: TransformerConfig, *, causal: bool) -> None:
         super().__init__()
@@ -96,9 +97,9 @@ class Stack(nn.Module):
         recompute: bool = False,
     ) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model]; `recompute` keeps each block's input only, for the backward."""
-        masks = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens}
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, **masks) if recompute else block(x, **masks)
+            run = partial(block, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+            x = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
         return cast(Tensor, self.norm(x))
 
     def init_state(self, batch_size: int) -> tuple[Any, ...]:
@@ -137,10 +138,10 @@ def make_norm(config: TransformerConfig) -> nn.Module:
 def init_weights(model: nn.Module, config: TransformerConfig) -> None:
     """Draw the linear layers and embedding tables from N(0, 0.02), with biases at 0, as GPT-2 does.
 
-    With pre-norm, the two layers of each block that write to the residual stream get 0.02 / sqrt(2 n_layers), so that
-    its size at the end does not depend on the depth (Radford et al. 2019, §2.3). Post-norm brings it back to size
-    after each of them, so there they get 0.02. Of an attention mechanism only `qkv_proj` and `out_proj` are drawn;
-    whatever else it has starts as its file says.
+    With pre-norm, the two layers of each block that write to the residual stream get 0.02 / sqrt(2 n_layers),
+    so that its size at the end does not depend on the depth (Radford et al. 2019, §2.3). Post-norm brings it
+    back to size after each of them, so there they get 0.02. Of an attention mechanism only `qkv_proj` and
+    `out_proj` are drawn; whatever else it has starts as its file says.
     """
     residual_std = INIT_STD / math.sqrt(2 * config.n_layers) if config.norm == "pre" else INIT_STD
     for name, module in model.named_modules():

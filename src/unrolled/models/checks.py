@@ -9,8 +9,8 @@ from torch import Tensor
 def check_ids(name: str, ids: Tensor, n_ids: int) -> None:
     """Raise ValueError unless `ids` is [B, T] long and, on a CPU, within [0, n_ids).
 
-    On other devices reading the values would stall the queue, and in a compiled graph it would break it: there the
-    embedding's own assertion speaks.
+    On other devices reading the values would stall the queue, and a compiled graph cannot: there the
+    embedding table's own assertion has to do.
     """
     if ids.dim() != 2 or ids.dtype != torch.long:
         raise ValueError(f"{name} is {ids.dtype} of the shape {list(ids.shape)}, wanted [B, T] of torch.long")

@@ -29,13 +29,13 @@ class TransformerConfig:
         attention: name of the mechanism (see `unrolled.attention.names()`), or a list with one per layer.
         attention_options: for a mechanism's name, the further arguments that each of its modules is made
             with, as in `{"linear": {"feature_map": "elu"}}`.
-        norm: "pre" normalises what enters each sub-layer (GPT-2), "post" what leaves it (Vaswani et al. 2017).
+        norm: "pre" normalises what enters each sub-layer (GPT-2), "post" what leaves it (Vaswani et al.).
         norm_type: "layernorm" or "rmsnorm".
         activation: of the feed-forward layer, "gelu", "relu" or "swiglu".
         positions: "learned" (one vector for each of `max_length` positions), "sinusoidal" (any length),
             "rotary" (inside the attention, any length) or "none".
         max_length: number of learned positions; bounds nothing else.
-        dropout: probability, applied to the embeddings and to what each sub-layer adds to the residual stream.
+        dropout: probability, for the embeddings and for what each sub-layer adds to the residual stream.
     """
 
     d_model: int = 256
@@ -90,29 +90,31 @@ class TransformerConfig:
             ValueError: it does not exist, or does not take one of its `attention_options`.
         """
         name = self.layer_attention[layer]
-        mechanism: Any = attention.load(name)
         ability = "causal" if causal else "bidirectional"
-        if not getattr(mechanism.supports, ability):
-            able = [n for n in attention.names() if getattr(attention.load(n).supports, ability)]
-            raise UnsupportedError(f"{name!r} attention cannot be {ability}; use one of {able} instead")
-        rotary = self.positions == "rotary"
+
+        def able(name: str) -> bool:
+            mechanism: Any = attention.load(name)
+            return bool(getattr(mechanism.supports, ability))
+
+        if not able(name):
+            others = [n for n in attention.names() if able(n)]
+            raise UnsupportedError(f"{name!r} attention cannot be {ability}; use one of {others} instead")
         try:
-            module: nn.Module = mechanism(
+            return attention.load(name)(
                 self.d_model,
                 self.n_heads,
                 causal=causal,
                 n_kv_heads=self.n_kv_heads,
-                rotary=rotary,
+                rotary=self.positions == "rotary",
                 **self.attention_options.get(name, {}),
             )
         except TypeError as error:  # an option that it does not take, or that is set above
             raise ValueError(f"attention_options[{name!r}] does not fit: {error}") from error
-        return module
 
     def _check_attention(self) -> None:
         if not isinstance(self.attention, str) and len(self.attention) != self.n_layers:
             raise ValueError(
-                f"attention has {len(self.attention)} names, wanted one per layer (n_layers = {self.n_layers})"
+                f"attention has {len(self.attention)} names, wanted n_layers = {self.n_layers} of them"
             )
         if unused := sorted(self.attention_options.keys() - set(self.layer_attention)):
             raise ValueError(

@@ -105,9 +105,9 @@ class Decoder(SavedModel):
 
         Args:
             tokens: [B, T] long.
-            key_padding_mask: [B, T] bool, True at padding (left, right or scattered), which changes nothing for the
-                other positions.
-            cu_seqlens: [N + 1] int32, the bounds of the N sequences packed into the one row of `tokens` (B = 1).
+            key_padding_mask: [B, T] bool, True at padding (left, right or scattered), which changes nothing
+                for the other positions.
+            cu_seqlens: [N + 1] int32, the bounds of N sequences packed into the one row of `tokens` (B = 1).
 
         Returns:
             [B, T, vocab_size]; log-probabilities with the mixture head.
@@ -128,7 +128,7 @@ class Decoder(SavedModel):
 
         Args:
             inputs: as `tokens` of `forward`.
-            targets: [B, T] long, the token that follows each position; those that are -100 or at padding are ignored.
+            targets: [B, T] long, what follows each position; -100 and those at padding are ignored.
             key_padding_mask: as for `forward`.
             cu_seqlens: as for `forward`.
         """
@@ -153,8 +153,8 @@ class Decoder(SavedModel):
     ) -> tuple[Tensor, DecoderState]:
         """Read several tokens [B, T] in parallel, after those that `state` has read.
 
-        With a `key_padding_mask` [B, T], rows may bring different numbers of tokens: padding leaves its row's state
-        as it is, and its logits mean nothing.
+        With a `key_padding_mask` [B, T], rows may bring different numbers of tokens: padding leaves its row's
+        state as it is, and its logits mean nothing.
 
         Returns:
             logits [B, T, vocab_size] and the new state.
@@ -174,7 +174,9 @@ class Decoder(SavedModel):
         The ids are not checked against the vocabulary here.
         """
         if token.dim() != 1 or token.dtype != torch.long:
-            raise ValueError(f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]")
+            raise ValueError(
+                f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]"
+            )
         self._check_state(state, token.shape[0])
         x = self.positions.at(self.embedding(token), state.position)
         hidden, layers = self.stack.step(self.dropout(x), state.layers)
@@ -185,7 +187,9 @@ class Decoder(SavedModel):
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *tokens.shape)
         if cu_seqlens is not None and key_padding_mask is not None:
-            raise ValueError("key_padding_mask was given with cu_seqlens, wanted one of them: packs have no padding")
+            raise ValueError(
+                "key_padding_mask was given with cu_seqlens, wanted one of them: packs have no padding"
+            )
         x = self.positions(self.embedding(tokens), key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         recompute = self.gradient_checkpointing and self.training
         hidden: Tensor = self.stack(

@@ -1,6 +1,7 @@
 """What enters the first block: a vector per token or pixel, and what is added for its position."""
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +41,8 @@ class PixelEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Adds positions to embeddings; does nothing for "rotary", which lives in the attention, and "none".
 
-    With "sinusoidal" the embeddings are multiplied by sqrt(d_model) first (Vaswani et al. 2017, §3.4): next to
-    sinusoids of amplitude 1 they would drown at their initial size.
+    With "sinusoidal" the embeddings are multiplied by sqrt(d_model) first (Vaswani et al. 2017, §3.4): at
+    their initial size they would drown next to sinusoids of amplitude 1.
     """
 
     def __init__(self, kind: Positions, d_model: int, max_length: int) -> None:
@@ -59,7 +60,7 @@ class PositionEmbedding(nn.Module):
     ) -> Tensor:
         """Add positions to whole sequences `x` [B, T, d_model].
 
-        A row counts its valid tokens only, from `start` [B] (0 where None); packed sequences each count from 0.
+        A row counts its valid tokens only, from `start` [B] (default 0); packed sequences each count from 0.
         """
         if self.kind in ("rotary", "none"):
             return x
@@ -93,8 +94,10 @@ class PositionEmbedding(nn.Module):
         if (below is None or below > max_length) and _readable(positions):
             length = int(positions.max()) + 1
             if length > max_length:
-                raise ValueError(f"the input reaches length {length}, wanted at most max_length = {max_length}")
-        return x + self.table(positions)
+                raise ValueError(
+                    f"the input reaches length {length}, wanted at most max_length = {max_length}"
+                )
+        return x + cast(Tensor, self.table(positions))
 
 
 def _readable(x: Tensor) -> bool:

@@ -46,7 +46,7 @@ class EncoderConfig(TransformerConfig):
         self._one_of("pooling", get_args(Pooling))
         if (self.vocab_size is None) == (self.input_dim is None):
             raise ValueError(
-                f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted exactly one of them"
+                f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted one of the two"
             )
         self._at_least("input_dim" if self.vocab_size is None else "vocab_size", 1)
         if self.output != "masked":
@@ -96,7 +96,7 @@ class Encoder(SavedModel):
             key_padding_mask: [B, T] bool, True at padding, which changes nothing for the other positions.
 
         Returns:
-            [B, n_classes] for "classification", [B, T, n_classes] for "tokens", [B, T, vocab_size] for "masked".
+            "classification": [B, n_classes]; "tokens": [B, T, n_classes]; "masked": [B, T, vocab_size].
         """
         logits: Tensor = self.head(self.hidden(x, key_padding_mask=key_padding_mask))
         return logits
@@ -106,7 +106,7 @@ class Encoder(SavedModel):
 
         Args:
             inputs: as `x` of `forward`.
-            targets: [B] long for "classification", else [B, T] long; those that are -100 or at padding are ignored.
+            targets: [B] long for "classification", else [B, T]; -100 and those at padding are ignored.
             key_padding_mask: as for `forward`.
         """
         hidden = self.hidden(inputs, key_padding_mask=key_padding_mask)
@@ -120,7 +120,9 @@ class Encoder(SavedModel):
         if self.config.vocab_size is not None:
             check_ids("x", x, self.config.vocab_size)
         elif x.dim() != 3 or x.shape[-1] != self.config.input_dim:
-            raise ValueError(f"x has the shape {list(x.shape)}, wanted [B, T, input_dim = {self.config.input_dim}]")
+            raise ValueError(
+                f"x has the shape {list(x.shape)}, wanted [B, T, input_dim = {self.config.input_dim}]"
+            )
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
         y = self.dropout(self.positions(self.embedding(x), key_padding_mask=key_padding_mask))

@@ -46,11 +46,11 @@ class Categorical(nn.Module):
         return _at_least_fp32(self(hidden)).log_softmax(-1)
 
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """-log p(target) in nats, in at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
+        """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
         logits = _at_least_fp32(self(hidden)).flatten(0, -2)
-        return F.cross_entropy(
-            logits, target.flatten(), ignore_index=IGNORED, reduction="none"
-        ).view_as(target)
+        return F.cross_entropy(logits, target.flatten(), ignore_index=IGNORED, reduction="none").view_as(
+            target
+        )
 
 
 class LogisticMixture(nn.Module):
@@ -61,8 +61,8 @@ class LogisticMixture(nn.Module):
         p(l) = sum_i pi_i [sigmoid((x + h - mu_i) / s_i) - sigmoid((x - h - mu_i) / s_i)],
 
     where the lowest level reaches down to -inf and the highest up to +inf, so that the levels sum to 1
-    (PixelCNN++, Salimans et al. 2017, arXiv 1701.05517, eq. 2). pi, mu and log s are linear in the hidden vector;
-    log s is held at -7 or above, as there.
+    (PixelCNN++, Salimans et al. 2017, arXiv 1701.05517, eq. 2). The hidden vector gives log pi (up to the
+    softmax), mu and log s by a linear layer; log s is held at -7 or above, as there.
 
     Args:
         d_model: width of the hidden vectors.
@@ -99,7 +99,7 @@ class LogisticMixture(nn.Module):
         return self._log_prob(parameters, torch.arange(self.levels, device=hidden.device))
 
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """-log p(target) in nats, in at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
+        """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
         ignored = target == IGNORED
         log_prob = self._log_prob(_at_least_fp32(self.project(hidden)), target.masked_fill(ignored, 0))
         return -log_prob.masked_fill(ignored, 0.0)
@@ -114,7 +114,7 @@ class LogisticMixture(nn.Module):
         whose logarithm is a sum of terms that are each finite, with finite gradients.
         """
         weight, mean, log_scale = parameters.chunk(3, dim=-1)
-        # In units of h, where the middles of the levels are integers: their distance to a near mean is then exact.
+        # In units of h: the levels are integers there, and their distance to a near mean is exact.
         span = self.levels - 1
         log_scale = log_scale.clamp(min=self.MIN_LOG_SCALE) + math.log(span)
         level = level.unsqueeze(-1)
@@ -133,7 +133,7 @@ class LogisticMixture(nn.Module):
 
 
 def _log1mexp(log_d: Tensor) -> Tensor:
-    """log(1 - exp(-d)) for d = exp(log_d), as log d + log((1 - exp(-d)) / d): finite even where d underflows."""
+    """log(1 - exp(-d)) for d = exp(log_d), as log d + log((1 - exp(-d)) / d): finite where d underflows."""
     d = log_d.exp().clamp(min=1e-15)  # below, the second term is 0 to rounding
     return log_d + torch.log(-torch.expm1(-d) / d)
 

@@ -7,7 +7,6 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -40,7 +39,7 @@ class SavedModel(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         config_file = folder / CONFIG_FILE
         if config_file.exists() and config_file.read_text() != config:
-            config_file.unlink()  # first, so that a crash cannot pair another model's config with these weights
+            config_file.unlink()  # first, or a crash could pair another model's config with these weights
         weights = {name: x.detach().contiguous() for name, x in self.state_dict().items()}
         write_atomically(folder / WEIGHTS_FILE, lambda file: save_file(weights, file))
         write_atomically(config_file, lambda file: file.write_text(config))
@@ -71,7 +70,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(values, dict) or "model" not in values:
-        raise ValueError(f"{file} does not say which kind of model it is for, wanted an object with a 'model'")
+        raise ValueError(
+            f"{file} does not say which kind of model it is for, wanted an object with a 'model'"
+        )
     return values
 
 
@@ -119,9 +120,7 @@ def _build_config(
     known = {f.name: f for f in fields(config_type)}
     if unknown := sorted(values.keys() - known.keys()):
         raise ValueError(f"{file} has the unknown keys {unknown}, wanted some of {sorted(known)}")
-    required = {
-        name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING
-    }
+    required = {name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(required - values.keys()):
         raise ValueError(f"{file} lacks the keys {missing}")
     return config_type(**values)
