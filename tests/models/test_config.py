@@ -17,6 +17,7 @@ from unrolled.models.config import TransformerConfig
         ({"n_heads": 8, "n_kv_heads": 3}, "n_kv_heads is 3, wanted a divisor of n_heads = 8"),
         ({"n_kv_heads": 0}, "n_kv_heads is 0, wanted an integer of at least 1"),
         ({"dropout": 1.0}, "dropout is 1.0, wanted a probability in [0, 1)"),
+        ({"dropout": "0.1"}, "dropout is '0.1', wanted a probability in [0, 1)"),
         ({"norm": "none"}, "norm is 'none', wanted one of ['post', 'pre']"),
         ({"norm_type": "batch"}, "norm_type is 'batch', wanted one of ['layernorm', 'rmsnorm']"),
         ({"activation": "tanh"}, "activation is 'tanh', wanted one of ['gelu', 'relu', 'swiglu']"),

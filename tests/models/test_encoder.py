@@ -88,6 +88,18 @@ def test_every_position_sees_every_other(attention):
         assert (gradient != 0).any(dim=-1).all()
 
 
+@pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
+def test_bf16_autocast_keeps_the_residual_stream_wide(norm_type):
+    model = encoder(input_dim=5, n_classes=3, positions="none", norm_type=norm_type).float()
+    x, targets, seen = torch.randn(2, 6, 5), torch.tensor([0, 2]), []
+    for block in model.stack.blocks:
+        block.register_forward_hook(lambda _block, _x, y: seen.append(y.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.loss(x, targets)
+    assert {loss.dtype, *seen} == {torch.float32}
+    loss.backward()
+
+
 def test_checkpointing_gives_the_same_gradients():
     gradients = []
     for checkpointing in (False, True):

@@ -24,7 +24,7 @@ def mixture_with(parameters: torch.Tensor, levels: int) -> LogisticMixture:
 
 
 @given(levels=LEVELS, values=st.lists(EXTREMES, min_size=6, max_size=6))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 def test_the_mixture_is_a_distribution_with_finite_gradients_at_any_parameters(levels, values):
     head = mixture_with(torch.tensor(values), levels)
     log_probs = head.log_probs(torch.zeros(1))
@@ -116,3 +116,10 @@ def test_half_precision_weights_still_give_fp32_losses(head):
     hidden = torch.randn(4, 8, dtype=torch.bfloat16)
     assert head.nll(hidden, torch.randint(11, (4,))).dtype == torch.float32
     assert head.log_probs(hidden).dtype == torch.float32
+
+
+def test_autocast_does_not_round_the_mixture():
+    head, hidden, target = LogisticMixture(8, 256, 3), torch.randn(5, 8), torch.randint(256, (5,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = head.nll(hidden, target)
+    assert torch.equal(under_autocast, head.nll(hidden, target))

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from unrolled import attention
+from unrolled.contract import UnsupportedError
 from unrolled.models.config import Activation, TransformerConfig
 
 INIT_STD = 0.02  # of every weight that starts random
@@ -47,7 +49,7 @@ class Block(nn.Module):
         super().__init__()
         self.pre = config.norm == "pre"
         self.attention_norm = make_norm(config)
-        self.attention: Any = config.make_attention(layer, causal=causal)
+        self.attention: Any = make_attention(config, layer, causal=causal)
         self.ff_norm = make_norm(config)
         self.ff = FeedForward(config.d_model, config.ff_width, config.activation)
         self.dropout = nn.Dropout(config.dropout)
@@ -126,6 +128,36 @@ class Stack(nn.Module):
 
     def _blocks(self) -> list[Block]:
         return cast("list[Block]", self.blocks)
+
+
+def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn.Module:
+    """The attention module that the config asks for in one layer.
+
+    Raises:
+        UnsupportedError: the mechanism cannot be causal, or cannot be bidirectional, as is wanted.
+        ValueError: it does not exist, or does not take one of its `attention_options`.
+    """
+    name = config.layer_attention[layer]
+    ability = "causal" if causal else "bidirectional"
+
+    def able(name: str) -> bool:
+        mechanism: Any = attention.load(name)
+        return bool(getattr(mechanism.supports, ability))
+
+    if not able(name):
+        others = [n for n in attention.names() if able(n)]
+        raise UnsupportedError(f"{name!r} attention cannot be {ability}; use one of {others} instead")
+    try:
+        return attention.load(name)(
+            config.d_model,
+            config.n_heads,
+            causal=causal,
+            n_kv_heads=config.n_kv_heads,
+            rotary=config.positions == "rotary",
+            **config.attention_options.get(name, {}),
+        )
+    except TypeError as error:  # an option that it does not take, or that is set above
+        raise ValueError(f"attention_options[{name!r}] does not fit: {error}") from error
 
 
 def make_norm(config: TransformerConfig) -> nn.Module:

@@ -4,11 +4,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from torch import nn
-
-from unrolled import attention
-from unrolled.contract import UnsupportedError
-
 Norm = Literal["pre", "post"]
 NormType = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "relu", "swiglu"]
@@ -62,8 +57,8 @@ class TransformerConfig:
         self._one_of("norm_type", get_args(NormType))
         self._one_of("activation", get_args(Activation))
         self._one_of("positions", get_args(Positions))
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}, wanted a probability in [0, 1)")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout!r}, wanted a probability in [0, 1)")
         if self.n_heads % (self.n_kv_heads or self.n_heads):
             raise ValueError(f"n_kv_heads is {self.n_kv_heads}, wanted a divisor of n_heads = {self.n_heads}")
         if self.positions == "sinusoidal" and self.d_model % 2:
@@ -81,35 +76,6 @@ class TransformerConfig:
         if self.d_ff is not None:
             return self.d_ff
         return 8 * -(-self.d_model // 3) if self.activation == "swiglu" else 4 * self.d_model
-
-    def make_attention(self, layer: int, *, causal: bool) -> nn.Module:
-        """Build the attention module of one layer.
-
-        Raises:
-            UnsupportedError: the mechanism cannot be causal, or cannot be bidirectional, as was asked.
-            ValueError: it does not exist, or does not take one of its `attention_options`.
-        """
-        name = self.layer_attention[layer]
-        ability = "causal" if causal else "bidirectional"
-
-        def able(name: str) -> bool:
-            mechanism: Any = attention.load(name)
-            return bool(getattr(mechanism.supports, ability))
-
-        if not able(name):
-            others = [n for n in attention.names() if able(n)]
-            raise UnsupportedError(f"{name!r} attention cannot be {ability}; use one of {others} instead")
-        try:
-            return attention.load(name)(
-                self.d_model,
-                self.n_heads,
-                causal=causal,
-                n_kv_heads=self.n_kv_heads,
-                rotary=self.positions == "rotary",
-                **self.attention_options.get(name, {}),
-            )
-        except TypeError as error:  # an option that it does not take, or that is set above
-            raise ValueError(f"attention_options[{name!r}] does not fit: {error}") from error
 
     def _check_attention(self) -> None:
         if not isinstance(self.attention, str) and len(self.attention) != self.n_layers:

@@ -76,7 +76,7 @@ class Encoder(SavedModel):
         table = None
         if config.vocab_size is None:
             assert config.input_dim is not None  # the config has checked it
-            self.embedding: nn.Module = nn.Linear(config.input_dim, config.d_model)
+            self.embedding: nn.Linear | nn.Embedding = nn.Linear(config.input_dim, config.d_model)
         else:
             self.embedding = table = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = PositionEmbedding(config.positions, config.d_model, config.max_length)
@@ -125,7 +125,8 @@ class Encoder(SavedModel):
             )
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
-        y = self.dropout(self.positions(self.embedding(x), key_padding_mask=key_padding_mask))
+        y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream
+        y = self.dropout(self.positions(y, key_padding_mask=key_padding_mask))
         recompute = self.gradient_checkpointing and self.training
         y = self.stack(y, key_padding_mask=key_padding_mask, recompute=recompute)
         return self._pool(y, key_padding_mask) if self.config.output == "classification" else y

@@ -24,22 +24,22 @@ class Categorical(nn.Module):
         tied: take W from the first `levels` rows of this embedding table instead of an own matrix; no bias.
     """
 
+    tied: nn.Embedding
+
     def __init__(
         self, d_model: int, levels: int, *, bias: bool = False, tied: nn.Embedding | None = None
     ) -> None:
         super().__init__()
         self.levels = levels
         self.project = nn.Linear(d_model, levels, bias=bias) if tied is None else None
-        # Not registered as a sub-module, so that the shared table has one name in the state_dict.
-        self.__dict__["tied"] = tied
+        self.__dict__["tied"] = tied  # not as a sub-module: the table has one name in the state_dict
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits: [..., d_model] -> [..., levels]."""
-        if self.project is not None:
-            logits: Tensor = self.project(hidden)
-            return logits
-        table: nn.Embedding = self.__dict__["tied"]
-        return F.linear(hidden, table.weight[: self.levels])
+        if self.project is None:
+            return F.linear(hidden, self.tied.weight[: self.levels])
+        logits: Tensor = self.project(hidden)
+        return logits
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities in at least fp32: [..., d_model] -> [..., levels]."""
@@ -48,9 +48,8 @@ class Categorical(nn.Module):
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
         """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
         logits = _at_least_fp32(self(hidden)).flatten(0, -2)
-        return F.cross_entropy(logits, target.flatten(), ignore_index=IGNORED, reduction="none").view_as(
-            target
-        )
+        nll = F.cross_entropy(logits, target.flatten(), ignore_index=IGNORED, reduction="none")
+        return nll.view_as(target)
 
 
 class LogisticMixture(nn.Module):
@@ -95,14 +94,19 @@ class LogisticMixture(nn.Module):
 
         Needs memory for [..., L, K]; `nll` does not.
         """
-        parameters = _at_least_fp32(self.project(hidden)).unsqueeze(-2)
-        return self._log_prob(parameters, torch.arange(self.levels, device=hidden.device))
+        levels = torch.arange(self.levels, device=hidden.device)
+        return self._log_prob(self._mixture(hidden).unsqueeze(-2), levels)
 
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
         """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
         ignored = target == IGNORED
-        log_prob = self._log_prob(_at_least_fp32(self.project(hidden)), target.masked_fill(ignored, 0))
+        log_prob = self._log_prob(self._mixture(hidden), target.masked_fill(ignored, 0))
         return -log_prob.masked_fill(ignored, 0.0)
+
+    def _mixture(self, hidden: Tensor) -> Tensor:
+        """The parameters, in at least fp32 under autocast too: bf16 would round the means to half a level of 256."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(*map(_at_least_fp32, (hidden, self.project.weight, self.project.bias)))
 
     def _log_prob(self, parameters: Tensor, level: Tensor) -> Tensor:
         """Log-probability of `level` [...] under `parameters` [..., 3 K], broadcast against each other.
