@@ -1,0 +1,186 @@
+"""The transformer block, and the stack of blocks that the models are made of."""
+
+import math
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from unrolled import attention
+from unrolled.contract import UnsupportedError
+from unrolled.models.config import Activation, TransformerConfig
+
+INIT_STD = 0.02  # of every weight that starts random
+
+
+class FeedForward(nn.Module):
+    """Two layers at each position: W2 f(W1 x), where swiglu's f is [g, u] -> silu(g) u (Shazeer 2020)."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up = nn.Linear(d_model, 2 * d_ff if activation == "swiglu" else d_ff)
+        self.down = nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d_model] -> [..., d_model]."""
+        x = self.up(x)
+        if self.activation == "swiglu":
+            gate, x = x.chunk(2, dim=-1)
+            x = F.silu(gate) * x
+        else:
+            x = F.gelu(x) if self.activation == "gelu" else F.relu(x)
+        y: Tensor = self.down(x)
+        return y
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each added to the residual stream.
+
+        pre-norm:    x <- x + f(norm(x))     (Xiong et al. 2020)
+        post-norm:   x <- norm(x + f(x))     (Vaswani et al. 2017; the linear transformer's paper)
+
+    The three verbs differ only in how the attention is called.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int, *, causal: bool) -> None:
+        super().__init__()
+        self.pre = config.norm == "pre"
+        self.attention_norm = make_norm(config)
+        self.attention: Any = make_attention(config, layer, causal=causal)
+        self.ff_norm = make_norm(config)
+        self.ff = FeedForward(config.d_model, config.ff_width, config.activation)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """[B, T, d_model] -> [B, T, d_model]."""
+        y = self.attention(self._before(x), key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+        return self._after(x, y)
+
+    def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
+        """[B, T, d_model] -> [B, T, d_model], from a state to a state."""
+        y, state = self.attention.prefill(self._before(x), state, key_padding_mask=key_padding_mask)
+        return self._after(x, y), state
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """[B, d_model] -> [B, d_model], from a state to a state."""
+        y, state = self.attention.step(self._before(x), state)
+        return self._after(x, y), state
+
+    def _before(self, x: Tensor) -> Tensor:
+        return self.attention_norm(x) if self.pre else x
+
+    def _after(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.dropout(attended)
+        if self.pre:
+            return cast(Tensor, x + self.dropout(self.ff(self.ff_norm(x))))
+        x = self.attention_norm(x)
+        return cast(Tensor, self.ff_norm(x + self.dropout(self.ff(x))))
+
+
+class Stack(nn.Module):
+    """`n_layers` blocks, and after pre-norm ones a norm of the residual stream; post-norm ones end in one."""
+
+    def __init__(self, config: TransformerConfig, *, causal: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config, i, causal=causal) for i in range(config.n_layers))
+        self.norm = make_norm(config) if config.norm == "pre" else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """[B, T, d_model] -> [B, T, d_model]; `recompute` keeps each block's input only, for the backward."""
+        for block in self.blocks:
+            run = partial(block, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+            x = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
+        return cast(Tensor, self.norm(x))
+
+    def init_state(self, batch_size: int) -> tuple[Any, ...]:
+        """One state per block."""
+        return tuple(block.attention.init_state(batch_size) for block in self._blocks())
+
+    def prefill(
+        self, x: Tensor, states: tuple[Any, ...], *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """[B, T, d_model] -> [B, T, d_model], from states to states."""
+        after = []
+        for block, state in zip(self._blocks(), states, strict=True):
+            x, state = block.prefill(x, state, key_padding_mask=key_padding_mask)
+            after.append(state)
+        return self.norm(x), tuple(after)
+
+    def step(self, x: Tensor, states: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+        """[B, d_model] -> [B, d_model], from states to states."""
+        after = []
+        for block, state in zip(self._blocks(), states, strict=True):
+            x, state = block.step(x, state)
+            after.append(state)
+        return self.norm(x), tuple(after)
+
+    def _blocks(self) -> list[Block]:
+        return cast("list[Block]", self.blocks)
+
+
+def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn.Module:
+    """The attention module that the config asks for in one layer.
+
+    Raises:
+        UnsupportedError: the mechanism cannot be causal, or cannot be bidirectional, as is wanted.
+        ValueError: it does not exist, or does not take one of its `attention_options`.
+    """
+    name = config.layer_attention[layer]
+    ability = "causal" if causal else "bidirectional"
+
+    def able(name: str) -> bool:
+        mechanism: Any = attention.load(name)
+        return bool(getattr(mechanism.supports, ability))
+
+    if not able(name):
+        others = [n for n in attention.names() if able(n)]
+        raise UnsupportedError(f"{name!r} attention cannot be {ability}; use one of {others} instead")
+    try:
+        return attention.load(name)(
+            config.d_model,
+            config.n_heads,
+            causal=causal,
+            n_kv_heads=config.n_kv_heads,
+            rotary=config.positions == "rotary",
+            **config.attention_options.get(name, {}),
+        )
+    except TypeError as error:  # an option that it does not take, or that is set above
+        raise ValueError(f"attention_options[{name!r}] does not fit: {error}") from error
+
+
+def make_norm(config: TransformerConfig) -> nn.Module:
+    """The norm that the config asks for, over the last axis."""
+    if config.norm_type == "layernorm":
+        return nn.LayerNorm(config.d_model, eps=1e-5)
+    return nn.RMSNorm(config.d_model, eps=1e-5)  # torch's default would depend on the floating type
+
+
+def init_weights(model: nn.Module, config: TransformerConfig) -> None:
+    """Draw the linear layers and embedding tables from N(0, 0.02), with biases at 0, as GPT-2 does.
+
+    With pre-norm, the two layers of each block that write to the residual stream get 0.02 / sqrt(2 n_layers),
+    so that its size at the end does not depend on the depth (Radford et al. 2019, §2.3). Post-norm brings it
+    back to size after each of them, so there they get 0.02. Of an attention mechanism only `qkv_proj` and
+    `out_proj` are drawn; whatever else it has starts as its file says.
+    """
+    residual_std = INIT_STD / math.sqrt(2 * config.n_layers) if config.norm == "pre" else INIT_STD
+    for name, module in model.named_modules():
+        drawn_here = ".attention." not in name or name.endswith(("attention.qkv_proj", "attention.out_proj"))
+        if not isinstance(module, nn.Linear | nn.Embedding) or not drawn_here:
+            continue
+        residual = name.endswith(("attention.out_proj", "ff.down"))
+        nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

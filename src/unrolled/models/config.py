@@ -1,0 +1,103 @@
+"""What every transformer here is told: its size, its attention, its norms, its positions."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Norm = Literal["pre", "post"]
+NormType = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "relu", "swiglu"]
+Positions = Literal["learned", "sinusoidal", "rotary", "none"]
+
+
+@dataclass(kw_only=True)
+class TransformerConfig:
+    """The fields that the encoder and the decoder share. Every field is checked when the config is made.
+
+    Attributes:
+        d_model: width of the residual stream.
+        n_layers: number of blocks.
+        n_heads: query heads of each block.
+        n_kv_heads: key/value heads (grouped-query attention), a divisor of `n_heads`; None for `n_heads`.
+        d_ff: width of the feed-forward layer; None for 4 d_model, or for swiglu, which has three matrices
+            instead of two, 8/3 d_model rounded up to a multiple of 8.
+        attention: name of the mechanism (see `unrolled.attention.names()`), or a list with one per layer.
+        attention_options: for a mechanism's name, the further arguments that each of its modules is made
+            with, as in `{"linear": {"feature_map": "elu"}}`.
+        norm: "pre" normalises what enters each sub-layer (GPT-2), "post" what leaves it (Vaswani et al.).
+        norm_type: "layernorm" or "rmsnorm".
+        activation: of the feed-forward layer, "gelu", "relu" or "swiglu".
+        positions: "learned" (one vector for each of `max_length` positions), "sinusoidal" (any length),
+            "rotary" (inside the attention, any length) or "none".
+        max_length: number of learned positions; bounds nothing else.
+        dropout: probability, for the embeddings and for what each sub-layer adds to the residual stream.
+    """
+
+    d_model: int = 256
+    n_layers: int = 4
+    n_heads: int = 8
+    n_kv_heads: int | None = None
+    d_ff: int | None = None
+    attention: str | list[str] = "linear"
+    attention_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    norm: Norm = "pre"
+    norm_type: NormType = "layernorm"
+    activation: Activation = "gelu"
+    positions: Positions = "learned"
+    max_length: int = 1024
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "n_heads", "max_length"):
+            self._at_least(name, 1)
+        for name in ("n_kv_heads", "d_ff"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        self._one_of("norm", get_args(Norm))
+        self._one_of("norm_type", get_args(NormType))
+        self._one_of("activation", get_args(Activation))
+        self._one_of("positions", get_args(Positions))
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout!r}, wanted a probability in [0, 1)")
+        if self.n_heads % (self.n_kv_heads or self.n_heads):
+            raise ValueError(f"n_kv_heads is {self.n_kv_heads}, wanted a divisor of n_heads = {self.n_heads}")
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise ValueError(f"d_model is {self.d_model}, wanted an even width for sinusoidal positions")
+        self._check_attention()
+
+    @property
+    def layer_attention(self) -> list[str]:
+        """The name of each layer's mechanism."""
+        return [self.attention] * self.n_layers if isinstance(self.attention, str) else self.attention
+
+    @property
+    def ff_width(self) -> int:
+        """The width of the feed-forward layer, with the default filled in."""
+        if self.d_ff is not None:
+            return self.d_ff
+        return 8 * -(-self.d_model // 3) if self.activation == "swiglu" else 4 * self.d_model
+
+    def _check_attention(self) -> None:
+        if not isinstance(self.attention, str) and len(self.attention) != self.n_layers:
+            raise ValueError(
+                f"attention has {len(self.attention)} names, wanted n_layers = {self.n_layers} of them"
+            )
+        if unused := sorted(self.attention_options.keys() - set(self.layer_attention)):
+            raise ValueError(
+                f"attention_options is for {unused}, wanted names among {sorted(set(self.layer_attention))}"
+            )
+        for name in self.layer_attention:
+            if self.d_model % self.n_heads and "head_dim" not in self.attention_options.get(name, {}):
+                raise ValueError(
+                    f"d_model is {self.d_model}, wanted a multiple of n_heads = {self.n_heads}, "
+                    f"or head_dim among the attention_options of {name!r}"
+                )
+
+    def _at_least(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or value < low:
+            raise ValueError(f"{name} is {value!r}, wanted an integer of at least {low}")
+
+    def _one_of(self, name: str, choices: Collection[str]) -> None:
+        if (value := getattr(self, name)) not in choices:
+            raise ValueError(f"{name} is {value!r}, wanted one of {sorted(choices)}")

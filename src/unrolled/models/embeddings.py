@@ -1,0 +1,106 @@
+"""What enters the first block: a vector per token or pixel, and what is added for its position."""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.models.blocks import INIT_STD
+from unrolled.models.config import Positions
+from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, sinusoidal
+
+
+class PixelEmbedding(nn.Module):
+    """Intensities as numbers: level l of L becomes x w + b with x = 2 l / (L - 1) - 1 in [-1, 1].
+
+    Neighbouring levels start close together, which a table of L vectors would have to learn.
+
+    Args:
+        levels: L, at least 2.
+        d_model: width of the vectors w and b.
+        start_token: whether the id L is a start symbol with a vector of its own.
+    """
+
+    def __init__(self, levels: int, d_model: int, *, start_token: bool) -> None:
+        super().__init__()
+        self.levels = levels
+        self.weight = nn.Parameter(INIT_STD * torch.randn(d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model))
+        self.start = nn.Parameter(INIT_STD * torch.randn(d_model)) if start_token else None
+
+    def forward(self, level: Tensor) -> Tensor:
+        """[...] long -> [..., d_model]."""
+        x = level.unsqueeze(-1).to(self.weight.dtype) * (2 / (self.levels - 1)) - 1
+        embedded = torch.addcmul(self.bias, x, self.weight)
+        if self.start is None:
+            return embedded
+        return torch.where((level == self.levels).unsqueeze(-1), self.start, embedded)
+
+
+class PositionEmbedding(nn.Module):
+    """Adds positions to embeddings; does nothing for "rotary", which lives in the attention, and "none".
+
+    With "sinusoidal" the embeddings are multiplied by sqrt(d_model) first (Vaswani et al. 2017, §3.4): at
+    their initial size they would drown next to sinusoids of amplitude 1.
+    """
+
+    def __init__(self, kind: Positions, d_model: int, max_length: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(max_length, d_model) if kind == "learned" else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        start: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Add positions to whole sequences `x` [B, T, d_model].
+
+        A row counts its valid tokens only, from `start` [B] (default 0); packed sequences each count from 0.
+        """
+        if self.kind in ("rotary", "none"):
+            return x
+        T = x.shape[1]
+        if cu_seqlens is not None:
+            positions = positions_from_cu_seqlens(cu_seqlens, T)
+        elif key_padding_mask is not None:
+            positions = positions_from_padding(key_padding_mask)
+        else:
+            positions = torch.arange(T, device=x.device).unsqueeze(0)
+        if start is not None:
+            positions = start.unsqueeze(1) + positions
+        if key_padding_mask is not None:  # padding after the last learned position is no error
+            positions = positions.masked_fill(key_padding_mask, 0)
+        return self.at(x, positions, below=T if start is None else None)
+
+    def at(self, x: Tensor, positions: Tensor, *, below: int | None = None) -> Tensor:
+        """Add the given `positions` [...] to `x` [..., d_model].
+
+        `below` is a bound that the positions are known to keep, which spares reading them.
+
+        Raises:
+            ValueError: a position has no learned vector.
+        """
+        if self.kind in ("rotary", "none"):
+            return x
+        if self.table is None:
+            d_model = x.shape[-1]
+            return x * math.sqrt(d_model) + sinusoidal(positions, d_model, dtype=x.dtype)
+        max_length = self.table.num_embeddings
+        if (below is None or below > max_length) and _readable(positions):
+            length = int(positions.max()) + 1
+            if length > max_length:
+                raise ValueError(
+                    f"the input reaches length {length}, wanted at most max_length = {max_length}"
+                )
+        return x + cast(Tensor, self.table(positions))
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether the values of `x` may be looked at: not by a compiler, nor while a CUDA graph is recorded."""
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.numel() > 0 and not capturing and not torch.compiler.is_compiling()

@@ -1,0 +1,177 @@
+"""The transformer that reads a whole sequence at once: to classify it, to label it, or to fill its gaps."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.models.blocks import Stack, init_weights
+from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.config import TransformerConfig
+from unrolled.models.embeddings import PositionEmbedding
+from unrolled.models.heads import IGNORED, Categorical, mean_nll
+from unrolled.models.saving import SavedModel
+from unrolled.ops.checks import check_key_padding_mask
+
+Output = Literal["classification", "tokens", "masked"]
+Pooling = Literal["mean", "first"]
+
+
+@dataclass
+class EncoderConfig(TransformerConfig):
+    """An encoder's fields; see `TransformerConfig` for the rest.
+
+    Attributes:
+        vocab_size: number of token ids; None where the input is continuous.
+        input_dim: width of a continuous input, which a linear layer maps to d_model; None for tokens.
+        output: "classification" (one label for the sequence), "tokens" (one for each position) or "masked"
+            (the token that belongs at each position; see `mask_tokens`).
+        n_classes: number of labels; None for "masked".
+        pooling: what "classification" reads: the "mean" over the valid positions, or the "first" of them.
+        tie_embeddings: for "masked", use the embedding table as the output matrix.
+    """
+
+    vocab_size: int | None = None
+    _: KW_ONLY
+    input_dim: int | None = None
+    output: Output = "classification"
+    n_classes: int | None = None
+    pooling: Pooling = "mean"
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("output", get_args(Output))
+        self._one_of("pooling", get_args(Pooling))
+        if (self.vocab_size is None) == (self.input_dim is None):
+            raise ValueError(
+                f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted one of the two"
+            )
+        self._at_least("input_dim" if self.vocab_size is None else "vocab_size", 1)
+        if self.output != "masked":
+            self._at_least("n_classes", 1)
+        elif self.vocab_size is None or self.n_classes is not None:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size} and n_classes is {self.n_classes}, "
+                "wanted a vocab_size and no n_classes for output 'masked'"
+            )
+        if self.tie_embeddings and self.output != "masked":
+            raise ValueError(f"tie_embeddings is True with output {self.output!r}, wanted output 'masked'")
+
+
+class Encoder(SavedModel):
+    """Embeddings, bidirectional blocks, and a linear output.
+
+    Weights start as in `unrolled.models.blocks.init_weights`.
+    """
+
+    model_name = "encoder"
+    config_type = EncoderConfig
+    config: EncoderConfig
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        table = None
+        if config.vocab_size is None:
+            assert config.input_dim is not None  # the config has checked it
+            self.embedding: nn.Linear | nn.Embedding = nn.Linear(config.input_dim, config.d_model)
+        else:
+            self.embedding = table = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = PositionEmbedding(config.positions, config.d_model, config.max_length)
+        self.dropout = nn.Dropout(config.dropout)
+        self.stack = Stack(config, causal=False)
+        n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
+        assert n_outputs is not None  # the config has checked it
+        tied = table if config.tie_embeddings else None
+        self.head = Categorical(config.d_model, n_outputs, bias=tied is None, tied=tied)
+        init_weights(self, config)
+
+    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Logits of a batch.
+
+        Args:
+            x: token ids [B, T] long, or continuous inputs [B, T, input_dim].
+            key_padding_mask: [B, T] bool, True at padding, which changes nothing for the other positions.
+
+        Returns:
+            "classification": [B, n_classes]; "tokens": [B, T, n_classes]; "masked": [B, T, vocab_size].
+        """
+        logits: Tensor = self.head(self.hidden(x, key_padding_mask=key_padding_mask))
+        return logits
+
+    def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in nats, computed in at least fp32.
+
+        Args:
+            inputs: as `x` of `forward`.
+            targets: [B] long for "classification", else [B, T]; -100 and those at padding are ignored.
+            key_padding_mask: as for `forward`.
+        """
+        hidden = self.hidden(inputs, key_padding_mask=key_padding_mask)
+        check_targets(targets, hidden.shape[:-1])
+        if key_padding_mask is not None and targets.dim() == 2:
+            targets = targets.masked_fill(key_padding_mask, IGNORED)
+        return mean_nll(self.head.nll(hidden, targets), targets)
+
+    def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """What the output layer reads: [B, d_model] for "classification", else [B, T, d_model]."""
+        if self.config.vocab_size is not None:
+            check_ids("x", x, self.config.vocab_size)
+        elif x.dim() != 3 or x.shape[-1] != self.config.input_dim:
+            raise ValueError(
+                f"x has the shape {list(x.shape)}, wanted [B, T, input_dim = {self.config.input_dim}]"
+            )
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *x.shape[:2])
+        y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream
+        y = self.dropout(self.positions(y, key_padding_mask=key_padding_mask))
+        recompute = self.gradient_checkpointing and self.training
+        y = self.stack(y, key_padding_mask=key_padding_mask, recompute=recompute)
+        return self._pool(y, key_padding_mask) if self.config.output == "classification" else y
+
+    def _pool(self, y: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        if key_padding_mask is None:
+            return y.mean(dim=1) if self.config.pooling == "mean" else y[:, 0]
+        valid = ~key_padding_mask
+        if self.config.pooling == "mean":
+            total = y.masked_fill(key_padding_mask.unsqueeze(-1), 0).sum(dim=1)
+            return total / valid.sum(dim=1, keepdim=True).clamp(min=1)
+        first = valid.int().argmax(dim=1)
+        return y[torch.arange(y.shape[0], device=y.device), first]
+
+
+def mask_tokens(
+    tokens: Tensor,
+    *,
+    mask_id: int,
+    vocab_size: int,
+    probability: float = 0.15,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Make a gap-filling exercise of `tokens` (BERT, Devlin et al. 2019, arXiv 1810.04805, §3.1).
+
+    Each token is chosen with `probability`. Of those chosen, 80% become `mask_id`, 10% a random id below
+    `vocab_size`, and 10% stay as they are.
+
+    Args:
+        tokens: ids of any shape, long; not changed.
+        mask_id: the id that stands for a gap.
+        vocab_size: number of ids that a random one is drawn from.
+        probability: of being chosen.
+        generator: source of the random numbers, on the device of `tokens`.
+
+    Returns:
+        inputs and targets, both of the shape of `tokens`; targets are -100 where no token was chosen.
+    """
+
+    def uniform() -> Tensor:
+        return torch.rand(tokens.shape, generator=generator, device=tokens.device)
+
+    chosen = uniform() < probability
+    fate = uniform()
+    random = torch.randint(vocab_size, tokens.shape, generator=generator, device=tokens.device)
+    inputs = torch.where(chosen & (fate < 0.8), mask_id, tokens)
+    inputs = torch.where(chosen & (fate >= 0.9), random, inputs)
+    return inputs, tokens.masked_fill(~chosen, IGNORED)

@@ -1,0 +1,146 @@
+"""What leaves the last block: a distribution over the levels of the next token or pixel."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+IGNORED = -100  # the target that counts for nothing, as in torch.nn.functional.cross_entropy
+
+
+def mean_nll(nll: Tensor, target: Tensor) -> Tensor:
+    """Average `nll` [...] over the targets [...] that are not ignored; 0 where all are."""
+    return nll.sum() / (target != IGNORED).sum().clamp(min=1)
+
+
+class Categorical(nn.Module):
+    """One logit per level: p(l) = softmax(W h + b)_l.
+
+    Args:
+        d_model: width of the hidden vectors.
+        levels: number of outcomes.
+        bias: whether there is a b.
+        tied: take W from the first `levels` rows of this embedding table instead of an own matrix; no bias.
+    """
+
+    tied: nn.Embedding
+
+    def __init__(
+        self, d_model: int, levels: int, *, bias: bool = False, tied: nn.Embedding | None = None
+    ) -> None:
+        super().__init__()
+        self.levels = levels
+        self.project = nn.Linear(d_model, levels, bias=bias) if tied is None else None
+        self.__dict__["tied"] = tied  # not as a sub-module: the table has one name in the state_dict
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits: [..., d_model] -> [..., levels]."""
+        if self.project is None:
+            return F.linear(hidden, self.tied.weight[: self.levels])
+        logits: Tensor = self.project(hidden)
+        return logits
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities in at least fp32: [..., d_model] -> [..., levels]."""
+        return _at_least_fp32(self(hidden)).log_softmax(-1)
+
+    def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
+        logits = _at_least_fp32(self(hidden)).flatten(0, -2)
+        nll = F.cross_entropy(logits, target.flatten(), ignore_index=IGNORED, reduction="none")
+        return nll.view_as(target)
+
+
+class LogisticMixture(nn.Module):
+    """A mixture of K logistic distributions, discretised to L levels of one channel.
+
+    Level l is the interval of half-width h = 1 / (L - 1) around x = 2 l / (L - 1) - 1, and
+
+        p(l) = sum_i pi_i [sigmoid((x + h - mu_i) / s_i) - sigmoid((x - h - mu_i) / s_i)],
+
+    where the lowest level reaches down to -inf and the highest up to +inf, so that the levels sum to 1
+    (PixelCNN++, Salimans et al. 2017, arXiv 1701.05517, eq. 2). The hidden vector gives log pi (up to the
+    softmax), mu and log s by a linear layer; log s is held at -7 or above, as there.
+
+    Args:
+        d_model: width of the hidden vectors.
+        levels: L, at least 2.
+        n_mixtures: K.
+    """
+
+    MIN_LOG_SCALE = -7.0
+
+    def __init__(self, d_model: int, levels: int, n_mixtures: int) -> None:
+        super().__init__()
+        self.levels = levels
+        self.project = nn.Linear(d_model, 3 * n_mixtures)
+
+    def reset_bias(self) -> None:
+        """Spread the components evenly over the range, each as wide as its share, with equal weights."""
+        n_mixtures = self.project.out_features // 3
+        with torch.no_grad():
+            weight, mean, log_scale = self.project.bias.chunk(3)
+            weight.zero_()
+            mean.copy_((2 * torch.arange(n_mixtures) + 1) / n_mixtures - 1)
+            log_scale.fill_(math.log(2 / n_mixtures))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The same as `log_probs`: log-probabilities are logits too."""
+        return self.log_probs(hidden)
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of all levels, in at least fp32: [..., d_model] -> [..., L].
+
+        Needs memory for [..., L, K]; `nll` does not.
+        """
+        levels = torch.arange(self.levels, device=hidden.device)
+        return self._log_prob(self._mixture(hidden).unsqueeze(-2), levels)
+
+    def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
+        ignored = target == IGNORED
+        log_prob = self._log_prob(self._mixture(hidden), target.masked_fill(ignored, 0))
+        return -log_prob.masked_fill(ignored, 0.0)
+
+    def _mixture(self, hidden: Tensor) -> Tensor:
+        """The parameters, in at least fp32 under autocast too: bf16 moves means by up to a quarter of a level of 256."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(*map(_at_least_fp32, (hidden, self.project.weight, self.project.bias)))
+
+    def _log_prob(self, parameters: Tensor, level: Tensor) -> Tensor:
+        """Log-probability of `level` [...] under `parameters` [..., 3 K], broadcast against each other.
+
+        An inner level's mass is a difference of sigmoids that can vanish; with d = 2 h / s it is the product
+
+            sigmoid(b) - sigmoid(a) = sigmoid(b) sigmoid(-a) (1 - exp(-d)),    b = a + d,
+
+        whose logarithm is a sum of terms that are each finite, with finite gradients.
+        """
+        weight, mean, log_scale = parameters.chunk(3, dim=-1)
+        # In units of h: the levels are integers there, and their distance to a near mean is exact.
+        span = self.levels - 1
+        log_scale = log_scale.clamp(min=self.MIN_LOG_SCALE) + math.log(span)
+        level = level.unsqueeze(-1)
+        centred = (2 * level - span).to(mean.dtype) - span * mean
+        inverse_scale = torch.exp(-log_scale)
+        above_lower = -F.softplus((centred - 1) * inverse_scale)
+        below_upper = -F.softplus(-(centred + 1) * inverse_scale)
+        width = _log1mexp(math.log(2) - log_scale)
+        first, last = level == 0, level == span
+        log_mass = (
+            above_lower.masked_fill(first, 0.0)
+            + below_upper.masked_fill(last, 0.0)
+            + width.expand_as(centred).masked_fill(first | last, 0.0)
+        )
+        return torch.logsumexp(weight.log_softmax(-1) + log_mass, dim=-1)
+
+
+def _log1mexp(log_d: Tensor) -> Tensor:
+    """log(1 - exp(-d)) for d = exp(log_d), as log d + log((1 - exp(-d)) / d): finite where d underflows."""
+    d = log_d.exp().clamp(min=1e-15)  # below, the second term is 0 to rounding
+    return log_d + torch.log(-torch.expm1(-d) / d)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

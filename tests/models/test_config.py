@@ -1,0 +1,118 @@
+import re
+
+import pytest
+
+from unrolled import attention
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
+from unrolled.models.config import TransformerConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"d_model": 0}, "d_model is 0, wanted an integer of at least 1"),
+        ({"n_layers": "4"}, "n_layers is '4', wanted an integer of at least 1"),
+        ({"d_model": 30, "n_heads": 4}, "d_model is 30, wanted a multiple of n_heads = 4"),
+        ({"n_heads": 8, "n_kv_heads": 3}, "n_kv_heads is 3, wanted a divisor of n_heads = 8"),
+        ({"n_kv_heads": 0}, "n_kv_heads is 0, wanted an integer of at least 1"),
+        ({"dropout": 1.0}, "dropout is 1.0, wanted a probability in [0, 1)"),
+        ({"dropout": "0.1"}, "dropout is '0.1', wanted a probability in [0, 1)"),
+        ({"norm": "none"}, "norm is 'none', wanted one of ['post', 'pre']"),
+        ({"norm_type": "batch"}, "norm_type is 'batch', wanted one of ['layernorm', 'rmsnorm']"),
+        ({"activation": "tanh"}, "activation is 'tanh', wanted one of ['gelu', 'relu', 'swiglu']"),
+        ({"positions": "alibi"}, "positions is 'alibi', wanted one of"),
+        ({"positions": "sinusoidal", "d_model": 33, "n_heads": 3}, "d_model is 33, wanted an even width"),
+        ({"attention": ["linear"] * 3}, "attention has 3 names, wanted n_layers = 4 of them"),
+        ({"attention_options": {"softmax": {}}}, "attention_options is for ['softmax'], wanted names among"),
+    ],
+)
+def test_a_wrong_field_is_refused_in_one_sentence(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TransformerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"inputs": "audio"}, "inputs is 'audio', wanted one of ['pixels', 'tokens']"),
+        ({"head": "gaussian"}, "head is 'gaussian', wanted one of ['categorical', 'logistic_mixture']"),
+        ({"n_mixtures": 0}, "n_mixtures is 0, wanted an integer of at least 1"),
+        ({"vocab_size": 0}, "vocab_size is 0, wanted an integer of at least 1"),
+        ({"vocab_size": 1, "inputs": "pixels"}, "vocab_size is 1, wanted an integer of at least 2"),
+        ({"tie_embeddings": True, "inputs": "pixels"}, "tie_embeddings is True with inputs 'pixels'"),
+    ],
+)
+def test_a_wrong_field_of_a_decoder_is_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DecoderConfig(**{"vocab_size": 16} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "vocab_size is None and input_dim is None, wanted one of the two"),
+        ({"vocab_size": 4, "input_dim": 3}, "vocab_size is 4 and input_dim is 3, wanted one of the two"),
+        ({"vocab_size": 4}, "n_classes is None, wanted an integer of at least 1"),
+        ({"vocab_size": 4, "output": "words"}, "output is 'words', wanted one of"),
+        ({"vocab_size": 4, "n_classes": 2, "pooling": "max"}, "pooling is 'max', wanted one of"),
+        ({"input_dim": 4, "output": "masked"}, "wanted a vocab_size and no n_classes for output 'masked'"),
+        ({"vocab_size": 4, "n_classes": 2, "tie_embeddings": True}, "wanted output 'masked'"),
+    ],
+)
+def test_a_wrong_field_of_an_encoder_is_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        EncoderConfig(**fields)
+
+
+def test_the_feed_forward_width_keeps_the_number_of_weights():
+    assert TransformerConfig(d_model=96).ff_width == 384
+    assert TransformerConfig(d_model=96, activation="swiglu").ff_width == 256
+    assert TransformerConfig(d_model=64, activation="swiglu").ff_width == 176
+    assert TransformerConfig(d_ff=100).ff_width == 100
+
+
+def test_an_unknown_mechanism_or_option_is_refused_by_name():
+    with pytest.raises(ValueError, match="nothing_of_the_kind"):
+        Decoder(DecoderConfig(vocab_size=4, attention="nothing_of_the_kind"))
+    for option in ("colour", "causal"):
+        config = DecoderConfig(vocab_size=4, attention_options={"linear": {option: False}})
+        with pytest.raises(ValueError, match=rf"attention_options\['linear'\] does not fit: .*{option}"):
+            Decoder(config)
+
+
+def test_each_layer_gets_its_mechanism_and_that_mechanisms_options():
+    config = DecoderConfig(
+        vocab_size=4,
+        d_model=12,
+        n_heads=2,
+        n_layers=2,
+        attention=["softmax", "linear"],
+        attention_options={"linear": {"head_dim": 10}},
+    )
+    weights = Decoder(config).state_dict()
+    widths = [
+        {x.shape[0] for n, x in weights.items() if n.startswith(f"stack.blocks.{i}.attention.")}
+        for i in (0, 1)
+    ]
+    assert widths == [{12, 3 * 12}, {12, 3 * 20}]
+
+
+def test_a_mechanism_that_cannot_is_refused_with_those_that_can(monkeypatch):
+    load = attention.load
+
+    class OneWay:
+        def __init__(self, **can):
+            self.supports = Supports(cross=False, padding=True, packing=False, recurrence="none", **can)
+
+    forward_only, both_only = (
+        OneWay(causal=True, bidirectional=False),
+        OneWay(causal=False, bidirectional=True),
+    )
+    extra = {"forward_only": forward_only, "both_only": both_only}
+    monkeypatch.setattr(attention, "load", lambda name: extra.get(name) or load(name))
+    monkeypatch.setattr(attention, "names", lambda: ["both_only", "forward_only", "linear"])
+    with pytest.raises(UnsupportedError, match=re.escape("use one of ['forward_only', 'linear'] instead")):
+        Decoder(DecoderConfig(vocab_size=4, attention="both_only"))
+    with pytest.raises(UnsupportedError, match=re.escape("use one of ['both_only', 'linear'] instead")):
+        Encoder(EncoderConfig(vocab_size=4, n_classes=2, attention="forward_only"))

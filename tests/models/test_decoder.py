@@ -1,0 +1,318 @@
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from unrolled.models import Decoder, DecoderConfig
+from unrolled.ops import state as states
+
+HYBRID = ["linear", "softmax"]
+ATTENTION = ["linear", "softmax", HYBRID]
+POSITIONS = ["learned", "sinusoidal", "rotary", "none"]
+VOCAB = 7
+
+
+def decoder(**fields) -> Decoder:
+    """A small fp64 decoder whose every parameter matters: fresh weights are too small to show a mistake."""
+    small = {"d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "n_mixtures": 3, "max_length": 12}
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(VOCAB, **small | fields)).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def tokens_of(*shape: int) -> torch.Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max().clamp(min=1)
+
+
+def read(model: Decoder, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Logits of a sequence given in parts: [B, t] are prefilled, [B] stepped."""
+    state, logits = model.init_state(parts[0].shape[0]), []
+    for part in parts:
+        out, state = model.prefill(part, state) if part.dim() == 2 else model.step(part, state)
+        logits.append(out if part.dim() == 2 else out.unsqueeze(1))
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("head", ["categorical", "logistic_mixture"])
+@pytest.mark.parametrize("norm", [("pre", "rmsnorm"), ("post", "layernorm")])
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@torch.no_grad()
+def test_all_ways_to_read_a_sequence_are_equal(attention, positions, norm, head):
+    model = decoder(attention=attention, positions=positions, norm=norm[0], norm_type=norm[1], head=head)
+    tokens = tokens_of(2, 6)
+    whole = model(tokens)
+    steps = list(tokens.unbind(1))
+    assert_same(read(model, steps), whole)
+    assert_same(read(model, list(tokens.split(1, dim=1))), whole)
+    for cut in range(7):
+        before, after = tokens[:, :cut], tokens[:, cut:]
+        assert_same(read(model, [before, after]), whole)
+        assert_same(read(model, [before, *steps[cut:]]), whole)
+    assert_same(read(model, [tokens[:, :2], steps[2], tokens[:, 3:]]), whole)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@torch.no_grad()
+def test_unequal_prompts_in_one_batch_are_each_as_if_alone(attention, positions, side):
+    model = decoder(attention=attention, positions=positions)
+    lengths, longest = [5, 2, 0, 3], 5
+    prompts = [tokens_of(1, n) for n in lengths]
+    tokens = torch.full((4, longest), VOCAB - 1)
+    padding = torch.ones(4, longest, dtype=torch.bool)
+    spans = [slice(longest - n, None) if side == "left" else slice(n) for n in lengths]
+    for row, (span, prompt) in enumerate(zip(spans, prompts, strict=True)):
+        tokens[row, span], padding[row, span] = prompt[0], False
+
+    parallel = model(tokens, key_padding_mask=padding)
+    logits, state = model.prefill(tokens, model.init_state(4), key_padding_mask=padding)
+    assert state.position.tolist() == lengths
+    assert parallel.isfinite().all()
+    assert logits.isfinite().all()
+    more, last = tokens_of(4, 3), tokens_of(4)
+    more_padding = torch.tensor([[False, True, False]]).expand(4, 3)  # scattered
+    _, state = model.prefill(more, state, key_padding_mask=more_padding)
+    stepped, state = model.step(last, state)
+    assert state.position.tolist() == [n + 3 for n in lengths]
+    for row, (span, prompt) in enumerate(zip(spans, prompts, strict=True)):
+        alone = model(torch.cat([prompt, more[row : row + 1, ::2], last[row : row + 1, None]], dim=1))[0]
+        n = lengths[row]
+        if n:
+            assert_same(parallel[row, span], alone[:n])
+            assert_same(logits[row, span], alone[:n])
+        assert_same(stepped[row], alone[-1])
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@torch.no_grad()
+def test_packed_sequences_are_each_as_if_alone(attention, positions):
+    model = decoder(attention=attention, positions=positions)
+    tokens, bounds = tokens_of(1, 14), [0, 4, 5, 14]  # longer in all than max_length, each one shorter
+    packed = model(tokens, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    alone = [model(tokens[:, a:b]) for a, b in pairwise(bounds)]
+    assert_same(packed, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@torch.no_grad()
+def test_no_position_sees_the_future(attention, norm):
+    model = decoder(attention=attention, norm=norm).float()
+    tokens = tokens_of(2, 10)
+    before = model(tokens)
+    for t in range(1, 10):
+        changed = tokens.clone()
+        changed[:, t:] = (changed[:, t:] + 1) % VOCAB
+        after = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert not torch.equal(after[:, t], before[:, t])
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@torch.no_grad()
+def test_a_state_is_a_value(attention, tmp_path):
+    model = decoder(attention=attention)
+    _, state = model.prefill(tokens_of(2, 5), model.init_state(2))
+    before = states.map_tensors(torch.clone, state)
+    first, after = model.step(tokens_of(2), state)
+    model.prefill(tokens_of(2, 3), state)
+    model.step(tokens_of(2), after)
+    assert all(torch.equal(x, states.leaves(before)[name]) for name, x in states.leaves(state).items())
+    states.save(state, tmp_path / "session.safetensors")
+    loaded = states.load(tmp_path / "session.safetensors", model.init_state(1))
+    assert torch.equal(model.step(tokens_of(2), loaded)[0], first)
+    forked, _ = model.step(tokens_of(2)[[1, 1, 0]], states.select(state, [1, 1, 0]))
+    assert_same(forked, first[[1, 1, 0]])
+
+
+def test_learned_positions_end_at_max_length():
+    model = decoder(max_length=5)
+    message = "length 6, wanted at most max_length = 5"
+    with pytest.raises(ValueError, match=message):
+        model(tokens_of(2, 6))
+    with pytest.raises(ValueError, match=message):
+        model.prefill(tokens_of(2, 6), model.init_state(2))
+    _, state = model.prefill(tokens_of(2, 5), model.init_state(2))
+    with pytest.raises(ValueError, match=message):
+        model.step(tokens_of(2), state)
+    with pytest.raises(ValueError, match=message):
+        model(tokens_of(1, 7), cu_seqlens=torch.tensor([0, 1, 7], dtype=torch.int32))
+    padding = torch.tensor([[True, False, False, False, False, False, True]])
+    model.prefill(tokens_of(1, 7), model.init_state(1), key_padding_mask=padding)  # 5 valid tokens fit
+    assert model(tokens_of(1, 7), key_padding_mask=padding).isfinite().all()
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "rotary", "none"])
+def test_other_positions_do_not_end(positions):
+    assert decoder(max_length=5, positions=positions)(tokens_of(1, 30)).isfinite().all()
+
+
+@pytest.mark.parametrize("inputs", ["tokens", "pixels"])
+@pytest.mark.parametrize("head", ["categorical", "logistic_mixture"])
+def test_the_start_symbol_is_read_and_never_predicted(inputs, head):
+    model = decoder(inputs=inputs, head=head, start_token=True)
+    tokens = tokens_of(2, 4)
+    started = tokens.clone()
+    started[:, 0] = VOCAB
+    assert model(started).shape == (2, 4, VOCAB)
+    first = {tuple(model(torch.tensor([[i]]))[0, 0].tolist()) for i in range(VOCAB + 1)}
+    assert len(first) == VOCAB + 1
+    with pytest.raises(ValueError, match="ids from 8 to 8, wanted ids in"):
+        model(torch.full((1, 2), VOCAB + 1))
+
+
+def test_a_pixel_enters_as_its_intensity():
+    model = decoder(inputs="pixels")
+    black, middle, white = model.embedding(torch.tensor([0, 3, 6]))
+    torch.testing.assert_close(white - middle, middle - black)
+    torch.testing.assert_close(middle, model.embedding.bias)
+    torch.testing.assert_close(white - middle, model.embedding.weight)
+
+
+def test_tied_embeddings_are_one_table_whose_first_rows_predict():
+    model = decoder(tie_embeddings=True, start_token=True)
+    assert not [name for name in model.state_dict() if name.startswith("head")]
+    assert model.embedding.weight.shape == (VOCAB + 1, 16)
+    tokens = tokens_of(2, 4)
+    separate = decoder(start_token=True)
+    separate.load_state_dict(model.state_dict() | {"head.project.weight": model.embedding.weight[:VOCAB]})
+    assert torch.equal(model(tokens), separate(tokens))
+    twin = copy.deepcopy(model)
+    nn.init.zeros_(twin.embedding.weight)
+    assert (twin(tokens) == 0).all()
+    assert not (model(tokens) == 0).any()
+
+
+@pytest.mark.parametrize("head", ["categorical", "logistic_mixture"])
+def test_the_loss_is_the_mean_over_the_targets_that_count(head):
+    model = decoder(head=head)
+    tokens, targets = tokens_of(3, 5), tokens_of(3, 5).flip(0)
+    targets[0, :2] = -100
+    padding = torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    nll = -model(tokens, key_padding_mask=padding).log_softmax(-1)
+    counted = (targets != -100) & ~padding
+    expected = nll.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)[counted].mean()
+    torch.testing.assert_close(model.loss(tokens, targets, key_padding_mask=padding), expected)
+    assert model.loss(tokens, torch.full_like(targets, -100)) == 0
+
+
+@pytest.mark.parametrize("norm", [("pre", "rmsnorm"), ("post", "layernorm")])
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize(("inputs", "head"), [("tokens", "categorical"), ("pixels", "logistic_mixture")])
+def test_bf16_autocast_trains_with_an_fp32_loss(inputs, head, positions, norm):
+    model = Decoder(
+        DecoderConfig(
+            VOCAB, d_model=16, n_heads=4, n_layers=2, attention=HYBRID, inputs=inputs, head=head,
+            positions=positions, norm=norm[0], norm_type=norm[1], max_length=8, start_token=True,
+        )
+    )  # fmt: skip
+    tokens = tokens_of(2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.loss(tokens, tokens)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, model.loss(tokens, tokens), rtol=0.02, atol=0)
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+def test_checkpointing_gives_the_same_gradients(attention):
+    tokens = tokens_of(2, 6)
+    gradients = []
+    for checkpointing in (False, True):
+        model = decoder(attention=attention, dropout=0.3).train()
+        model.gradient_checkpointing = checkpointing
+        torch.manual_seed(5)
+        model.loss(tokens, tokens).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_checkpointing_keeps_less():
+    def kept(checkpointing: bool) -> int:
+        model = decoder(attention="softmax", n_layers=4).train()
+        model.gradient_checkpointing = checkpointing
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            model.loss(tokens_of(2, 12), tokens_of(2, 12))
+        return sum(sizes)
+
+    assert kept(True) < kept(False) / 3
+
+
+def test_dropout_is_for_training_only():
+    model, tokens = decoder(dropout=0.5), tokens_of(2, 6)
+    assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model(tokens), decoder(dropout=0.0)(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+def test_copies_and_state_dicts_carry_everything(attention):
+    model, tokens = decoder(attention=attention, positions="rotary"), tokens_of(2, 6)
+    assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
+    other = Decoder(model.config).double().eval()
+    assert not torch.equal(other(tokens), model(tokens))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens), model(tokens))
+
+
+def test_the_model_compiles_as_one_graph():
+    model, tokens = decoder(attention=HYBRID, tie_embeddings=True), tokens_of(2, 8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(tokens), model(tokens))
+
+
+def test_weights_start_as_in_gpt2():
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(64, d_model=128, n_layers=8, n_heads=4))
+    parameters = dict(model.named_parameters())
+    std = {name: x.std().item() for name, x in parameters.items() if x.dim() == 2}
+    residual = {name for name in std if name.endswith(("ff.down.weight", "attention.out_proj.weight"))}
+    assert len(residual) == 16
+    for name, found in std.items():
+        wanted = 0.02 / math.sqrt(16) if name in residual else 0.02
+        assert found == pytest.approx(wanted, rel=0.05), name
+    loss = model.loss(torch.randint(64, (4, 32)), torch.randint(64, (4, 32)))
+    assert loss.item() == pytest.approx(math.log(64), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m(tokens_of(4)), r"tokens is torch.int64 of the shape \[4\], wanted \[B, T\]"),
+        (lambda m: m(tokens_of(2, 4).int()), "tokens is torch.int32"),
+        (lambda m: m(tokens_of(2, 4) - 9), "wanted ids in"),
+        (lambda m: m(tokens_of(2, 4), key_padding_mask=torch.zeros(2, 5).bool()), "key_padding_mask"),
+        (lambda m: m.loss(tokens_of(2, 4), tokens_of(2, 5)), r"targets is .*\[2, 5\], wanted .*\[2, 4\]"),
+        (lambda m: m.step(tokens_of(2, 1), m.init_state(2)), r"token is .*\[2, 1\], wanted .*\[B\]"),
+        (lambda m: m.step(tokens_of(2), m.init_state(3)), r"state is for \[3\] rows .* wanted \[2\]"),
+        (lambda m: m.step(tokens_of(2), decoder(n_layers=1).init_state(2)), "1 layers, wanted .* and 2"),
+        (
+            lambda m: m(
+                tokens_of(1, 4),
+                key_padding_mask=torch.zeros(1, 4).bool(),
+                cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+            ),
+            "key_padding_mask was given with cu_seqlens",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_refused_in_one_sentence(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(decoder())

@@ -1,0 +1,170 @@
+import pytest
+import torch
+from torch import nn
+
+from unrolled.models import Encoder, EncoderConfig, mask_tokens
+
+ATTENTION = ["linear", "softmax", ["linear", "softmax"]]
+POSITIONS = ["learned", "sinusoidal", "rotary", "none"]
+VOCAB = 7
+
+
+def encoder(**fields) -> Encoder:
+    small = {"d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_length": 12}
+    torch.manual_seed(0)
+    model = Encoder(EncoderConfig(**small | fields)).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+OUTPUTS = [
+    {"vocab_size": VOCAB, "n_classes": 3, "pooling": "mean"},
+    {"vocab_size": VOCAB, "n_classes": 3, "pooling": "first"},
+    {"vocab_size": VOCAB, "n_classes": 3, "output": "tokens"},
+    {"vocab_size": VOCAB, "output": "masked"},
+    {"vocab_size": VOCAB, "output": "masked", "tie_embeddings": True},
+    {"input_dim": 5, "n_classes": 3},
+    {"input_dim": 5, "n_classes": 3, "output": "tokens"},
+]
+
+
+def inputs_for(model: Encoder, B: int, T: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if model.config.vocab_size is None:
+        return torch.randn(B, T, 5, dtype=torch.double, generator=generator)
+    return torch.randint(VOCAB, (B, T), generator=generator)
+
+
+@pytest.mark.parametrize("fields", OUTPUTS, ids=str)
+def test_outputs_and_losses(fields):
+    model = encoder(**fields)
+    x, padding = inputs_for(model, 2, 6), torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    logits = model(x, key_padding_mask=padding)
+    n_outputs = fields.get("n_classes", VOCAB)
+    sequence = fields.get("output", "classification") == "classification"
+    assert logits.shape == ((2, n_outputs) if sequence else (2, 6, n_outputs))
+    targets = torch.randint(n_outputs, logits.shape[:-1])
+    if not sequence:
+        targets[0, 0] = -100
+    expected = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    counted = slice(None) if sequence else (targets != -100) & ~padding
+    loss = model.loss(x, targets, key_padding_mask=padding)
+    torch.testing.assert_close(loss, expected[counted].mean())
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@pytest.mark.parametrize("fields", [OUTPUTS[0], OUTPUTS[1], OUTPUTS[2], OUTPUTS[6]], ids=str)
+@torch.no_grad()
+def test_padding_on_any_side_changes_nothing(fields, attention, positions):
+    model = encoder(attention=attention, positions=positions, **fields)
+    lengths = [4, 9, 1]
+    whole = inputs_for(model, 3, 9)
+    for side in ("left", "right"):
+        x, padding = whole.clone(), torch.ones(3, 9, dtype=torch.bool)
+        spans = [slice(9 - n, None) if side == "left" else slice(n) for n in lengths]
+        for row, span in enumerate(spans):
+            padding[row, span] = False
+            x[row, span] = whole[row, : lengths[row]]
+        logits = model(x, key_padding_mask=padding)
+        for row, span in enumerate(spans):
+            alone = model(whole[row : row + 1, : lengths[row]])[0]
+            found = logits[row] if logits.dim() == 2 else logits[row, span]
+            torch.testing.assert_close(found, alone, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+def test_every_position_sees_every_other(attention):
+    model = encoder(attention=attention, vocab_size=VOCAB, n_classes=3, output="tokens")
+    x = inputs_for(model, 1, 6)
+    embedded = model.embedding(x).detach().requires_grad_()
+    hidden = model.stack(embedded)
+    for t in range(6):
+        (gradient,) = torch.autograd.grad(hidden[0, t].sum(), embedded, retain_graph=True)
+        assert (gradient != 0).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
+def test_bf16_autocast_keeps_the_residual_stream_wide(norm_type):
+    model = encoder(input_dim=5, n_classes=3, positions="none", norm_type=norm_type).float()
+    x, targets, seen = torch.randn(2, 6, 5), torch.tensor([0, 2]), []
+    for block in model.stack.blocks:
+        block.register_forward_hook(lambda _block, _x, y: seen.append(y.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.loss(x, targets)
+    assert {loss.dtype, *seen} == {torch.float32}
+    loss.backward()
+
+
+def test_checkpointing_gives_the_same_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        model = encoder(vocab_size=VOCAB, n_classes=3, dropout=0.3).train()
+        model.gradient_checkpointing = checkpointing
+        torch.manual_seed(5)
+        model.loss(inputs_for(model, 2, 6), torch.tensor([0, 2])).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_masking_follows_berts_recipe():
+    tokens = torch.randint(100, (200, 500), generator=torch.Generator().manual_seed(0))
+    before = tokens.clone()
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return mask_tokens(tokens, mask_id=100, vocab_size=100, generator=generator)
+
+    inputs, targets = make()
+    assert torch.equal(tokens, before)
+    assert all(torch.equal(a, b) for a, b in zip((inputs, targets), make(), strict=True))
+    chosen = targets != -100
+    assert torch.equal(targets[chosen], tokens[chosen])
+    assert torch.equal(inputs[~chosen], tokens[~chosen])
+    # 100,000 draws: five standard deviations of each share
+    assert chosen.float().mean().item() == pytest.approx(0.15, abs=0.006)
+    masked, kept = inputs[chosen] == 100, inputs[chosen] == tokens[chosen]
+    assert masked.float().mean().item() == pytest.approx(0.8, abs=0.017)
+    assert kept.float().mean().item() == pytest.approx(0.101, abs=0.013)  # a random id may be the same one
+    random = inputs[chosen][~masked & ~kept]
+    assert len(random.unique()) == 100
+    assert random.float().mean().item() == pytest.approx(49.5, abs=4)
+
+
+def test_a_masked_model_learns_to_fill_a_gap():
+    torch.manual_seed(0)
+    config = EncoderConfig(11, d_model=32, n_layers=1, n_heads=4, output="masked", max_length=8)
+    model = Encoder(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.randint(10, (32, 1), generator=generator).expand(32, 8)  # one symbol, repeated
+        return mask_tokens(rows, mask_id=10, vocab_size=10, probability=0.3, generator=generator)
+
+    first = model.loss(*batch()).item()
+    for _ in range(60):
+        optimizer.zero_grad()
+        model.loss(*batch()).backward()
+        optimizer.step()
+    assert model.loss(*batch()).item() < first / 10
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m(torch.zeros(2, 4, 3)), r"x has the shape \[2, 4, 3\], wanted \[B, T, input_dim = 5\]"),
+        (lambda m: m(torch.zeros(2, 13, 5).double()), "length 13, wanted at most max_length = 12"),
+        (
+            lambda m: m.loss(torch.zeros(2, 4, 5).double(), torch.zeros(2, 4).long()),
+            r"targets is .*wanted .*\[2\]",
+        ),
+    ],
+)
+def test_wrong_input_is_refused_in_one_sentence(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(encoder(input_dim=5, n_classes=3))
