@@ -1,0 +1,9 @@
+"""Training: one plain loop whose runs can be killed and resumed without a trace in the weights."""
+
+from unrolled.training.checkpoint import read_metadata
+from unrolled.training.config import TrainConfig
+from unrolled.training.evaluation import evaluate
+from unrolled.training.log import read_log
+from unrolled.training.loop import TrainResult, train
+
+__all__ = ["TrainConfig", "TrainResult", "evaluate", "read_log", "read_metadata", "train"]

@@ -1,0 +1,223 @@
+"""A training run as one safetensors file: tensors for weights, optimiser and RNG, JSON for the rest.
+
+The file is always whole: a new one is written aside and renamed over the old one. Names of its tensors:
+
+    model.<name>                 parameters and buffers, shared ones once
+    optimizer.<name>.<moment>    what the optimiser keeps for a parameter, its step counter included
+    rng.cpu, rng.cuda            state of torch's generators, uint8
+
+Its metadata holds one JSON document: the progress, the schedule, and the identity of the run (see `load`).
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from unrolled.training._files import replacing_files
+from unrolled.training.interfaces import Trainable
+from unrolled.training.optim import Schedule, ScheduleState
+
+JSON_KEY = "unrolled.training"
+
+
+@dataclass
+class Recent:
+    """Sums over the updates since the last line of the log."""
+
+    steps: int = 0
+    loss: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, loss: float, tokens: int, seconds: float) -> None:
+        """Count one update."""
+        self.steps += 1
+        self.loss += loss
+        self.tokens += tokens
+        self.seconds += seconds
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss of the updates, in nats per token."""
+        return self.loss / self.steps
+
+    @property
+    def speed(self) -> float:
+        """Tokens trained on per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass
+class Progress:
+    """How far a run is. Losses are in nats per token; None before the first evaluation."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best_val: float | None = None
+    last_val: float | None = None
+    recent: Recent = field(default_factory=Recent)
+
+
+@dataclass
+class TrainState:
+    """All of a run that changes from step to step, but for the random generators, which are global."""
+
+    model: Trainable
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    device: torch.device
+    progress: Progress = field(default_factory=Progress)
+
+
+def save(path: Path, state: TrainState, identity: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    """Write a checkpoint, replacing the one at `path` in a single step."""
+    tensors = {f"model.{name}": x for name, x in _model_tensors(state.model).items()}
+    names = _parameter_names(state.optimizer)
+    for index, moments in state.optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{names[index]}.{key}": x for key, x in moments.items()}
+    tensors["rng.cpu"] = torch.get_rng_state()
+    if state.device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(state.device)
+
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    document = {
+        "progress": asdict(state.progress),
+        "schedule": asdict(state.schedule.state),
+        "identity": identity,
+        "metadata": metadata,
+        "checksum": _checksum(tensors),
+    }
+    with replacing_files(path.parent) as staging:
+        save_file(tensors, staging / path.name, metadata={JSON_KEY: json.dumps(document)})
+
+
+def load(path: Path, state: TrainState, identity: Mapping[str, Any], free: frozenset[str]) -> None:
+    """Put a run back exactly where a checkpoint left it: `state` and torch's random generators.
+
+    Args:
+        path: a file written by `save`.
+        state: the run to fill, made from the same model class and settings.
+        identity: what the run is (`{"train": ..., "model": ..., "data": ...}`), compared with what was saved.
+        free: dotted names of identity fields that may differ.
+
+    Raises:
+        ValueError: the file is damaged, or belongs to another model, other settings or other data. Nothing
+            has been changed then.
+    """
+    tensors, document = _read(path)
+    weights = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
+    current = _model_tensors(state.model)
+    _check_tensors(path, weights, current)
+    _check_identity(path, document["identity"], identity, free)
+
+    with torch.no_grad():
+        for name, x in current.items():
+            x.copy_(weights[name])
+    moments = _moments(tensors)
+    names = enumerate(_parameter_names(state.optimizer))
+    optimizer = state.optimizer.state_dict()
+    optimizer["state"] = {index: moments[name] for index, name in names if name in moments}
+    state.optimizer.load_state_dict(optimizer)
+    state.schedule.state = ScheduleState(**document["schedule"])
+    progress = document["progress"]
+    state.progress = Progress(**progress | {"recent": Recent(**progress["recent"])})
+    torch.set_rng_state(tensors["rng.cpu"])
+    if state.device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], state.device)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return the `metadata` that `train` was given, from the checkpoint at `path`."""
+    _, document = _read(path)
+    metadata: dict[str, Any] = document["metadata"]
+    return metadata
+
+
+def fingerprint(*tensors: Tensor) -> str:
+    """Sum up tensors in eight characters; equal for equal contents."""
+    return _checksum({str(i): x.cpu().contiguous() for i, x in enumerate(tensors)})
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with safe_open(path, "pt") as file:
+            found = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+    if JSON_KEY not in found:
+        raise ValueError(f"{path} is a safetensors file, but not a training checkpoint")
+    document = json.loads(found[JSON_KEY])
+    if document["checksum"] != _checksum(tensors):
+        raise ValueError(f"{path} is damaged: its tensors do not match their checksum")
+    return tensors, document
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"
+
+
+def _model_tensors(model: Trainable) -> dict[str, Tensor]:
+    """Name the tensors of a model, those shared under several names once."""
+    unique: dict[int, tuple[str, Tensor]] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        unique.setdefault(id(x), (name, x))
+    return dict(unique.values())
+
+
+def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [name for group in optimizer.param_groups for name in group["param_names"]]
+
+
+def _moments(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, x in tensors.items():
+        if key.startswith("optimizer."):
+            name, _, moment = key.removeprefix("optimizer.").rpartition(".")
+            moments.setdefault(name, {})[moment] = x
+    return moments
+
+
+def _check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    for name, x in wanted.items():
+        if name not in found:
+            raise ValueError(f"{path} is a checkpoint of another model: it has no tensor {name}")
+        if found[name].shape != x.shape or found[name].dtype != x.dtype:
+            raise ValueError(
+                f"{path} is a checkpoint of another model: its {name} is {_kind(found[name])}, "
+                f"but this model's is {_kind(x)}"
+            )
+    if extra := sorted(found.keys() - wanted.keys()):
+        raise ValueError(f"{path} is a checkpoint of another model: it has a tensor {extra[0]} too many")
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _check_identity(path: Path, found: Any, wanted: Any, free: frozenset[str]) -> None:
+    before, now = _flatten(found), _flatten(json.loads(json.dumps(wanted)))
+    for name in sorted((before.keys() | now.keys()) - free):
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{path} cannot be resumed: {name} was {before.get(name)!r} and is now {now.get(name)!r}"
+            )
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Name the leaves of nested dicts by their path, as in `"train.lr"`."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {n: x for k, part in value.items() for n, x in _flatten(part, f"{prefix}.{k}".strip(".")).items()}

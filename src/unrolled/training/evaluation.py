@@ -1,0 +1,44 @@
+"""The loss of a batch and of the validation split."""
+
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from unrolled.training._session import own_random_state
+from unrolled.training.config import TrainConfig
+from unrolled.training.interfaces import IGNORED, Batch, Trainable, TrainingData
+
+
+def evaluate(model: Trainable, dataset: TrainingData, config: TrainConfig) -> float:
+    """Mean loss over all targets of the validation split, in nats per token.
+
+    Each batch counts by its number of targets, so the result does not depend on the batch size. Runs in eval
+    mode, under the autocast of training, and leaves torch's random generators as they were.
+
+    Raises:
+        ValueError: there is no target to predict.
+    """
+    device = next(model.named_parameters())[1].device
+    nats, targets, was_training = 0.0, 0, model.training
+    model.eval()
+    with torch.no_grad(), own_random_state(device):
+        for batch in islice(dataset.eval_batches(config.batch_size), config.eval_batches):
+            if count := count_targets(batch):
+                nats += batch_loss(model, batch, config, device).item() * count
+                targets += count
+    model.train(was_training)
+    if targets == 0:
+        raise ValueError(f"the validation split has no target to predict: it is empty or all {IGNORED}")
+    return nats / targets
+
+
+def batch_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:
+    """Mean loss over the targets of a batch, in nats per token, under the autocast of the run."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
+        return model.loss(batch.inputs.to(device), batch.targets.to(device))
+
+
+def count_targets(batch: Batch) -> int:
+    """Count what there is to predict in a batch."""
+    return int((batch.targets != IGNORED).sum())

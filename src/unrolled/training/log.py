@@ -1,0 +1,86 @@
+"""What a run tells: lines of JSON always, TensorBoard on request, a progress bar for whoever watches."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from unrolled.contract import UnsupportedError
+from unrolled.training._files import replacing_files
+
+
+class RunLog:
+    """JSON lines, each with an `event` and a `step`, flushed one by one and mirrored to TensorBoard."""
+
+    def __init__(self, file: TextIO, board: Any = None) -> None:
+        self._file = file
+        self._board = board
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """Write one line. Numbers also go to TensorBoard, as `event/name`."""
+        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{event}/{name}", value, step)
+            self._board.flush()
+
+
+@contextmanager
+def open_log(path: Path, *, after: int | None, tensorboard: bool = False) -> Iterator[RunLog]:
+    """Open the log of a run that goes on after step `after`, or of a new one (None).
+
+    What an earlier process logged beyond that step is dropped, as those steps are about to be run again.
+
+    Raises:
+        UnsupportedError: TensorBoard is asked for but not installed.
+    """
+    board = _summary_writer(path.parent, after) if tensorboard else None
+    kept = [] if after is None else [line for line in read_log(path) if line["step"] <= after]
+    with replacing_files(path.parent) as staging:
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        (staging / path.name).write_text(text, encoding="utf-8")
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            yield RunLog(file, board)
+    finally:
+        if board is not None:
+            board.close()
+
+
+def read_log(path: str | Path) -> list[dict[str, Any]]:
+    """Read the lines of a log; a last line that a killed process did not finish is left out."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def progress_bar(enabled: bool) -> Progress:
+    """Make a bar on stderr that shows steps, loss, tokens per second and time left."""
+    return Progress(
+        TextColumn("[bold]training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not enabled,
+    )
+
+
+def _summary_writer(folder: Path, after: int | None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UnsupportedError(
+            "tensorboard=True needs the package tensorboard: run pip install 'unrolled[tensorboard]'"
+        ) from error
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=0 if after is None else after + 1)

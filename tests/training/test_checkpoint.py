@@ -1,0 +1,126 @@
+"""What `last.safetensors` refuses, each in one sentence and with nothing changed."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from unrolled.training import read_metadata
+from unrolled.training._files import STAGING, replacing_files
+
+from .standin import Cycles, StandIn, run, weights
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    run(tmp_path, steps=4, schedule="constant", metadata={"data": "cycles"})
+    return tmp_path
+
+
+def refused(run_dir, message, **options):
+    """Try to resume, expect exactly this refusal, and check that neither model nor checkpoint was touched."""
+    model = options.pop("model", None) or StandIn(seed=7)
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    file = (run_dir / "last.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        run(run_dir, model=model, **{"steps": 4, "schedule": "constant", **options})
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+    assert (run_dir / "last.safetensors").read_bytes() == file
+
+
+def test_metadata_comes_back(stopped):
+    assert read_metadata(stopped / "last.safetensors") == {"data": "cycles"}
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 5000, -1])
+def test_refuses_a_truncated_file(stopped, kept):
+    path = stopped / "last.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    refused(stopped, "last.safetensors is not a readable checkpoint")
+
+
+def test_refuses_a_flipped_bit(stopped):
+    path = stopped / "last.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    refused(stopped, "last.safetensors is damaged: its tensors do not match their checksum")
+
+
+def test_refuses_a_safetensors_file_that_is_no_checkpoint(stopped):
+    save_file({"x": torch.zeros(2)}, stopped / "last.safetensors")
+    refused(stopped, "last.safetensors is a safetensors file, but not a training checkpoint")
+
+
+def test_refuses_another_model_by_tensor_name_and_shape(stopped):
+    message = (
+        "is a checkpoint of another model: its embedding.weight is float32 [7, 16], "
+        "but this model's is float32 [7, 8]"
+    )
+    refused(stopped, message, model=StandIn(width=8))
+    more, less = StandIn(), StandIn()
+    more.extra = torch.nn.Parameter(torch.zeros(1))
+    refused(stopped, "is a checkpoint of another model: it has no tensor extra", model=more)
+    del less.hidden.bias
+    less.hidden.register_parameter("bias", None)
+    refused(stopped, "another model: it has a tensor hidden.bias too many", model=less)
+
+
+def test_refuses_another_config_by_field(stopped):
+    refused(stopped, "cannot be resumed: train.lr was 0.01 and is now 0.02", lr=0.02)
+    refused(stopped, "cannot be resumed: train.betas was [0.9, 0.99] and is now [0.9, 0.9]", betas=(0.9, 0.9))
+    refused(stopped, "train.schedule was 'constant' and is now 'plateau'", schedule="plateau")
+    refused(stopped, "cannot be resumed: model.dropout was 0.2 and is now 0.5", model=StandIn(dropout=0.5))
+
+
+def test_refuses_other_data(stopped):
+    refused(stopped, "cannot be resumed: data.first_batch was", data=Cycles(noise=0.5))
+
+
+def test_refuses_fewer_steps_than_it_has(stopped):
+    with pytest.raises(ValueError, match=r"steps is 3, but .* is already at step 4"):
+        run(stopped, steps=3, schedule="constant")
+
+
+def test_fields_that_leave_the_trajectory_alone_may_change(stopped):
+    free = {"steps": 6, "checkpoint_every": 1, "log_every": 5, "eval_every": 2, "threads": 2}
+    assert run(stopped, schedule="constant", gradient_checkpointing=True, **free).steps == 6
+
+
+@pytest.mark.parametrize(("schedule", "changes"), [("cosine", {"steps": 9}), ("plateau", {"eval_every": 9})])
+def test_fields_that_bend_the_schedule_may_not(tmp_path, schedule, changes):
+    run(tmp_path, steps=4, schedule=schedule)
+    (field,) = changes
+    refused(tmp_path, f"train.{field} was", schedule=schedule, **changes)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    (tmp_path / "a").write_text("old")
+
+    def half_write():
+        with replacing_files(tmp_path) as staging:
+            (staging / "a").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        half_write()
+    assert (tmp_path / "a").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_leftovers_of_a_killed_process_are_removed(stopped):
+    (stopped / STAGING).mkdir()
+    (stopped / STAGING / "last.safetensors").write_text("half")
+    run(stopped, steps=4, schedule="constant")
+    assert not (stopped / STAGING).exists()
+
+
+def test_shared_tensors_are_stored_once_and_step_counters_kept(stopped):
+    names = weights(stopped).keys()
+    assert "model.embedding.weight" in names
+    assert "model.head.weight" not in names
+    assert weights(stopped)["optimizer.hidden.bias.step"] == 4
+    assert weights(stopped)["model.calls"] == 4
+    assert weights(stopped)["rng.cpu"].dtype == torch.uint8

@@ -1,0 +1,35 @@
+import re
+
+import pytest
+
+from unrolled.training import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps is 0, but must be a whole number of at least 1"),
+        ({"steps": 1.5}, "steps is 1.5, but must be a whole number of at least 1"),
+        ({"batch_size": True}, "batch_size is True, but must be a whole number of at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps is -1, but must be a whole number of at least 0"),
+        ({"threads": 0}, "threads is 0, but must be a whole number of at least 1"),
+        ({"lr": "1e-3"}, "lr is '1e-3', but must be a number above 0"),  # how YAML 1.1 reads 1e-3
+        ({"lr": float("nan")}, "lr is nan, but must be a number above 0"),
+        ({"lr": 0}, "lr is 0, but must be a number above 0"),
+        ({"lr": 0.1, "min_lr": 0.2}, "min_lr is 0.2, but must be a number from 0 to lr = 0.1"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0, but must be a number above 0, or none"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1, but must be a number of at least 0"),
+        ({"betas": (0.9,)}, "betas is (0.9,), but must be two numbers"),
+        ({"betas": (0.9, 1.0)}, "betas is 1.0, but must be two numbers from 0 to below 1"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd', but must be one of radam, adamw"),
+        ({"schedule": ["cosine"]}, "schedule is ['cosine'], but must be one of cosine, plateau, constant"),
+        ({"bf16": "yes"}, "bf16 is 'yes', but must be true or false"),
+    ],
+)
+def test_a_wrong_value_gets_one_sentence(changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TrainConfig(**changes)
+
+
+def test_betas_may_be_a_list_as_in_yaml():
+    assert TrainConfig(betas=[0.8, 0.9]) == TrainConfig(betas=(0.8, 0.9))

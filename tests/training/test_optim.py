@@ -1,0 +1,58 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from unrolled.training.optim import Schedule, build_optimizer
+
+from .standin import config
+
+
+@pytest.mark.parametrize("name", ["adamw", "radam"])
+def test_only_matrices_decay(name):
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = build_optimizer(model.named_parameters(), config(optimizer=name, lr=0.1, weight_decay=0.5))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for n, p in model.named_parameters():
+        assert torch.equal(p, before[n] * 0.95 if p.ndim == 2 else before[n])
+
+
+def test_a_frozen_parameter_is_not_the_optimisers():
+    model = nn.Linear(3, 3)
+    model.weight.requires_grad_(False)
+    optimizer = build_optimizer(model.named_parameters(), config())
+    assert [n for group in optimizer.param_groups for n in group["param_names"]] == ["bias"]
+
+
+def test_warm_up_then_cosine():
+    c = config(lr=1.0, min_lr=0.1, warmup_steps=4, steps=104)
+    rates = [Schedule(c).lr(step) for step in range(c.steps + 1)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[54] == pytest.approx(0.55)  # half-way
+    assert rates[104] == pytest.approx(0.1)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_constant_and_a_warm_up_longer_than_the_run():
+    assert Schedule(config(schedule="constant", lr=0.5, warmup_steps=0)).lr(10**6) == 0.5
+    assert Schedule(config(lr=1.0, warmup_steps=100, steps=10)).lr(9) == pytest.approx(0.1)
+
+
+def test_plateau_halves_after_three_evaluations_without_progress_and_stops_at_min_lr():
+    schedule = Schedule(config(schedule="plateau", lr=1.0, min_lr=0.2, warmup_steps=0))
+    rates = []
+    for loss in [3.0, 2.0, 2.0, 2.5, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]:
+        schedule.observe(loss)
+        rates.append(schedule.lr(0))
+    assert rates == [1.0] * 4 + [0.5] * 4 + [0.25] * 3 + [0.2]
+
+
+def test_other_schedules_do_not_listen():
+    schedule = Schedule(config(schedule="constant", lr=1.0, warmup_steps=0))
+    for _ in range(20):
+        schedule.observe(math.inf)
+    assert schedule.lr(0) == 1.0

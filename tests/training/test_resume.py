@@ -1,0 +1,131 @@
+"""A run that is stopped and resumed ends bit for bit as one left alone."""
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from unrolled.training import read_log
+
+from .standin import Batch, Cycles, StandIn, run, same, weights
+
+
+def losses(run_dir: Path) -> list[tuple[str, int, float]]:
+    lines = read_log(run_dir / "log.jsonl")
+    return [(x["event"], x["step"], x["loss"]) for x in lines if x["event"] in ("train", "eval")]
+
+
+class StopError(Exception):
+    pass
+
+
+class StopsAt(Cycles):
+    """Fails when the batch of a step is asked for, as if the process had ended there."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
+        if step == self.step:
+            raise StopError
+        return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+
+
+ALL = [{"optimizer": o, "schedule": s} for o in ("adamw", "radam") for s in ("cosine", "plateau", "constant")]
+EXTRAS = [{"accumulate": 3}, {"bf16": True}, {"gradient_checkpointing": True}, {"clip_norm": None}]
+
+
+@pytest.mark.parametrize("changes", ALL + EXTRAS, ids=lambda changes: "-".join(map(str, changes.values())))
+def test_resume_is_bit_for_bit(tmp_path, changes):
+    options = {"eval_every": 1, "steps": 14, **changes}
+    alone = run(tmp_path / "alone", **options)
+    for step in (2, 7, 10):
+        with pytest.raises(StopError):
+            run(tmp_path / "cut", data=StopsAt(step * options.get("accumulate", 1)), **options)
+    # a model with other weights and a process with another random state: all must come from the checkpoint
+    torch.manual_seed(12345)
+    cut = run(tmp_path / "cut", model=StandIn(seed=9), **options)
+    assert same(weights(tmp_path / "alone"), weights(tmp_path / "cut"))
+    assert (cut.best_val, cut.last_val, cut.steps) == (alone.best_val, alone.last_val, alone.steps)
+    assert losses(tmp_path / "alone") == losses(tmp_path / "cut")
+    best = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("alone", "cut")]
+    assert best[0] == best[1]
+
+
+def test_without_the_random_state_the_runs_would_differ(tmp_path, monkeypatch):
+    """So dropout is at work, and the comparison above can fail."""
+    run(tmp_path / "alone")
+    with pytest.raises(StopError):
+        run(tmp_path / "cut", data=StopsAt(7))
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+    run(tmp_path / "cut")
+    assert not same(weights(tmp_path / "alone"), weights(tmp_path / "cut"))
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = run(tmp_path)
+    before = weights(tmp_path)
+    again = run(tmp_path, model=StandIn(seed=3))
+    assert same(before, weights(tmp_path))
+    assert (again.best_val, again.last_val, again.steps) == (first.best_val, first.last_val, first.steps)
+
+
+@pytest.mark.parametrize("schedule", ["plateau", "constant"])
+def test_a_longer_run_goes_on_as_if_it_had_been_asked_for_at_once(tmp_path, schedule):
+    # 10 is no multiple of eval_every: the plateau must not see the evaluation that ends the short run
+    options = {"schedule": schedule, "eval_every": 3, "lr": 0.3, "warmup_steps": 0}
+    run(tmp_path / "long", steps=40, **options)
+    run(tmp_path / "extended", steps=10, **options)
+    run(tmp_path / "extended", steps=40, **options)
+    assert same(weights(tmp_path / "long"), weights(tmp_path / "extended"))
+
+
+def test_resume_false_starts_over(tmp_path):
+    run(tmp_path, seed=5)
+    run(tmp_path, resume=False)
+    run(tmp_path / "fresh")
+    assert same(weights(tmp_path), weights(tmp_path / "fresh"))
+    assert losses(tmp_path) == losses(tmp_path / "fresh")
+
+
+class PressesCtrlC(Cycles):
+    def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
+        if step == 5:
+            signal.raise_signal(signal.SIGINT)
+        return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_so(tmp_path, capfd):
+    handler = signal.getsignal(signal.SIGINT)
+    result = run(tmp_path / "cut", data=PressesCtrlC())
+    assert result.steps == 6
+    assert "Stopped after step 6" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is handler
+    run(tmp_path / "cut")
+    run(tmp_path / "alone")
+    assert same(weights(tmp_path / "alone"), weights(tmp_path / "cut"))
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    class Twice(Cycles):
+        def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
+            if step == 5:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", data=Twice())
+    run(tmp_path / "cut")
+    run(tmp_path / "alone")
+    assert same(weights(tmp_path / "alone"), weights(tmp_path / "cut"))
+
+
+def test_trains_outside_the_main_thread(tmp_path):
+    thread = threading.Thread(target=run, args=(tmp_path,), kwargs={"steps": 2})
+    thread.start()
+    thread.join()
+    assert read_log(tmp_path / "log.jsonl")[-1]["step"] == 2
