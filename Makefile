@@ -31,7 +31,7 @@ docs: $(VENV)/docs
 	$(BIN)/python docs/build.py
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/scaling.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site

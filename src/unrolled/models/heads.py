@@ -104,7 +104,7 @@ class LogisticMixture(nn.Module):
         return -log_prob.masked_fill(ignored, 0.0)
 
     def _mixture(self, hidden: Tensor) -> Tensor:
-        """The parameters, in at least fp32 under autocast too: bf16 moves means by up to a quarter of a level of 256."""
+        """The parameters, in at least fp32: bf16 would move means by up to a quarter of a level of 256."""
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(*map(_at_least_fp32, (hidden, self.project.weight, self.project.bias)))
 
