@@ -83,6 +83,15 @@ def test_a_longer_run_goes_on_as_if_it_had_been_asked_for_at_once(tmp_path, sche
     assert same(weights(tmp_path / "long"), weights(tmp_path / "extended"))
 
 
+def test_gradients_left_on_the_model_do_not_count(tmp_path):
+    model = StandIn()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    run(tmp_path / "left", model=model)
+    run(tmp_path / "none")
+    assert same(weights(tmp_path / "left"), weights(tmp_path / "none"))
+
+
 def test_resume_false_starts_over(tmp_path):
     run(tmp_path, seed=5)
     run(tmp_path, resume=False)

@@ -20,7 +20,9 @@ def replacing_files(folder: Path) -> Iterator[Path]:
     staging.mkdir()
     try:
         yield staging
+        mode = staging.stat().st_mode & 0o666  # as the umask has it; safetensors makes its files private
         for file in sorted(staging.iterdir()):
+            file.chmod(mode)
             with file.open("r+b") as written:
                 os.fsync(written.fileno())
             os.replace(file, folder / file.name)  # noqa: PTH105 - the call that is atomic on every system

@@ -35,7 +35,7 @@ def interrupt_flag() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield flag
         return
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
 
     def raise_flag(number: int, frame: FrameType | None) -> None:
         flag.set()

@@ -93,10 +93,12 @@ def save(path: Path, state: TrainState, identity: Mapping[str, Any], metadata: M
         "schedule": asdict(state.schedule.state),
         "identity": identity,
         "metadata": metadata,
-        "checksum": _checksum(tensors),
     }
+    text = json.dumps(document)
     with replacing_files(path.parent) as staging:
-        save_file(tensors, staging / path.name, metadata={JSON_KEY: json.dumps(document)})
+        save_file(
+            tensors, staging / path.name, metadata={JSON_KEY: text, "checksum": _checksum(tensors, text)}
+        )
 
 
 def load(path: Path, state: TrainState, identity: Mapping[str, Any], free: frozenset[str]) -> None:
@@ -155,14 +157,14 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
     if JSON_KEY not in found:
         raise ValueError(f"{path} is a safetensors file, but not a training checkpoint")
-    document = json.loads(found[JSON_KEY])
-    if document["checksum"] != _checksum(tensors):
-        raise ValueError(f"{path} is damaged: its tensors do not match their checksum")
-    return tensors, document
+    text = found[JSON_KEY]
+    if found.get("checksum") != _checksum(tensors, text):
+        raise ValueError(f"{path} is damaged: its content does not match its checksum")
+    return tensors, json.loads(text)
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    total = 0
+def _checksum(tensors: Mapping[str, Tensor], text: str = "") -> str:
+    total = zlib.crc32(text.encode())
     for name in sorted(tensors):
         total = zlib.crc32(name.encode(), total)
         total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
@@ -212,7 +214,8 @@ def _check_identity(path: Path, found: Any, wanted: Any, free: frozenset[str]) -
     for name in sorted((before.keys() | now.keys()) - free):
         if before.get(name) != now.get(name):
             raise ValueError(
-                f"{path} cannot be resumed: {name} was {before.get(name)!r} and is now {now.get(name)!r}"
+                f"{path} cannot be resumed: {name} was {before.get(name)!r} and is now {now.get(name)!r} "
+                "(resume=False starts over)"
             )
 
 

@@ -71,12 +71,12 @@ def train(
         UnsupportedError: TensorBoard is not installed, or the model cannot recompute activations.
     """
     run_dir = Path(run_dir)
-    prepare_folder(run_dir)
     if config.gradient_checkpointing:
         if not hasattr(model, "gradient_checkpointing"):
             name = type(model).__name__
             raise UnsupportedError(f"{name} cannot recompute activations: use gradient_checkpointing=False")
         model.gradient_checkpointing = True
+    prepare_folder(run_dir)
     device = next(model.named_parameters())[1].device
     optimizer = build_optimizer(model.named_parameters(), config)
     state = TrainState(model, optimizer, Schedule(config), device)
@@ -141,6 +141,7 @@ def _update(
     targets = sum(counts)
     if targets == 0:
         raise ValueError(f"the training batch of step {step + 1} has no target to predict: all are {IGNORED}")
+    state.optimizer.zero_grad()  # before, since a caller may bring a model with gradients on it
     parts = []
     for batch, count in zip(batches, counts, strict=True):
         if count:
@@ -159,7 +160,6 @@ def _update(
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     state.optimizer.step()
-    state.optimizer.zero_grad()
     return total.item(), grad_norm.item(), targets
 
 
