@@ -38,6 +38,7 @@ def error(*arguments: object) -> str:
     """Return the one sentence of a command that must fail."""
     result = run(*arguments)
     assert result.exit_code == 2, result.output
+    assert not result.stdout
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert lines[0] == result.stderr.splitlines()[-1]

@@ -3,7 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -68,6 +68,7 @@ def generate(
 
     A model of plain ids, such as one trained on the copy task, reads and writes them with spaces between.
     """
+    from unrolled import generation
     from unrolled.cli._device import choose
     from unrolled.cli._vocabulary import Vocabulary
     from unrolled.models import Decoder
@@ -75,7 +76,7 @@ def generate(
     vocabulary = Vocabulary.load(run_dir)
     model = Decoder.load(run_dir).to(choose(device))
     draw = partial(
-        _generate,
+        generation.generate,
         model,
         temperature=temperature,
         top_k=top_k,
@@ -97,12 +98,6 @@ def generate(
                 raise ValueError(f"{name} is for text, but {run_dir} was trained on images")
         n = DEFAULT_IMAGES if num_samples is None else num_samples
         _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, n, out or run_dir / "samples.png")
-
-
-def _generate(*arguments: Any, **options: Any) -> list["Tensor"]:
-    from unrolled.generation import generate
-
-    return generate(*arguments, **options)
 
 
 def _room(model: "Decoder", prompt: list[int], tokens: int | None) -> int:
@@ -130,6 +125,7 @@ def _write(
     stops: list[list[int]],
 ) -> None:
     """Print each sample after its prompt, a single one while it is drawn, several with a line between."""
+    draw([ids], 0, stop=stops)  # refuses wrong options before anything is printed
     if num_samples == 1:
         read = vocabulary.reader()
         typer.echo(prompt, nl=False)
