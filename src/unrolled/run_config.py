@@ -109,7 +109,7 @@ def resolve(values: Mapping[str, Any]) -> Run:
     }
     try:
         model = DecoderConfig(**(from_data | sections["model"]))
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise ValueError(f"a value of model is of the wrong kind: {error}") from error
     for key in ("vocab_size", "start_token"):
         if getattr(model, key) < from_data[key]:
