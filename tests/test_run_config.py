@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from unrolled import run_config
+from unrolled.cli import run_config
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 

@@ -30,17 +30,14 @@ def info(
 def _installation() -> dict[str, Any]:
     import os
     import platform
-    from importlib import metadata
 
     import torch
 
-    try:
-        version = metadata.version("unrolled")
-    except metadata.PackageNotFoundError:
-        version = "not installed, run from source"
+    import unrolled
+
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "unrolled": version,
+        "unrolled": unrolled.__version__,
         "torch": torch.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "devices": ", ".join(["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(cuda))]),
@@ -53,9 +50,9 @@ def _installation() -> dict[str, Any]:
 def _run(run_dir: Path) -> dict[str, Any]:
     import torch
 
+    from unrolled.cli.run_config import FILE_NAME
     from unrolled.models import Decoder
     from unrolled.ops.state import nbytes
-    from unrolled.run_config import FILE_NAME
     from unrolled.training import read_log
 
     model = Decoder.load(run_dir).eval()

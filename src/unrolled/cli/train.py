@@ -56,7 +56,8 @@ def train(
 
     import torch
 
-    from unrolled import run_config, training
+    from unrolled import training
+    from unrolled.cli import run_config
     from unrolled.cli._device import choose
     from unrolled.cli._vocabulary import Vocabulary
     from unrolled.models import Decoder
