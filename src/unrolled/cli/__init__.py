@@ -1,0 +1,69 @@
+"""The command line. Each command is a module here, which imports torch only once it runs."""
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from unrolled.cli.generate import generate
+from unrolled.cli.info import info
+from unrolled.cli.mechanisms import mechanisms
+from unrolled.cli.train import train
+
+
+class _Commands(TyperGroup):
+    """Turns what can go wrong into one sentence on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            raise  # the reader has seen enough, as in `| head`; typer ends quietly
+        except (ValueError, ArithmeticError, NotImplementedError, OSError, ImportError) as error:
+            if ctx.params["debug"]:
+                raise
+            typer.secho(f"error: {_sentence(error)}", fg=typer.colors.RED, err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+)
+app.command()(train)
+app.command()(generate)
+app.command("list")(mechanisms)
+app.command()(info)
+
+
+@app.callback()
+def options(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="UNROLLED_DEBUG", help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """Attention you train as a transformer and run as an RNN.
+
+    \b
+    Train on the digits that come with scikit-learn, then draw some:
+      unrolled train data.name=digits run_dir=runs/digits
+      unrolled generate runs/digits --out digits.png
+
+    \b
+    Train on a text of yours, then write more of it:
+      unrolled train data.name=text data.path=book.txt run_dir=runs/book
+      unrolled generate runs/book --prompt "Once upon" --tokens 50
+    """
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,82 @@
+"""What the token ids of a run stand for, kept in its folder so that generating needs no data file."""
+
+import codecs
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from unrolled.data.text import Codec
+from unrolled.models.saving import write_atomically
+
+FILE_NAME = "vocabulary.json"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Attributes as written to the file.
+
+    Attributes:
+        kind: "text", "image" or "ids" (which stand for nothing else).
+        characters: of a text, in the order of their ids; None for the bytes of UTF-8.
+        shape: of an image, height and width.
+    """
+
+    kind: Literal["text", "image", "ids"]
+    characters: list[str] | None = None
+    shape: list[int] | None = None
+
+    @classmethod
+    def of(cls, dataset: Any) -> "Vocabulary":
+        """Describe the ids of a data set."""
+        if hasattr(dataset, "shape"):
+            return cls("image", shape=list(dataset.shape))
+        if hasattr(dataset, "vocabulary"):
+            characters = dataset.vocabulary
+            return cls("text", characters=None if characters is None else list(characters))
+        return cls("ids")
+
+    def save(self, run_dir: Path) -> None:
+        """Write `vocabulary.json`."""
+        text = json.dumps(asdict(self), ensure_ascii=False)
+        write_atomically(run_dir / FILE_NAME, lambda file: file.write_text(text, encoding="utf-8"))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "Vocabulary":
+        """Read `vocabulary.json`.
+
+        Raises:
+            ValueError: there is none, or it is damaged.
+        """
+        path = run_dir / FILE_NAME
+        if not path.exists():
+            raise ValueError(f"{run_dir} is no folder of unrolled train: it has no {FILE_NAME}")
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text: of its characters or bytes, or the numbers written in it.
+
+        Raises:
+            ValueError: the text has a character outside the vocabulary, or anything but numbers.
+        """
+        if self.kind == "text":
+            ids: list[int] = Codec(self.characters).encode(text).tolist()
+            return ids
+        try:
+            return [int(number) for number in text.split()]
+        except ValueError as error:
+            raise ValueError(f"{text!r} must be ids, whole numbers with spaces between") from error
+
+    def reader(self) -> Callable[[int], str]:
+        """Return a function from one id after another to text; bytes appear once a character is complete."""
+        if self.kind == "ids":
+            return lambda token: f" {token}"
+        if self.characters is None:
+            utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+            return lambda token: utf8.decode(bytes([token]))
+        codec = Codec(self.characters)
+        return lambda token: codec.decode([token])

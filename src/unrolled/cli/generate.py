@@ -1,0 +1,168 @@
+"""`unrolled generate`."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.models import Decoder
+
+DEFAULT_TOKENS = 200
+DEFAULT_IMAGES = 16
+ZOOM = 4  # screen pixels per pixel of an image
+
+
+def generate(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run of unrolled train.")],
+    prompt: Annotated[str | None, typer.Option(help="What to continue; by default a line break.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help=f"The most tokens to draw; by default {DEFAULT_TOKENS}.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Below 1 for safer, above 1 for wilder; 0 for the most likely token.")
+    ] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the most likely tokens that together have this probability."),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the tokens at least this fraction as likely as the likeliest."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that have occurred become less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed draws the same; by default a fresh one.")
+    ] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(help=f"How many to draw; by default 1 text or {DEFAULT_IMAGES} images.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End after this text; may be given repeatedly.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="PNG file for images; by default RUN_DIR/samples.png.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
+    ] = None,
+) -> None:
+    """Draw from the best weights of a run: text on stdout as it is drawn, images into a PNG sheet.
+
+    \b
+    Text:
+      unrolled generate runs/book --prompt "Once upon" --tokens 50
+      unrolled generate runs/book --num-samples 3 --min-p 0.1 --stop "."
+
+    \b
+    Images:
+      unrolled generate runs/digits --num-samples 100 --out digits.png
+
+    A model of plain ids, such as one trained on the copy task, reads and writes them with spaces between.
+    """
+    from unrolled import generation
+    from unrolled.cli._device import choose
+    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.models import Decoder
+
+    vocabulary = Vocabulary.load(run_dir)
+    model = Decoder.load(run_dir).to(choose(device))
+    draw = partial(
+        generation.generate,
+        model,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    if vocabulary.shape is None:
+        if out is not None:
+            raise ValueError(f"--out is for images, but {run_dir} was not trained on images")
+        ids = vocabulary.encode("\n" if prompt is None else prompt)
+        n = 1 if num_samples is None else num_samples
+        stops = [vocabulary.encode(text) for text in stop or []]
+        _write(vocabulary, draw, prompt or "", ids, _room(model, ids, tokens), n, stops)
+    else:
+        for name, value in {"--prompt": prompt, "--tokens": tokens, "--stop": stop}.items():
+            if value:
+                raise ValueError(f"{name} is for text, but {run_dir} was trained on images")
+        n = DEFAULT_IMAGES if num_samples is None else num_samples
+        _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, n, out or run_dir / "samples.png")
+
+
+def _room(model: "Decoder", prompt: list[int], tokens: int | None) -> int:
+    """Return how many tokens to draw, refusing what the learned positions of the model cannot count."""
+    if model.config.positions != "learned":
+        return DEFAULT_TOKENS if tokens is None else tokens
+    room = max(model.config.max_length - len(prompt) + 1, 0)  # the last token is drawn, but not read
+    if tokens is None:
+        return min(DEFAULT_TOKENS, room)
+    if tokens > room:
+        raise ValueError(
+            f"--tokens {tokens} is too many: the model has {model.config.max_length} learned positions, "
+            f"which leave {room} after this prompt; one trained with model.positions=rotary has no such bound"
+        )
+    return tokens
+
+
+def _write(
+    vocabulary: "Vocabulary",
+    draw: "partial[list[Tensor]]",
+    prompt: str,
+    ids: list[int],
+    tokens: int,
+    num_samples: int,
+    stops: list[list[int]],
+) -> None:
+    """Print each sample after its prompt, a single one while it is drawn, several with a line between."""
+    draw([ids], 0, stop=stops)  # refuses wrong options before anything is printed
+    if num_samples == 1:
+        read = vocabulary.reader()
+        typer.echo(prompt, nl=False)
+        draw([ids], tokens, stop=stops, on_token=lambda row, token: typer.echo(read(token), nl=False))
+        typer.echo()
+        return
+    for index, sample in enumerate(draw([ids], tokens, stop=stops, num_samples=num_samples)):
+        read = vocabulary.reader()
+        typer.echo(("---\n" if index else "") + prompt + "".join(map(read, sample.tolist())))
+
+
+def _draw_sheet(
+    draw: "partial[list[Tensor]]", shape: list[int], levels: int, num_samples: int, path: Path
+) -> None:
+    """Draw images pixel by pixel and write them side by side into a PNG file."""
+    try:
+        from matplotlib.image import imsave
+    except ImportError as error:
+        raise ImportError("images need matplotlib, which is missing: pip install 'unrolled[plot]'") from error
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from unrolled.models.saving import write_atomically
+
+    height, width = shape
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("drawing pixels", total=num_samples * height * width)
+        drawn = draw([[]], height * width, num_samples=num_samples, on_token=lambda *_: bar.advance(task))
+    columns = math.ceil(math.sqrt(num_samples))
+    rows = math.ceil(num_samples / columns)
+    images = np.zeros((rows * columns, height * width), np.uint8)
+    images[:num_samples] = np.stack([image.numpy() for image in drawn])
+    grid = images.reshape(rows, columns, height, width).swapaxes(1, 2)
+    sheet = grid.reshape(rows * height, columns * width).repeat(ZOOM, axis=0).repeat(ZOOM, axis=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        path, lambda file: imsave(file, sheet, vmin=0, vmax=levels - 1, cmap="gray", format="png")
+    )
+    typer.echo(f"{num_samples} images in {path}", err=True)

@@ -1,0 +1,73 @@
+"""`unrolled info`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def info(
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="The folder of a run, to describe it instead.")
+    ] = None,
+) -> None:
+    """Describe this installation, or a run: its size, its best loss, its state and its settings.
+
+    \b
+    Examples:
+      unrolled info
+      unrolled info runs/digits
+    """
+    table = Table.grid(padding=(0, 2))
+    for name, value in (_installation() if run_dir is None else _run(run_dir)).items():
+        table.add_row(name, Text(str(value)))
+    Console().print(table)
+
+
+def _installation() -> dict[str, Any]:
+    import os
+    import platform
+
+    import torch
+
+    import unrolled
+
+    cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "unrolled": unrolled.__version__,
+        "torch": torch.__version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "devices": ", ".join(["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(cuda))]),
+        "threads": torch.get_num_threads(),
+        "kernels": "plain PyTorch",
+        "data files": Path(os.environ.get("UNROLLED_DATA") or "~/.cache/unrolled").expanduser(),
+    }
+
+
+def _run(run_dir: Path) -> dict[str, Any]:
+    import torch
+
+    from unrolled.cli.run_config import FILE_NAME
+    from unrolled.models import Decoder
+    from unrolled.ops.state import nbytes
+    from unrolled.training import read_log
+
+    model = Decoder.load(run_dir).eval()
+    losses = [line["best"] for line in read_log(run_dir / "log.jsonl") if line["event"] == "eval"]
+    length = model.config.max_length
+    described: dict[str, Any] = {
+        "parameters": f"{sum(x.numel() for x in model.parameters()):,}",
+        "best loss": f"{losses[-1]:.4f} nats/token" if losses else "not known",
+    }
+    with torch.inference_mode():
+        for tokens in (1, length):
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            _, state = model.prefill(ids, model.init_state(1))
+            described[f"state after {tokens}"] = f"{nbytes(state):,} bytes per sequence"
+    settings = run_dir / FILE_NAME
+    if settings.exists():
+        described["settings"] = settings.read_text(encoding="utf-8").rstrip()
+    return described

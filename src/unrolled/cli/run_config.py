@@ -1,0 +1,153 @@
+"""What a run is: a YAML file and `key=value` overrides, checked key by key and completed from the data set.
+
+    data:  {name: digits}                      a data set and its options
+    model: {n_layers: 4, attention: linear}    fields of `DecoderConfig`
+    train: {steps: 2000}                       fields of `TrainConfig`
+    run_dir: runs/digits                       the folder of the run
+
+A resolved run writes all of it, defaults included, to `run_dir/run.yaml`, which is itself such a file.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unrolled import data
+from unrolled.models import DecoderConfig
+from unrolled.models.saving import write_atomically
+from unrolled.training import TrainConfig
+
+SECTIONS = ("data", "model", "train", "run_dir")
+FILE_NAME = "run.yaml"
+
+
+@dataclass
+class Run:
+    """A resolved run: everything known, nothing trained yet."""
+
+    run_dir: Path
+    dataset: data.Dataset
+    data: dict[str, Any]
+    model: DecoderConfig
+    train: TrainConfig
+
+    def save(self) -> None:
+        """Write `run_dir/run.yaml`, making the folder.
+
+        Raises:
+            ValueError: the folder cannot be made or written to.
+        """
+        sections = {"data": self.data, "model": asdict(self.model), "train": asdict(self.train)}
+        text = yaml.safe_dump(
+            _plain(sections | {"run_dir": self.run_dir}), sort_keys=False, allow_unicode=True
+        )
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.run_dir / FILE_NAME, lambda file: file.write_text(text, encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"run_dir {self.run_dir} cannot be written to: {error.strerror}") from error
+
+
+def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Read a YAML file, if there is one, and apply overrides such as `"model.n_layers=4"` in order.
+
+    Raises:
+        ValueError: the file is no YAML mapping, or an override has no `=` or goes through a plain value.
+    """
+    values: dict[str, Any] = {} if path is None else _parse(path.read_text(encoding="utf-8"), str(path)) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold the sections {', '.join(SECTIONS)}, not {values!r}")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"override {override!r} must look like key=value, as in model.n_layers=4")
+        *sections, last = key.split(".")
+        target = values
+        for section in sections:
+            if target.get(section) is None:
+                target[section] = {}
+            target = target[section]
+            if not isinstance(target, dict):
+                raise ValueError(f"override {override!r} sets a part of {section}, which is {target!r}")
+        target[last] = _parse(value, f"override {override!r}")
+    return values
+
+
+def resolve(values: Mapping[str, Any]) -> Run:
+    """Load the data set and make the configurations.
+
+    `vocab_size`, `start_token` and `max_length` of the model are those of the data set unless given.
+
+    Raises:
+        ValueError: a key is unknown or missing, or a value is impossible.
+    """
+    _check_keys("", values, SECTIONS)
+    sections = {name: values.get(name) or {} for name in ("data", "model", "train")}
+    for name, section in sections.items():
+        if not isinstance(section, dict):
+            raise ValueError(f"{name} must be a section of keys and values, not {section!r}")
+    _check_keys("model.", sections["model"], [field.name for field in fields(DecoderConfig)])
+    _check_keys("train.", sections["train"], [field.name for field in fields(TrainConfig)])
+    if not values.get("run_dir"):
+        raise ValueError("run_dir is missing: name the folder of the run, as in run_dir=runs/first")
+    options = dict(sections["data"])
+    name = options.pop("name", None)
+    if name is None:
+        raise ValueError(f"data.name is missing: choose one of {', '.join(data.names())}")
+
+    train = TrainConfig(**sections["train"])
+    dataset = data.load(name, **options)
+    from_data = {
+        "vocab_size": dataset.vocab_size,
+        "start_token": dataset.start_token,
+        "max_length": dataset.length,
+    }
+    try:
+        model = DecoderConfig(**(from_data | sections["model"]))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"a value of model is of the wrong kind: {error}") from error
+    for key in ("vocab_size", "start_token"):
+        if getattr(model, key) < from_data[key]:
+            raise ValueError(
+                f"model.{key} is {getattr(model, key)}, but the data set {name} needs {from_data[key]}"
+            )
+    described = {"name": name} | {field.name: getattr(dataset, field.name) for field in fields(dataset)}  # type: ignore[arg-type]
+    return Run(Path(str(values["run_dir"])), dataset, described, model, train)
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not valid YAML: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers: `1e-3` is one, where YAML 1.1 asks for `1.0e-3` and reads anything else as text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _check_keys(prefix: str, given: Iterable[str], valid: Sequence[str]) -> None:
+    for key in given:
+        if key not in valid:
+            near = get_close_matches(str(key), valid, n=1)
+            hint = f"did you mean {prefix}{near[0]}? " if near else ""
+            raise ValueError(f"unknown key {prefix}{key}: {hint}The keys are {', '.join(valid)}")
+
+
+def _plain(value: Any) -> Any:
+    """Turn tuples into lists and paths into text, which is what YAML can say."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value

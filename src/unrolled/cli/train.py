@@ -1,0 +1,89 @@
+"""`unrolled train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings, with values in YAML; they win over the file."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file with the sections data, model, train and run_dir.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where data files are kept; the same as data.data_dir=...")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--fresh", help="Go on from the last checkpoint, or begin again.")
+    ] = True,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
+) -> None:
+    """Train a decoder. The same command again goes on where it was interrupted.
+
+    \b
+    From settings alone:
+      unrolled train data.name=digits run_dir=runs/digits
+      unrolled train data.name=text data.path=book.txt run_dir=runs/book
+
+    \b
+    From a file, with settings changed:
+      unrolled train --config book.yaml train.lr=3e-4 run_dir=runs/slower
+      unrolled train --config book.yaml "model.attention=\\[linear, softmax]"
+
+    \b
+    The file:
+      data: {name: text, path: book.txt, length: 256}
+      model: {d_model: 128, n_layers: 2, positions: rotary}
+      train: {steps: 2000, batch_size: 12, lr: 1e-3}
+      run_dir: runs/book
+
+    \b
+    The run folder will hold
+      model.safetensors, config.json   the weights with the best validation loss
+      last.safetensors                 the last checkpoint
+      log.jsonl                        the losses
+      run.yaml                         all settings, to be used as such a file
+      vocabulary.json                  what the token ids stand for
+    """
+    import math
+
+    import torch
+
+    from unrolled import training
+    from unrolled.cli import run_config
+    from unrolled.cli._device import choose
+    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.models import Decoder
+
+    if data_dir is not None:
+        overrides = [*(overrides or []), f"data.data_dir={str(data_dir)!r}"]
+    run = run_config.resolve(run_config.read(config, overrides or []))
+    torch.manual_seed(run.train.seed)  # the initial weights
+    model = Decoder(run.model).to(choose(device))
+    vocabulary = Vocabulary.of(run.dataset)
+
+    goes_on = resume and (run.run_dir / "last.safetensors").exists()
+    if not goes_on:
+        run.save()
+        vocabulary.save(run.run_dir)
+    typer.echo(
+        f"{sum(x.numel() for x in model.parameters()):,} parameters, run folder {run.run_dir}", err=True
+    )
+    result = training.train(
+        model, run.dataset, run.train, run.run_dir, resume=resume, tensorboard=tensorboard
+    )
+    if goes_on:
+        run.save()  # only now: a checkpoint of another run has been refused, and its settings are left alone
+    if result.best_val is not None:
+        bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
+        typer.echo(f"best validation loss {result.best_val:.3f} nats/token{bits}", err=True)
+    if result.steps < run.train.steps:
+        raise KeyboardInterrupt
+    typer.echo(f"draw from it: unrolled generate {run.run_dir}", err=True)

@@ -1,0 +1,213 @@
+"""Prefill once, fork, then step: drawing tokens from any model that runs as a recurrence."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unrolled.generation import sampling
+from unrolled.ops.state import leaves, select
+
+
+class Recurrent(Protocol):
+    """What `generate` needs of a model; `config` has `vocab_size` and may have `start_token`."""
+
+    config: Any
+
+    def init_state(self, batch_size: int) -> Any:
+        """Return the state before the first token."""
+
+    def prefill(
+        self, tokens: Tensor, state: Any, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Read tokens [B, T] in parallel; return logits [B, T, V] and the state after the last tokens."""
+
+    def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Read one token per row [B]; return logits [B, V] and the next state."""
+
+
+def generate(
+    model: Recurrent,
+    prompt_ids: Tensor | Sequence[Tensor | Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: int | Sequence[int | Sequence[int]] | None = None,
+    num_samples: int = 1,
+    seed: int | None = None,
+    on_token: Callable[[int, int], bool | None] | None = None,
+) -> list[Tensor]:
+    """Continue each prompt `num_samples` times.
+
+    The prompts are prefilled once, in parallel; the state is forked for the samples and stepped token by
+    token. The logits go through `repetition_penalty`, `temperature`, `top_k`, `top_p` and `min_p`, in this
+    order. Each row draws from its own generator, seeded by (seed, index of the prompt, index of the sample),
+    so what it draws does not depend on the other rows. The model runs in evaluation mode without gradients,
+    and is handed back in the mode it came in.
+
+    Args:
+        model: a `Decoder`, or anything with `init_state`, `prefill`, `step` and `config.vocab_size`.
+        prompt_ids: token ids [B, T], or B sequences of token ids of any lengths. A model with a start symbol
+            (`config.start_token`) reads it before every prompt that does not begin with it, so a prompt
+            may be empty; other models need at least one token.
+        max_new_tokens: the most tokens to draw per row.
+        temperature: see `sampling.temperature`; 0 is greedy.
+        top_k: see `sampling.top_k`.
+        top_p: see `sampling.top_p`.
+        min_p: see `sampling.min_p`.
+        repetition_penalty: see `sampling.repetition_penalty`; the prompt's tokens count as seen.
+        stop: one token id, or several, each an id or a sequence of ids. A row ends once its new tokens
+            end with one of them.
+        num_samples: continuations per prompt.
+        seed: a whole number of at least 0; None takes a fresh one from the operating system.
+        on_token: called as `on_token(row, token_id)` for each new token as it is drawn; False ends the row.
+
+    Returns:
+        B * num_samples 1-D int64 tensors on the CPU, all samples of the first prompt before those of the
+        second: the new tokens of each row, without the prompt and with the stop sequence.
+
+    Raises:
+        ValueError: an argument is out of range, or a prompt is empty where the model has no start symbol.
+    """
+    vocab_size = int(model.config.vocab_size)
+    start = vocab_size if getattr(model.config, "start_token", False) else None
+    prompts = _prompts(prompt_ids, vocab_size, start)
+    stops = _stops(stop, vocab_size)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, not {num_samples}")
+    generators = _generators(seed, len(prompts), num_samples)
+
+    def draw(logits: Tensor, seen: Tensor, generators: list[torch.Generator]) -> Tensor:
+        logits = logits.double()
+        if repetition_penalty != 1.0:
+            logits = sampling.repetition_penalty(logits, seen, repetition_penalty)
+        logits = sampling.temperature(logits, temperature)
+        if top_k is not None:
+            logits = sampling.top_k(logits, top_k)
+        if top_p is not None:
+            logits = sampling.top_p(logits, top_p)
+        if min_p is not None:
+            logits = sampling.min_p(logits, min_p)
+        return sampling.sample(logits, generators)
+
+    draw(torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.bool), [])  # refuses a wrong option before any work
+
+    rows: list[list[int]] = [[] for _ in generators]
+    if not rows or max_new_tokens == 0:
+        return [torch.tensor(row, dtype=torch.long) for row in rows]
+
+    with torch.inference_mode(), _evaluation(model):
+        logits, seen, state = _prefill(model, prompts, num_samples)
+        active = list(range(len(rows)))  # the rows that are still in the batch, in its order
+        while True:
+            tokens = draw(logits, seen, [generators[row] for row in active])
+            going = []
+            for index, (row, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
+                rows[row].append(token)
+                ended = on_token is not None and on_token(row, token) is False
+                ended = ended or any(rows[row][-len(ids) :] == ids for ids in stops)
+                if not ended and len(rows[row]) < max_new_tokens:
+                    going.append(index)
+            if not going:
+                break
+            seen.scatter_(1, tokens.unsqueeze(1), True)
+            if len(going) < len(active):
+                kept = torch.tensor(going, device=tokens.device)
+                tokens, seen, state = tokens[kept], seen[kept], select(state, kept)
+                active = [active[index] for index in going]
+            logits, state = model.step(tokens, state)
+    return [torch.tensor(row, dtype=torch.long) for row in rows]
+
+
+def _prefill(model: Recurrent, prompts: list[Tensor], num_samples: int) -> tuple[Tensor, Tensor, Any]:
+    """Read the prompts and fork: logits [B * num_samples, V] after each, tokens seen [same], state."""
+    state = model.init_state(len(prompts))
+    device = next(iter(leaves(state).values())).device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
+    padding = torch.arange(tokens.shape[1], device=device) >= lengths.unsqueeze(1)
+    logits, state = model.prefill(tokens, state, key_padding_mask=padding if padding.any() else None)
+    fork = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)
+    vocab_size = logits.shape[-1]  # also the id of the start symbol, and here that of padding
+    seen = torch.zeros(len(prompts), vocab_size + 1, dtype=torch.bool, device=device)
+    seen.scatter_(1, tokens.masked_fill(padding, vocab_size), True)
+    return logits[fork, lengths[fork] - 1], seen[fork, :vocab_size], select(state, fork)
+
+
+def _prompts(
+    prompt_ids: Tensor | Sequence[Tensor | Sequence[int]], vocab_size: int, start: int | None
+) -> list[Tensor]:
+    """Check the prompts; return them as 1-D int64 tensors, with the start symbol in front if there is one."""
+    if isinstance(prompt_ids, Tensor) and prompt_ids.dim() != 2:
+        shape = tuple(prompt_ids.shape)
+        raise ValueError(f"prompt_ids must be [B, T] or a list of prompts, found shape {shape}")
+    prompts = []
+    for index, given in enumerate(prompt_ids):
+        if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
+            raise ValueError(f"prompt_ids[{index}] must be a sequence of token ids, found {given!r}")
+        prompt = torch.as_tensor(given, device="cpu") if len(given) else torch.empty(0, dtype=torch.long)
+        if prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            raise ValueError(
+                f"prompt_ids[{index}] must be a 1-D sequence of whole numbers, "
+                f"found shape {tuple(prompt.shape)} of {prompt.dtype}"
+            )
+        prompt = prompt.long()
+        if start is not None and (not len(prompt) or prompt[0] != start):
+            prompt = torch.cat([torch.tensor([start]), prompt])
+        if not len(prompt):
+            raise ValueError(f"prompt_ids[{index}] is empty, and this model has no start symbol")
+        ids = prompt if start is None else prompt[1:]
+        if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+            wrong = ids[(ids < 0) | (ids >= vocab_size)][0].item()
+            raise ValueError(f"prompt_ids[{index}] holds the token id {wrong}, outside [0, {vocab_size})")
+        prompts.append(prompt)
+    return prompts
+
+
+def _stops(stop: int | Sequence[int | Sequence[int]] | None, vocab_size: int) -> list[list[int]]:
+    """Return the stop sequences as lists of token ids."""
+    alternatives = [] if stop is None else [stop] if isinstance(stop, int) else stop
+    stops = [[ids] if isinstance(ids, int) else list(ids) for ids in alternatives]
+    for ids in stops:
+        if not ids:
+            raise ValueError("stop holds an empty sequence, which every continuation ends with")
+        if not all(0 <= token < vocab_size for token in ids):
+            raise ValueError(f"stop holds {ids}, with a token id outside [0, {vocab_size})")
+    return stops
+
+
+def _generators(seed: int | None, n_prompts: int, num_samples: int) -> list[torch.Generator]:
+    """One generator per row, seeded by (seed, prompt, sample); prompt-major."""
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed must be at least 0, not {seed}")
+    entropy = np.random.SeedSequence(seed).entropy
+    return [
+        torch.Generator().manual_seed(
+            int(np.random.SeedSequence(entropy, spawn_key=(prompt, sample)).generate_state(1, np.uint64)[0])
+        )
+        for prompt in range(n_prompts)
+        for sample in range(num_samples)
+    ]
+
+
+@contextmanager
+def _evaluation(model: object) -> Iterator[None]:
+    """Put every submodule into evaluation mode (no dropout), and back into its own mode at the end."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modes = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode

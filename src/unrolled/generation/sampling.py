@@ -1,0 +1,116 @@
+"""From logits to tokens: plain functions on logits x [N, V], one row per sequence, p = softmax(x).
+
+A filter returns logits of the same shape and type in which the excluded tokens are -inf. Each filter keeps
+the most likely token of every row, so any chain of them leaves something to draw. Among equal logits the
+lower token id counts as the more likely one, so that results never depend on how a sort breaks ties.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make the tokens in `seen` less likely: x / penalty where x > 0, x * penalty elsewhere.
+
+    Keskar et al. 2019 (CTRL, arXiv 1909.05858, section 4.1) divide every seen logit by the penalty, which
+    makes a token with a negative logit more likely; multiplying those is the usual repair.
+
+    Args:
+        logits: [N, V].
+        seen: [N, V] bool, True where the token has occurred in the row's prompt or continuation.
+        penalty: above 0; 1 changes nothing, above 1 discourages repetition, below 1 encourages it.
+    """
+    if not (penalty > 0 and math.isfinite(penalty)):
+        raise ValueError(f"repetition_penalty must be a finite number above 0, not {penalty}")
+    penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, penalised, logits)
+
+
+def temperature(logits: Tensor, value: float) -> Tensor:
+    """Sharpen (below 1) or flatten (above 1) the distribution: (x - max x) / value, so p becomes p^(1/value).
+
+    At 0 it is the limit, greedy decoding: the most likely token alone remains.
+    """
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"temperature must be a finite number of at least 0, not {value}")
+    if value == 0:
+        return top_k(logits, 1)
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return (shifted / value).masked_fill(shifted == 0, 0)  # also where 1 / value is out of the type's range
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Keep the k most likely tokens, or all of them where k >= V (Fan et al. 2018, arXiv 1805.04833)."""
+    if k < 1:
+        raise ValueError(f"top_k must be at least 1, not {k}")
+    if k >= logits.shape[-1]:
+        return logits
+    kth = logits.topk(k).values[..., -1:]
+    above, equal = logits > kth, logits == kth
+    room = k - above.sum(-1, keepdim=True)  # `topk` may pick any of several equal logits: take the lowest ids
+    return _keep(logits, above | (equal & (equal.cumsum(-1) <= room)))
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """Keep the nucleus: the smallest set of most likely tokens whose probabilities sum to at least p.
+
+    Holtzman et al. 2020, arXiv 1904.09751, equation 2. The token that crosses p is kept, so one always is.
+    """
+    if not 0 < p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], not {p}")
+    if p == 1:
+        return logits  # a sum of probabilities may round to 1 before the last of them
+    ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+    probabilities = ordered.softmax(-1)
+    mass_before = probabilities.cumsum(-1) - probabilities
+    return _keep(logits, torch.zeros_like(ids, dtype=torch.bool).scatter(-1, ids, mass_before < p))
+
+
+def min_p(logits: Tensor, p: float) -> Tensor:
+    """Keep the tokens at least p times as likely as the most likely one.
+
+    Nguyen et al. 2024, arXiv 2407.01082. In logits: x >= max x + ln p.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"min_p must be in [0, 1], not {p}")
+    if p == 0:
+        return logits
+    return _keep(logits, logits >= logits.amax(-1, keepdim=True) + math.log(p))
+
+
+def sample(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Draw one token per row from softmax(logits), by inverting the cumulative distribution in float64.
+
+    Each row takes one number from its own CPU generator, so its draw depends neither on the other rows nor on
+    the device of the logits.
+
+    Args:
+        logits: [N, V].
+        generators: N generators, one per row; each is advanced by one draw.
+
+    Returns:
+        token ids [N] int64, on the device of the logits.
+
+    Raises:
+        ValueError: a row holds NaN or +inf, or nothing but -inf.
+    """
+    if len(generators) != logits.shape[0]:
+        raise ValueError(
+            f"generators must hold one per row of logits {tuple(logits.shape)}, not {len(generators)}"
+        )
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    total = cumulative[..., -1:]
+    if total.isnan().any():
+        row = int(total.squeeze(-1).isnan().nonzero()[0])
+        raise ValueError(f"logits of row {row} hold NaN, +inf or only -inf, so there is nothing to draw from")
+    draws = [torch.rand((), dtype=torch.float64, generator=generator).item() for generator in generators]
+    threshold = total * torch.tensor(draws, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+    # The first token whose cumulative mass is above the threshold: never one of probability 0.
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+
+
+def _keep(logits: Tensor, kept: Tensor) -> Tensor:
+    return logits.masked_fill(~kept, -math.inf)

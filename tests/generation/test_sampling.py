@@ -1,0 +1,187 @@
+"""The filters keep exactly the sets that they define, and the draw follows the distribution."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from unrolled.generation import sampling
+
+# Halves between -4 and 4, so that equal logits are common.
+rows = st.lists(st.integers(-8, 8), min_size=1, max_size=12)
+batches = st.integers(1, 12).flatmap(
+    lambda width: st.lists(
+        st.lists(st.integers(-8, 8), min_size=width, max_size=width), min_size=1, max_size=4
+    )
+)
+
+
+def logits_of(batch: list[list[int]]) -> Tensor:
+    return torch.tensor(batch, dtype=torch.float64) / 2
+
+
+def kept(logits: Tensor) -> list[set[int]]:
+    return [set(row.isfinite().nonzero().flatten().tolist()) for row in logits]
+
+
+def ranked(row: Tensor) -> list[int]:
+    """Token ids, the most likely first, the lower id first among equals."""
+    return sorted(range(len(row)), key=lambda token: (-row[token].item(), token))
+
+
+@settings(deadline=None)
+@given(batches, st.integers(1, 15))
+def test_top_k_keeps_the_first_k_by_likelihood_then_id(batch: list[list[int]], k: int) -> None:
+    logits = logits_of(batch)
+    filtered = sampling.top_k(logits, k)
+    assert kept(filtered) == [set(ranked(row)[:k]) for row in logits]
+
+
+@settings(deadline=None)
+@given(batches, st.floats(0.01, 1))
+def test_top_p_keeps_the_smallest_set_with_mass_p(batch: list[list[int]], p: float) -> None:
+    logits = logits_of(batch)
+    rounding = 1e-12
+    for row, tokens in zip(logits, kept(sampling.top_p(logits, p)), strict=True):
+        order, probabilities = ranked(row), row.softmax(-1)
+        assert tokens == set(order[: len(tokens)])
+        mass = [probabilities[token].item() for token in order[: len(tokens)]]
+        assert len(mass) >= 1
+        assert math.fsum(mass) >= p - rounding
+        assert p == 1 or math.fsum(mass[:-1]) < p + rounding
+
+
+def test_top_p_takes_the_lower_ids_among_equals() -> None:
+    assert kept(sampling.top_p(torch.zeros(1, 1000), 0.25)) == [set(range(250))]
+    assert kept(sampling.top_k(torch.zeros(1, 1000), 3)) == [{0, 1, 2}]
+
+
+def test_top_p_of_one_keeps_even_what_rounding_would_lose() -> None:
+    assert kept(sampling.top_p(torch.tensor([[0.0, -200.0]]), 1.0)) == [{0, 1}]
+
+
+@settings(deadline=None)
+@given(batches, st.floats(0.001, 1))
+def test_min_p_is_relative_to_the_most_likely(batch: list[list[int]], p: float) -> None:
+    logits = logits_of(batch)
+    for row, tokens in zip(logits, kept(sampling.min_p(logits, p)), strict=True):
+        relative = (row - row.max()).exp()
+        assert {i for i, r in enumerate(relative) if r > p * (1 + 1e-12)} <= tokens
+        assert tokens <= {i for i, r in enumerate(relative) if r > p * (1 - 1e-12)}
+        assert int(row.argmax()) in tokens
+
+
+@settings(deadline=None)
+@given(
+    batches,
+    st.floats(0, 10),
+    st.integers(1, 12),
+    st.floats(1e-6, 1),
+    st.floats(0, 1),
+    st.floats(0.1, 10),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+def test_no_chain_of_filters_leaves_nothing(
+    batch: list[list[int]], t: float, k: int, p: float, m: float, penalty: float, dtype: torch.dtype
+) -> None:
+    logits = logits_of(batch).to(dtype)
+    seen = logits > 0
+    filtered = sampling.repetition_penalty(logits, seen, penalty)
+    filtered = sampling.min_p(sampling.top_p(sampling.top_k(sampling.temperature(filtered, t), k), p), m)
+    assert filtered.dtype == dtype
+    assert filtered.shape == logits.shape
+    assert all(1 <= len(tokens) <= k for tokens in kept(filtered))
+    assert not filtered.isnan().any()
+
+
+@settings(deadline=None)
+@given(rows, st.floats(0.2, 5))
+def test_temperature_raises_probabilities_to_a_power(row: list[int], t: float) -> None:
+    logits = logits_of([row])
+    power = logits.softmax(-1) ** (1 / t)
+    expected = power / power.sum(-1, keepdim=True)
+    torch.testing.assert_close(sampling.temperature(logits, t).softmax(-1), expected)
+
+
+@pytest.mark.parametrize("t", [0.0, 1e-300])
+def test_temperature_towards_zero_is_greedy(t: float) -> None:
+    logits = torch.tensor([[1e30, 3e30, 2e30]], dtype=torch.float64)
+    assert kept(sampling.temperature(logits, t)) == [{1}]
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens() -> None:
+    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
+    seen = torch.tensor([[True, True, False, False]])
+    penalised = sampling.repetition_penalty(logits, seen, 4.0)
+    assert penalised.tolist() == [[0.5, -8.0, 2.0, -2.0]]
+
+
+@settings(deadline=None)
+@given(rows, st.integers(0, 2**32))
+def test_sample_never_draws_an_excluded_token(row: list[int], seed: int) -> None:
+    logits = sampling.top_k(logits_of([row] * 20), 2)
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(20)]
+    allowed = kept(logits)[0]
+    assert set(sampling.sample(logits, generators).tolist()) <= allowed
+
+
+def test_sample_follows_the_distribution() -> None:
+    n = 20_000
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    tokens = sampling.sample(probabilities.log().expand(n, -1), [generator] * n)
+    frequencies = torch.bincount(tokens, minlength=5) / n
+    five_sigma = 5 * (probabilities * (1 - probabilities) / n).sqrt()
+    assert ((frequencies - probabilities).abs() <= five_sigma).all()
+
+
+def test_a_row_draws_the_same_whatever_else_is_in_the_batch() -> None:
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
+
+    def draw(rows: list[int]) -> list[int]:
+        return sampling.sample(logits[rows], [torch.Generator().manual_seed(row) for row in rows]).tolist()
+
+    together = draw([0, 1, 2, 3, 4])
+    assert draw([3]) == [together[3]]
+    assert draw([4, 0]) == [together[4], together[0]]
+
+
+def test_sample_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    sampling.sample(torch.zeros(2, 3), [torch.Generator(), torch.Generator()])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sample_of_no_rows() -> None:
+    assert sampling.sample(torch.zeros(0, 3), []).shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_sample_refuses_logits_that_are_no_distribution(bad: float) -> None:
+    logits = torch.zeros(2, 3)
+    logits[1, 0] = bad
+    with pytest.raises(ValueError, match="row 1 hold NaN, "):
+        sampling.sample(logits, [torch.Generator(), torch.Generator()])
+    with pytest.raises(ValueError, match="nothing to draw from"):
+        sampling.sample(torch.full((1, 3), -math.inf), [torch.Generator()])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: sampling.temperature(x, -1), "temperature must be a finite number of at least 0, not -1"),
+        (lambda x: sampling.temperature(x, math.nan), "temperature"),
+        (lambda x: sampling.top_k(x, 0), "top_k must be at least 1, not 0"),
+        (lambda x: sampling.top_p(x, 0.0), r"top_p must be in \(0, 1\], not 0.0"),
+        (lambda x: sampling.top_p(x, 1.5), r"top_p must be in \(0, 1\], not 1.5"),
+        (lambda x: sampling.min_p(x, 1.1), r"min_p must be in \[0, 1\], not 1.1"),
+        (lambda x: sampling.repetition_penalty(x, x > 0, 0.0), "repetition_penalty"),
+        (lambda x: sampling.sample(x, []), r"one per row of logits \(1, 3\), not 0"),
+    ],
+)
+def test_wrong_input_is_one_sentence(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(1, 3))  # type: ignore[operator]

@@ -1,0 +1,324 @@
+"""The command line as a user meets it: runs that work, and one sentence for what cannot."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+import unrolled
+from unrolled.cli import app
+
+SMALL = [
+    "model.d_model=16",
+    "model.n_layers=1",
+    "model.n_heads=2",
+    "train.batch_size=4",
+    "train.eval_every=10",
+]
+TEXT = "".join(f"{i} green bottles hanging on the wall.\n" for i in range(130))
+
+
+def run(*arguments: object, **options: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
+def works(*arguments: object) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def error(*arguments: object) -> str:
+    """Return the one sentence of a command that must fail."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert not result.stdout
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0] == result.stderr.splitlines()[-1]
+    return lines[0].removeprefix("error: ")
+
+
+@pytest.fixture(scope="module")
+def text_settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(TEXT)
+    assert 4_000 < path.stat().st_size < 6_000
+    return ["data.name=text", f"data.path={path}", "data.length=32", "train.steps=20", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def trained(text_settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "text"
+    works("train", *text_settings, "model.positions=rotary", f"run_dir={run_dir}")
+    return run_dir
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the trained run to spoil."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def test_train_leaves_a_complete_folder(trained: Path) -> None:
+    assert {file.name for file in trained.iterdir()} == {
+        "config.json",
+        "last.safetensors",
+        "log.jsonl",
+        "model.safetensors",
+        "run.yaml",
+        "vocabulary.json",
+    }
+
+
+def test_generate_continues_the_prompt_without_the_data(trained: Path) -> None:
+    output = works("generate", trained, "--prompt", "9 green", "--tokens", 40, "--seed", 3).stdout
+    assert output.startswith("9 green")
+    assert len(output) == len("9 green") + 40 + 1
+    assert set(output) <= set(TEXT)
+    assert works("generate", trained, "--prompt", "9 green", "--tokens", 40, "--seed", 3).stdout == output
+
+
+def test_generate_options_reach_the_draw(trained: Path) -> None:
+    def drawn(*options: object) -> str:
+        return works("generate", trained, "--prompt", "1", "--tokens", 30, "--seed", 0, *options).stdout
+
+    greedy = drawn("--temperature", 0)
+    assert drawn("--top-k", 1) == drawn("--top-p", 1e-9) == drawn("--min-p", 1) == greedy != drawn()
+    assert drawn("--repetition-penalty", 5) != drawn()
+    first = drawn()[1]
+    assert drawn("--stop", first) == f"1{first}\n"
+    samples = drawn("--num-samples", 3).split("\n---\n")
+    assert len(set(samples)) == 3
+    assert f"{samples[0]}\n" == drawn()
+
+
+def test_generate_streams_bytes_as_whole_characters(text_settings: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "bytes"
+    works("train", *text_settings, "data.level=bytes", f"run_dir={run_dir}")
+    assert json.loads((run_dir / "vocabulary.json").read_text())["characters"] is None
+    output = works("generate", run_dir, "--prompt", "grün", "--tokens", 20).stdout
+    assert output.startswith("grün")
+
+
+def test_train_goes_on_where_it_stopped(text_settings: list[str], tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    constant = [*text_settings, "train.schedule=constant"]
+    works("train", *constant, f"run_dir={whole}")
+    works("train", *constant, f"run_dir={parts}", "train.steps=10")
+    assert "steps: 10" in (parts / "run.yaml").read_text()
+    works("train", "--config", parts / "run.yaml", "train.steps=20")
+    assert "steps: 20" in (parts / "run.yaml").read_text()
+    weights, resumed = load_file(whole / "model.safetensors"), load_file(parts / "model.safetensors")
+    assert all(weights[name].equal(resumed[name]) for name in weights)
+
+
+def test_a_refused_checkpoint_keeps_its_settings_until_fresh_is_asked_for(
+    copied: Path, text_settings: list[str]
+) -> None:
+    before = (copied / "run.yaml").read_bytes()
+    other = [*text_settings, "model.n_layers=2", f"run_dir={copied}"]
+    assert "is a checkpoint of another model" in error("train", *other)
+    assert (copied / "run.yaml").read_bytes() == before
+    works("train", *other, "--fresh")
+    assert "n_layers: 2" in (copied / "run.yaml").read_text()
+
+
+def test_images_become_a_sheet(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    image = pytest.importorskip("matplotlib.image")
+    run_dir, sheet = tmp_path / "digits", tmp_path / "new" / "sheet.png"
+    works("train", "data.name=digits", *SMALL, "train.steps=2", f"run_dir={run_dir}")
+    works("generate", run_dir, "--num-samples", 5, "--out", sheet, "--seed", 0)
+    pixels = image.imread(sheet)[..., 0]
+    assert pixels.shape == (2 * 8 * 4, 3 * 8 * 4)
+    assert pixels[:32].std() > 0
+    assert (pixels[32:, 64:] == 0).all()
+    assert [file.name for file in sheet.parent.iterdir()] == ["sheet.png"]
+    assert error("generate", run_dir, "--prompt", "7").startswith("--prompt is for text, but")
+
+
+def test_images_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    works("train", "data.name=digits", *SMALL, "train.steps=1", f"run_dir={tmp_path}")
+    monkeypatch.setitem(sys.modules, "matplotlib.image", None)
+    message = error("generate", tmp_path)
+    assert message == "images need matplotlib, which is missing: pip install 'unrolled[plot]'"
+
+
+def test_ids_are_read_and_written_as_numbers(tmp_path: Path) -> None:
+    works("train", "data.name=copy", "data.length=16", *SMALL, "train.steps=2", f"run_dir={tmp_path}")
+    output = works("generate", tmp_path, "--prompt", "1 2 3 10", "--tokens", 4).stdout
+    assert output.startswith("1 2 3 10 ")
+    assert len([int(token) for token in output.split()]) == 8
+    assert (
+        error("generate", tmp_path, "--prompt", "one")
+        == "'one' must be ids, whole numbers with spaces between"
+    )
+
+
+def test_learned_positions_bound_the_text(text_settings: list[str], tmp_path: Path) -> None:
+    works("train", *text_settings, "train.steps=1", f"run_dir={tmp_path}")
+    assert len(works("generate", tmp_path, "--prompt", "on the").stdout) == len("on the") + (32 - 6 + 1) + 1
+    message = error("generate", tmp_path, "--prompt", "on the", "--tokens", 28)
+    assert "--tokens 28 is too many: the model has 32 learned positions, which leave 27" in message
+
+
+def test_list_shows_every_mechanism() -> None:
+    from unrolled import attention
+
+    lines = works("list").stdout.splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines[1:]}
+    assert list(rows) == attention.names()
+    assert "constant" in rows["linear"]
+    assert "growing" in rows["softmax"]
+
+
+def test_info_describes_the_installation_and_a_run(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNROLLED_DATA", "/some/where")
+    output = works("info").stdout
+    assert "/some/where" in output
+    output = works("info", trained).stdout
+    state = [line.split()[3] for line in output.splitlines() if line.startswith("state after")]
+    assert len(state) == 2
+    assert state[0] == state[1], "a linear state is constant"
+    assert "positions: rotary" in output
+    parameters = sum(x.numel() for x in load_file(trained / "model.safetensors").values())
+    assert f"{parameters:,}" in output
+
+
+def test_an_unknown_key_is_named_with_the_nearest(text_settings: list[str], tmp_path: Path) -> None:
+    message = error("train", *text_settings, f"run_dir={tmp_path / 'run'}", "model.n_layer=3")
+    assert message.startswith("unknown key model.n_layer: did you mean model.n_layers?")
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_files_are_named(tmp_path: Path, text_settings: list[str]) -> None:
+    missing = tmp_path / "missing.txt"
+    assert str(missing) in error(
+        "train", "data.name=text", f"data.path={missing}", f"run_dir={tmp_path / 'run'}"
+    )
+    assert not (tmp_path / "run").exists()
+    assert error("train", "--config", missing) == f"{missing}: No such file or directory"
+    assert (
+        error("generate", tmp_path) == f"{tmp_path} is no folder of unrolled train: it has no vocabulary.json"
+    )
+    assert f"{tmp_path} is not a model's folder" in error("info", tmp_path)
+
+
+def test_a_corrupt_data_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tinyshakespeare").mkdir()
+    (tmp_path / "tinyshakespeare" / "input.txt").write_text("To be, or")
+    message = error("train", "data.name=text", "--data-dir", tmp_path, f"run_dir={tmp_path / 'run'}")
+    assert "input.txt is corrupt" in message
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path, text_settings: list[str]) -> None:
+    (tmp_path / "file").touch()
+    run_dir = tmp_path / "file" / "run"
+    message = error("train", *text_settings, f"run_dir={run_dir}")
+    assert message == f"run_dir {run_dir} cannot be written to: Not a directory"
+
+
+@pytest.mark.parametrize("command", [("train", "--config"), ("generate",), ("info",)])
+def test_truncated_files_are_named(copied: Path, command: tuple[str, ...]) -> None:
+    damaged = copied / ("last.safetensors" if command[0] == "train" else "model.safetensors")
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[: len(content) // 2])
+    target = copied / "run.yaml" if command[0] == "train" else copied
+    settings = [f"run_dir={copied}"] if command[0] == "train" else []
+    assert str(damaged) in error(*command, target, *settings)
+
+
+def test_weights_of_another_model_are_refused_by_name_and_shape(copied: Path) -> None:
+    weights = load_file(copied / "model.safetensors")
+    name = "embedding.weight"
+    weights[name] = weights[name][:, :8].clone()
+    save_file(weights, copied / "model.safetensors")
+    message = error("generate", copied)
+    assert name in message
+    assert "8]" in message
+    assert "16]" in message
+
+
+def test_a_damaged_vocabulary_is_named(copied: Path) -> None:
+    for content in ("{", "{}", '{"kind": "text", "letters": []}'):
+        (copied / "vocabulary.json").write_text(content)
+        assert f"{copied / 'vocabulary.json'} is damaged" in error("generate", copied)
+
+
+def test_wrong_options_are_named(trained: Path) -> None:
+    assert error("generate", trained, "--top-p", 2) == "top_p must be in (0, 1], not 2.0"
+    assert error("generate", trained, "--num-samples", 0) == "num_samples must be at least 1, not 0"
+    assert "['€']" in error("generate", trained, "--prompt", "5 €")
+    assert error("generate", trained, "--out", "x.png").startswith("--out is for images")
+    assert error("generate", trained, "--device", "abacus").startswith("--device abacus cannot be used here")
+
+
+def test_debug_shows_the_traceback(trained: Path) -> None:
+    for options in ({"args": ["--debug"]}, {"env": {"UNROLLED_DEBUG": "1"}}):
+        arguments = [*options.get("args", []), "generate", trained, "--top-k", 0]
+        result = run(*arguments, env=options.get("env"))
+        assert isinstance(result.exception, ValueError)
+
+
+def test_help_teaches_and_torch_stays_unloaded() -> None:
+    # The package's own __init__ is left out: this is about what the commands load.
+    script = """
+import sys, types
+package = types.ModuleType("unrolled")
+package.__path__ = [sys.argv[1]]
+sys.modules["unrolled"] = package
+from unrolled.cli import app
+try:
+    app(["--help"], prog_name="unrolled")
+finally:
+    assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", script, str(Path(unrolled.__file__).parent)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "unrolled train data.name=digits run_dir=runs/digits" in process.stdout
+    assert "--install-completion" in process.stdout
+    assert "[linear, softmax]" in works("train", "--help").stdout
+
+
+def _start(*arguments: object) -> "subprocess.Popen[str]":
+    script = "from unrolled.cli import main; main()"
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_ends_with_130_and_one_line_and_the_run_can_go_on(
+    text_settings: list[str], tmp_path: Path
+) -> None:
+    process = _start(
+        "train", *text_settings, "train.steps=1000000", "train.log_every=1", f"run_dir={tmp_path}"
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "model.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stderr.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in stderr
+    assert (tmp_path / "last.safetensors").exists()
+
+
+def test_a_reader_that_leaves_is_no_error(trained: Path) -> None:
+    process = _start("generate", trained, "--tokens", 300)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    stderr = process.stderr.read()
+    assert process.wait(timeout=60) == 1
+    assert not stderr
+    process.stderr.close()

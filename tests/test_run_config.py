@@ -1,0 +1,106 @@
+"""Configurations are strict about keys, generous about numbers, and completed from the data set."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from unrolled.cli import run_config
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    return ["data.name=text", f"data.path={text}", "data.length=16", f"run_dir={tmp_path / 'run'}"]
+
+
+def test_the_model_takes_its_vocabulary_from_the_data(settings: list[str]) -> None:
+    run = run_config.resolve(run_config.read(None, settings))
+    assert run.model.vocab_size == len(set(TEXT))
+    assert run.model.max_length == 16
+    assert not run.model.start_token
+    digits = run_config.resolve(run_config.read(None, ["data.name=digits", "run_dir=x"]))
+    assert (digits.model.vocab_size, digits.model.max_length, digits.model.start_token) == (17, 64, True)
+
+
+def test_what_is_given_wins_over_the_data(settings: list[str]) -> None:
+    run = run_config.resolve(run_config.read(None, [*settings, "model.max_length=99", "model.vocab_size=64"]))
+    assert (run.model.max_length, run.model.vocab_size) == (99, 64)
+
+
+def test_overrides_win_over_the_file_in_order_and_are_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {n_layers: 3, d_model: 64}\ntrain: {lr: 1e-2}\n")
+    overrides = [
+        "model.n_layers=2",
+        "model.attention=[linear, softmax]",
+        "train.clip_norm=null",
+        "train.lr=3e-4",
+        "train.lr=5E-4",
+        "model.attention_options.linear.feature_map=elu",
+        "run_dir=a=b",
+    ]
+    assert run_config.read(file, overrides) == {
+        "model": {
+            "n_layers": 2,
+            "d_model": 64,
+            "attention": ["linear", "softmax"],
+            "attention_options": {"linear": {"feature_map": "elu"}},
+        },
+        "train": {"lr": 5e-4, "clip_norm": None},
+        "run_dir": "a=b",
+    }
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "+1e-3", ".1e-2", "1.e-3", "0.001", "1.0e-3"])
+def test_numbers_are_those_of_yaml_1_2(number: str) -> None:
+    assert run_config.read(None, [f"train.lr={number}"]) == {"train": {"lr": 0.001}}
+
+
+def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
+    run = run_config.resolve(run_config.read(None, [*settings, "train.betas=[0.8, 0.9]", "model.n_layers=1"]))
+    run.save()
+    again = run_config.resolve(run_config.read(run.run_dir / run_config.FILE_NAME, []))
+    assert (again.model, again.train, again.data, again.run_dir) == (
+        run.model,
+        run.train,
+        run.data,
+        run.run_dir,
+    )
+    assert [file.name for file in run.run_dir.iterdir()] == [run_config.FILE_NAME]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.n_layer=2", "unknown key model.n_layer: did you mean model.n_layers?"),
+        ("train.step=2", "unknown key train.step: did you mean train.steps?"),
+        ("modle.n_layers=2", "unknown key modle: did you mean model?"),
+        ("zzz=2", "unknown key zzz: The keys are data, model, train, run_dir"),
+        ("data.lenght=2", "'lenght' is no option of the data set text, which takes path, level, length"),
+        ("data.name=null", "data.name is missing: choose one of copy, digits, mnist, text"),
+        ("data.name=nope", "'nope', but the data sets are copy, digits, mnist, text"),
+        ("run_dir=", "run_dir is missing"),
+        ("model=3", "model must be a section of keys and values, not 3"),
+        ("train.lr=fast", "lr is 'fast', but must be a number above 0"),
+        ("model.attention=5", "a value of model is of the wrong kind"),
+        ("model.attention_options=5", "a value of model is of the wrong kind"),
+        ("model.vocab_size=2", "model.vocab_size is 2, but the data set text needs 28"),
+        ("model.n_layers=[", "override 'model.n_layers=[' is not valid YAML"),
+        ("data.name.first=1", "sets a part of name, which is 'text'"),
+        ("n_layers", "override 'n_layers' must look like key=value"),
+    ],
+)
+def test_wrong_settings_are_named(settings: list[str], override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_config.resolve(run_config.read(None, [*settings, override]))
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("- 1\n- 2\n")
+    with pytest.raises(ValueError, match=r"must hold the sections data, model, train, run_dir, not \[1, 2\]"):
+        run_config.read(file, [])
