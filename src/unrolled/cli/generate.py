@@ -157,10 +157,11 @@ def _draw_sheet(
         drawn = draw([[]], height * width, num_samples=num_samples, on_token=lambda *_: bar.advance(task))
     columns = math.ceil(math.sqrt(num_samples))
     rows = math.ceil(num_samples / columns)
-    images = np.zeros((rows * columns, height * width), np.uint8)
-    images[:num_samples] = np.stack([image.numpy() for image in drawn])
-    grid = images.reshape(rows, columns, height, width).swapaxes(1, 2)
-    sheet = grid.reshape(rows * height, columns * width).repeat(ZOOM, axis=0).repeat(ZOOM, axis=1)
+    # Each image gets a row and a column of grey below and beside it, to be told from its neighbours.
+    images = np.full((rows * columns, height + 1, width + 1), (levels - 1) // 3, np.uint8)
+    images[:num_samples, :-1, :-1] = np.stack([image.reshape(shape).numpy() for image in drawn])
+    grid = images.reshape(rows, columns, height + 1, width + 1).swapaxes(1, 2)
+    sheet = grid.reshape(rows * (height + 1), -1).repeat(ZOOM, axis=0).repeat(ZOOM, axis=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(
         path, lambda file: imsave(file, sheet, vmin=0, vmax=levels - 1, cmap="gray", format="png")
