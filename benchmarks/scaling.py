@@ -21,7 +21,7 @@ SHAPE = {"d_model": 256, "n_layers": 4, "n_heads": 8, "positions": "none"}
 
 
 def train_once(attention: str, length: int) -> dict[str, float]:
-    """Forward and backward of one sequence: seconds (best of three) and peak memory of this process, in MiB."""
+    """Forward and backward of one sequence: seconds (best of three) and the process's peak MiB."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = Decoder(DecoderConfig(vocab_size=256, attention=attention, **SHAPE))
@@ -44,7 +44,9 @@ def train_in_process(attention: str, length: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the table, and write it as JSON on request."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16_384])
     parser.add_argument("--json")
     parser.add_argument("--once", nargs=2, help=argparse.SUPPRESS)
@@ -54,7 +56,9 @@ def main() -> None:
         return
     rows = []
     print(f"training one sequence, {SHAPE}, torch {torch.__version__}, 1 thread")
-    print(f"{'attention':<10} {'tokens':>7} {'seconds':>8} {'us/token':>9} {'MiB above base':>15} {'KiB/token':>10}")
+    print(
+        f"{'attention':<10} {'tokens':>7} {'seconds':>8} {'us/token':>9} {'MiB above base':>15} {'KiB/token':>10}"
+    )
     for attention in ("linear", "softmax"):
         base = train_in_process(attention, 64)["peak_mib"]
         for length in arguments.lengths:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import unrolled
+
 PACKAGE = Path(__file__).parent.parent / "src" / "unrolled"
 ROOMS = [
     {"contract", "ops"},
@@ -56,17 +58,25 @@ def test_imports_point_up(path):
     assert not upward(room, path.read_text())
 
 
-def test_importing_the_package_needs_no_extra_and_takes_little_over_torch():
+def test_every_public_name_is_found():
+    for name in unrolled.__all__:
+        assert getattr(unrolled, name).__name__ == name
+    assert set(unrolled.__all__) <= set(dir(unrolled))
+    with pytest.raises(AttributeError, match="no attribute 'linear_atention'"):
+        unrolled.linear_atention  # noqa: B018
+
+
+def test_importing_needs_no_extra_and_takes_little_over_torch():
     script = """
 import sys, time
 import torch
-began = time.perf_counter()
+began = time.process_time()
 import unrolled
-took = time.perf_counter() - began
+from unrolled import linear_attention
+took = time.process_time() - began
 extras = {"matplotlib", "sklearn", "tensorboard", "transformers", "onnx", "fastapi", "triton"} & set(sys.modules)
 assert not extras, extras
 print(took)
 """
     command = [sys.executable, "-c", script]
-    seconds = min(float(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(3))
-    assert seconds < 0.3
+    assert float(subprocess.run(command, check=True, capture_output=True).stdout) < 0.3

@@ -1,13 +1,17 @@
 """Attention you train as a transformer and run as an RNN."""
 
-from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.linear import (
-    LinearState,
-    linear_attention,
-    linear_attention_reference,
-    linear_attention_step,
-)
-from unrolled.ops.softmax import softmax_attention
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unrolled.contract import Supports, UnsupportedError
+    from unrolled.ops.linear import (
+        LinearState,
+        linear_attention,
+        linear_attention_reference,
+        linear_attention_step,
+    )
+    from unrolled.ops.softmax import softmax_attention
 
 __version__ = "0.1.0"
 
@@ -20,3 +24,24 @@ __all__ = [
     "linear_attention_step",
     "softmax_attention",
 ]
+
+_HOMES = {
+    "LinearState": "unrolled.ops.linear",
+    "Supports": "unrolled.contract",
+    "UnsupportedError": "unrolled.contract",
+    "linear_attention": "unrolled.ops.linear",
+    "linear_attention_reference": "unrolled.ops.linear",
+    "linear_attention_step": "unrolled.ops.linear",
+    "softmax_attention": "unrolled.ops.softmax",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name on first use: `unrolled --help` need not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -78,6 +78,12 @@ class TransformerConfig:
         return 8 * -(-self.d_model // 3) if self.activation == "swiglu" else 4 * self.d_model
 
     def _check_attention(self) -> None:
+        named = [self.attention] if isinstance(self.attention, str) else self.attention
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise ValueError(f"attention is {self.attention!r}, wanted a name or a list of names")
+        options = self.attention_options
+        if not isinstance(options, dict) or not all(isinstance(x, dict) for x in options.values()):
+            raise ValueError(f"attention_options is {options!r}, wanted a dict of options for each name")
         if not isinstance(self.attention, str) and len(self.attention) != self.n_layers:
             raise ValueError(
                 f"attention has {len(self.attention)} names, wanted n_layers = {self.n_layers} of them"
@@ -95,8 +101,12 @@ class TransformerConfig:
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or value < low:
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ValueError(f"{name} is {value!r}, wanted an integer of at least {low}")
+
+    def _true_or_false(self, name: str) -> None:
+        if not isinstance(value := getattr(self, name), bool):
+            raise ValueError(f"{name} is {value!r}, wanted True or False")
 
     def _one_of(self, name: str, choices: Collection[str]) -> None:
         if (value := getattr(self, name)) not in choices:

@@ -44,6 +44,8 @@ class DecoderConfig(TransformerConfig):
         self._one_of("inputs", get_args(Inputs))
         self._one_of("head", get_args(Head))
         self._at_least("n_mixtures", 1)
+        self._true_or_false("tie_embeddings")
+        self._true_or_false("start_token")
         numbers = self.inputs == "pixels" or self.head == "logistic_mixture"
         self._at_least("vocab_size", 2 if numbers else 1)
         if self.tie_embeddings and numbers:

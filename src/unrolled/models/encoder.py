@@ -44,6 +44,7 @@ class EncoderConfig(TransformerConfig):
         super().__post_init__()
         self._one_of("output", get_args(Output))
         self._one_of("pooling", get_args(Pooling))
+        self._true_or_false("tie_embeddings")
         if (self.vocab_size is None) == (self.input_dim is None):
             raise ValueError(
                 f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted one of the two"
