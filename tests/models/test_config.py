@@ -23,6 +23,12 @@ from unrolled.models.config import TransformerConfig
         ({"activation": "tanh"}, "activation is 'tanh', wanted one of ['gelu', 'relu', 'swiglu']"),
         ({"positions": "alibi"}, "positions is 'alibi', wanted one of"),
         ({"positions": "sinusoidal", "d_model": 33, "n_heads": 3}, "d_model is 33, wanted an even width"),
+        ({"n_layers": True}, "n_layers is True, wanted an integer of at least 1"),
+        ({"attention": 5}, "attention is 5, wanted a name or a list of names"),
+        (
+            {"attention_options": {"linear": 3}},
+            "attention_options is {'linear': 3}, wanted a dict of options",
+        ),
         ({"attention": ["linear"] * 3}, "attention has 3 names, wanted n_layers = 4 of them"),
         ({"attention_options": {"softmax": {}}}, "attention_options is for ['softmax'], wanted names among"),
     ],
@@ -37,6 +43,8 @@ def test_a_wrong_field_is_refused_in_one_sentence(fields, message):
     [
         ({"inputs": "audio"}, "inputs is 'audio', wanted one of ['pixels', 'tokens']"),
         ({"head": "gaussian"}, "head is 'gaussian', wanted one of ['categorical', 'logistic_mixture']"),
+        ({"tie_embeddings": 3}, "tie_embeddings is 3, wanted True or False"),
+        ({"start_token": 7}, "start_token is 7, wanted True or False"),
         ({"n_mixtures": 0}, "n_mixtures is 0, wanted an integer of at least 1"),
         ({"vocab_size": 0}, "vocab_size is 0, wanted an integer of at least 1"),
         ({"vocab_size": 1, "inputs": "pixels"}, "vocab_size is 1, wanted an integer of at least 2"),
