@@ -4,16 +4,25 @@ Each defect is one that a library of attention has shipped, made as small as it 
 several promises at once, all the checks that must notice are listed.
 """
 
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
-from plain_linear import PlainLinear, PlainState
+from plain_linear import PlainLinear
 from torch import Tensor
 
 from unrolled.ops.state import map_tensors
-from unrolled.testing import CHECKS, Maker, check_compiles, check_half_precision, check_mechanism, checks
+from unrolled.testing import (
+    CHECKS,
+    Maker,
+    check_compiles,
+    check_half_precision,
+    check_mechanism,
+    check_refuses_unclaimed,
+    checks,
+)
 
 ALL = PlainLinear.supports
 ONLY_FORWARD = replace(ALL, padding=False, packing=False, cross=False, attn_mask=False, recurrence="none")
@@ -115,8 +124,12 @@ class ReadsOtherRows(PlainLinear):
 
 
 class PaddingInTheNormaliser(PlainLinear):
+    supports = replace(ALL, attn_mask=False)
+
     def attend(self, q, k, v, allowed):
-        _, den = super().attend(q, k, v, allowed.any(0, keepdim=True).expand_as(allowed))  # row 0 has no padding
+        _, den = super().attend(
+            q, k, v, allowed.any(0, keepdim=True).expand_as(allowed)
+        )  # row 0 has no padding
         return super().attend(q, k, v, allowed)[0], den
 
 
@@ -145,7 +158,9 @@ class PackingOffByOne(PlainLinear):
 
 class IgnoresValue(PlainLinear):
     def forward(self, query, key=None, value=None, **masks):
-        return super().forward(query, key, value if value is None or value.shape != key.shape else key, **masks)
+        return super().forward(
+            query, key, value if value is None or value.shape != key.shape else key, **masks
+        )
 
 
 class AlignsTopLeft(PlainLinear):
@@ -253,7 +268,8 @@ class StateInTheInputType(PlainLinear):
         return map_tensors(lambda s: s.to(self.q_proj.weight.dtype), super().init_state(batch_size))
 
     def prefill(self, x, state, **masks):
-        y, new = super().prefill(x, state, **masks)
+        wide = super().init_state(0).kv.dtype
+        y, new = super().prefill(x, map_tensors(lambda s: s.to(wide), state), **masks)
         return y, map_tensors(lambda s: s.to(x.dtype), new)
 
 
@@ -333,24 +349,10 @@ class BreaksTheGraph(PlainLinear):
 # ---- refusals
 
 
-class AcceptsAnyMaskType(PlainLinear):
+class AcceptsAnyPaddingType(PlainLinear):
     def check_mask(self, name, mask, shape):
-        if mask.shape != shape:
-            raise ValueError(f"{name} is {list(mask.shape)}, should be {list(shape)}")
-
-
-def silent(**unclaimed):
-    """Make a mechanism that does not claim something, yet raises nothing when it is asked for it."""
-
-    class Silent(PlainLinear):
-        supports = replace(ALL, **unclaimed)
-
-        def refuse(self, **asked):
-            super().refuse(**{name: wanted for name, wanted in asked.items() if name not in unclaimed})
-
-    (field,) = unclaimed
-    Silent.__name__ = Silent.__qualname__ = f"SilentAbout{field.title()}"  # pickled by this name
-    return globals().setdefault(Silent.__name__, Silent)
+        if name == "attn_mask" or mask.shape != shape:
+            super().check_mask(name, mask, shape)
 
 
 DEFECTS = {
@@ -380,19 +382,12 @@ DEFECTS = {
     StateNotBatchFirst: {"state_structure", "state_round_trip"},
     ReturnsSinglePrecision: {"dtypes"},
     NormalisesInTheInputType: {"half_precision"},
-    RedrawsInEval: {"deterministic"},
+    RedrawsInEval: {"deterministic", "copies", "batch_independence", "no_future_leak", "prefix_invariance"},
     UsesGlobalRandomness: {"global_randomness"},
     FeaturesOutsideTheStateDict: {"state_dict"},
     CannotBePickled: {"copies"},
     BreaksTheGraph: {"compiles"},
-    AcceptsAnyMaskType: {"rejects_wrong_input"},
-    silent(causal=False): {"refuses_unclaimed"},
-    silent(bidirectional=False): {"refuses_unclaimed"},
-    silent(cross=False): {"refuses_unclaimed"},
-    silent(padding=False): {"refuses_unclaimed"},
-    silent(packing=False): {"refuses_unclaimed"},
-    silent(attn_mask=False): {"refuses_unclaimed"},
-    silent(recurrence="none"): {"refuses_unclaimed"},
+    AcceptsAnyPaddingType: {"rejects_wrong_input"},
 }
 
 
@@ -401,9 +396,60 @@ def test_the_plain_mechanism_has_no_defect():
     assert ran == [check.__name__ for check in CHECKS]
 
 
-@pytest.mark.parametrize(("mechanism", "noticed"), DEFECTS.items(), ids=[mechanism.__name__ for mechanism in DEFECTS])
+@pytest.mark.parametrize(
+    ("mechanism", "noticed"), DEFECTS.items(), ids=[mechanism.__name__ for mechanism in DEFECTS]
+)
 def test_defect_is_found_by_its_check_alone(mechanism, noticed):
     def run(check):
         return name(check) in noticed or check not in (check_compiles, check_half_precision)  # the slow ones
 
     assert failures(mechanism, run) == noticed
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("causal", "causal=True"),
+        ("bidirectional", "causal=False"),
+        ("cross", "causal=True, cross-attention"),
+        ("padding", "causal=True, key_padding_mask"),
+        ("packing", "causal=True, cu_seqlens"),
+        ("attn_mask", "causal=True, attn_mask"),
+        ("recurrence", "init_state"),
+    ],
+)
+def test_silence_about_what_is_not_claimed_is_found(field, asked):
+    class Silent(PlainLinear):
+        supports = replace(ALL, **{field: "none" if field == "recurrence" else False})
+
+        def refuse(self, **asked):
+            super().refuse(**{name: wanted for name, wanted in asked.items() if name != field})
+
+    with pytest.raises(AssertionError) as failure:
+        check_refuses_unclaimed(Maker(Silent), Silent.supports)
+    assert str(failure.value) == f"{asked} (not claimed): was accepted, should raise UnsupportedError"
+
+
+def test_a_missing_verb_is_no_refusal():
+    class NoStep(PlainLinear):
+        supports = replace(ALL, recurrence="none")
+        step = property()
+
+    with pytest.raises(AssertionError, match=r"step \(not claimed\): raised AttributeError"):
+        check_refuses_unclaimed(Maker(NoStep), NoStep.supports)
+
+
+def test_a_failure_says_what_differed_and_by_how_much():
+    with pytest.raises(AssertionError) as failure:
+        check_mechanism(LongPrefillDiffers)
+    assert re.fullmatch(
+        r"default: prefill\(64\) \+ prefill\(69\) against forward: output differs by \S+e-\d+ at "
+        r"\[\d, \d+, \d+\] \(\S+, should be \S+\); \S+e-12 is allowed",
+        str(failure.value),
+    )
+    assert failure.value.__notes__ == ["in check_forms_agree of LongPrefillDiffers"]
+
+
+def test_options_reach_the_constructor():
+    with pytest.raises(TypeError, match="feature_map"):
+        check_mechanism(PlainLinear, feature_map="elu")

@@ -161,13 +161,13 @@ def claimed_variants(make: Maker, causal: bool) -> Iterator[tuple[str, Any]]:
     """Yield the mechanism as it is and with each common option that it does not refuse.
 
     Fewer key/value heads, other widths and rotary positions are not in `Supports`, so a mechanism may refuse
-    them with `UnsupportedError`; what it accepts must work in every form.
+    them, or these sizes of them; what it accepts must work in every form.
     """
     yield "default", make(causal=causal)
     for options in ({"n_kv_heads": make.n_heads // 2}, {"head_dim": 6, "value_dim": 10}, {"rotary": True}):
         try:
             module = make(causal=causal, **options)
-        except UnsupportedError:
+        except (UnsupportedError, ValueError):
             continue
         yield ", ".join(f"{name}={value}" for name, value in options.items()), module
 

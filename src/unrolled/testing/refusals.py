@@ -28,6 +28,8 @@ def check_refuses_unclaimed(make: Maker, supports: Supports) -> None:
             except UnsupportedError:
                 continue
             refused(f"causal={causal}", module, "forward", x)
+    if not recurrent(supports):
+        refused("init_state", make(causal=directions(supports)[0]), "init_state", 2)
     for causal in directions(supports):
         module = make(causal=causal)
         if not supports.cross:
@@ -46,8 +48,6 @@ def check_refuses_unclaimed(make: Maker, supports: Supports) -> None:
         elif not supports.padding:
             state = module.init_state(2)
             refused("prefill with key_padding_mask", module, "prefill", x, state, key_padding_mask=mask)
-    if not recurrent(supports):
-        refused("init_state", make(causal=directions(supports)[0]), "init_state", 2)
 
 
 def check_rejects_wrong_input(make: Maker, supports: Supports) -> None:

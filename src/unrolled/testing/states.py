@@ -81,7 +81,9 @@ def check_state_structure(make: Maker, supports: Supports) -> None:
             "prefill": unroll(module, x, [("prefill", 4)])[1],
             "step": unroll(module, x, [("prefill", 2), ("step", 2)])[1],
         }
-        structure = _structure(states["init_state"], "init_state")
+        what = f"{dtype} module, init_state"
+        assert hasattr(states["init_state"], "_fields"), f"{what}: is no NamedTuple"
+        structure = _structure(states["init_state"], what)
         for verb, state in states.items():
             what = f"{dtype} module, state of {verb}"
             assert _structure(state, what) == structure, f"{what} has another structure than init_state's"
