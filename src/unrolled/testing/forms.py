@@ -12,6 +12,8 @@ from unrolled.testing._kit import (
     claimed_variants,
     describe,
     directions,
+    recurrent,
+    require,
     unroll,
     with_gradients,
 )
@@ -33,7 +35,7 @@ def check_forms_agree(make: Maker, supports: Supports) -> None:
         *([("prefill", n), ("step", 7 - n)] for n in (0, 1, 6)),
         *([("prefill", n), ("prefill", 7 - n)] for n in (0, 1, 4, 7)),
         [("prefill", LONG)],
-        [("prefill", 101), ("step", 2), ("prefill", LONG - 103)],
+        [("prefill", 62), ("step", 4), ("prefill", LONG - 66)],
     ]
     for variant, module in claimed_variants(make, causal=True):
         wanted: dict[int, dict[str, torch.Tensor]] = {}
@@ -75,12 +77,12 @@ def check_head_shapes(make: Maker, supports: Supports) -> None:
         for variant, module in claimed_variants(make, causal):
             x = make.input(2, 5)
             y = module(x)
-            assert y.shape == x.shape, f"{variant}: output {list(y.shape)} for input {list(x.shape)}"
+            require(y.shape == x.shape, f"{variant}: output {list(y.shape)} for input {list(x.shape)}")
             assert_finite(with_gradients(module, y, x=x), f"{variant}, causal={causal}")
             sizes[variant] = [p.shape for p in module.parameters()]
         for variant, shapes in sizes.items():
             ignored = variant not in ("default", "rotary=True") and shapes == sizes["default"]
-            assert not ignored, f"{variant} was accepted, yet no parameter has another shape"
+            require(not ignored, f"{variant} was accepted, yet no parameter has another shape")
 
 
 def check_short_and_empty(make: Maker, supports: Supports) -> None:
@@ -91,15 +93,15 @@ def check_short_and_empty(make: Maker, supports: Supports) -> None:
             what = f"causal={causal}, input [{batch}, {length}, {make.d_model}]"
             x = make.input(batch, length)
             y = module(x)
-            assert y.shape == x.shape, f"{what}: output has shape {list(y.shape)}"
+            require(y.shape == x.shape, f"{what}: output has shape {list(y.shape)}")
             assert_finite(with_gradients(module, y, x=x), what)
-    if supports.causal and supports.recurrence != "none":
+    if recurrent(supports):
         module = make(causal=True)
         for batch, plan in ((0, [("prefill", 3), ("step", 2)]), (2, [("prefill", 0)])):
             x = make.input(batch, sum(n for _, n in plan))
             y, state = unroll(module, x, plan)
-            assert y.shape == x.shape, f"{describe(plan)} of batch {batch}: output has shape {list(y.shape)}"
+            what = f"{describe(plan)} of batch {batch}"
+            require(y.shape == x.shape, f"{what}: output has shape {list(y.shape)}")
             more = make.input(batch, 3, seed=1)
             y, _ = unroll(module, more, [("prefill", 2), ("step", 1)], state)
-            if not x.numel():
-                assert_close(y, module(more), f"continued after {describe(plan)} of batch {batch}")
+            assert_close(y, module(more), f"continued after {what}")

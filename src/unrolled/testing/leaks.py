@@ -17,6 +17,7 @@ from unrolled.testing._kit import (
     directions,
     normal,
     recurrent,
+    require,
     unroll,
     with_gradients,
 )
@@ -86,7 +87,7 @@ def check_batch_independence(make: Maker, supports: Supports) -> None:
 
 
 def check_padding(make: Maker, supports: Supports) -> None:
-    """Padding anywhere changes nothing in valid outputs and gradients, whatever it holds."""
+    """Padding anywhere changes nothing in valid outputs and gradients, whatever numbers it holds."""
     quiet = make.input(*PADDING.shape)
     content = HUGE * make.input(*PADDING.shape, seed=1, grad=False)
     loud = torch.where(PADDING[..., None], content, quiet.detach()).requires_grad_()
@@ -150,10 +151,7 @@ def check_packing(make: Maker, supports: Supports) -> None:
                 other[:, start:end] = LOUD * normal(1, end - start, make.d_model, seed=1)
                 changed = module(other, cu_seqlens=cu_seqlens)
                 rest = [*range(start), *range(end, total)]
-                assert_identical(
-                    changed[:, rest],
-                    packed[:, rest],
-                    f"{what}, tokens {start}..{end} changed, other sequences",
-                )
+                what_changed = f"{what}, tokens {start}..{end} changed, other sequences"
+                assert_identical(changed[:, rest], packed[:, rest], what_changed)
         nothing = module(x[:, :0], cu_seqlens=torch.zeros(3, dtype=torch.int32))
-        assert nothing.shape == (1, 0, make.d_model), f"a pack of two empty sequences gives {nothing.shape}"
+        require(nothing.shape == (1, 0, make.d_model), f"a pack of two empty sequences gives {nothing.shape}")
