@@ -453,3 +453,7 @@ def test_a_failure_says_what_differed_and_by_how_much():
 def test_options_reach_the_constructor():
     with pytest.raises(TypeError, match="feature_map"):
         check_mechanism(PlainLinear, feature_map="elu")
+
+
+def test_every_check_has_a_defect_that_it_finds():
+    assert set().union(*DEFECTS.values()) | {"refuses_unclaimed"} == {name(check) for check in CHECKS}

@@ -141,8 +141,8 @@ def assert_identical(found: Compared, wanted: Compared, what: str) -> None:
 def assert_finite(found: Compared, what: str) -> None:
     """Fail on NaN or infinity."""
     for name, a, _ in _pairs(found, found, what):
-        bad = (~torch.isfinite(a)).nonzero().tolist()
-        require(not bad, f"{what}: {name} is not finite in {len(bad)} values, first at {bad[:1]}")
+        for first in (~torch.isfinite(a)).nonzero()[:1].tolist():
+            raise AssertionError(f"{what}: {name} is not finite, first at {first}")
 
 
 def assert_raises(
