@@ -1,0 +1,156 @@
+"""The contract of a mechanism, as checks that anyone can run on their own class.
+
+    from unrolled.testing import check_mechanism
+
+    check_mechanism("linear")                        # a mechanism of this library
+    check_mechanism(MyAttention, my_option=3)        # any class that follows the contract
+
+A mechanism is an `nn.Module` with `forward`, a class attribute `supports`, and, where that claims a
+recurrence, `init_state`, `prefill` and `step` (see `unrolled.contract`). Each claim is checked, and so is the
+refusal of what is not claimed. A failing check raises AssertionError with one sentence: what was done, what
+differed, and by how much. Each check is a function `check(make, supports)` and can be run alone:
+
+    check_padding(Maker(MyAttention, {"my_option": 3}), MyAttention.supports)
+
+The checks run on the CPU in a few seconds, and need no test framework.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from unrolled import attention
+from unrolled.contract import Supports
+from unrolled.testing._kit import Maker, recurrent
+from unrolled.testing.forms import (
+    check_forms_agree,
+    check_gradients_through_state,
+    check_head_shapes,
+    check_short_and_empty,
+)
+from unrolled.testing.leaks import (
+    check_batch_independence,
+    check_no_future_leak,
+    check_packing,
+    check_padding,
+    check_prefix_invariance,
+)
+from unrolled.testing.masks import check_attn_mask, check_cross_attention, check_nothing_to_attend
+from unrolled.testing.modules import (
+    check_compiles,
+    check_copies,
+    check_deterministic,
+    check_global_randomness,
+    check_state_dict,
+)
+from unrolled.testing.numerics import check_dtypes, check_half_precision
+from unrolled.testing.refusals import check_refuses_unclaimed, check_rejects_wrong_input
+from unrolled.testing.states import (
+    check_constant_state,
+    check_interleaved_sequences,
+    check_state_is_a_value,
+    check_state_round_trip,
+    check_state_structure,
+)
+
+__all__ = [
+    "CHECKS",
+    "Maker",
+    "check_attn_mask",
+    "check_batch_independence",
+    "check_compiles",
+    "check_constant_state",
+    "check_copies",
+    "check_cross_attention",
+    "check_deterministic",
+    "check_dtypes",
+    "check_forms_agree",
+    "check_global_randomness",
+    "check_gradients_through_state",
+    "check_half_precision",
+    "check_head_shapes",
+    "check_interleaved_sequences",
+    "check_mechanism",
+    "check_no_future_leak",
+    "check_nothing_to_attend",
+    "check_packing",
+    "check_padding",
+    "check_prefix_invariance",
+    "check_refuses_unclaimed",
+    "check_rejects_wrong_input",
+    "check_short_and_empty",
+    "check_state_dict",
+    "check_state_is_a_value",
+    "check_state_round_trip",
+    "check_state_structure",
+    "checks",
+]
+
+Check = Callable[[Maker, Supports], None]
+
+CHECKS: dict[Check, Callable[[Supports], bool]] = {
+    check_refuses_unclaimed: lambda s: True,
+    check_rejects_wrong_input: lambda s: True,
+    check_short_and_empty: lambda s: True,
+    check_head_shapes: lambda s: True,
+    check_dtypes: lambda s: True,
+    check_half_precision: lambda s: True,
+    check_deterministic: lambda s: True,
+    check_global_randomness: lambda s: True,
+    check_state_dict: lambda s: True,
+    check_copies: lambda s: True,
+    check_batch_independence: lambda s: True,
+    check_no_future_leak: lambda s: s.causal,
+    check_prefix_invariance: lambda s: s.causal,
+    check_forms_agree: recurrent,
+    check_gradients_through_state: recurrent,
+    check_state_is_a_value: recurrent,
+    check_interleaved_sequences: recurrent,
+    check_state_round_trip: recurrent,
+    check_state_structure: recurrent,
+    check_constant_state: lambda s: recurrent(s) and s.recurrence == "constant",
+    check_padding: lambda s: s.padding,
+    check_packing: lambda s: s.packing,
+    check_cross_attention: lambda s: s.cross,
+    check_attn_mask: lambda s: s.attn_mask,
+    check_nothing_to_attend: lambda s: s.padding or s.cross or s.attn_mask,
+    check_compiles: lambda s: True,
+}
+"""Every check, with the claims that it needs."""
+
+
+def checks(supports: Supports) -> list[Check]:
+    """List the checks that a mechanism with these claims owes."""
+    return [check for check, owed in CHECKS.items() if owed(supports)]
+
+
+def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> list[str]:
+    """Run every check that the claims of a mechanism call for.
+
+    Args:
+        name_or_class: a name in `unrolled.attention`, or any class that follows the contract.
+        options: passed to its constructor; `d_model` (16) and `n_heads` (4) may be given too.
+
+    Returns:
+        The names of the checks that ran; all of them passed.
+
+    Raises:
+        AssertionError: a claim does not hold; the message says what differed and by how much.
+        ValueError: there is no mechanism of that name.
+
+    An exception of the mechanism's own comes through unchanged, with a note naming the check.
+    """
+    mechanism = attention.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
+    sizes = {name: options.pop(name) for name in ("d_model", "n_heads") if name in options}
+    make = Maker(mechanism, options, **sizes)
+    supports: Supports = mechanism.supports  # type: ignore[attr-defined]
+    ran = []
+    for check in checks(supports):
+        try:
+            check(make, supports)
+        except Exception as error:
+            error.add_note(f"in {check.__name__} of {mechanism.__name__}")
+            raise
+        ran.append(check.__name__)
+    return ran

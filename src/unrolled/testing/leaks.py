@@ -1,0 +1,157 @@
+"""What an output may depend on: never the future, another row, another sequence of the pack, or padding."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import Supports
+from unrolled.testing._kit import (
+    Maker,
+    assert_close,
+    assert_finite,
+    assert_identical,
+    claimed_variants,
+    describe,
+    directions,
+    normal,
+    recurrent,
+    require,
+    unroll,
+    with_gradients,
+)
+from unrolled.testing.forms import LONG
+
+LOUD = 12.0
+"""Perturbations are this much larger than the data: a leak through a maximum hides from small ones."""
+
+HUGE = 1e4
+"""Size of what stands in padded positions: large enough for exp to overflow, so `0 * inf` shows."""
+
+PADDING = torch.tensor(
+    [
+        [0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1],
+        [0, 1, 1, 0, 1, 0, 0],
+        [1, 0, 0, 1, 0, 0, 1],
+    ],
+    dtype=torch.bool,
+)
+"""No padding, on the left, on the right, scattered, on both sides: `[5, 7]`, True = padding."""
+
+
+def check_no_future_leak(make: Maker, supports: Supports) -> None:
+    """The past is bit-identical whatever the future holds."""
+    for variant, module in claimed_variants(make, causal=True):
+        for length, now in ((9, 1), (9, 5), (LONG, 66)):
+            x = make.input(2, length, grad=False)
+            other = x.clone()
+            other[:, now:] = LOUD * make.input(2, length - now, seed=1, grad=False)
+            what = f"{variant}: tokens {now}.. of {length} changed, outputs before"
+            assert_identical(module(other)[:, :now], module(x)[:, :now], f"forward, {what}")
+            if recurrent(supports):
+                y, _ = unroll(module, x, [("prefill", length)])
+                y_other, _ = unroll(module, other, [("prefill", length)])
+                assert_identical(y_other[:, :now], y[:, :now], f"prefill, {what}")
+
+
+def check_prefix_invariance(make: Maker, supports: Supports) -> None:
+    """f(x[:t]) == f(x)[:t]: nothing depends on how long the sequence is going to be."""
+    for variant, module in claimed_variants(make, causal=True):
+        x = make.input(2, LONG, grad=False)
+        y = module(x)
+        for t in (1, 2, 9, 64, 100):
+            assert_close(module(x[:, :t]), y[:, :t], f"{variant}: forward of the first {t} of {LONG} tokens")
+
+
+def check_batch_independence(make: Maker, supports: Supports) -> None:
+    """A row alone gives what it gives in a batch, and the other rows cannot change one bit of it."""
+    x = make.input(3, 9, grad=False)
+    other = x.clone()
+    other[1:] = LOUD * make.input(2, 9, seed=1, grad=False)
+    for causal in directions(supports):
+        module = make(causal=causal)
+        what = f"causal={causal}, forward"
+        assert_close(module(x[:1]), module(x)[:1], f"{what} of a row alone against the same row in a batch")
+        assert_identical(module(other)[:1], module(x)[:1], f"{what} of row 0 when the other rows change")
+    if recurrent(supports):
+        module = make(causal=True)
+        for plan in ([("prefill", 9)], [("prefill", 4), ("step", 5)]):
+            y, _ = unroll(module, x, plan)
+            alone, _ = unroll(module, x[:1], plan)
+            assert_close(alone, y[:1], f"{describe(plan)} of a row alone against the same row in a batch")
+            y_other, _ = unroll(module, other, plan)
+            assert_identical(y_other[:1], y[:1], f"{describe(plan)} of row 0 when the other rows change")
+
+
+def check_padding(make: Maker, supports: Supports) -> None:
+    """Padding anywhere changes nothing in valid outputs and gradients, whatever numbers it holds."""
+    quiet = make.input(*PADDING.shape)
+    content = HUGE * make.input(*PADDING.shape, seed=1, grad=False)
+    loud = torch.where(PADDING[..., None], content, quiet.detach()).requires_grad_()
+    for causal in directions(supports):
+        for variant, module in claimed_variants(make, causal):
+            segmentations = [[], [7], [4, 3]] if causal and recurrent(supports) else [[]]
+            for segments in segmentations:
+                form = " + ".join(f"prefill({n})" for n in segments) + " + step" if segments else "forward"
+                what = f"{variant}, causal={causal}: {form} of padded rows"
+                alone = _rows_alone(module, quiet, continued=bool(segments))
+                wanted = with_gradients(module, alone, x=quiet)
+                found = with_gradients(module, _padded(module, quiet, segments, what), x=quiet)
+                assert_close(found, wanted, f"{what} against each row without its padding")
+                changed = with_gradients(module, _padded(module, loud, segments, what), x=loud)
+                assert_identical(changed, found, f"{what} when the padding holds values of {HUGE:g}")
+
+
+def _rows_alone(module: Any, x: Tensor, *, continued: bool) -> Tensor:
+    """Run each row without its padding and concatenate the outputs, and those of a further step."""
+    rows = [row[keep][None] for row, keep in zip(x, ~PADDING, strict=True)]
+    if not continued:
+        return torch.cat([module(row)[0] for row in rows])
+    outputs, last = [], []
+    for row, next_token in zip(rows, normal(len(rows), 1, x.shape[-1]), strict=True):
+        y, state = unroll(module, row, [("prefill", row.shape[1])])
+        outputs.append(y[0])
+        last.append(module.step(next_token, state)[0])
+    return torch.cat([*outputs, *last])
+
+
+def _padded(module: Any, x: Tensor, segments: list[int], what: str) -> Tensor:
+    """Run all rows as one padded batch, and concatenate the valid outputs in the order of `_rows_alone`."""
+    if not segments:
+        y: Tensor = module(x, key_padding_mask=PADDING)
+        assert_finite(y, f"{what}, padded positions included")
+        return y[~PADDING]
+    outputs, state = [], module.init_state(len(x))
+    for part, mask in zip(*(torch.split(t, segments, 1) for t in (x, PADDING)), strict=True):
+        y, state = module.prefill(part, state, key_padding_mask=mask)
+        assert_finite(y, f"{what}, padded positions included")
+        outputs.append(y)
+    last, _ = module.step(normal(len(x), x.shape[-1]), state)
+    return torch.cat([torch.cat(outputs, 1)[~PADDING], last])
+
+
+def check_packing(make: Maker, supports: Supports) -> None:
+    """Packed sequences give what separate runs give, lengths 1 and 0 included, and cannot see each other."""
+    lengths = [5, 1, 0, 70, 2, 0]
+    total = sum(lengths)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    x = make.input(1, total)
+    for causal in directions(supports):
+        for variant, module in claimed_variants(make, causal):
+            what = f"{variant}, causal={causal}: sequences of lengths {lengths} in a pack"
+            separate = torch.cat([module(part) for part in torch.split(x, lengths, 1)], 1)
+            packed = module(x, cu_seqlens=cu_seqlens)
+            wanted = with_gradients(module, separate, x=x)
+            assert_close(with_gradients(module, packed, x=x), wanted, f"{what} against separate runs")
+            for start, end in itertools.pairwise(cu_seqlens.tolist()):
+                other = x.detach().clone()
+                other[:, start:end] = LOUD * normal(1, end - start, make.d_model, seed=1)
+                changed = module(other, cu_seqlens=cu_seqlens)
+                rest = [*range(start), *range(end, total)]
+                what_changed = f"{what}, tokens {start}..{end} changed, other sequences"
+                assert_identical(changed[:, rest], packed[:, rest], what_changed)
+        nothing = module(x[:, :0], cu_seqlens=torch.zeros(3, dtype=torch.int32))
+        require(nothing.shape == (1, 0, make.d_model), f"a pack of two empty sequences gives {nothing.shape}")

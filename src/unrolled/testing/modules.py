@@ -1,0 +1,122 @@
+"""A well-behaved module: it compiles, copies and saves, and is a function of its weights and input."""
+
+import copy
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unrolled.contract import Supports
+from unrolled.testing._kit import (
+    Maker,
+    assert_close,
+    assert_identical,
+    directions,
+    recurrent,
+    require,
+    unroll,
+    with_gradients,
+)
+
+
+def check_deterministic(make: Maker, supports: Supports) -> None:
+    """The same seed builds the same function, and calling it twice gives the same bits."""
+    x = make.input(2, 9)
+    for causal in directions(supports):
+        module = make(causal=causal)
+        y = module(x)
+        assert_identical(module(x), y, f"causal={causal}: forward a second time")
+        assert_identical(make(causal=causal)(x), y, f"causal={causal}: constructed again under the same seed")
+    if recurrent(supports):
+        module = make(causal=True)
+        plan = [("prefill", 4), ("step", 5)]
+        y, _ = unroll(module, x, plan)
+        assert_identical(unroll(module, x, plan)[0], y, "prefill(4) + step(5) a second time")
+
+
+def check_global_randomness(make: Maker, supports: Supports) -> None:
+    """No verb touches the global generators of torch, numpy and Python."""
+    x = make.input(2, 9, grad=False)
+    for causal in directions(supports):
+        module = make(causal=causal)
+        before = _generators()
+        module(x)
+        if causal and recurrent(supports):
+            unroll(module, x, [("prefill", 4), ("step", 5)])
+        for name, state in _generators().items():
+            require(state == before[name], f"causal={causal}: the global generator of {name} was used")
+
+
+def _generators() -> dict[str, object]:
+    algorithm, keys, *rest = np.random.get_state()  # noqa: NPY002 the global generator is what is watched
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": (algorithm, np.asarray(keys).tolist(), rest),
+        "random": random.getstate(),
+    }
+
+
+def check_state_dict(make: Maker, supports: Supports) -> None:
+    """The state_dict is the whole function: loaded strictly into another module, it gives the same bits."""
+    x = make.input(2, 9, grad=False)
+    for causal in directions(supports):
+        module, other = make(causal=causal), make(causal=causal, seed=1)
+        weights = {name: w.clone() for name, w in module.state_dict().items()}
+        other.load_state_dict(weights, strict=True)
+        what = f"causal={causal}: another module with the loaded state_dict"
+        assert_identical(other.state_dict(), weights, f"{what}: its own state_dict")
+        assert_identical(other(x), module(x), what)
+
+
+def check_copies(make: Maker, supports: Supports) -> None:
+    """copy.deepcopy and pickle give independent modules that compute the same."""
+    x = make.input(2, 9, grad=False)
+    for causal in directions(supports):
+        module = make(causal=causal)
+        y = module(x)
+        for name, twin in (
+            ("deepcopy", copy.deepcopy(module)),
+            ("pickle", pickle.loads(pickle.dumps(module))),  # of bytes made on this line, never of a file
+        ):
+            what = f"causal={causal}: {name}"
+            assert_identical(twin(x), y, what)
+            with torch.no_grad():
+                for parameter in twin.parameters():
+                    parameter.add_(1)
+            assert_identical(module(x), y, f"{what}: the original after its copy was changed")
+
+
+def check_compiles(make: Maker, supports: Supports) -> None:
+    """`torch.compile(fullgraph=True)` takes every verb without a graph break, and gives the same values."""
+    x = make.input(2, 9)
+    masks: list[dict[str, Tensor]] = [{}]
+    if supports.padding:
+        masks.append({"key_padding_mask": torch.arange(9).expand(2, 9) < torch.tensor([[3], [0]])})
+    torch.compiler.reset()
+    try:
+        for causal in directions(supports):
+            module = make(causal=causal)
+            for mask in masks:
+                what = f"causal={causal}: compiled forward({', '.join(['x', *mask])})"
+                found = with_gradients(module, _compiled(module.forward)(x, **mask), x=x)
+                assert_close(found, with_gradients(module, module(x, **mask), x=x), what)
+        if recurrent(supports):
+            module = make(causal=True)
+            with torch.no_grad():
+                wanted, _ = unroll(module, x, [("prefill", 7), ("step", 2)])
+                y, state = _compiled(module.prefill)(x[:, :7], module.init_state(2))
+                step, outputs = _compiled(module.step), [y]
+                for x_t in x[:, 7:].unbind(1):
+                    y_t, state = step(x_t, state)
+                    outputs.append(y_t[:, None])
+            assert_close(torch.cat(outputs, 1), wanted, "compiled prefill(7) + step(2)")
+    finally:
+        torch.compiler.reset()
+
+
+def _compiled(function: Any) -> Any:
+    """aot_eager traces all that can break a graph, the backward included, and generates no code."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -1,0 +1,122 @@
+"""What a mechanism cannot do it refuses, and what is wrong it names: nothing is ignored silently."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.testing._kit import Maker, assert_raises, claimed_variants, directions, normal, recurrent
+
+
+def check_refuses_unclaimed(make: Maker, supports: Supports) -> None:
+    """Every capability that is not claimed raises UnsupportedError when it is asked for."""
+    x = make.input(2, 5, grad=False)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[0, 0] = True
+    lower = torch.ones(5, 5, dtype=torch.bool).tril()
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+    def refused(what: str, target: Any, verb: str, *args: Any, **masks: Any) -> None:
+        assert_raises(UnsupportedError, f"{what} (not claimed)", target, verb, *args, **masks)
+
+    for causal, claimed in ((True, supports.causal), (False, supports.bidirectional)):
+        if not claimed:
+            try:
+                module = make(causal=causal)
+            except UnsupportedError:
+                continue
+            refused(f"causal={causal}", module, "forward", x)
+    if not recurrent(supports):
+        refused("init_state", make(causal=directions(supports)[0]), "init_state", 2)
+    for causal in directions(supports):
+        module = make(causal=causal)
+        if not supports.cross:
+            refused(f"causal={causal}, cross-attention", module, "forward", x, x.flip(1), x.flip(1))
+        if not supports.padding:
+            refused(f"causal={causal}, key_padding_mask", module, "forward", x, key_padding_mask=mask)
+        if not supports.attn_mask:
+            refused(f"causal={causal}, attn_mask", module, "forward", x, attn_mask=lower)
+        if not supports.packing:
+            refused(f"causal={causal}, cu_seqlens", module, "forward", x[:1], cu_seqlens=cu_seqlens)
+        if not (causal and recurrent(supports)):
+            what = f"causal={causal}, recurrence={supports.recurrence!r}"
+            state = make(causal=True).init_state(2) if recurrent(supports) else ()
+            refused(f"{what}, prefill", module, "prefill", x, state)
+            refused(f"{what}, step", module, "step", x[:, 0], state)
+        elif not supports.padding:
+            state = module.init_state(2)
+            refused("prefill with key_padding_mask", module, "prefill", x, state, key_padding_mask=mask)
+
+
+def check_rejects_wrong_input(make: Maker, supports: Supports) -> None:
+    """Arguments of a wrong shape or type raise ValueError, in every verb."""
+    for causal in directions(supports):
+        _check_forward_rejects(make, supports, causal)
+        for variant, _ in claimed_variants(make, causal):
+            if variant.startswith("n_kv_heads"):
+                what = "n_heads that is no multiple of n_kv_heads"
+                assert_raises(ValueError, what, make, "__call__", causal=causal, n_kv_heads=make.n_heads + 1)
+    if recurrent(supports):
+        _check_recurrence_rejects(make, supports)
+
+
+def _check_forward_rejects(make: Maker, supports: Supports, causal: bool) -> None:
+    module = make(causal=causal)
+    x, wide = make.input(2, 5, grad=False), normal(2, 5, make.d_model + 1)
+
+    def rejected(what: str, *args: Tensor, **masks: Tensor) -> None:
+        assert_raises(ValueError, f"causal={causal}, {what}", module, "forward", *args, **masks)
+
+    rejected("query of another width than d_model", wide)
+    rejected("query without a batch", x[0])
+    if supports.cross:
+        rejected("key of another width than d_model", x, wide, wide)
+        rejected("key of another batch size than query", x, x[:1], x[:1])
+        rejected("value of another length than key", x, x, x[:, :4])
+    if supports.padding:
+        for wrong, mask in _wrong_masks(2, 5):
+            rejected(f"key_padding_mask {wrong}", x, key_padding_mask=mask)
+    if supports.attn_mask:
+        for wrong, mask in _wrong_masks(5, 5):
+            if not mask.is_floating_point():  # which may mean numbers to add to the scores
+                rejected(f"attn_mask {wrong}", x, attn_mask=mask)
+    if supports.packing:
+        right = torch.tensor([0, 2, 5], dtype=torch.int32)
+        for wrong, cu_seqlens in (
+            ("that decreases", right[[0, 2, 1, 2]]),
+            ("that does not begin with 0", right[1:]),
+            ("that does not end with the length", right[:-1]),
+            ("of type float", right.float()),
+            ("of shape [1, 3]", right[None]),
+        ):
+            rejected(f"cu_seqlens {wrong}", x[:1], cu_seqlens=cu_seqlens)
+        rejected("cu_seqlens with a batch of 2", x, cu_seqlens=right)
+
+
+def _check_recurrence_rejects(make: Maker, supports: Supports) -> None:
+    module = make(causal=True)
+    x, wide = make.input(2, 5, grad=False), normal(2, 5, make.d_model + 1)
+    state = module.init_state(2)
+    of_other_width = replace(make, d_model=2 * make.d_model)(causal=True).init_state(2)
+    for verb, right, too_wide in (("prefill", x, wide), ("step", x[:, 0], wide[:, 0])):
+        for wrong, token, carried in (
+            ("x of another width than d_model", too_wide, state),
+            ("x without a batch", right[0], state),
+            ("a state of another batch size", right, module.init_state(3)),
+            ("a state of another d_model", right, of_other_width),
+        ):
+            assert_raises(ValueError, f"{verb} with {wrong}", module, verb, token, carried)
+    if supports.padding:
+        for wrong, mask in _wrong_masks(2, 5):
+            what = f"prefill with key_padding_mask {wrong}"
+            assert_raises(ValueError, what, module, "prefill", x, state, key_padding_mask=mask)
+
+
+def _wrong_masks(rows: int, columns: int) -> list[tuple[str, Tensor]]:
+    return [
+        ("of a wrong shape", torch.ones(rows, columns + 1, dtype=torch.bool)),
+        ("of type float", torch.ones(rows, columns)),
+        ("of type int64", torch.ones(rows, columns, dtype=torch.int64)),
+    ]

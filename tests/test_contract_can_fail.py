@@ -1,0 +1,459 @@
+"""Every check of the contract can fail: a mechanism with one defect is found, by that check and no other.
+
+Each defect is one that a library of attention has shipped, made as small as it can be. Where a defect breaks
+several promises at once, all the checks that must notice are listed.
+"""
+
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from plain_linear import PlainLinear
+from torch import Tensor
+
+from unrolled.ops.state import map_tensors
+from unrolled.testing import (
+    CHECKS,
+    Maker,
+    check_compiles,
+    check_half_precision,
+    check_mechanism,
+    check_refuses_unclaimed,
+    checks,
+)
+
+ALL = PlainLinear.supports
+ONLY_FORWARD = replace(ALL, padding=False, packing=False, cross=False, attn_mask=False, recurrence="none")
+
+
+def failures(mechanism, run):
+    """Name the checks that fail, of those that `run` admits."""
+    failed = set()
+    for check in filter(run, checks(mechanism.supports)):
+        try:
+            check(Maker(mechanism), mechanism.supports)
+        except Exception:
+            failed.add(name(check))
+    return failed
+
+
+def name(check):
+    return check.__name__.removeprefix("check_")
+
+
+# ---- forms
+
+
+class LongPrefillDiffers(PlainLinear):
+    def prefill(self, x, state, **masks):
+        y, state = super().prefill(x, state, **masks)
+        return y * (1 + 1e-9 * (x.shape[1] > 64)), state
+
+
+class LongPrefillStartsAfresh(PlainLinear):
+    def prefill(self, x, state, **masks):
+        if x.shape[1] > 64:
+            state = self.init_state(len(x))
+        return super().prefill(x, state, **masks)
+
+
+class LongPrefillDropsAGradient(PlainLinear):
+    def project(self, query, key, value):
+        q, k, v = super().project(query, key, value)
+        return q, k.detach() if self.in_prefill and k.shape[1] > 70 else k, v
+
+    in_prefill = False
+
+    def prefill(self, x, state, **masks):
+        self.in_prefill = True
+        try:
+            return super().prefill(x, state, **masks)
+        finally:
+            self.in_prefill = False
+
+
+class UndoesDetach(PlainLinear):
+    """Keeps the last state with its graph, and prefers it to an equal one that was passed in."""
+
+    last = None
+
+    def prefill(self, x, state, **masks):
+        if self.last is not None and torch.equal(self.last.kv, state.kv):
+            state = self.last
+        y, self.last = super().prefill(x, state, **masks)
+        return y, self.last
+
+
+class IgnoresGroups(PlainLinear):
+    def __init__(self, d_model, n_heads, *, n_kv_heads=None, **options):
+        if n_kv_heads and n_heads % n_kv_heads:
+            raise ValueError("n_heads is no multiple of n_kv_heads")
+        super().__init__(d_model, n_heads, **options)
+
+
+class NeedsABatch(PlainLinear):
+    def project(self, query, key, value):
+        return super().project(query.reshape(len(query), -1, self.d_model), key, value)
+
+
+# ---- leaks
+
+
+class FutureInTheNormaliser(PlainLinear):
+    """The stabiliser is a maximum over the whole sequence: invisible but for the last bits."""
+
+    def forward(self, query, key=None, value=None, **masks):
+        y = super().forward(query, key, value, **masks)
+        plain = self.causal and key is None and not masks
+        return y * (1 + 1e-15 * query.amax(1, keepdim=True)) if plain and query.numel() else y
+
+
+class DependsOnLength(PlainLinear):
+    supports = replace(ONLY_FORWARD, bidirectional=False)
+
+    def merge(self, num, den, dtype):
+        return super().merge(num, den * (1 + 1e-6 * den.shape[1]), dtype)
+
+
+class ReadsOtherRows(PlainLinear):
+    def forward(self, query, key=None, value=None, **masks):
+        y = super().forward(query, key, value, **masks)
+        return y + 1e-14 * query.mean(0) if key is None and not masks and len(query) else y
+
+
+class PaddingInTheNormaliser(PlainLinear):
+    supports = replace(ALL, attn_mask=False)
+
+    def attend(self, q, k, v, allowed):
+        _, den = super().attend(
+            q, k, v, allowed.any(0, keepdim=True).expand_as(allowed)
+        )  # row 0 has no padding
+        return super().attend(q, k, v, allowed)[0], den
+
+
+class PaddingByMultiplication(PlainLinear):
+    """Masks with `* 0`, which leaves `inf * 0` where a padded key overflows the feature map."""
+
+    def phi(self, x):
+        return x.exp()
+
+    def project(self, query, key, value):
+        q, k, v = super().project(query, key, value)
+        return super().phi(q.log()), k, v
+
+    def attend(self, q, k, v, allowed):
+        weights = torch.einsum("bthd,bshd->bhts", q, self.grouped(k, 2)) * allowed
+        return torch.einsum("bhts,bshm->bthm", weights, self.grouped(v, 2)), weights.sum(3).transpose(1, 2)
+
+
+class PackingOffByOne(PlainLinear):
+    def owners(self, cu_seqlens, length):
+        return torch.bucketize(torch.arange(length), cu_seqlens[1:])
+
+
+# ---- masks
+
+
+class IgnoresValue(PlainLinear):
+    def forward(self, query, key=None, value=None, **masks):
+        return super().forward(
+            query, key, value if value is None or value.shape != key.shape else key, **masks
+        )
+
+
+class AlignsTopLeft(PlainLinear):
+    def attend(self, q, k, v, allowed):
+        T, S = allowed.shape[2:]
+        return super().attend(q, k, v, torch.ones_like(allowed).tril() if self.causal and T != S else allowed)
+
+
+class InvertsAttnMask(PlainLinear):
+    def forward(self, query, key=None, value=None, *, attn_mask=None, **masks):
+        inverted = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        return super().forward(query, key, value, attn_mask=inverted, **masks)
+
+
+class NothingIsNaN(PlainLinear):
+    supports = replace(ALL, padding=False)
+
+    def merge(self, num, den, dtype):
+        return super().merge(num / den[..., None], torch.ones_like(den), dtype)
+
+
+class NothingHasNaNGradient(PlainLinear):
+    supports = replace(ALL, padding=False)
+
+    def merge(self, num, den, dtype):
+        out = torch.where(den[..., None] == 0, 0, num / den[..., None])
+        return super().merge(out, torch.ones_like(den), dtype)
+
+
+# ---- states
+
+
+class StepsInPlace(PlainLinear):
+    """Updates the caller's state where autograd does not forbid it."""
+
+    def step(self, x_t, state):
+        y, new = super().step(x_t, state)
+        if torch.is_grad_enabled():
+            return y, new
+        state.kv.copy_(new.kv)
+        state.k_sum.copy_(new.k_sum)
+        return y, state
+
+
+class CacheState(NamedTuple):
+    kv: Tensor
+    k_sum: Tensor
+    slots: Tensor
+
+
+class WritesAnUnusedSlot(PlainLinear):
+    """Harmless as long as the state is continued once: a preallocated cache, appended to in place."""
+
+    def init_state(self, batch_size):
+        state = super().init_state(batch_size)
+        return CacheState(*state, state.k_sum.new_zeros(batch_size, 4))
+
+    def prefill(self, x, state, **masks):
+        y, new = super().prefill(x, state, **masks)
+        state.slots[:, 0] += x.shape[1]
+        return y, CacheState(*new, state.slots)
+
+
+class GrowsWhileConstant(WritesAnUnusedSlot):
+    def prefill(self, x, state, **masks):
+        y, new = PlainLinear.prefill(self, x, state, **masks)
+        return y, CacheState(*new, torch.cat([state.slots, state.slots.new_zeros(*x.shape[:2])], 1))
+
+
+class ForwardDisturbsStep(PlainLinear):
+    """Leaves something of the last sequence on the module, which a running step picks up."""
+
+    disturbance = 0.0
+
+    def init_state(self, batch_size):
+        self.disturbance = 0.0
+        return super().init_state(batch_size)
+
+    def forward(self, query, key=None, value=None, **masks):
+        self.disturbance = float(query.detach().sum()) if query.dim() == 3 else 0.0
+        return super().forward(query, key, value, **masks)
+
+    def step(self, x_t, state):
+        y, state = super().step(x_t, state)
+        return y + self.disturbance, state
+
+
+class StateOfThisInstance(PlainLinear):
+    """Writes states in units that only this very object knows."""
+
+    instances = 0
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        StateOfThisInstance.instances += 1
+        self.unit = float(StateOfThisInstance.instances)
+
+    def prefill(self, x, state, **masks):
+        y, new = super().prefill(x, map_tensors(lambda s: s * self.unit, state), **masks)
+        return y, map_tensors(lambda s: s / self.unit, new)
+
+
+class StateInTheInputType(PlainLinear):
+    def init_state(self, batch_size):
+        return map_tensors(lambda s: s.to(self.q_proj.weight.dtype), super().init_state(batch_size))
+
+    def prefill(self, x, state, **masks):
+        wide = super().init_state(0).kv.dtype
+        y, new = super().prefill(x, map_tensors(lambda s: s.to(wide), state), **masks)
+        return y, map_tensors(lambda s: s.to(x.dtype), new)
+
+
+class StateNotBatchFirst(PlainLinear):
+    def init_state(self, batch_size):
+        return map_tensors(lambda s: s.transpose(0, 1), super().init_state(batch_size))
+
+    def prefill(self, x, state, **masks):
+        y, new = super().prefill(x, map_tensors(lambda s: s.transpose(0, 1), state), **masks)
+        return y, map_tensors(lambda s: s.transpose(0, 1), new)
+
+
+# ---- numbers
+
+
+class ReturnsSinglePrecision(PlainLinear):
+    def forward(self, query, key=None, value=None, **masks):
+        y = super().forward(query, key, value, **masks)
+        return y if y.dtype == torch.float64 else y.float()
+
+
+class NormalisesInTheInputType(PlainLinear):
+    """Sums the keys in bf16, which stops growing once a term is below half a unit of the sum."""
+
+    def attend(self, q, k, v, allowed):
+        num, den = super().attend(q, k, v, allowed)
+        if self.out_proj.weight.dtype == torch.bfloat16 and self.causal:
+            running, sums = torch.zeros_like(k[:, 0]).bfloat16(), []
+            for k_t in k.bfloat16().unbind(1):
+                running = running + k_t
+                sums.append(running)
+            den = torch.einsum("bthd,bthd->bth", q, torch.stack(sums, 1).to(q.dtype))
+        return num, den
+
+
+# ---- modules
+
+
+class RedrawsInEval(PlainLinear):
+    supports = ONLY_FORWARD
+    calls = 0
+
+    def phi(self, x):
+        self.calls += 1
+        generator = torch.Generator().manual_seed(self.calls)
+        return super().phi(x) * torch.rand(x.shape[-1], generator=generator).to(x.dtype)
+
+
+class UsesGlobalRandomness(PlainLinear):
+    def phi(self, x):
+        torch.rand(1)
+        return super().phi(x)
+
+
+class FeaturesOutsideTheStateDict(PlainLinear):
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.scale = 1 + torch.rand(1).item()
+
+    def merge(self, num, den, dtype):
+        return super().merge(num * self.scale, den, dtype)
+
+
+class CannotBePickled(PlainLinear):
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.activation = lambda x: x
+
+
+class BreaksTheGraph(PlainLinear):
+    def phi(self, x):
+        if float(x.detach().sum()) == torch.inf:
+            raise ValueError("query and key are infinite")
+        return super().phi(x)
+
+
+# ---- refusals
+
+
+class AcceptsAnyPaddingType(PlainLinear):
+    def check_mask(self, name, mask, shape):
+        if name == "attn_mask" or mask.shape != shape:
+            super().check_mask(name, mask, shape)
+
+
+DEFECTS = {
+    LongPrefillDiffers: {"forms_agree"},
+    LongPrefillStartsAfresh: {"forms_agree"},
+    LongPrefillDropsAGradient: {"forms_agree"},
+    UndoesDetach: {"gradients_through_state"},
+    IgnoresGroups: {"head_shapes"},
+    NeedsABatch: {"short_and_empty"},
+    FutureInTheNormaliser: {"no_future_leak"},
+    DependsOnLength: {"prefix_invariance"},
+    ReadsOtherRows: {"batch_independence"},
+    PaddingInTheNormaliser: {"padding"},
+    PaddingByMultiplication: {"padding"},
+    PackingOffByOne: {"packing"},
+    IgnoresValue: {"cross_attention"},
+    AlignsTopLeft: {"cross_attention", "nothing_to_attend"},
+    InvertsAttnMask: {"attn_mask", "nothing_to_attend"},
+    NothingIsNaN: {"nothing_to_attend"},
+    NothingHasNaNGradient: {"nothing_to_attend"},
+    StepsInPlace: {"state_is_a_value"},
+    WritesAnUnusedSlot: {"state_is_a_value"},
+    GrowsWhileConstant: {"constant_state"},
+    ForwardDisturbsStep: {"interleaved_sequences"},
+    StateOfThisInstance: {"state_round_trip"},
+    StateInTheInputType: {"state_structure"},
+    StateNotBatchFirst: {"state_structure", "state_round_trip"},
+    ReturnsSinglePrecision: {"dtypes"},
+    NormalisesInTheInputType: {"half_precision"},
+    RedrawsInEval: {"deterministic", "copies", "batch_independence", "no_future_leak", "prefix_invariance"},
+    UsesGlobalRandomness: {"global_randomness"},
+    FeaturesOutsideTheStateDict: {"state_dict"},
+    CannotBePickled: {"copies"},
+    BreaksTheGraph: {"compiles"},
+    AcceptsAnyPaddingType: {"rejects_wrong_input"},
+}
+
+
+def test_the_plain_mechanism_has_no_defect():
+    ran = check_mechanism(PlainLinear)
+    assert ran == [check.__name__ for check in CHECKS]
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "noticed"), DEFECTS.items(), ids=[mechanism.__name__ for mechanism in DEFECTS]
+)
+def test_defect_is_found_by_its_check_alone(mechanism, noticed):
+    def run(check):
+        return name(check) in noticed or check not in (check_compiles, check_half_precision)  # the slow ones
+
+    assert failures(mechanism, run) == noticed
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("causal", "causal=True"),
+        ("bidirectional", "causal=False"),
+        ("cross", "causal=True, cross-attention"),
+        ("padding", "causal=True, key_padding_mask"),
+        ("packing", "causal=True, cu_seqlens"),
+        ("attn_mask", "causal=True, attn_mask"),
+        ("recurrence", "init_state"),
+    ],
+)
+def test_silence_about_what_is_not_claimed_is_found(field, asked):
+    class Silent(PlainLinear):
+        supports = replace(ALL, **{field: "none" if field == "recurrence" else False})
+
+        def refuse(self, **asked):
+            super().refuse(**{name: wanted for name, wanted in asked.items() if name != field})
+
+    with pytest.raises(AssertionError) as failure:
+        check_refuses_unclaimed(Maker(Silent), Silent.supports)
+    assert str(failure.value) == f"{asked} (not claimed): was accepted, should raise UnsupportedError"
+
+
+def test_a_missing_verb_is_no_refusal():
+    class NoStep(PlainLinear):
+        supports = replace(ALL, recurrence="none")
+        step = property()
+
+    with pytest.raises(AssertionError, match=r"step \(not claimed\): raised AttributeError"):
+        check_refuses_unclaimed(Maker(NoStep), NoStep.supports)
+
+
+def test_a_failure_says_what_differed_and_by_how_much():
+    with pytest.raises(AssertionError) as failure:
+        check_mechanism(LongPrefillDiffers)
+    assert re.fullmatch(
+        r"default: prefill\(64\) \+ prefill\(69\) against forward: output differs by \S+e-\d+ at "
+        r"\[\d, \d+, \d+\] \(\S+, should be \S+\); \S+e-12 is allowed",
+        str(failure.value),
+    )
+    assert failure.value.__notes__ == ["in check_forms_agree of LongPrefillDiffers"]
+
+
+def test_options_reach_the_constructor():
+    with pytest.raises(TypeError, match="feature_map"):
+        check_mechanism(PlainLinear, feature_map="elu")
+
+
+def test_every_check_has_a_defect_that_it_finds():
+    assert set().union(*DEFECTS.values()) | {"refuses_unclaimed"} == {name(check) for check in CHECKS}
