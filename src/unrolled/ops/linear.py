@@ -179,12 +179,12 @@ def linear_attention_step(
             kv, k_sum = kv * gate.unsqueeze(-1), k_sum * gate
         kv = kv + keys.unsqueeze(-1) * v.to(dtype).unsqueeze(-2)
         k_sum = k_sum + keys
-        B, H, R = q.shape
-        grouped = q.to(dtype).reshape(B, k.shape[1], -1, R)
+        (B, H, R), (_, G, M) = q.shape, v.shape
+        grouped = q.to(dtype).reshape(B, G, H // G, R)
         o = grouped @ kv
         if normalize:
             o = safe_divide(o, grouped @ k_sum.unsqueeze(-1))
-        return o.reshape(B, H, -1).to(v.dtype), LinearState(kv, k_sum)
+        return o.reshape(B, H, M).to(v.dtype), LinearState(kv, k_sum)
 
 
 def linear_attention_reference(

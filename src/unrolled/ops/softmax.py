@@ -121,6 +121,7 @@ def softmax_prefill(
         `o [B,T,H,M]`, and the cache with the new tokens.
     """
     check_qkv(q, k, v)
+    _check_cache(cache, k, v)
     B, T = k.shape[:2]
     new_padding = (
         torch.zeros(B, T, dtype=torch.bool, device=k.device) if key_padding_mask is None else key_padding_mask
@@ -157,14 +158,15 @@ def softmax_step(
         `o [B,H,M]`, and the new cache.
     """
     check_qkv(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))
+    _check_cache(cache, k.unsqueeze(1), v.unsqueeze(1))
     dtype = cache.past_k.dtype
     recent_k = torch.cat([cache.recent_k, k.unsqueeze(2).to(dtype)], dim=2)
     recent_v = torch.cat([cache.recent_v, v.unsqueeze(2).to(dtype)], dim=2)
     recent_padding = torch.nn.functional.pad(cache.recent_padding, (0, 1))
     past_k, past_v, past_padding = cache.past_k, cache.past_v, cache.past_padding
-    B, H, D = q.shape
+    (B, H, D), (_, G, M) = q.shape, v.shape
     with torch.autocast(q.device.type, enabled=False):
-        grouped = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, k.shape[1], -1, D)
+        grouped = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, G, H // G, D)
         scores = torch.cat([grouped @ past_k.mT, grouped @ recent_k.mT], dim=-1)
         padding = torch.cat([past_padding, recent_padding], dim=1)
         weights = scores.masked_fill(padding[:, None, None, :], -torch.inf).softmax(-1)
@@ -175,7 +177,7 @@ def softmax_step(
         past_padding = padding
         recent_k, recent_v, recent_padding = recent_k[:, :, :0], recent_v[:, :, :0], recent_padding[:, :0]
     cache = KVCache(past_k, past_v, past_padding, recent_k, recent_v, recent_padding, cache.position + 1)
-    return o.reshape(B, H, -1).to(v.dtype), cache
+    return o.reshape(B, H, M).to(v.dtype), cache
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
@@ -192,6 +194,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
 
 def _both(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a & b
+
+
+def _check_cache(cache: KVCache, k: Tensor, v: Tensor) -> None:
+    (B, _, G, D), M = k.shape, v.shape[3]
+    for name, x, width in (("past_k", cache.past_k, D), ("past_v", cache.past_v, M)):
+        if x.dim() != 4 or x.shape[:2] != (B, G) or x.shape[3] != width:
+            raise ValueError(
+                f"cache.{name} has shape {shape(x)}, but these inputs want [{B}, {G}, S, {width}]"
+            )
 
 
 def _check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:
