@@ -72,7 +72,7 @@ class Polynomial(FeatureMap):
 
     Packed: [offset, sqrt(2 offset) x_i, x_i^2, sqrt(2) x_i x_j for i < j], so R = 1 + D + D(D+1)/2 rather
     than 1 + D + D^2. Cheaper than softmax only where the length exceeds R. The kernel is 0 at
-    q . k = -offset: a query all of whose products are close to that divides two small numbers and loses digits.
+    q . k = -offset: a query with all its products close to that divides two small numbers and loses digits.
     """
 
     upper: Tensor
