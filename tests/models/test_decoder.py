@@ -62,6 +62,30 @@ def test_all_ways_to_read_a_sequence_are_equal(attention, positions, norm, head)
     assert_same(read(model, [tokens[:, :2], steps[2], tokens[:, 3:]]), whole)
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
+@torch.no_grad()
+def test_a_block_is_what_it_says(norm, activation):
+    model = decoder(n_layers=1, norm=norm, activation=activation)
+    (block,), x = model.stack.blocks, torch.randn(2, 5, 16, dtype=torch.double)
+
+    def feed_forward(h: torch.Tensor) -> torch.Tensor:
+        h = block.ff.up(h)
+        if activation == "swiglu":
+            h = nn.functional.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :]
+        else:
+            h = getattr(nn.functional, activation)(h)
+        return block.ff.down(h)
+
+    if norm == "pre":
+        x1 = x + block.attention(block.attention_norm(x))
+        expected = model.stack.norm(x1 + feed_forward(block.ff_norm(x1)))
+    else:
+        x1 = block.attention_norm(x + block.attention(x))
+        expected = block.ff_norm(x1 + feed_forward(x1))
+    assert_same(model.stack(x), expected)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)

@@ -64,8 +64,9 @@ def test_padding_on_any_side_changes_nothing(fields, attention, positions):
     model = encoder(attention=attention, positions=positions, **fields)
     lengths = [4, 9, 1]
     whole = inputs_for(model, 3, 9)
+    filler = (whole + 1) % VOCAB
     for side in ("left", "right"):
-        x, padding = whole.clone(), torch.ones(3, 9, dtype=torch.bool)
+        x, padding = filler.clone(), torch.ones(3, 9, dtype=torch.bool)
         spans = [slice(9 - n, None) if side == "left" else slice(n) for n in lengths]
         for row, span in enumerate(spans):
             padding[row, span] = False

@@ -73,6 +73,7 @@ def test_a_truncated_file_is_refused(share, tmp_path):
         (lambda c: {k: v for k, v in c.items() if k != "model"}, "does not say which kind of model"),
         (lambda c: c | {"norm": "middle"}, "norm is 'middle', wanted one of"),
         (lambda c: [c], "does not say which kind of model"),
+        (lambda c: c | {"model": ["decoder"]}, "does not say which kind of model"),
         (lambda c: c | {"max_length": 9}, "positions.table.weight in"),
         (lambda c: c | {"max_length": 9}, "has the shape [8, 16], wanted [9, 16]"),
         (

@@ -69,7 +69,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a model's folder: {CONFIG_FILE}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(values, dict) or "model" not in values:
+    if not isinstance(values, dict) or not isinstance(values.get("model"), str):
         raise ValueError(
             f"{file} does not say which kind of model it is for, wanted an object with a 'model'"
         )
