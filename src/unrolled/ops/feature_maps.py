@@ -43,12 +43,12 @@ class FeatureMap(nn.Module):
 class Elu(FeatureMap):
     """phi(x) = elu(x) + 1, everywhere positive (arXiv 2006.16236, eq. 7).
 
-    Computed as exp(x) below 0: the literal elu(x) + 1 is exactly 0 below -16.6 in fp32.
+    Computed as relu(x) + exp(min(x, 0)): the literal elu(x) + 1 is exactly 0 below -16.6 in fp32.
     """
 
     def phi(self, x: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D]`."""
-        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+        return x.relu() + x.clamp(max=0).exp()
 
 
 class Relu(FeatureMap):
