@@ -1,0 +1,126 @@
+"""Build the site into `site/`: write a page per mechanism, per module and per command, then run Zensical.
+
+A new file in `src/unrolled/` gets its page without a change here. The pages that this writes are git-ignored.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import unrolled
+from unrolled import attention, cli
+from unrolled.cli.mechanisms import markdown_table
+
+DOCS = Path(__file__).parent
+MECHANISMS = DOCS / "attention"
+REFERENCE = DOCS / "reference"
+SITE = DOCS.parent / "site"
+
+
+def main() -> int:
+    """Write the generated pages and build everything; a broken link is an error."""
+    for folder in (MECHANISMS, REFERENCE, SITE):
+        shutil.rmtree(folder, ignore_errors=True)
+    write_mechanisms()
+    write_modules()
+    write_commands()
+    zensical = Path(sys.executable).with_name("zensical")
+    return subprocess.run([zensical, "build", "--clean", "--strict"], cwd=DOCS.parent).returncode
+
+
+def write_mechanisms() -> None:
+    """Write one page per file of `attention/`: what it can do, its docstring, its classes and functions."""
+    for name in attention.names():
+        module = importlib.import_module(f"unrolled.attention.{name}")
+        title, body = title_and_body(module)
+        head, _, sentence = title.partition(": ")
+        sentence = sentence[:1].upper() + sentence[1:]
+        table = markdown_table([name], link="index.md")
+        write(MECHANISMS / f"{name}.md", head, sentence, table, enriched(body), *members(module))
+    write(
+        MECHANISMS / "index.md",
+        "Mechanisms",
+        "One file each. Choose one by its name, with `unrolled.attention.load` or in a model's config.",
+        markdown_table(link="{}.md"),
+        "The columns are explained in [The contract](../guide/contract.md#what-a-mechanism-declares).",
+        "## What all share",
+        directive("unrolled.attention._multihead.MultiHeadAttention", level=3),
+        directive("unrolled.attention.names", level=3),
+        directive("unrolled.attention.load", level=3),
+    )
+
+
+def write_modules() -> None:
+    """Write one page per public module outside `attention/` and the command line, a folder per package."""
+    rows = []
+    for found in pkgutil.walk_packages(unrolled.__path__, "unrolled."):
+        path = found.name.split(".")[1:]
+        if any(part.startswith("_") for part in path) or path[0] in ("attention", "cli"):
+            continue
+        module = importlib.import_module(found.name)
+        title, body = title_and_body(module)
+        file = "/".join(path) + ("/index.md" if found.ispkg else ".md")
+        write(REFERENCE / file, ".".join(path), title, enriched(body), *members(module))
+        rows.append(f"| [{'.'.join(path)}]({file}) | {title} |")
+    table = "\n".join(["| module of `unrolled` | |", "| --- | --- |", *rows])
+    write(REFERENCE / "index.md", "Reference", table)
+
+
+def write_commands() -> None:
+    """Write one page with the help of every command."""
+    parts = []
+    for command in ("", *get_command(cli.app).commands):
+        called = f"unrolled {command}".rstrip()
+        options = {"prog_name": "unrolled", "env": {"COLUMNS": "88"}}
+        text = CliRunner().invoke(cli.app, [*called.split()[1:], "--help"], **options).output
+        text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip()
+        parts += [f"## {called}" if command else "", f"```text\n{text}\n```"]
+    write(REFERENCE / "command-line.md", "Command line", *parts)
+
+
+def write(path: Path, title: str, *parts: str) -> None:
+    """Write a page of paragraphs under a title."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join([f"# {title}", *parts]) + "\n", encoding="utf-8")
+
+
+def title_and_body(module: ModuleType) -> tuple[str, str]:
+    """Return the first paragraph of a module's docstring, on one line, and the rest."""
+    title, _, body = (inspect.getdoc(module) or "").partition("\n\n")
+    return " ".join(title.split()), body
+
+
+def enriched(text: str) -> str:
+    """Link citations, and give the lines on cost, limits and equality a paragraph each."""
+    text = re.sub(r"\barXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+    return re.sub(r"\n+(Cost|Cannot|Equals)\b", r"\n\n**\1**", text)
+
+
+def members(module: ModuleType) -> Iterator[str]:
+    """Name what a module itself defines in public, in its order, each once, for mkdocstrings to describe."""
+    defined = [
+        node.name
+        for node in ast.parse(inspect.getsource(module)).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+    ]
+    return (directive(f"{module.__name__}.{name}") for name in dict.fromkeys(defined))
+
+
+def directive(name: str, level: int = 2) -> str:
+    """Return what mkdocstrings replaces by the description of an object."""
+    return f"::: {name}\n    options: {{ heading_level: {level} }}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
