@@ -1,0 +1,52 @@
+"""The README does what it says: its Python runs, its commands and links exist, its table is that of the classes."""
+
+import pytest
+from documents import ROOT, broken_links, check_command, commands, run
+
+from unrolled.cli.mechanisms import markdown_table
+
+README = ROOT / "README.md"
+
+
+def test_the_python_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(README)
+
+
+def test_the_commands_exist():
+    found = commands(README)
+    assert ["make", "demo"] in found
+    assert ["make", "test"] in found
+    for words in found:
+        check_command(words)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "make nothing",
+        "unrolled nothing",
+        "unrolled list --nothing",
+        "unrolled train model.nothing=1 run_dir=x",
+        "unrolled train data.name=text data.nothing=1 run_dir=x",
+        "pip install '.[nothing]'",
+        "nothing",
+    ],
+)
+def test_the_check_of_commands_can_fail(wrong):
+    import shlex
+
+    with pytest.raises(Exception, match="nothing"):
+        check_command(shlex.split(wrong))
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_the_links_lead_somewhere(page):
+    assert broken_links(ROOT / page) == []
+
+
+def test_the_table_of_mechanisms_is_that_of_the_classes():
+    _, _, rest = README.read_text(encoding="utf-8").partition("<!-- mechanisms -->\n")
+    table, end, _ = rest.partition("\n<!-- /mechanisms -->")
+    assert end
+    assert table == markdown_table(), "print it with `unrolled list --markdown`"
