@@ -27,7 +27,7 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(VENV)/docs
+docs: $(VENV)/installed
 	$(BIN)/python docs/build.py
 
 bench: $(VENV)/installed
@@ -41,10 +41,6 @@ $(VENV)/bin/python:
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $@
-
-$(VENV)/docs: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 # pytorch-fast-transformers is built from source and finds torch only without build isolation. With nvcc on

@@ -17,6 +17,12 @@ def gradients(output, inputs):
     return torch.autograd.grad((output * weights).sum(), inputs)
 
 
+def assert_agree(ours, theirs):
+    """To 1e-5 of the largest value: sums over all tokens that are not normalised are far above 1."""
+    scale = max(1.0, float(theirs.detach().abs().max()))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * scale)
+
+
 def random_inputs(T=150, H=2, D=8, M=5):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, T, H, D), (2, T, H, D), (2, T, H, M)]
@@ -36,9 +42,9 @@ def test_idiap_fast_transformers(causal):
     phi = Elu(q.shape[-1])
     padding = torch.arange(T) >= torch.tensor([[T], [T - 20]])
     ours = linear_attention(phi.phi(q), phi.phi(k), v, causal=causal, key_padding_mask=padding)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_agree(ours, theirs)
     for x, y in zip(gradients(ours, (q, k, v)), gradients(theirs, (q, k, v)), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        assert_agree(x, y)
 
 
 def test_idiap_recurrent_step():
@@ -49,7 +55,7 @@ def test_idiap_recurrent_step():
     for t in range(20):
         y, memory = theirs(q[:, t], k[:, t], v[:, t], memory)
         o, state = linear_attention_step(phi.phi(q[:, t]), phi.phi(k[:, t]), v[:, t], state)
-        torch.testing.assert_close(o, y, rtol=1e-5, atol=1e-5)
+        assert_agree(o, y)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -58,18 +64,17 @@ def test_fla_naive_reference(normalize):
     q, k, v = random_inputs(T=128)
     phi = Elu(q.shape[-1])
     theirs = naive.naive_recurrent_linear_attn(phi.phi(q), phi.phi(k), v, scale=1.0, normalize=normalize)
-    theirs, _ = theirs if isinstance(theirs, tuple) else (theirs, None)
+    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     ours = linear_attention(phi.phi(q), phi.phi(k), v, causal=True, normalize=normalize)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_agree(ours, theirs)
     for x, y in zip(gradients(ours, (q, k, v)), gradients(theirs, (q, k, v)), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        assert_agree(x, y)
 
 
-@pytest.mark.parametrize("normalize", [True])
-def test_fla_gated_naive_reference(normalize):
+def test_fla_gated_naive_reference():
     naive = pytest.importorskip("fla.ops.simple_gla.naive")
     q, k, v = random_inputs(T=100)
     gates = -torch.rand(2, 100, 2)
     theirs, _ = naive.naive_recurrent_simple_gla(q, k, v, gates, scale=1.0)
     ours = linear_attention(q, k, v, causal=True, log_decay=gates, normalize=False)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_agree(ours, theirs)
