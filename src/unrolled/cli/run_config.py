@@ -107,10 +107,7 @@ def resolve(values: Mapping[str, Any]) -> Run:
         "start_token": dataset.start_token,
         "max_length": dataset.length,
     }
-    try:
-        model = DecoderConfig(**(from_data | sections["model"]))
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"a value of model is of the wrong kind: {error}") from error
+    model = DecoderConfig(**(from_data | sections["model"]))
     for key in ("vocab_size", "start_token"):
         if getattr(model, key) < from_data[key]:
             raise ValueError(
