@@ -1,0 +1,159 @@
+"""What one more token costs a decoder, against the position: time by running it, memory by counting it."""
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unrolled.models import Decoder
+from unrolled.ops.state import nbytes
+
+WINDOW = 64  # tokens per timing of a stepping decoder, so that work that is due only now and then counts
+
+
+class Cost(NamedTuple):
+    """What a token costs after `position` others: seconds (a median), and bytes."""
+
+    position: int
+    seconds: float
+    nbytes: int
+
+
+class Task(NamedTuple):
+    """A decoder at some position: `run` makes `tokens` tokens, `nbytes` is what it needs to go on."""
+
+    run: Callable[[], object]
+    tokens: int
+    nbytes: int
+
+
+Contender = Callable[[int], Task]
+"""A way to decode: from a position to the task of going on from there."""
+
+
+def stepping(model: Decoder, *, seed: int = 0) -> Contender:
+    """Decode one sequence as a recurrence; the bytes are those of the state.
+
+    A state is never changed, so every repeat sets out from the same one.
+    """
+
+    def prepare(position: int) -> Task:
+        tokens = _random_tokens(model, position + WINDOW, seed)
+        _, start = model.prefill(tokens[:, :position], model.init_state(1))
+
+        def run() -> None:
+            state = start
+            for token in tokens[:, position:].unbind(1):
+                _, state = model.step(token, state)
+
+        return Task(run, WINDOW, nbytes(start))
+
+    return prepare
+
+
+def recomputing(model: Decoder, *, seed: int = 0) -> Contender:
+    """Decode one sequence by reading all of it again for each token; the bytes are the peak of activations."""
+
+    def prepare(position: int) -> Task:
+        tokens = _random_tokens(model, position, seed)
+        with PeakBytes() as memory:
+            model(tokens)
+        return Task(lambda: model(tokens), 1, memory.peak)
+
+    return prepare
+
+
+def cost_per_token(
+    contenders: Mapping[str, tuple[Contender, Sequence[int]]],
+    *,
+    repeats: int = 5,
+    threads: int = 1,
+    on_run: Callable[[], object] = lambda: None,
+) -> dict[str, list[Cost]]:
+    """Measure each contender at each of its positions.
+
+    Every repeat visits all contenders at all positions in turn, so that a machine that is busy for a while
+    slows all of them down alike, and the median over the repeats forgets it.
+
+    Args:
+        contenders: for each name, a way to decode and the positions to measure it at.
+        repeats: timings per contender and position.
+        threads: CPU threads of torch meanwhile.
+        on_run: called after each timing.
+
+    Returns:
+        for each name, a cost per position.
+    """
+    with torch.inference_mode(), _threads(threads):
+        tasks = {
+            (name, position): prepare(position)
+            for name, (prepare, positions) in contenders.items()
+            for position in positions
+        }
+        seconds: dict[tuple[str, int], list[float]] = {key: [] for key in tasks}
+        for _ in range(repeats):
+            for key, task in tasks.items():
+                began = time.perf_counter()
+                task.run()
+                seconds[key].append((time.perf_counter() - began) / task.tokens)
+                on_run()
+    return {
+        name: [Cost(p, median(seconds[name, p]), tasks[name, p].nbytes) for p in positions]
+        for name, (_, positions) in contenders.items()
+    }
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that exist at once, among those made by the operations inside.
+
+    What an operation holds only while it runs is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: Any = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for storage in _storages((args, kwargs)):
+            self._known.setdefault(storage, True)  # made outside, or counted already
+        result = func(*args, **kwargs)
+        for storage in _storages(result):
+            if storage not in self._known:
+                self._known[storage] = True
+                size = storage.nbytes()
+                self.live += size
+                weakref.finalize(storage, self._free, size)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _random_tokens(model: Decoder, length: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (1, length), generator=generator)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,169 @@
+"""The pictures of a report. Importing this module needs matplotlib; nothing here touches its global state."""
+
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from numpy.typing import NDArray
+
+DPI = 200
+GAP = 1  # pixels of an image between two images of a sheet
+
+
+class Theme(NamedTuple):
+    """Colours for a light or a dark page; the series are those of Okabe and Ito, told apart by any eye."""
+
+    paper: str
+    ink: str
+    faint: str
+    series: tuple[str, str, str]
+
+
+LIGHT = Theme("#ffffff", "#24292f", "#d8dee4", ("#0072b2", "#d55e00", "#5f6b76"))
+DARK = Theme("#15191e", "#d8dee6", "#3a434d", ("#56b4e9", "#e69f00", "#a9b4bf"))
+
+
+class Line(NamedTuple):
+    """A series of a plot, named beside its last point."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+def png(figure: Figure) -> bytes:
+    """Render a figure."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=DPI)
+    return file.getvalue()
+
+
+def digit_sheet(theme: Theme, images: NDArray[np.uint8], levels: int, columns: int = 10) -> Figure:
+    """Draw images [N, H, W] side by side, `columns` in a row; N is a multiple of it."""
+    grid = images.reshape(-1, columns, *images.shape[1:]) / (levels - 1)
+    return _tiles(theme, _grey(grid))
+
+
+def completion_sheet(
+    theme: Theme,
+    originals: NDArray[np.uint8],
+    completed: NDArray[np.uint8],
+    rows_given: int,
+    levels: int,
+) -> Figure:
+    """Draw originals [N, H, W] in the top row, what was given below, then completions [N, K, H, W].
+
+    What the model drew is tinted.
+    """
+    given = originals.copy()
+    given[:, rows_given:] = 0
+    tiles = _grey(np.concatenate([originals[None], given[None], completed.swapaxes(0, 1)]) / (levels - 1))
+    tint = LinearSegmentedColormap.from_list("drawn", ["#000000", "#56b4e9", "#e8f6ff"])
+    tiles[2:, :, rows_given:] = tint(completed.swapaxes(0, 1)[:, :, rows_given:] / (levels - 1))
+    tiles[1, :, rows_given:, :, 3] = 0.12  # nothing is known there
+    return _tiles(theme, tiles, ["original", "given", "drawn", *[""] * (completed.shape[1] - 1)])
+
+
+def loss_curve(theme: Theme, train: Line, val: Line, best: tuple[float, float]) -> Figure:
+    """Draw bits/dim against the step, and mark the best evaluation."""
+    figure, axes = _axes(theme)
+    blue, orange, _ = theme.series
+    axes.plot(train.x, train.y, color=orange, linewidth=1)
+    axes.plot(val.x, val.y, color=blue, linewidth=2)
+    axes.plot(*best, "o", color=blue, markersize=6)
+    axes.annotate(f"best {best[1]:.3f}", best, (0, 12), textcoords="offset points", color=blue, ha="right")
+    low = min(*train.y, *val.y)
+    high = np.percentile([*train.y, *val.y], 97)  # the first steps would flatten all the others
+    axes.set_ylim(low - 0.05 * (high - low), high)
+    axes.set_xlim(0, max(val.x))
+    axes.set_xlabel("training step")
+    axes.set_title("bits per pixel", loc="left", fontsize=10, color=theme.ink)
+    _name_lines(axes, [train, val], [orange, blue])
+    return figure
+
+
+def against_position(theme: Theme, title: str, lines: Sequence[Line], tick: Callable[[float], str]) -> Figure:
+    """Draw lines against the position on logarithmic axes, with `tick` writing the values."""
+    figure, axes = _axes(theme)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for line, colour, marker in zip(lines, theme.series, "osD", strict=False):
+        axes.plot(line.x, line.y, color=colour, marker=marker, markersize=4, linewidth=2)
+    positions = max((line.x for line in lines), key=len)
+    axes.set_xticks(positions, [f"{x:,}" for x in positions])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axes.set_xlabel("position in the sequence (tokens)")
+    axes.set_title(title, loc="left", fontsize=10, color=theme.ink)
+    _name_lines(axes, lines, theme.series)
+    return figure
+
+
+def both_themes(draw: Callable[..., Figure], *arguments: object, **options: object) -> Mapping[str, bytes]:
+    """Render a picture for light pages and for dark ones."""
+    return {
+        "light": png(draw(LIGHT, *arguments, **options)),
+        "dark": png(draw(DARK, *arguments, **options)),
+    }
+
+
+def _axes(theme: Theme) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5.6, 3.5), facecolor=theme.paper, layout="constrained")
+    axes = figure.add_subplot(facecolor=theme.paper)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(theme.faint)
+    axes.tick_params(which="both", color=theme.faint, labelcolor=theme.ink)
+    axes.grid(color=theme.faint, linewidth=0.5)
+    axes.xaxis.label.set_color(theme.ink)
+    return figure, axes
+
+
+def _name_lines(axes: Axes, lines: Sequence[Line], colours: Sequence[str]) -> None:
+    """Write each name right of its line's end, moved up where names would overlap."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    height = figure.bbox.height
+    lowest = -np.inf
+    for line, colour in sorted(zip(lines, colours, strict=False), key=lambda pair: pair[0].y[-1]):
+        end = (line.x[-1], line.y[-1])
+        y = axes.transData.transform(end)[1] / height
+        shift = max(0.0, lowest - y)
+        lowest = y + shift + 0.06
+        axes.annotate(
+            line.name,
+            end,
+            (6, shift * figure.get_figheight() * 72),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+            fontweight="bold",
+            annotation_clip=False,
+        )
+
+
+def _grey(levels: NDArray[np.floating]) -> NDArray[np.floating]:
+    """[..., H, W] in [0, 1] to RGBA [..., H, W, 4]."""
+    return np.stack([levels, levels, levels, np.ones_like(levels)], axis=-1)
+
+
+def _tiles(theme: Theme, tiles: NDArray[np.floating], row_names: Sequence[str] = ()) -> Figure:
+    """Draw RGBA tiles [rows, columns, H, W, 4] with transparent gaps, and the names left of the rows."""
+    rows, columns, height, width, _ = tiles.shape
+    tiles = np.pad(tiles, [(0, 0), (0, 0), (0, GAP), (0, GAP), (0, 0)])
+    sheet = tiles.swapaxes(1, 2).reshape(rows * (height + GAP), columns * (width + GAP), 4)[:-GAP, :-GAP]
+    margin = 11 if row_names else 0  # for the names, in pixels of the images
+    inches = 5.6 / (sheet.shape[1] + margin)
+    figure = Figure(figsize=(5.6, sheet.shape[0] * inches), facecolor=theme.paper)
+    left = margin * inches / 5.6
+    axes = figure.add_axes((left, 0, 1 - left, 1))
+    axes.set_axis_off()
+    axes.imshow(sheet, interpolation="nearest")
+    for row, name in enumerate(row_names):
+        middle = row * (height + GAP) + height / 2 - 0.5
+        axes.text(-2, middle, name, ha="right", va="center", color=theme.ink, fontsize=9)
+    return figure
