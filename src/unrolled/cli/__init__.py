@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from unrolled.cli.demo import demo
 from unrolled.cli.generate import generate
 from unrolled.cli.info import info
 from unrolled.cli.mechanisms import mechanisms
@@ -36,6 +37,7 @@ app.command()(train)
 app.command()(generate)
 app.command("list")(mechanisms)
 app.command()(info)
+app.command()(demo)
 
 
 @app.callback()
@@ -45,6 +47,10 @@ def options(
     ] = False,
 ) -> None:
     """Attention you train as a transformer and run as an RNN.
+
+    \b
+    See it at work, in a few minutes:
+      unrolled demo
 
     \b
     Train on the digits that come with scikit-learn, then draw some:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unrolled.models import Decoder
+from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
 
 WINDOW = 64  # tokens per timing of a stepping decoder, so that work that is due only now and then counts
@@ -39,6 +39,34 @@ Contender = Callable[[int], Task]
 """A way to decode: from a position to the task of going on from there."""
 
 
+def linear_and_softmax(
+    shape: Mapping[str, Any],
+    positions: Sequence[int],
+    *,
+    recompute_positions: Sequence[int],
+    repeats: int = 5,
+    threads: int = 1,
+    on_run: Callable[[], object] = lambda: None,
+) -> dict[str, list[Cost]]:
+    """Measure linear attention, softmax with a cache and softmax without one, for untrained decoders.
+
+    Args:
+        shape: fields of `DecoderConfig`, the same for all; positions must not be learned ones.
+        positions: where to measure the two that step.
+        recompute_positions: where to measure the third, "softmax_recompute".
+        repeats: as for `cost_per_token`.
+        threads: as for `cost_per_token`.
+        on_run: as for `cost_per_token`.
+    """
+    linear, softmax = (Decoder(DecoderConfig(attention=a, **shape)).eval() for a in ("linear", "softmax"))
+    contenders = {
+        "linear": (stepping(linear), positions),
+        "softmax_cache": (stepping(softmax), positions),
+        "softmax_recompute": (recomputing(softmax), recompute_positions),
+    }
+    return cost_per_token(contenders, repeats=repeats, threads=threads, on_run=on_run)
+
+
 def stepping(model: Decoder, *, seed: int = 0) -> Contender:
     """Decode one sequence as a recurrence; the bytes are those of the state.
 
@@ -60,7 +88,7 @@ def stepping(model: Decoder, *, seed: int = 0) -> Contender:
 
 
 def recomputing(model: Decoder, *, seed: int = 0) -> Contender:
-    """Decode one sequence by reading all of it again for each token; the bytes are the peak of activations."""
+    """Decode one sequence by reading it all again for each token; the bytes are the peak of activations."""
 
     def prepare(position: int) -> Task:
         tokens = _random_tokens(model, position, seed)
@@ -111,14 +139,14 @@ def cost_per_token(
     }
 
 
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that exist at once, among those made by the operations inside.
 
     What an operation holds only while it runs is not seen.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: Any = WeakIdKeyDictionary()
 

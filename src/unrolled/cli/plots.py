@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,8 +11,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
+from unrolled.cli._units import brief_time, size
+
 DPI = 200
+FONT_SIZE = 10
 GAP = 1  # pixels of an image between two images of a sheet
+
+
+NAMES = {
+    "linear": "linear",
+    "softmax_cache": "softmax,\nKV cache",
+    "softmax_recompute": "softmax,\nprefix reread",
+}
+"""What a reader is told of each contender of the measurement."""
 
 
 class Theme(NamedTuple):
@@ -82,8 +93,9 @@ def loss_curve(theme: Theme, train: Line, val: Line, best: tuple[float, float]) 
     axes.set_ylim(low - 0.05 * (high - low), high)
     axes.set_xlim(0, max(val.x))
     axes.set_xlabel("training step")
-    axes.set_title("bits per pixel", loc="left", fontsize=10, color=theme.ink)
-    _name_lines(axes, [train, val], [orange, blue])
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_title("bits per pixel", loc="left", fontsize=FONT_SIZE, color=theme.ink)
+    _name_lines(figure, axes, [train, val], [orange, blue])
     return figure
 
 
@@ -92,24 +104,59 @@ def against_position(theme: Theme, title: str, lines: Sequence[Line], tick: Call
     figure, axes = _axes(theme)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for line, colour, marker in zip(lines, theme.series, "osD", strict=False):
+    axes.margins(y=0.15)
+    for line, colour, marker in zip(lines, theme.series, "osD", strict=True):
         axes.plot(line.x, line.y, color=colour, marker=marker, markersize=4, linewidth=2)
     positions = max((line.x for line in lines), key=len)
     axes.set_xticks(positions, [f"{x:,}" for x in positions])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axes.set_xlabel("position in the sequence (tokens)")
-    axes.set_title(title, loc="left", fontsize=10, color=theme.ink)
-    _name_lines(axes, lines, theme.series)
+    axes.set_title(title, loc="left", fontsize=FONT_SIZE, color=theme.ink)
+    _name_lines(figure, axes, lines, theme.series)
     return figure
 
 
-def both_themes(draw: Callable[..., Figure], *arguments: object, **options: object) -> Mapping[str, bytes]:
-    """Render a picture for light pages and for dark ones."""
-    return {
-        "light": png(draw(LIGHT, *arguments, **options)),
-        "dark": png(draw(DARK, *arguments, **options)),
-    }
+def of_report(
+    figures: Mapping[str, Any],
+    real: NDArray[np.uint8],
+    samples: NDArray[np.uint8],
+    completed: NDArray[np.uint8],
+) -> dict[str, dict[str, bytes]]:
+    """Draw the pictures of the demo's report as PNG files, each as "light" and as "dark".
+
+    Args:
+        figures: what `figures.json` holds.
+        real: validation images [N, H, W].
+        samples: images drawn by the model [N, H, W].
+        completed: completions [N, K, H, W] of the first of the real images.
+    """
+    training, costs = figures["training"], figures["cost"]["contenders"]
+    levels, rows_given = figures["samples"]["levels"], figures["completions"]["rows_given"]
+    best = (training["best_step"], training["best_bits_per_dim"])
+    train, val = (
+        Line(name, *zip(*training[key], strict=True))
+        for name, key in (("training", "train"), ("validation", "val"))
+    )
+
+    def cost_lines(quantity: str) -> list[Line]:
+        return [
+            Line(NAMES[name], [cost["position"] for cost in line], [cost[quantity] for cost in line])
+            for name, line in costs.items()
+        ]
+
+    def draw(theme: Theme) -> dict[str, Figure]:
+        return {
+            "samples": digit_sheet(theme, samples, levels),
+            "real": digit_sheet(theme, real[: len(samples)], levels),
+            "completions": completion_sheet(theme, real[: len(completed)], completed, rows_given, levels),
+            "loss": loss_curve(theme, train, val, best),
+            "time": against_position(theme, "time per token", cost_lines("seconds"), brief_time),
+            "memory": against_position(theme, "memory per sequence", cost_lines("nbytes"), size),
+        }
+
+    light, dark = draw(LIGHT), draw(DARK)
+    return {name: {"light": png(light[name]), "dark": png(dark[name])} for name in light}
 
 
 def _axes(theme: Theme) -> tuple[Figure, Axes]:
@@ -123,26 +170,32 @@ def _axes(theme: Theme) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _name_lines(axes: Axes, lines: Sequence[Line], colours: Sequence[str]) -> None:
-    """Write each name right of its line's end, moved up where names would overlap."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    height = figure.bbox.height
+def _name_lines(figure: Figure, axes: Axes, lines: Sequence[Line], colours: Sequence[str]) -> None:
+    """Write each name beside its line's end: on the right, moved up where names would overlap.
+
+    A line that ends before the others is named above its end, where it is out of their way.
+    """
+    right = max(line.x[-1] for line in lines)
     lowest = -np.inf
-    for line, colour in sorted(zip(lines, colours, strict=False), key=lambda pair: pair[0].y[-1]):
+    for line, colour in sorted(zip(lines, colours, strict=True), key=lambda pair: pair[0].y[-1]):
         end = (line.x[-1], line.y[-1])
-        y = axes.transData.transform(end)[1] / height
-        shift = max(0.0, lowest - y)
-        lowest = y + shift + 0.06
+        if line.x[-1] < 0.9 * right:
+            offset, ha, va = (-4.0, 6.0), "right", "bottom"
+        else:
+            height = axes.transData.transform(end)[1] * 72 / figure.dpi  # points
+            lowest = max(height, lowest + 1.4 * FONT_SIZE)
+            offset, ha, va = (6.0, lowest - height), "left", "center"
         axes.annotate(
             line.name,
             end,
-            (6, shift * figure.get_figheight() * 72),
+            offset,
             textcoords="offset points",
             color=colour,
-            va="center",
+            fontsize=FONT_SIZE,
             fontweight="bold",
             annotation_clip=False,
+            ha=ha,
+            va=va,
         )
 
 

@@ -1,0 +1,20 @@
+"""Quantities as a reader wants them: three digits and a unit."""
+
+
+def brief_time(seconds: float) -> str:
+    """Write a time per token: "1.25 ms"."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def size(nbytes: float) -> str:
+    """Write a number of bytes, in powers of ten: "34.9 kB"."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= 0.9995 * factor:  # which rounds to 1 of this unit
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.3g} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Write how long a person waited: "2 min 5 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.2g} s" if seconds < 10 else f"{rest} s"

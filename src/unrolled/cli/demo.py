@@ -1,0 +1,166 @@
+"""`unrolled demo`."""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+if TYPE_CHECKING:
+    from unrolled.data.digits import DigitsDataset
+    from unrolled.models import Decoder
+    from unrolled.training import TrainConfig
+
+MODEL: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 8, "dropout": 0.1, "max_length": 64}
+TRAIN: dict[str, Any] = {
+    "batch_size": 16,
+    "lr": 2e-3,
+    "warmup_steps": 50,
+    "eval_every": 50,
+    "checkpoint_every": 50,
+}
+STEPS = 1000
+SAMPLES = 100
+COMPLETED, COMPLETIONS, ROWS_GIVEN = 10, 5, 4
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "d_model": 128,
+    "n_layers": 4,
+    "n_heads": 8,
+    "positions": "sinusoidal",
+}
+POSITIONS = (100, 250, 500, 1000, 2000, 4000, 8000)
+REREAD_POSITIONS = (100, 250, 500, 1000, 2000, 4000)  # where a token takes a second or so
+COMPARED_AT = (100, 4000)
+REPEATS = 5
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder of the report and of the run.")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = STEPS,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the data order and the drawing.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume/--fresh", help="Go on from the last checkpoint, or begin again.")
+    ] = True,
+) -> None:
+    """Train on handwritten digits, draw new ones as an RNN, measure what a token costs: a report in minutes.
+
+    Stop it with Ctrl-C at any time; the same command again goes on with the training.
+
+    \b
+    The folder will hold
+      report.html     everything on one page
+      figures.json    every number
+      *.png           every picture
+      and the run, for unrolled generate and unrolled info
+    """
+    _require("sklearn", "matplotlib")
+    import torch
+
+    from unrolled import data, training
+    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.models import Decoder, DecoderConfig
+
+    dataset: Any = data.load("digits")
+    torch.manual_seed(seed)  # the initial weights
+    model = Decoder(DecoderConfig(dataset.vocab_size, start_token=True, **MODEL))
+    config = training.TrainConfig(steps=steps, seed=seed, **TRAIN)
+    result = training.train(model, dataset, config, out, resume=resume)
+    if result.steps < steps:
+        raise KeyboardInterrupt
+    Vocabulary.of(dataset).save(out)
+    _report(Decoder.load(out), dataset, config, result.seconds, out)  # from the best weights, not the last
+
+
+def _require(*packages: str) -> None:
+    """Refuse before the work rather than after it."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ImportError(f"the demo needs {package}, which is missing: pip install 'unrolled[demo]'")
+
+
+def _report(
+    model: "Decoder", dataset: "DigitsDataset", config: "TrainConfig", training_seconds: float, out: Path
+) -> None:
+    """Draw, measure, and write the files; until all of it is done, `out` holds those of an earlier time."""
+    import json
+
+    from unrolled.cli import _digits, measure, plots, report
+    from unrolled.models.saving import write_atomically
+
+    times = [time.perf_counter()]
+    with _bar("drawing", SAMPLES * dataset.length) as advance:
+        samples = _digits.draw(model, SAMPLES, dataset.shape, config.seed, advance)
+    times.append(time.perf_counter())
+    real = dataset.images("val")
+    completed = _digits.complete(model, real[:COMPLETED], ROWS_GIVEN, COMPLETIONS, config.seed)
+    times.append(time.perf_counter())
+    with _bar("measuring", REPEATS * (2 * len(POSITIONS) + len(REREAD_POSITIONS))) as advance:
+        costs = measure.linear_and_softmax(
+            SHAPE, POSITIONS, recompute_positions=REREAD_POSITIONS, repeats=REPEATS, on_run=advance
+        )
+    times.append(time.perf_counter())
+    drawing, completing, measuring = (after - before for before, after in pairwise(times))
+    seconds = {
+        "training": training_seconds,
+        "drawing": drawing,
+        "completing": completing,
+        "measuring": measuring,
+    }
+
+    figures = {
+        "folder": str(out),
+        "model": {"parameters": sum(x.numel() for x in model.parameters()), "config": asdict(model.config)},
+        "training": _digits.describe_training(out, config, dataset),
+        "samples": _digits.describe_samples(samples, dataset),
+        "completions": {"digits": COMPLETED, "each": COMPLETIONS, "rows_given": ROWS_GIVEN},
+        "cost": {
+            "shape": SHAPE,
+            "threads": 1,
+            "repeats": REPEATS,
+            "window": measure.WINDOW,
+            "positions": POSITIONS,
+            "compared_at": COMPARED_AT,
+            "contenders": {name: [cost._asdict() for cost in line] for name, line in costs.items()},
+        },
+        "machine": _machine(),
+        "seconds": {**seconds, "total": sum(seconds.values())},
+    }
+    pictures = plots.of_report(figures, real.numpy(), samples.numpy(), completed.numpy())
+    files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
+    files["figures.json"] = json.dumps(figures, indent=1).encode()
+    files["report.html"] = report.build(figures, pictures).encode()
+    for name, content in files.items():
+        write_atomically(out / name, partial(Path.write_bytes, data=content))
+    typer.echo(report.summary(figures))
+    typer.echo(f"The report: {out / 'report.html'}")
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "processors": os.cpu_count(),
+    }
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a progress bar on stderr; yield what advances it."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
