@@ -242,6 +242,7 @@ def test_peak_bytes_counts_what_is_alive_at_once():
         (size, 999_999, "1 MB"),
         (size, 16_400_040, "16.4 MB"),
         (duration, 3.21, "3.2 s"),
+        (duration, 42.4, "42 s"),
         (duration, 59.6, "1 min 0 s"),
         (duration, 125, "2 min 5 s"),
     ],

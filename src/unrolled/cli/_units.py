@@ -16,5 +16,7 @@ def size(nbytes: float) -> str:
 
 def duration(seconds: float) -> str:
     """Write how long a person waited: "2 min 5 s"."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.2g} s" if seconds < 10 else f"{rest} s"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,5 +1,6 @@
 """`unrolled demo`."""
 
+import json
 import os
 import platform
 import time
@@ -48,7 +49,7 @@ REPEATS = 5
 
 def demo(
     out: Annotated[Path, typer.Option(help="The folder of the report and of the run.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = STEPS,
+    steps: Annotated[int, typer.Option(min=10, help="Training steps.")] = STEPS,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the data order and the drawing.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on from the last checkpoint, or begin again.")
@@ -76,6 +77,9 @@ def demo(
     torch.manual_seed(seed)  # the initial weights
     model = Decoder(DecoderConfig(dataset.vocab_size, start_token=True, **MODEL))
     config = training.TrainConfig(steps=steps, seed=seed, **TRAIN)
+    typer.echo(
+        f"{_parameters(model):,} parameters, {dataset.epoch_size('train'):,} digits, folder {out}", err=True
+    )
     result = training.train(model, dataset, config, out, resume=resume)
     if result.steps < steps:
         raise KeyboardInterrupt
@@ -93,9 +97,7 @@ def _require(*packages: str) -> None:
 def _report(
     model: "Decoder", dataset: "DigitsDataset", config: "TrainConfig", training_seconds: float, out: Path
 ) -> None:
-    """Draw, measure, and write the files; until all of it is done, `out` holds those of an earlier time."""
-    import json
-
+    """Draw and measure, and only then write the files, so that an interrupt leaves the earlier ones whole."""
     from unrolled.cli import _digits, measure, plots, report
     from unrolled.models.saving import write_atomically
 
@@ -121,7 +123,7 @@ def _report(
 
     figures = {
         "folder": str(out),
-        "model": {"parameters": sum(x.numel() for x in model.parameters()), "config": asdict(model.config)},
+        "model": {"parameters": _parameters(model), "config": asdict(model.config)},
         "training": _digits.describe_training(out, config, dataset),
         "samples": _digits.describe_samples(samples, dataset),
         "completions": {"digits": COMPLETED, "each": COMPLETIONS, "rows_given": ROWS_GIVEN},
@@ -145,6 +147,10 @@ def _report(
         write_atomically(out / name, partial(Path.write_bytes, data=content))
     typer.echo(report.summary(figures))
     typer.echo(f"The report: {out / 'report.html'}")
+
+
+def _parameters(model: "Decoder") -> int:
+    return sum(x.numel() for x in model.parameters())
 
 
 def _machine() -> dict[str, Any]:

@@ -17,7 +17,6 @@ DPI = 200
 FONT_SIZE = 10
 GAP = 1  # pixels of an image between two images of a sheet
 
-
 NAMES = {
     "linear": "linear",
     "softmax_cache": "softmax,\nKV cache",
