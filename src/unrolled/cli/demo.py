@@ -44,7 +44,7 @@ SHAPE: dict[str, Any] = {
 POSITIONS = (100, 250, 500, 1000, 2000, 4000, 8000)
 REREAD_POSITIONS = (100, 250, 500, 1000, 2000, 4000)  # where a token takes a second or so
 COMPARED_AT = (100, 4000)
-REPEATS = 5
+REPEATS = 7
 
 
 def demo(

@@ -85,7 +85,7 @@ def loss_curve(theme: Theme, train: Line, val: Line, best: tuple[float, float]) 
     blue, orange, _ = theme.series
     axes.plot(train.x, train.y, color=orange, linewidth=1)
     axes.plot(val.x, val.y, color=blue, linewidth=2)
-    axes.plot(*best, "o", color=blue, markersize=6)
+    axes.plot(*best, "o", color=blue, markersize=6, clip_on=False)
     axes.annotate(f"best {best[1]:.3f}", best, (0, 12), textcoords="offset points", color=blue, ha="right")
     low = min(*train.y, *val.y)
     high = np.percentile([*train.y, *val.y], 97)  # the first steps would flatten all the others
