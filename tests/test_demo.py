@@ -35,6 +35,7 @@ def run_demo(out: Path, *arguments: str) -> Result:
         patch.setattr(demo_module, "REREAD_POSITIONS", (4, 8))
         patch.setattr(demo_module, "COMPARED_AT", (4, 16))
         patch.setattr(demo_module, "REPEATS", 2)
+        patch.setattr("unrolled.cli.plots.DPI", 40)
         return CliRunner().invoke(app, ["demo", "--out", str(out), "--steps", "10", *arguments])
 
 

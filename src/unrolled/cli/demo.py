@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from unrolled.models import Decoder
     from unrolled.training import TrainConfig
 
-MODEL: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 8, "dropout": 0.1, "max_length": 64}
+MODEL: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 8, "dropout": 0.05, "max_length": 64}
 TRAIN: dict[str, Any] = {
     "batch_size": 16,
-    "lr": 2e-3,
+    "lr": 5e-3,
     "warmup_steps": 50,
     "eval_every": 50,
     "checkpoint_every": 50,
 }
-STEPS = 1000
+STEPS = 1600
 SAMPLES = 100
 COMPLETED, COMPLETIONS, ROWS_GIVEN = 10, 5, 4
 
