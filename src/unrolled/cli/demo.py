@@ -30,7 +30,7 @@ TRAIN: dict[str, Any] = {
     "eval_every": 50,
     "checkpoint_every": 50,
 }
-STEPS = 1600
+STEPS = 1500
 SAMPLES = 100
 COMPLETED, COMPLETIONS, ROWS_GIVEN = 10, 5, 4
 
@@ -67,6 +67,8 @@ def demo(
       and the run, for unrolled generate and unrolled info
     """
     _require("sklearn", "matplotlib")
+    # Read when torch loads OpenMP: threads that spin while they wait slow each other down on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from unrolled import data, training
