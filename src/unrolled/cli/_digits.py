@@ -18,7 +18,7 @@ TEMPERATURE = 1.0
 
 
 def draw(
-    model: Decoder, count: int, shape: tuple[int, int], seed: int, on_pixel: Callable[[], Any]
+    model: Decoder, count: int, shape: tuple[int, int], seed: int, on_pixel: Callable[[], None]
 ) -> Tensor:
     """Draw digits from the start symbol alone, all in one batch: uint8 [count, H, W]."""
     height, width = shape

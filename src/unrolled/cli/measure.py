@@ -45,17 +45,17 @@ def linear_and_softmax(
     *,
     recompute_positions: Sequence[int],
     repeats: int = 5,
-    threads: int = 1,
     on_run: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Cost]]:
     """Measure linear attention, softmax with a cache and softmax without one, for untrained decoders.
+
+    All on one thread.
 
     Args:
         shape: fields of `DecoderConfig`, the same for all; positions must not be learned ones.
         positions: where to measure the two that step.
         recompute_positions: where to measure the third, "softmax_recompute".
         repeats: as for `cost_per_token`.
-        threads: as for `cost_per_token`.
         on_run: as for `cost_per_token`.
     """
     linear, softmax = (Decoder(DecoderConfig(attention=a, **shape)).eval() for a in ("linear", "softmax"))
@@ -64,17 +64,17 @@ def linear_and_softmax(
         "softmax_cache": (stepping(softmax), positions),
         "softmax_recompute": (recomputing(softmax), recompute_positions),
     }
-    return cost_per_token(contenders, repeats=repeats, threads=threads, on_run=on_run)
+    return cost_per_token(contenders, repeats=repeats, on_run=on_run)
 
 
-def stepping(model: Decoder, *, seed: int = 0) -> Contender:
+def stepping(model: Decoder) -> Contender:
     """Decode one sequence as a recurrence; the bytes are those of the state.
 
     A state is never changed, so every repeat sets out from the same one.
     """
 
     def prepare(position: int) -> Task:
-        tokens = _random_tokens(model, position + WINDOW, seed)
+        tokens = _random_tokens(model, position + WINDOW)
         _, start = model.prefill(tokens[:, :position], model.init_state(1))
 
         def run() -> None:
@@ -87,11 +87,11 @@ def stepping(model: Decoder, *, seed: int = 0) -> Contender:
     return prepare
 
 
-def recomputing(model: Decoder, *, seed: int = 0) -> Contender:
+def recomputing(model: Decoder) -> Contender:
     """Decode one sequence by reading it all again for each token; the bytes are the peak of activations."""
 
     def prepare(position: int) -> Task:
-        tokens = _random_tokens(model, position, seed)
+        tokens = _random_tokens(model, position)
         with PeakBytes() as memory:
             model(tokens)
         return Task(lambda: model(tokens), 1, memory.peak)
@@ -172,8 +172,8 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _random_tokens(model: Decoder, length: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def _random_tokens(model: Decoder, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (1, length), generator=generator)
 
 
