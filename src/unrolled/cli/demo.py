@@ -30,7 +30,7 @@ TRAIN: dict[str, Any] = {
     "eval_every": 50,
     "checkpoint_every": 50,
 }
-STEPS = 1500
+STEPS = 1200
 SAMPLES = 100
 COMPLETED, COMPLETIONS, ROWS_GIVEN = 10, 5, 4
 
