@@ -1,6 +1,6 @@
 """Softmax attention against its written-out definition, and the cache as a value."""
 
-import math
+from math import sqrt
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def definition(q, k, v, allowed: Tensor, bias: Tensor | None = None) -> Tensor:
             for t in range(T):
                 js = allowed[b, h, t].nonzero().squeeze(1)
                 if len(js):
-                    scores = k[b, js, h // P] @ q[b, t, h] / math.sqrt(D)
+                    scores = k[b, js, h // P] @ q[b, t, h] / sqrt(D)
                     if bias is not None:
                         scores = scores + bias.expand(B, H, T, k.shape[1])[b, h, t, js]
                     o[b, t, h] = scores.softmax(0) @ v[b, js, h // P]
@@ -71,6 +71,14 @@ def test_equals_the_definition(T, S, heads, causal, padded, mask, seed):
         wanted_gradients = torch.autograd.grad(total, (q, k, v), allow_unused=True, materialize_grads=True)
     for x, y in zip(found_gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+def test_torchs_kernels_can_be_chosen_and_agree():
+    q, k, v = (x.detach() for x in leaves(2, 9, 9, 2, 2))
+    found = [softmax_attention(q, k, v[..., :3], causal=True, backend=name) for name in ("flash", "math")]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="backend is 'cuda', but must be None or one of math, flash"):
+        softmax_attention(q, k, v, backend="cuda")
 
 
 def test_packed_sequences_do_not_see_each_other():

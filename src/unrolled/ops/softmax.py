@@ -3,15 +3,23 @@
 o_i = sum_j softmax_j(scale q_i . k_j) v_j        Vaswani et al. 2017 (arXiv 1706.03762), eq. 1
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, shape
 from unrolled.ops.masks import causal_mask, packed_mask
 
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 RECENT = 64  # tokens that a cache collects before it joins them to its past
 
 
@@ -41,6 +49,7 @@ def softmax_attention(
     attn_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Softmax attention in time quadratic in the length (equation above).
 
@@ -54,6 +63,8 @@ def softmax_attention(
             to the scores).
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
         scale: factor of the scores, 1/sqrt(D) by default.
+        backend: "math", "flash", "efficient" or "cudnn", a kernel of torch's; for tests and benchmarks, by
+            default torch chooses.
 
     Returns:
         `o [B,T,H,M]`; 0, with zero gradient, for a query that has nothing to attend to.
@@ -84,12 +95,12 @@ def softmax_attention(
     if (causal or S == 0) and not plainly_causal:
         allowed = _both(allowed, causal_mask(T, S, q.device))
     if allowed is None:
-        return _sdpa(q, k, v, None, plainly_causal, scale)
+        return _sdpa(q, k, v, None, plainly_causal, scale, backend)
     something = allowed.any(-1, keepdim=True)
     # A row without any key attends to all of them instead, and is then zeroed: no NaN in either direction.
     allowed = allowed | ~something
     mask = allowed if bias is None else bias.masked_fill(~allowed, -torch.inf).masked_fill(~something, 0)
-    o = _sdpa(q, k, v, mask.expand(B, H, T, S), False, scale)
+    o = _sdpa(q, k, v, mask.expand(B, H, T, S), False, scale, backend)
     return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0)
 
 
@@ -180,16 +191,27 @@ def softmax_step(
     return o.reshape(B, H, M).to(v.dtype), cache
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
-    return scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    ).transpose(1, 2)
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    backend: str | None,
+) -> Tensor:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, but must be None or one of {', '.join(BACKENDS)}")
+    with nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend]):
+        return scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        ).transpose(1, 2)
 
 
 def _both(a: Tensor | None, b: Tensor) -> Tensor:

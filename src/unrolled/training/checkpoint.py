@@ -215,7 +215,7 @@ def _check_identity(path: Path, found: Any, wanted: Any, free: frozenset[str]) -
         if before.get(name) != now.get(name):
             raise ValueError(
                 f"{path} cannot be resumed: {name} was {before.get(name)!r} and is now {now.get(name)!r} "
-                "(resume=False starts over)"
+                "(to start over: resume=False, or --fresh)"
             )
 
 
