@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, shape
 from unrolled.ops.kernels import linear as kernels
-from unrolled.ops.linear_chunked import decay_between, safe_divide
+from unrolled.ops.linear_chunked import LOWEST_GATE, Inputs, decay_between, safe_divide
 from unrolled.ops.precision import accumulation_dtype, exact_dtype
 
 
@@ -106,37 +106,23 @@ def linear_attention(
     out_dtype, dtype = v.dtype, torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     T, S = q.shape[1], k.shape[1]
-    before, unseen = q[:, :0], max(S - T, 0)
-    heads = []
-    if causal and S > T:  # the keys before the first query only enter the state
-        past = None if log_decay is None else log_decay[:, :unseen]
-        _, state = _run(before, k[:, :unseen], v[:, :unseen], past, state, None, False, normalize, backend)
-        log_decay = None if log_decay is None else log_decay[:, unseen:]
-        k, v = k[:, unseen:], v[:, unseen:]
-    elif causal and T > S:  # the queries before the first key read the given state alone
-        head, _ = _run(q[:, : T - S], k[:, :0], v[:, :0], None, state, None, False, normalize, backend)
-        heads, q = [head], q[:, T - S :]
-    o, new_state = _run(q, k, v, log_decay, state, cu_seqlens, causal, normalize, backend)
-    o = torch.cat([*heads, o], dim=1).to(out_dtype) if heads else o.to(out_dtype)
-    return (o, new_state) if return_state else o
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    state: LinearState | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    normalize: bool,
-    backend: str | None,
-) -> tuple[Tensor, LinearState]:
     kv, k_sum = (None, None) if state is None else state
-    o, kv, k_sum = kernels.linear_attention(
-        q, k, v, log_decay, kv, k_sum, cu_seqlens, causal, normalize, backend
-    )
-    return o, LinearState(kv, k_sum)
+    before = []
+    if causal and S > T:  # the keys before the first query only enter the state
+        early, late = slice(None, S - T), slice(S - T, None)
+        gates = None if log_decay is None else log_decay[:, early]
+        inputs = Inputs(q[:, :0], k[:, early], v[:, early], gates, kv, k_sum)
+        _, kv, k_sum = kernels.linear_attention(inputs, None, False, normalize, backend)
+        log_decay = None if log_decay is None else log_decay[:, late]
+        k, v = k[:, late], v[:, late]
+    elif causal and T > S:  # the queries before the first key read the given state alone
+        inputs = Inputs(q[:, : T - S], k[:, :0], v[:, :0], None, kv, k_sum)
+        before = [kernels.linear_attention(inputs, None, False, normalize, backend)[0]]
+        q = q[:, T - S :]
+    inputs = Inputs(q, k, v, log_decay, kv, k_sum)
+    o, kv, k_sum = kernels.linear_attention(inputs, cu_seqlens, causal, normalize, backend)
+    o = (torch.cat([*before, o], dim=1) if before else o).to(out_dtype)
+    return (o, LinearState(kv, k_sum)) if return_state else o
 
 
 def linear_attention_step(
@@ -248,7 +234,7 @@ def _reference(
         if log_decay is None:
             log_decay = q.new_zeros(B, S, G)
         # b[:, s] cumulates the gates of the first s keys, so that "no key read yet" is row 0.
-        gates = log_decay.clamp(min=-1e4).to(exact_dtype(q.device))
+        gates = log_decay.clamp(min=LOWEST_GATE).to(exact_dtype(q.device))
         b = torch.nn.functional.pad(gates.cumsum(1), (0, 0, 1, 0)).transpose(1, 2)
         keys_read = torch.arange(T, device=q.device) + (S - T + 1) if causal else q.new_full((T,), S).long()
         keys_read = keys_read.clamp(min=0)

@@ -36,6 +36,17 @@ from unrolled.ops.precision import accumulation_dtype, exact_dtype
 LOWEST_GATE = -1e4  # its exponential is 0 like that of -inf, but it may be subtracted from itself
 
 
+class Inputs(NamedTuple):
+    """What linear attention is computed from; the last three may be absent."""
+
+    q: Tensor  # [B,T,H,R]
+    k: Tensor  # [B,S,G,R]
+    v: Tensor  # [B,S,G,M]
+    log_decay: Tensor | None  # [B,S,G]
+    kv: Tensor | None  # [B,G,R,M]
+    k_sum: Tensor | None  # [B,G,R]
+
+
 class Gates(NamedTuple):
     """What the chunk formulas need of the gates. Without gates the last three are None, meaning 1."""
 
@@ -56,24 +67,14 @@ class Chunks(NamedTuple):
     k_sum: Tensor  # [X,1,1,R,1]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    k_sum: Tensor | None,
-    causal: bool,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `o [B,T,H,M]`, the state after the last key, and the divisor `[B,T,H,1]` (empty without).
 
     Causal needs T = S. Every operation is differentiable, so higher derivatives go through this same code.
     """
-    B, T, _, R = q.shape
-    G, M = k.shape[2], v.shape[3]
-    with torch.autocast(q.device.type, enabled=False):
-        x = _cut(q, k, v, log_decay, kv, k_sum, causal)
+    (B, T, _, R), (_, _, G, M) = inputs.q.shape, inputs.v.shape
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        x = _cut(inputs, causal)
         k_to_end = _times(x.k, x.gates.to_end)
         S = _scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
         z = _scan(x.k_sum, k_to_end.sum(-2).unsqueeze(-1), x.gates.through)
@@ -87,7 +88,7 @@ def forward(
             den = x.q @ z[:, -1:] if normalize else None
         o = num if den is None else safe_divide(num, den)
         return (
-            _join(o, B, T, G).to(v.dtype),
+            _join(o, B, T, G).to(inputs.v.dtype),
             S[:, -1].reshape(B, G, R, M).clone(),  # a view would keep all n states alive
             z[:, -1].reshape(B, G, R).clone(),
             num.new_empty(0) if den is None else _join(den, B, T, G),
@@ -98,21 +99,15 @@ def backward(
     grad_o: Tensor,
     grad_kv: Tensor,
     grad_k_sum: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    k_sum: Tensor | None,
+    inputs: Inputs,
     den: Tensor,
     causal: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of `q, k, v, log_decay, kv, k_sum`; an absent `log_decay` gets an empty one."""
-    B, T, _, R = q.shape
-    S_len, G, M = v.shape[1:]
-    with torch.autocast(q.device.type, enabled=False):
-        x = _cut(q, k, v, log_decay, kv, k_sum, causal)
+    (B, T, _, R), (_, S_len, G, M) = inputs.q.shape, inputs.v.shape
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        x = _cut(inputs, causal)
         n, C = x.q.shape[1], x.q.shape[3]
         g = _split(grad_o.to(x.v.dtype), n, C, G)
         divisor = _split(den, n, C, G) if normalize else None
@@ -157,7 +152,7 @@ def backward(
         dv = dv + k_to_end @ dS[:, 1:]
 
         d_log_decay = x.k.new_empty(0)
-        if log_decay is not None:
+        if inputs.log_decay is not None:
             given = (x.k * dk_given).sum(-1)
             passed = (_times(S[:, :-1], x.gates.through) * dS[:, 1:]).sum((-2, -1))
             passed = passed + (_times(z[:, :-1], x.gates.through) * dz[:, 1:]).sum((-2, -1))
@@ -167,11 +162,13 @@ def backward(
                 read = _sum_heads((x.q * dq_read).sum(-1, keepdim=True)).squeeze(-1)
                 d_gates = d_gates + (pairs.cumsum(-1) - pairs).tril().sum(-2) + _suffix_sum(read)
             d_log_decay = _join(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1)
-            d_log_decay = d_log_decay.masked_fill(log_decay < LOWEST_GATE, 0).to(log_decay.dtype)
+            d_log_decay = d_log_decay.masked_fill(inputs.log_decay < LOWEST_GATE, 0).to(
+                inputs.log_decay.dtype
+            )
         return (
-            _join(dq, B, T, G).to(q.dtype),
-            _join(dk, B, S_len, G).to(k.dtype),
-            _join(dv, B, S_len, G).to(v.dtype),
+            _join(dq, B, T, G).to(inputs.q.dtype),
+            _join(dk, B, S_len, G).to(inputs.k.dtype),
+            _join(dv, B, S_len, G).to(inputs.v.dtype),
             d_log_decay,
             dS[:, 0].reshape(B, G, R, M),
             dz[:, 0].reshape(B, G, R),
@@ -190,17 +187,9 @@ def decay_between(b_to: Tensor, b_from: Tensor, allowed: Tensor, dtype: torch.dt
     return difference.masked_fill(~allowed, -math.inf).to(dtype).exp()
 
 
-def _cut(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    k_sum: Tensor | None,
-    causal: bool,
-) -> Chunks:
-    B, T, _, R = q.shape
-    S_len, G, M = v.shape[1:]
+def _cut(inputs: Inputs, causal: bool) -> Chunks:
+    q, k, v, log_decay, kv, k_sum = inputs
+    (B, T, _, R), (_, S_len, G, M) = q.shape, v.shape
     # Wider values get longer chunks, so that the n states never outweigh the keys; T is split evenly.
     longest = 64 if M <= 64 else 128
     n = max(1, math.ceil(T / longest)) if causal else 1

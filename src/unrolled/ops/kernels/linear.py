@@ -9,28 +9,20 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import linear_chunked, linear_packed
+from unrolled.ops.linear_chunked import Inputs
 
 BACKENDS = ("plain",)
 
 
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    k_sum: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    normalize: bool,
-    backend: str | None,
+    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `o` and the state after the last key, for checked inputs of one type, with T = S if causal."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(
             f"backend is {backend!r}, but must be None for the fastest or one of {', '.join(BACKENDS)}"
         )
-    o, kv, k_sum, _ = _operator(q, k, v, log_decay, kv, k_sum, cu_seqlens, causal, normalize)
+    o, kv, k_sum, _ = _operator(*inputs, cu_seqlens, causal, normalize)
     return o, kv, k_sum
 
 
@@ -45,13 +37,13 @@ def _plain(
     causal: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs = Inputs(q, k, v, log_decay, kv, k_sum)
     if cu_seqlens is None:
-        o, kv, k_sum, den = linear_chunked.forward(q, k, v, log_decay, kv, k_sum, causal, normalize)
+        found = linear_chunked.forward(inputs, causal, normalize)
     else:
-        o, kv, k_sum, den = linear_packed.forward(
-            q, k, v, log_decay, kv, k_sum, cu_seqlens, causal, normalize
-        )
-    return o.contiguous(), kv.contiguous(), k_sum.contiguous(), den.contiguous()
+        found = linear_packed.forward(inputs, cu_seqlens, causal, normalize)
+    o, kv_end, k_sum_end, den = (x.contiguous() for x in found)
+    return o, kv_end, k_sum_end, den
 
 
 def _plain_backward(
@@ -69,14 +61,11 @@ def _plain_backward(
     causal: bool,
     normalize: bool,
 ) -> list[Tensor]:
+    grads, inputs = (grad_o, grad_kv, grad_k_sum), Inputs(q, k, v, log_decay, kv, k_sum)
     if cu_seqlens is None:
-        found = linear_chunked.backward(
-            grad_o, grad_kv, grad_k_sum, q, k, v, log_decay, kv, k_sum, den, causal, normalize
-        )
+        found = linear_chunked.backward(*grads, inputs, den, causal, normalize)
     else:
-        found = linear_packed.backward(
-            grad_o, grad_kv, grad_k_sum, q, k, v, log_decay, kv, k_sum, cu_seqlens, den, causal, normalize
-        )
+        found = linear_packed.backward(*grads, inputs, cu_seqlens, den, causal, normalize)
     return [gradient.contiguous() for gradient in found]
 
 
@@ -88,12 +77,13 @@ _backward_operator = torch.library.custom_op(
 
 @_operator.register_fake
 def _(q, k, v, log_decay, kv, k_sum, cu_seqlens, causal, normalize):  # type: ignore[no-untyped-def]
-    return linear_packed.like_outputs(q, k, v, cu_seqlens, normalize)
+    return linear_packed.like_outputs(Inputs(q, k, v, log_decay, kv, k_sum), cu_seqlens, normalize)
 
 
 @_backward_operator.register_fake
-def _(grad_o, grad_kv, grad_k_sum, q, k, v, log_decay, *_):  # type: ignore[no-untyped-def]
-    return list(linear_packed.like_gradients(grad_kv, grad_k_sum, q, k, v, log_decay))
+def _(grad_o, grad_kv, grad_k_sum, q, k, v, log_decay, kv, k_sum, *_):  # type: ignore[no-untyped-def]
+    inputs = Inputs(q, k, v, log_decay, kv, k_sum)
+    return list(linear_packed.like_gradients(grad_kv, grad_k_sum, inputs))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -103,23 +93,24 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _gradient(ctx: Any, grad_o: Tensor, grad_kv: Tensor, grad_k_sum: Tensor, _: Tensor) -> tuple[Any, ...]:
     *inputs, cu_seqlens, den = ctx.saved_tensors
-    if (
-        torch.is_grad_enabled()
-    ):  # create_graph=True: differentiate the plain form, which is right to any order
-        q, k, v, log_decay, kv, k_sum = inputs
-        outputs = _plain(q, k, v, log_decay, kv, k_sum, cu_seqlens, ctx.causal, ctx.normalize)[:3]
-        wanted = [x for x in inputs if x is not None and x.requires_grad]
-        grads = (grad_o, grad_kv, grad_k_sum)
-        differentiable = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
-        ys, gs = zip(*differentiable, strict=True)
-        found = iter(torch.autograd.grad(ys, wanted, gs, create_graph=True, allow_unused=True))
-        gradients = [next(found) if x is not None and x.requires_grad else None for x in inputs]
+    grads = (grad_o, grad_kv, grad_k_sum)
+    if torch.is_grad_enabled():  # create_graph=True
+        found = _differentiable_gradients(grads, Inputs(*inputs), cu_seqlens, ctx.causal, ctx.normalize)
     else:
-        all_gradients = _backward_operator(
-            grad_o, grad_kv, grad_k_sum, *inputs, cu_seqlens, den, ctx.causal, ctx.normalize
-        )
-        gradients = [None if x is None else g for x, g in zip(inputs, all_gradients, strict=True)]
-    return *gradients, None, None, None
+        found = _backward_operator(*grads, *inputs, cu_seqlens, den, ctx.causal, ctx.normalize)
+    return *(None if x is None else g for x, g in zip(inputs, found, strict=True)), None, None, None
+
+
+def _differentiable_gradients(
+    grads: tuple[Tensor, ...], inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
+) -> list[Tensor | None]:
+    """Differentiate the plain form, which is made of differentiable operations: right to any order."""
+    outputs = _plain(*inputs, cu_seqlens, causal, normalize)[:3]
+    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    ys, gs = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(ys, wanted, gs, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 
 _operator.register_autograd(_gradient, setup_context=_keep_for_backward)
