@@ -15,7 +15,22 @@ def test_widths_and_pickling(name):
     phi = pickle.loads(pickle.dumps(make_feature_map(name, 6)))
     x = torch.randn(2, 5, 3, 6)
     assert phi.phi_q(x).shape == phi.phi_k(x).shape == (2, 5, 3, phi.feature_dim)
-    assert phi.phi_q(x.bfloat16()).dtype == torch.bfloat16
+    assert phi.phi_q(x.bfloat16()).dtype == torch.float32
+    assert phi.phi_k(x.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_features_of_fp16_neither_overflow_nor_vanish(name):
+    phi = make_feature_map(name, 2)
+    assert phi.phi_k(torch.tensor([300.0, 20.0], dtype=torch.float16)).isfinite().all()
+    if name == "elu":
+        assert (phi.phi_q(torch.tensor([-20.0, -30.0], dtype=torch.float16)) > 0).all()
+
+
+def test_relus_are_what_they_are_called():
+    x = torch.tensor([-2.0, 0.0, 0.5, 3.0])
+    assert make_feature_map("relu", 4).phi_q(x).tolist() == [0, 0, 0.5, 3]
+    assert make_feature_map("squared_relu", 4).phi_q(x).tolist() == [0, 0, 0.25, 9]
 
 
 @pytest.mark.parametrize("name", ["elu", "relu", "squared_relu"])

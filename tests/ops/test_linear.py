@@ -210,8 +210,8 @@ def test_half_precision_survives_65536_tokens(dtype):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 65_536, 1, 8, generator=generator).to(dtype) for _ in range(3))
     phi = Elu(8)
-    found = linear_attention(phi.phi(q), phi.phi(k), v, causal=True)
-    exact = linear_attention(phi.phi(q).double(), phi.phi(k).double(), v.double(), causal=True)
+    found = linear_attention(phi.phi_q(q), phi.phi_k(k), v, causal=True)
+    exact = linear_attention(phi.phi_q(q.double()), phi.phi_k(k.double()), v.double(), causal=True)
     assert found.isfinite().all()
     # Only the output is rounded: half a unit in the last place of each value, and fp32 sums below it.
     half_ulp = torch.finfo(dtype).eps / 2
@@ -240,6 +240,31 @@ def test_nothing_to_attend_to_gives_zero_with_zero_gradient():
         assert (x.grad[0] == 0).all()
         assert (x.grad[1, :2] == 0).all()
         assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_padding_is_as_if_it_were_not_there(gated, causal):
+    # Not compared with the reference, which masks by the same lines: the padded tokens are really taken out.
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.rand(1, 90, 2, 3, dtype=torch.float64, generator=generator) for _ in range(3))
+    gates = -torch.rand(1, 90, 2, dtype=torch.float64, generator=generator) if gated else None
+    padding = torch.rand(1, 90, generator=generator) < 0.4
+    real = ~padding[0]
+    inputs = [x.requires_grad_() for x in (q, k, v, gates) if x is not None]
+
+    def run(keep, mask):
+        gates_kept = None if gates is None else gates[:, keep]
+        o, state = linear_attention(
+            q[:, keep], k[:, keep], v[:, keep],
+            causal=causal, log_decay=gates_kept, key_padding_mask=mask, return_state=True,
+        )  # fmt: skip
+        o = o if mask is None else o[:, real]
+        loss = o.square().sum() + state.kv.square().sum() + state.k_sum.square().sum()
+        return [o, *state, *torch.autograd.grad(loss, inputs)]
+
+    for x, y in zip(run(slice(None), padding), run(real, None), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def test_padded_garbage_has_no_effect():
@@ -315,6 +340,53 @@ def test_gradients_of_any_order_are_right(causal):
     assert torch.autograd.gradgradcheck(form, (*x, gates, kv, k_sum))
 
 
+def test_gradients_with_a_graph_are_right_when_inputs_depend_on_each_other():
+    x = torch.rand(1, 6, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def chained(x):
+        o, state = linear_attention(x.exp(), x.exp(), x, causal=True, return_state=True)
+        return linear_attention(o, 2 * o, x, causal=True, state=state).square().sum()
+
+    for form in (chained, lambda x: linear_attention(x, x, x).sum()):
+        (plain,) = torch.autograd.grad(form(x), x)
+        (with_graph,) = torch.autograd.grad(form(x), x, create_graph=True)
+        torch.testing.assert_close(with_graph, plain, rtol=1e-12, atol=1e-12)
+        assert torch.autograd.gradgradcheck(form, x)
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 5], [0]])
+def test_packs_have_second_derivatives(offsets):
+    x = [torch.rand(1, offsets[-1], 1, 2, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+
+    def form(q, k, v):
+        return linear_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens).sum()
+
+    with_graph = torch.autograd.grad(form(*x), x, create_graph=True)
+    assert [g.shape for g in with_graph] == [y.shape for y in x]
+    assert torch.autograd.gradgradcheck(form, x)
+
+
+# torch.func.jvp itself goes through what torch has deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_functional_transforms_agree_with_the_definition():
+    q, k, v, tangent = (torch.rand(1, 70, 1, 2, dtype=torch.float64) for _ in range(4))
+    gates = -torch.rand(1, 70, 1, dtype=torch.float64)
+
+    def ours(q):
+        return linear_attention(q, k, v, causal=True, log_decay=gates).sum()
+
+    def definition(q):
+        return linear_attention_reference(q, k, v, causal=True, log_decay=gates).sum()
+
+    for transform in (
+        lambda f: torch.func.jvp(f, (q,), (tangent,))[1],
+        lambda f: torch.func.grad(f)(q),
+        lambda f: torch.func.vmap(torch.func.grad(f))(torch.stack([q, 2 * q])),
+    ):
+        torch.testing.assert_close(transform(ours), transform(definition), rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_is_a_well_behaved_torch_operator(causal, packed):
@@ -343,6 +415,44 @@ def test_compiles_and_exports_as_one_graph():
     exported = torch.export.export(Model(), inputs, dynamic_shapes=lengths).module()
     longer = [torch.rand(2, 130, 2, 3) for _ in range(3)]
     torch.testing.assert_close(exported(*longer), Model()(*longer), rtol=0, atol=0)
+
+
+def test_compiles_with_everything_at_once_gradients_included():
+    case = Case(T=70, S=70, B=2, padded=True, dtype=torch.float32)
+    compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
+    assert_equal(
+        outputs_and_gradients(compiled, case), outputs_and_gradients(linear_attention, case), tolerance=1e-6
+    )
+
+
+def test_wrong_offsets_are_refused_when_compiled_too():
+    compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
+    q, k, v = (torch.rand(1, 5, 1, 2) for _ in range(3))
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 5"):
+        compiled(q, k, v, causal=True, cu_seqlens=torch.tensor([0, 4, 2, 5], dtype=torch.int32))
+
+
+def test_states_and_their_gradients_hold_no_more_memory_than_they_say():
+    q, k, v = (torch.rand(1, 1000, 1, 4) for _ in range(3))
+    state = LinearState(torch.rand(1, 1, 4, 4).requires_grad_(), torch.rand(1, 1, 4).requires_grad_())
+    o, after = linear_attention(q, k, v, causal=True, state=state, return_state=True)
+    o.sum().backward()
+    for x in (*after, state.kv.grad, state.k_sum.grad):
+        assert x.untyped_storage().nbytes() == x.nbytes
+
+
+def test_a_divisor_too_small_to_divide_by_counts_as_nothing():
+    q, k = torch.full((1, 2, 1, 1), 1e-20), torch.full((1, 2, 1, 1), 1e-20)  # 1e-40 is denormal in fp32
+    assert (linear_attention(q, k, torch.rand(1, 2, 1, 1)) == 0).all()
+
+
+def test_a_gate_below_the_lowest_forgets_like_it():
+    q, k, v = (torch.rand(1, 9, 1, 3) for _ in range(3))
+    found = [
+        linear_attention(q, k, v, causal=True, log_decay=torch.full((1, 9, 1), gate))
+        for gate in (-torch.inf, -1e30, -2e4)
+    ]
+    assert all(torch.equal(x, found[0]) for x in found)
 
 
 def test_packed_rows_are_the_sequences_alone():
@@ -377,7 +487,7 @@ def inputs(**changes):
         ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, r"packs sequences into one row"),
         ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is torch.int64 .* must be torch.int32 \[N\+1\]"),
         ({"state": LinearState(torch.zeros(2, 2, 3, 5), torch.zeros(2, 2, 3))}, r"state.kv has shape .* \[2, 2, 3, 6\]"),
-        ({"state": LinearState(torch.zeros(2, 2, 3, 6).double(), torch.zeros(2, 2, 3))}, r"state.kv is torch.float64"),
+        ({"state": LinearState(torch.zeros(2, 2, 3, 6).double(), torch.zeros(2, 2, 3))}, r"state.kv is torch.float64, but these inputs want torch.float32"),
         ({"backend": "fortran"}, r"backend is 'fortran', but must be None .* plain"),
     ],
 )  # fmt: skip

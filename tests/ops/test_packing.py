@@ -32,7 +32,7 @@ def test_pack_and_pad_lose_nothing(lengths):
 def test_buckets_hold_each_token_once_and_waste_less_than_half(lengths):
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     rows, tokens, slots = [], [], 0
-    for numbers, places, padding in length_buckets(cu_seqlens):
+    for numbers, places, padding in length_buckets(cu_seqlens, sum(lengths)):
         rows += numbers.tolist()
         tokens += places[~padding].tolist()
         slots += padding.numel()
@@ -82,6 +82,14 @@ def test_rotated_products_depend_on_the_distance_only(shift):
 
     torch.testing.assert_close(product(5 + shift, 2 + shift), product(5, 2), rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(product(3 + shift, 3 + shift), (q * k).sum(-1), rtol=1e-8, atol=1e-8)
+
+
+def test_rotation_is_anticlockwise_by_the_position():
+    x = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64).reshape(1, 1, 1, 4)
+    angles = (3.0, 3.0 / 10000**0.5)
+    wanted = [f(a) for a in angles for f in (math.cos, math.sin)]
+    found = rotary(x, torch.tensor([[3]])).flatten()
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 def test_wrong_input_is_refused():

@@ -73,6 +73,69 @@ def test_equals_the_definition(T, S, heads, causal, padded, mask, seed):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_scale_multiplies_the_scores_in_every_form(padded):
+    q, k, v = (x.detach() for x in leaves(2, 9, 9, 2, 2))
+    mask = torch.zeros(2, 9, dtype=torch.bool) if padded else None
+    wanted = softmax_attention(0.3 * sqrt(3) * q, k, v, causal=True)
+    found = softmax_attention(q, k, v, causal=True, key_padding_mask=mask, scale=0.3)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    prefilled, cache = softmax_prefill(
+        q[:, :8],
+        k[:, :8],
+        v[:, :8],
+        cache_like(k, v),
+        key_padding_mask=None if mask is None else mask[:, :8],
+        scale=0.3,
+    )
+    stepped, _ = softmax_step(q[:, 8], k[:, 8], v[:, 8], cache, scale=0.3)
+    torch.testing.assert_close(torch.cat([prefilled, stepped[:, None]], 1), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_padded_garbage_has_no_effect():
+    q, k, v = (x.detach() for x in leaves(1, 6, 6, 2, 2))
+    padding = torch.tensor([[False, True, False, False, True, False]])
+    wanted = softmax_attention(q, k, v, causal=True, key_padding_mask=padding)
+    k[:, 1], v[:, 1], k[:, 4], v[:, 4] = torch.inf, torch.nan, torch.nan, -torch.inf
+    assert torch.equal(softmax_attention(q, k, v, causal=True, key_padding_mask=padding), wanted)
+
+
+def test_inputs_of_mixed_types_are_promoted():
+    q, k, v = (x.detach() for x in leaves(1, 4, 4, 2, 2))
+    bias = torch.zeros(4, 4, dtype=torch.float16)
+    assert softmax_attention(q.float(), k, v.bfloat16(), attn_mask=bias).dtype == torch.bfloat16
+
+
+def test_autocast_reaches_neither_prefill_nor_step():
+    q, k, v = (x.detach().float() for x in leaves(1, 9, 9, 2, 2))
+
+    def both():
+        o, cache = softmax_prefill(q[:, :8], k[:, :8], v[:, :8], cache_like(k, v))
+        return o, softmax_step(q[:, 8], k[:, 8], v[:, 8], cache)[0]
+
+    wanted = both()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = both()
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_a_cache_holds_no_more_memory_than_it_says():
+    q, k, v = (x.detach() for x in leaves(1, RECENT, RECENT, 1, 1))
+    cache = cache_like(k, v)
+    for t in range(RECENT):
+        _, cache = softmax_step(q[:, t], k[:, t], v[:, t], cache)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in cache)
+
+
+@pytest.mark.parametrize("field", ["past_v", "recent_k", "recent_padding", "position"])
+def test_a_cache_of_another_shape_is_refused(field):
+    q, k, v = (x.detach() for x in leaves(2, 3, 3, 2, 2))
+    _, cache = softmax_step(q[:, 0], k[:, 0], v[:, 0], cache_like(k, v))
+    wrong = cache._replace(**{field: getattr(cache, field)[:1]})
+    with pytest.raises(ValueError, match=r"cache\.\w+ has shape .* but these inputs want"):
+        softmax_step(q[:, 1], k[:, 1], v[:, 1], wrong)
+
+
 def test_torchs_kernels_can_be_chosen_and_agree():
     q, k, v = (x.detach() for x in leaves(2, 9, 9, 2, 2))
     found = [softmax_attention(q, k, v[..., :3], causal=True, backend=name) for name in ("flash", "math")]

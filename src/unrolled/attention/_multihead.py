@@ -15,7 +15,7 @@ class MultiHeadAttention(nn.Module):
     """Projects to heads, attends by the mechanism's own forms, and projects back.
 
     A mechanism derives from this class, declares `supports` and defines `attend`; one that can run as a
-    recurrence also defines `init_state`, `prefill_heads` and `step_heads`.
+    recurrence also declares `state_type` and defines `init_state`, `prefill_heads` and `step_heads`.
 
     Args:
         d_model: width of the inputs and of the output.
@@ -33,6 +33,7 @@ class MultiHeadAttention(nn.Module):
     """
 
     supports: ClassVar[Supports]
+    state_type: ClassVar[type] = tuple
 
     def __init__(
         self,
@@ -58,6 +59,8 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"n_kv_heads is {n_kv_heads}, but must divide n_heads = {n_heads}")
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
+        if self.head_dim < 1 or self.value_dim < 1:
+            raise ValueError(f"head_dim is {head_dim} and value_dim {value_dim}, but both must be at least 1")
         self._widths = [
             n_heads * self.head_dim,
             self.n_kv_heads * self.head_dim,
@@ -137,6 +140,10 @@ class MultiHeadAttention(nn.Module):
         if key is not None:
             self._check_input("key", key)
             self._check_input("value", key if value is None else value)
+            if key.shape[0] != query.shape[0]:
+                raise ValueError(
+                    f"key has shape {shape(key)}, but query {shape(query)} wants [{query.shape[0]}, S, ...]"
+                )
         q, k, v = self._project(query, key, value)
         positions = None
         if self.rotary:
@@ -164,6 +171,7 @@ class MultiHeadAttention(nn.Module):
         """
         self._check_recurrent(state)
         self._check_input("x", x)
+        self._check_rows(state, x.shape[0])
         self._refuse("padding", key_padding_mask, "key_padding_mask")
         positions = None
         if self.rotary:
@@ -177,6 +185,7 @@ class MultiHeadAttention(nn.Module):
         self._check_recurrent(state)
         if x_t.dim() != 2 or x_t.shape[-1] != self.d_model:
             raise ValueError(f"x_t has shape {shape(x_t)}, but must be [B, {self.d_model}]")
+        self._check_rows(state, x_t.shape[0])
         q, k, v = self._project(x_t, None, None)
         o, state = self.step_heads(q, k, v, state, positions=state.position if self.rotary else None)
         return self._merge(o), state
@@ -236,5 +245,13 @@ class MultiHeadAttention(nn.Module):
             raise UnsupportedError(
                 "only causal attention runs as a recurrence; construct it with causal=True"
             )
-        if not hasattr(state, "_fields"):
-            raise ValueError(f"state is a {type(state).__name__}, but must come from init_state or prefill")
+        if not isinstance(state, self.state_type):
+            wanted = self.state_type.__name__
+            raise ValueError(
+                f"state is a {type(state).__name__}, but must be a {wanted}, from init_state or prefill"
+            )
+
+    def _check_rows(self, state: Any, batch: int) -> None:
+        position = getattr(state, "position", None)
+        if position is not None and shape(position) != [batch]:
+            raise ValueError(f"state is that of {position.numel()} rows, but the input has {batch}")

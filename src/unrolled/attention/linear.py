@@ -9,8 +9,8 @@ Bidirectional attention sums over all j. There is no 1/sqrt(D). Run one token at
 Katharopoulos, Vyas, Pappas and Fleuret 2020, "Transformers are RNNs: Fast Autoregressive Transformers with
 Linear Attention", arXiv 2006.16236: eq. 4-7 (definition), 8-12 (causal), 16-20 (recurrence).
 
-Cost per head, with R features (R = D for elu) and values M wide: time O(T R M) and memory O(T (R+M)) in
-training; time, memory and state O(R M) per generated token.
+Cost per head, with R features (R = D for elu), values M wide and chunks of C = 64 tokens: in training time
+O(T (R M + C (R+M))) and memory O(T (R+M)); per generated token time, memory and state O(R M).
 Cannot: honour an arbitrary `attn_mask`, or attend sharply: the weights have rank at most R.
 Equals softmax attention: never for a finite R. It is exact for its own kernel phi(q) . phi(k).
 
@@ -97,6 +97,7 @@ class LinearAttention(MultiHeadAttention):
     supports = Supports(
         causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
     )
+    state_type = LinearAttentionState
 
     def __init__(self, d_model: int, n_heads: int, *, feature_map: str | FeatureMap = "elu", **shared: Any):
         super().__init__(d_model, n_heads, **shared)

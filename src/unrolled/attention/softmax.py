@@ -6,8 +6,8 @@ Causal attention sums over j <= i. Run one token at a time, its state is the lis
 
 Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762, eq. 1 and section 3.2.
 
-Cost per head: time O(T^2 (D+M)); memory O(T) through torch's fused kernels, O(T^2) with a mask other than
-causal; time and state O(T (D+M)) per generated token.
+Cost per head: time O(T^2 (D+M)); memory O(T) where one of torch's fused kernels fits, else O(T^2), as with
+M other than D or a mask other than causal; time and state O(T (D+M)) per generated token.
 Cannot: generate at a constant cost. Its state grows with every token.
 
 With `rotary`, queries and keys are rotated by their positions before they meet (RoFormer, arXiv 2104.09864,
@@ -34,6 +34,7 @@ class SoftmaxAttention(MultiHeadAttention):
         recurrence="growing",
         attn_mask=True,
     )
+    state_type = KVCache
 
     def attend(
         self,

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -24,6 +25,20 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q has {q.shape[2]} heads, but they must be a multiple of the {G} heads of k and v")
 
 
+def check_step(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Require `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]` with H a multiple of G: one token of each."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} has shape {shape(x)}, but a step wants three axes: batch, heads, width")
+    B, G, R = k.shape
+    if q.shape[0] != B or q.shape[2] != R:
+        raise ValueError(f"q has shape {shape(q)}, but k {shape(k)} wants q [{B}, H, {R}]")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v has shape {shape(v)}, but k {shape(k)} wants v [{B}, {G}, M]")
+    if G == 0 or q.shape[1] % G:
+        raise ValueError(f"q has {q.shape[1]} heads, but they must be a multiple of the {G} heads of k and v")
+
+
 def check_key_padding_mask(mask: Tensor, batch: int, length: int) -> None:
     """Require a boolean `[B,S]` mask (True = padding)."""
     if mask.dtype != torch.bool:
@@ -35,11 +50,8 @@ def check_key_padding_mask(mask: Tensor, batch: int, length: int) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
-    """Require int32 `[N+1]` offsets that rise from 0 to T, on a batch of one with T = S.
-
-    The values are read only where that needs no device synchronisation, that is on a CPU.
-    """
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
+    """Require int32 `[N+1]` offsets that rise from 0 to T (where they may be read), B = 1 and T = S."""
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} of shape {shape(cu_seqlens)}, but must be torch.int32 [N+1]"
         )
@@ -47,13 +59,29 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(
             f"cu_seqlens packs sequences into one row with T = S, but q has shape {shape(q)} and k {shape(k)}"
         )
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        offsets = cu_seqlens.tolist()
-        rising = all(a <= b for a, b in pairwise(offsets))
-        if offsets[0] != 0 or offsets[-1] != q.shape[1] or not rising:
-            raise ValueError(
-                f"cu_seqlens must rise from 0 to T = {q.shape[1]} without falling, found {offsets}"
-            )
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, but must be on {q.device} like the tokens")
+    if may_read(cu_seqlens):
+        check_offsets(cu_seqlens.tolist(), q.shape[1])
+
+
+def check_offsets(offsets: list[int], total: int) -> None:
+    """Require the values of `cu_seqlens` to rise from 0 to the number of tokens."""
+    if offsets[0] != 0 or offsets[-1] != total or any(a > b for a, b in pairwise(offsets)):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {total} without falling, found {offsets}")
+
+
+def may_read(x: Tensor) -> bool:
+    """Whether looking at the values of `x` is free: on a CPU, and neither traced nor transformed."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
+
+
+def transforming() -> bool:
+    """Whether `torch.func` or forward-mode differentiation is at work, which see plain operations only."""
+    if torch.compiler.is_compiling():
+        return False
+    forward_mode: int = forward_ad._current_level
+    return forward_mode >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def shape(x: Tensor) -> list[int]:

@@ -2,14 +2,17 @@
 
 A map acts on the last axis, from the head width D to `feature_dim`. Queries and keys may be mapped
 differently. All of these are non-negative except the linear terms of the polynomial, whose kernel is.
+Features of half-precision inputs are fp32: fp16 has no room for squares, nor for exp(-20).
 """
 
 import torch
 from torch import Tensor, nn
 
+from unrolled.ops.precision import accumulation_dtype
+
 
 class FeatureMap(nn.Module):
-    """phi for one head width. A map whose two sides agree overrides `phi` alone.
+    """phi for one head width. A map whose two sides agree overrides `phi` alone, which is given fp32 or fp64.
 
     Attributes:
         head_dim: width D of the queries and keys that it takes.
@@ -29,11 +32,11 @@ class FeatureMap(nn.Module):
 
     def phi_q(self, q: Tensor) -> Tensor:
         """Map queries `[..., D]` to features `[..., R]`."""
-        return self.phi(q)
+        return self.phi(q.to(accumulation_dtype(q.dtype)))
 
     def phi_k(self, k: Tensor) -> Tensor:
         """Map keys `[..., D]` to features `[..., R]`."""
-        return self.phi(k)
+        return self.phi(k.to(accumulation_dtype(k.dtype)))
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""
@@ -75,19 +78,16 @@ class Polynomial(FeatureMap):
     q . k = -offset: a query with all its products close to that divides two small numbers and loses digits.
     """
 
-    upper: Tensor
-
     def __init__(self, head_dim: int, offset: float = 1.0):
         if offset < 0:
             raise ValueError(f"offset is {offset}, but must be at least 0")
         super().__init__(head_dim, 1 + head_dim + head_dim * (head_dim + 1) // 2)
         self.offset = offset
-        self.register_buffer("upper", torch.triu_indices(head_dim, head_dim), persistent=False)
 
     def phi(self, x: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., 1 + D + D(D+1)/2]`."""
         constant = x.new_full((*x.shape[:-1], 1), self.offset)
-        i, j = self.upper
+        i, j = torch.triu_indices(self.head_dim, self.head_dim, device=x.device)
         products = x[..., i] * x[..., j]
         pairs = torch.where(i == j, products, 2**0.5 * products)
         return torch.cat([constant, (2 * self.offset) ** 0.5 * x, pairs], dim=-1)

@@ -9,8 +9,8 @@ where p(i) is the last key that query i may read: p(i) = i + S - T when causal (
 last key otherwise. Written out, the weight of key j for query i is q_i . k_j exp(b_p(i) - b_j) with
 b = cumsum(log_decay), normalised over j.
 
-Katharopoulos et al. 2020, "Transformers are RNNs" (arXiv 2006.16236), eq. 8-12 and 16-20; scalar gates as in
-Peng et al. 2021, "Random Feature Attention" (arXiv 2103.02143), section 3.1.
+Katharopoulos et al. 2020, "Transformers are RNNs" (arXiv 2006.16236), eq. 8-12 and 16-20. The gate is that of
+RFA-Gate (Peng et al. 2021, arXiv 2103.02143), whose caller also scales the keys by 1 - a_t.
 """
 
 from itertools import pairwise
@@ -19,10 +19,17 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, shape
+from unrolled.ops.checks import (
+    check_cu_seqlens,
+    check_key_padding_mask,
+    check_qkv,
+    check_step,
+    may_read,
+    shape,
+)
 from unrolled.ops.kernels import linear as kernels
 from unrolled.ops.linear_chunked import LOWEST_GATE, Inputs, decay_between, safe_divide
-from unrolled.ops.precision import accumulation_dtype, exact_dtype
+from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
 
 
 class LinearState(NamedTuple):
@@ -92,7 +99,8 @@ def linear_attention(
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
         state: what came before the first key; N rows with `cu_seqlens`, else B.
         return_state: also return the state after the last key.
-        normalize: divide by q_i . z; a query whose divisor is 0 (nothing to attend to) gets 0.
+        normalize: divide by q_i . z; a query whose divisor is 0 (nothing to attend to) gets 0. Without, the
+            output is a sum over all keys, which may leave the range of an fp16 `v`.
         backend: "plain" for the PyTorch form; for tests and benchmarks, the default takes the fastest.
 
     Returns:
@@ -100,7 +108,8 @@ def linear_attention(
         (fp64 for fp64 inputs). Gradients of any order reach every input and pass through both states.
 
     Raises:
-        ValueError: an argument of another shape or type, a positive `log_decay` (read on CPUs only).
+        ValueError: an argument of another shape or type; offsets that do not rise; on a CPU and uncompiled,
+            where looking is free, a positive `log_decay`.
     """
     k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state)
     out_dtype, dtype = v.dtype, torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
@@ -149,15 +158,12 @@ def linear_attention_step(
     Returns:
         `o [B,H,M]` in the type of `v`, and the new state.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(f"{name} has shape {shape(x)}, but a step wants three axes: batch, heads, width")
-    check_qkv(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))
-    _check_state(state, k.unsqueeze(1), v.unsqueeze(1), k.shape[0])
+    check_step(q, k, v)
+    _check_state(state, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), k.shape[0])
     if log_decay is not None:
         _check_log_decay(log_decay, k.shape[:2], "[B, G]")
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         kv, k_sum = state
         keys = k.to(dtype)
         if log_decay is not None:
@@ -228,7 +234,7 @@ def _reference(
     B, T, H, _ = q.shape
     S, G = k.shape[1], k.shape[2]
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         kv, k_sum = _zero_state(q, k, v, B) if state is None else state
         if log_decay is None:
@@ -280,7 +286,7 @@ def _check_and_mask(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
     if state is not None:
-        _check_state(state, k, v, B if cu_seqlens is None else len(cu_seqlens) - 1)
+        _check_state(state, q, k, v, B if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, S)
         padding = key_padding_mask[:, :, None, None]
@@ -297,18 +303,17 @@ def _check_log_decay(log_decay: Tensor, wanted: torch.Size, axes: str) -> None:
             f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
             f"but must be floating point {axes} = {list(wanted)}"
         )
-    if log_decay.device.type == "cpu" and not torch.compiler.is_compiling() and bool((log_decay > 0).any()):
+    if may_read(log_decay) and bool((log_decay > 0).any()):
         raise ValueError(
             f"log_decay must be at most 0 (a gate of at most 1), found {log_decay.max().item():g}"
         )
 
 
-def _check_state(state: LinearState, k: Tensor, v: Tensor, batch: int) -> None:
+def _check_state(state: LinearState, q: Tensor, k: Tensor, v: Tensor, batch: int) -> None:
     G, R, M = k.shape[2], k.shape[3], v.shape[3]
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     for name, x, wanted in (("kv", state.kv, [batch, G, R, M]), ("k_sum", state.k_sum, [batch, G, R])):
         if shape(x) != wanted:
             raise ValueError(f"state.{name} has shape {shape(x)}, but these inputs want {wanted}")
-        if x.dtype != accumulation_dtype(k.dtype, v.dtype):
-            raise ValueError(
-                f"state.{name} is {x.dtype}, but {k.dtype} inputs want {accumulation_dtype(k.dtype)}"
-            )
+        if x.dtype != dtype:
+            raise ValueError(f"state.{name} is {x.dtype}, but these inputs want {dtype}")

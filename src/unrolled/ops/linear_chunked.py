@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.precision import accumulation_dtype, exact_dtype
+from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
 
 LOWEST_GATE = -1e4  # its exponential is 0 like that of -inf, but it may be subtracted from itself
 
@@ -73,7 +73,7 @@ def forward(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, Tens
     Causal needs T = S. Every operation is differentiable, so higher derivatives go through this same code.
     """
     (B, T, _, R), (_, _, G, M) = inputs.q.shape, inputs.v.shape
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with without_autocast(inputs.q.device):
         x = _cut(inputs, causal)
         k_to_end = _times(x.k, x.gates.to_end)
         S = _scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
@@ -106,7 +106,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of `q, k, v, log_decay, kv, k_sum`; an absent `log_decay` gets an empty one."""
     (B, T, _, R), (_, S_len, G, M) = inputs.q.shape, inputs.v.shape
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with without_autocast(inputs.q.device):
         x = _cut(inputs, causal)
         n, C = x.q.shape[1], x.q.shape[3]
         g = _split(grad_o.to(x.v.dtype), n, C, G)
@@ -170,8 +170,8 @@ def backward(
             _join(dk, B, S_len, G).to(inputs.k.dtype),
             _join(dv, B, S_len, G).to(inputs.v.dtype),
             d_log_decay,
-            dS[:, 0].reshape(B, G, R, M),
-            dz[:, 0].reshape(B, G, R),
+            dS[:, 0].reshape(B, G, R, M).clone(),
+            dz[:, 0].reshape(B, G, R).clone(),
         )
 
 
@@ -190,7 +190,7 @@ def decay_between(b_to: Tensor, b_from: Tensor, allowed: Tensor, dtype: torch.dt
 def _cut(inputs: Inputs, causal: bool) -> Chunks:
     q, k, v, log_decay, kv, k_sum = inputs
     (B, T, _, R), (_, S_len, G, M) = q.shape, v.shape
-    # Wider values get longer chunks, so that the n states never outweigh the keys; T is split evenly.
+    # Wider values get longer chunks, which keeps the n states about as small as the keys. T is split evenly.
     longest = 64 if M <= 64 else 128
     n = max(1, math.ceil(T / longest)) if causal else 1
     C, key_C = math.ceil(T / n), math.ceil(S_len / n)
@@ -222,7 +222,8 @@ def _cut(inputs: Inputs, causal: bool) -> Chunks:
 def _split(x: Tensor, n: int, C: int, G: int) -> Tensor:
     """[B,T,H,D] -> [B*G,n,H/G,C,D], with zeros behind the last token."""
     B, T, H, D = x.shape
-    x = pad(x, (0, 0, 0, 0, 0, n * C - T))
+    if n * C != T:
+        x = pad(x, (0, 0, 0, 0, 0, n * C - T))
     return x.reshape(B, n, C, G, H // G, D).permute(0, 3, 1, 4, 2, 5).reshape(B * G, n, H // G, C, D)
 
 

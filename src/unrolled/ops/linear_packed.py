@@ -13,7 +13,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what `linear_chunked.forward` does for each sequence; the states have one row per sequence."""
     o, kv_end, k_sum_end, den = like_outputs(inputs, cu_seqlens, normalize)
-    for rows, tokens, padding in length_buckets(cu_seqlens):
+    for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         o_part, kv_end[rows], k_sum_end[rows], den_part = linear_chunked.forward(
             _part(inputs, rows, tokens, padding), causal, normalize
         )
@@ -35,7 +35,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of `inputs`, as `linear_chunked.backward` does."""
     gradients = like_gradients(grad_kv, grad_k_sum, inputs)
-    for rows, tokens, padding in length_buckets(cu_seqlens):
+    for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         part = linear_chunked.backward(
             _gather(grad_o, tokens, padding),
             grad_kv[rows],

@@ -13,7 +13,7 @@ def padding_mask(lengths: Tensor, longest: int | None = None) -> Tensor:
         raise ValueError(
             f"lengths has dtype {lengths.dtype} and shape {shape(lengths)}, but must be integers [B]"
         )
-    S = int(lengths.max()) if longest is None else longest
+    S = int(lengths.max()) if longest is None and len(lengths) else longest or 0
     return torch.arange(S, device=lengths.device) >= lengths.unsqueeze(1)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.checks import check_key_padding_mask, check_offsets, shape
 
 
 def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -50,12 +50,13 @@ def segment_ids(cu_seqlens: Tensor, total: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), place, right=True)
 
 
-def length_buckets(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def length_buckets(cu_seqlens: Tensor, total: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Group packed sequences by length, so that each group padded to its longest wastes less than half.
 
     Yields, for each group of n sequences up to L long, their numbers `[n]`, the packed position of each of
     their tokens `[n,L]` and the padding mask `[n,L]` (True = no such token; its position is 0).
     """
+    check_offsets(cu_seqlens.tolist(), total)
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     buckets = [length.bit_length() for length in lengths.tolist()]
     bucket = torch.tensor(buckets, device=cu_seqlens.device)

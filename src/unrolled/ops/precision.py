@@ -1,11 +1,18 @@
 """Which number type a computation is done in, decided in one place."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Type that sums and states are kept in: fp64 for fp64 inputs, fp32 for all narrower ones."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Keep autocast from narrowing the sums inside; it knows nothing of the meta device."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:

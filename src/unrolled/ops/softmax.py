@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, shape
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, check_step, shape
 from unrolled.ops.masks import causal_mask, packed_mask
+from unrolled.ops.precision import without_autocast
 
 BACKENDS = {
     "math": SDPBackend.MATH,
@@ -74,13 +75,15 @@ def softmax_attention(
     """
     check_qkv(q, k, v)
     (B, T, H, _), S = q.shape, k.shape[1]
+    out_dtype, dtype = v.dtype, torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     allowed, bias = None, None
     if attn_mask is not None:
         _check_attn_mask(attn_mask, (B, H, T, S))
         if attn_mask.dtype == torch.bool:
             allowed = attn_mask
         else:
-            bias, allowed = attn_mask, attn_mask > -torch.inf
+            bias, allowed = attn_mask.to(dtype), attn_mask > -torch.inf
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, S)
         v = v.masked_fill(
@@ -95,13 +98,13 @@ def softmax_attention(
     if (causal or S == 0) and not plainly_causal:
         allowed = _both(allowed, causal_mask(T, S, q.device))
     if allowed is None:
-        return _sdpa(q, k, v, None, plainly_causal, scale, backend)
+        return _sdpa(q, k, v, None, plainly_causal, scale, backend).to(out_dtype)
     something = allowed.any(-1, keepdim=True)
     # A row without any key attends to all of them instead, and is then zeroed: no NaN in either direction.
     allowed = allowed | ~something
     mask = allowed if bias is None else bias.masked_fill(~allowed, -torch.inf).masked_fill(~something, 0)
     o = _sdpa(q, k, v, mask.expand(B, H, T, S), False, scale, backend)
-    return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0)
+    return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0).to(out_dtype)
 
 
 def empty_cache(batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor) -> KVCache:
@@ -145,19 +148,17 @@ def softmax_prefill(
     anything_padded = (
         key_padding_mask is not None or cache.past_padding.shape[1] + cache.recent_padding.shape[1] > 0
     )
-    o = softmax_attention(
-        q.to(dtype),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        causal=True,
-        key_padding_mask=padding if anything_padded else None,
-        scale=scale,
-    )
-    none = slice(0, 0)
+    with without_autocast(q.device):
+        o = softmax_attention(
+            q.to(dtype),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            causal=True,
+            key_padding_mask=padding if anything_padded else None,
+            scale=scale,
+        )
     position = cache.position + (~new_padding).sum(1)
-    return o.to(v.dtype), KVCache(
-        keys, values, padding, keys[:, :, none], values[:, :, none], padding[:, none], position
-    )
+    return o.to(v.dtype), KVCache(keys, values, padding, *_nothing_recent(keys, values, padding), position)
 
 
 def softmax_step(
@@ -168,7 +169,7 @@ def softmax_step(
     Returns:
         `o [B,H,M]`, and the new cache.
     """
-    check_qkv(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))
+    check_step(q, k, v)
     _check_cache(cache, k.unsqueeze(1), v.unsqueeze(1))
     dtype = cache.past_k.dtype
     recent_k = torch.cat([cache.recent_k, k.unsqueeze(2).to(dtype)], dim=2)
@@ -176,7 +177,7 @@ def softmax_step(
     recent_padding = torch.nn.functional.pad(cache.recent_padding, (0, 1))
     past_k, past_v, past_padding = cache.past_k, cache.past_v, cache.past_padding
     (B, H, D), (_, G, M) = q.shape, v.shape
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         grouped = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, G, H // G, D)
         scores = torch.cat([grouped @ past_k.mT, grouped @ recent_k.mT], dim=-1)
         padding = torch.cat([past_padding, recent_padding], dim=1)
@@ -186,9 +187,15 @@ def softmax_step(
     if recent_k.shape[2] == RECENT:
         past_k, past_v = torch.cat([past_k, recent_k], dim=2), torch.cat([past_v, recent_v], dim=2)
         past_padding = padding
-        recent_k, recent_v, recent_padding = recent_k[:, :, :0], recent_v[:, :, :0], recent_padding[:, :0]
+        recent_k, recent_v, recent_padding = _nothing_recent(recent_k, recent_v, recent_padding)
     cache = KVCache(past_k, past_v, past_padding, recent_k, recent_v, recent_padding, cache.position + 1)
     return o.reshape(B, H, M).to(v.dtype), cache
+
+
+def _nothing_recent(k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty parts of their own: a slice of what has joined the past would keep it all in memory."""
+    (B, G, _, D), M = k.shape, v.shape[3]
+    return k.new_empty(B, G, 0, D), v.new_empty(B, G, 0, M), padding.new_empty(B, 0)
 
 
 def _sdpa(
@@ -220,11 +227,15 @@ def _both(a: Tensor | None, b: Tensor) -> Tensor:
 
 def _check_cache(cache: KVCache, k: Tensor, v: Tensor) -> None:
     (B, _, G, D), M = k.shape, v.shape[3]
-    for name, x, width in (("past_k", cache.past_k, D), ("past_v", cache.past_v, M)):
-        if x.dim() != 4 or x.shape[:2] != (B, G) or x.shape[3] != width:
-            raise ValueError(
-                f"cache.{name} has shape {shape(x)}, but these inputs want [{B}, {G}, S, {width}]"
-            )
+    for part in ("past", "recent"):
+        padding = getattr(cache, f"{part}_padding")
+        S = padding.shape[-1] if padding.dim() else 0
+        for name, wanted in (("k", [B, G, S, D]), ("v", [B, G, S, M]), ("padding", [B, S])):
+            found = shape(getattr(cache, f"{part}_{name}"))
+            if found != wanted:
+                raise ValueError(f"cache.{part}_{name} has shape {found}, but these inputs want {wanted}")
+    if shape(cache.position) != [B]:
+        raise ValueError(f"cache.position has shape {shape(cache.position)}, but these inputs want [{B}]")
 
 
 def _check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:

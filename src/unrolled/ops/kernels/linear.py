@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import linear_chunked, linear_packed
+from unrolled.ops.checks import transforming
 from unrolled.ops.linear_chunked import Inputs
 
 BACKENDS = ("plain",)
@@ -22,7 +23,8 @@ def linear_attention(
         raise ValueError(
             f"backend is {backend!r}, but must be None for the fastest or one of {', '.join(BACKENDS)}"
         )
-    o, kv, k_sum, _ = _operator(*inputs, cu_seqlens, causal, normalize)
+    run = _plain if transforming() else _operator
+    o, kv, k_sum, _ = run(*inputs, cu_seqlens, causal, normalize)
     return o, kv, k_sum
 
 
@@ -104,12 +106,19 @@ def _gradient(ctx: Any, grad_o: Tensor, grad_kv: Tensor, grad_k_sum: Tensor, _: 
 def _differentiable_gradients(
     grads: tuple[Tensor, ...], inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
 ) -> list[Tensor | None]:
-    """Differentiate the plain form, which is made of differentiable operations: right to any order."""
+    """Differentiate the plain form, which is made of differentiable operations: right to any order.
+
+    With respect to aliases: an input may itself be made from another one, and autograd adds up those paths.
+    """
+    inputs = Inputs(*(None if x is None else x.view_as(x) for x in inputs))  # type: ignore[arg-type]
     outputs = _plain(*inputs, cu_seqlens, causal, normalize)[:3]
-    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     wanted = [x for x in inputs if x is not None and x.requires_grad]
-    ys, gs = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(ys, wanted, gs, create_graph=True, allow_unused=True))
+    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    if pairs:
+        ys, gs = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(ys, wanted, gs, create_graph=True, materialize_grads=True))
+    else:  # a pack of no sequences
+        found = iter([torch.zeros_like(x) for x in wanted])
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 
