@@ -117,36 +117,9 @@ def backward(
         k_to_end = _times(x.k, x.gates.to_end)
         S = _scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
         z = _scan(x.k_sum, k_to_end.sum(-2).unsqueeze(-1), x.gates.through)
-        zero = torch.zeros_like(x.k_sum)
-
-        if causal:
-            d_weights = (g @ x.v.mT) * x.gates.within
-            dq_read = _times(g @ S[:, :-1].mT, x.gates.from_start)
-            dq = d_weights @ x.k + dq_read
-            q_from_start = _times(x.q, x.gates.from_start)
-            dS = _scan_back(dS_end, _sum_heads(q_from_start.mT @ g), x.gates.through)
-            if divisor is None:
-                dz = _scan_back(dz_end, zero.expand(-1, n, -1, -1, -1), x.gates.through)
-            else:
-                dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
-                z_read = dden * _times(z[:, :-1].mT, x.gates.from_start)
-                dq, dq_read = dq + dden * (x.gates.within @ x.k) + z_read, dq_read + z_read
-                dz = _scan_back(dz_end, _sum_heads(q_from_start.mT @ dden), x.gates.through)
-                d_weights = d_weights + dden * x.gates.within
-            scores = x.q @ x.k.mT
-            dk = _sum_heads(d_weights.mT @ x.q)
-            dv = _sum_heads((scores * x.gates.within).mT @ g)
-        else:
-            dq = g @ S[:, 1:].mT
-            dS_read, dz_read = _sum_heads(x.q.mT @ g), zero
-            if divisor is not None:
-                dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
-                dq = dq + dden * z[:, 1:].mT
-                dz_read = _sum_heads(x.q.mT @ dden)
-            # The queries read the state after the only chunk, so their share joins what arrives there.
-            dS = _scan_back(dS_end + dS_read, torch.zeros_like(x.kv), x.gates.through)
-            dz = _scan_back(dz_end + dz_read, zero, x.gates.through)
-            dk, dv = torch.zeros_like(x.k), torch.zeros_like(x.v)
+        reads = _causal_reads if causal else _bidirectional_reads
+        dq, dk, dv, dS, dz, d_gates = reads(x, g, divisor, S, z, dS_end, dz_end)
+        # The keys are also read through the state after their chunk.
         dk_given = _times(x.v @ dS[:, 1:].mT + dz[:, 1:].mT, x.gates.to_end)
         dk = dk + dk_given
         dv = dv + k_to_end @ dS[:, 1:]
@@ -156,15 +129,9 @@ def backward(
             given = (x.k * dk_given).sum(-1)
             passed = (_times(S[:, :-1], x.gates.through) * dS[:, 1:]).sum((-2, -1))
             passed = passed + (_times(z[:, :-1], x.gates.through) * dz[:, 1:]).sum((-2, -1))
-            d_gates = given.cumsum(-1) - given + passed.unsqueeze(-1)
-            if causal:
-                pairs = _sum_heads(d_weights * scores)
-                read = _sum_heads((x.q * dq_read).sum(-1, keepdim=True)).squeeze(-1)
-                d_gates = d_gates + (pairs.cumsum(-1) - pairs).tril().sum(-2) + _suffix_sum(read)
-            d_log_decay = _join(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1)
-            d_log_decay = d_log_decay.masked_fill(inputs.log_decay < LOWEST_GATE, 0).to(
-                inputs.log_decay.dtype
-            )
+            d_gates = d_gates + given.cumsum(-1) - given + passed.unsqueeze(-1)
+            d_log_decay = _join(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1).to(inputs.log_decay.dtype)
+            d_log_decay = d_log_decay.masked_fill(inputs.log_decay < LOWEST_GATE, 0)
         return (
             _join(dq, B, T, G).to(inputs.q.dtype),
             _join(dk, B, S_len, G).to(inputs.k.dtype),
@@ -173,6 +140,68 @@ def backward(
             dS[:, 0].reshape(B, G, R, M).clone(),
             dz[:, 0].reshape(B, G, R).clone(),
         )
+
+
+class Reads(NamedTuple):
+    """What the queries send back: to themselves, to the keys of their chunk, and to all n + 1 states."""
+
+    dq: Tensor  # [X,n,P,C,R]
+    dk: Tensor  # [X,n,1,C,R]
+    dv: Tensor  # [X,n,1,C,M]
+    d_states: Tensor  # [X,n+1,1,R,M]
+    d_sums: Tensor  # [X,n+1,1,R,1]
+    d_gates: Tensor  # [X,n,1,C], but for what passes through the states
+
+
+def _causal_reads(
+    x: Chunks, g: Tensor, divisor: Tensor | None, S: Tensor, z: Tensor, dS_end: Tensor, dz_end: Tensor
+) -> Reads:
+    """Queries that read the keys of their chunk up to themselves, and the state before it."""
+    scores = x.q @ x.k.mT
+    d_weights = (g @ x.v.mT) * x.gates.within
+    dq_read = _times(g @ S[:, :-1].mT, x.gates.from_start)
+    dq = d_weights @ x.k + dq_read
+    q_from_start = _times(x.q, x.gates.from_start)
+    dz_read = torch.zeros_like(z[:, 1:])
+    if divisor is not None:
+        dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
+        z_read = dden * _times(z[:, :-1].mT, x.gates.from_start)
+        dq, dq_read = dq + dden * (x.gates.within @ x.k) + z_read, dq_read + z_read
+        dz_read = _sum_heads(q_from_start.mT @ dden)
+        d_weights = d_weights + dden * x.gates.within
+    d_gates = x.k.new_zeros(x.k.shape[:-1])
+    if x.gates.through is not None:
+        pairs = _sum_heads(d_weights * scores)
+        read = _sum_heads((x.q * dq_read).sum(-1, keepdim=True)).squeeze(-1)
+        d_gates = (pairs.cumsum(-1) - pairs).tril().sum(-2) + read.flip(-1).cumsum(-1).flip(-1)
+    return Reads(
+        dq,
+        _sum_heads(d_weights.mT @ x.q),
+        _sum_heads((scores * x.gates.within).mT @ g),
+        _scan_back(dS_end, _sum_heads(q_from_start.mT @ g), x.gates.through),
+        _scan_back(dz_end, dz_read, x.gates.through),
+        d_gates,
+    )
+
+
+def _bidirectional_reads(
+    x: Chunks, g: Tensor, divisor: Tensor | None, S: Tensor, z: Tensor, dS_end: Tensor, dz_end: Tensor
+) -> Reads:
+    """Queries that all read the state after the only chunk; their share joins what arrives there."""
+    dq = g @ S[:, 1:].mT
+    dS_end = dS_end + _sum_heads(x.q.mT @ g)
+    if divisor is not None:
+        dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
+        dq = dq + dden * z[:, 1:].mT
+        dz_end = dz_end + _sum_heads(x.q.mT @ dden)
+    return Reads(
+        dq,
+        torch.zeros_like(x.k),
+        torch.zeros_like(x.v),
+        _scan_back(dS_end, torch.zeros_like(x.kv), x.gates.through),
+        _scan_back(dz_end, torch.zeros_like(x.k_sum), x.gates.through),
+        x.k.new_zeros(x.k.shape[:-1]),
+    )
 
 
 def safe_divide(num: Tensor, den: Tensor) -> Tensor:
@@ -240,10 +269,6 @@ def _times(x: Tensor, factor: Tensor | None) -> Tensor:
 def _sum_heads(x: Tensor) -> Tensor:
     """Add up what the P query heads of a group give to their common key head."""
     return x.sum(2, keepdim=True) if x.shape[2] > 1 else x
-
-
-def _suffix_sum(x: Tensor) -> Tensor:
-    return x.flip(-1).cumsum(-1).flip(-1)
 
 
 def _scan(first: Tensor, additions: Tensor, through: Tensor | None) -> Tensor:
