@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 .PHONY: demo test test-oracles check format docs bench clean
 
 demo: $(VENV)/installed
-	$(BIN)/unrolled demo
+	$(BIN)/unrolled demo $(ARGS)
 
 test: $(VENV)/installed
 	$(PYTEST) -n auto

@@ -138,12 +138,30 @@ def test_images_become_a_sheet(tmp_path: Path) -> None:
     works("train", "data.name=digits", *SMALL, "train.steps=2", f"run_dir={run_dir}")
     works("generate", run_dir, "--num-samples", 5, "--out", sheet, "--seed", 0)
     pixels = image.imread(sheet)[..., 0]
-    assert pixels.shape == (2 * 9 * 4, 3 * 9 * 4)
-    drawn = pixels[::4, ::4]
+    assert pixels.shape == (2 * 9 * 14, 3 * 9 * 14)  # 8 pixels become 112
+    drawn = pixels[::14, ::14]
     assert len(set(drawn[:8, :8].flatten())) > 5
     assert (drawn[9:, 18:] == drawn[8, 8]).all(), "the place of a sixth image is empty"
     assert [file.name for file in sheet.parent.iterdir()] == ["sheet.png"]
     assert error("generate", run_dir, "--prompt", "7").startswith("--prompt is for text, but")
+
+
+def test_a_first_try_that_failed_does_not_stand_in_the_way(tmp_path: Path, text_settings: list[str]) -> None:
+    settings = ("train", *text_settings, f"run_dir={tmp_path / 'run'}")
+    assert "lower lr" in error(*settings, "train.lr=1e30", "train.warmup_steps=0")
+    works(*settings, "train.steps=2")
+    assert "another model" in error(*settings, "train.steps=2", "model.d_model=32")
+
+
+def test_a_run_begun_afresh_leaves_no_model_of_the_old_one(tmp_path: Path, text_settings: list[str]) -> None:
+    run_dir = f"run_dir={tmp_path}"
+    works("train", *text_settings, "train.steps=1", run_dir)
+    old = (tmp_path / "vocabulary.json").read_text()
+    works("train", "data.name=copy", "data.length=8", *SMALL, "train.steps=1", run_dir, "--fresh")
+    (tmp_path / "vocabulary.json").write_text(old)
+    assert "not of one run" in error("generate", tmp_path)
+    (tmp_path / "vocabulary.json").write_text('{"kind": "text", "characters": 5}')
+    assert "is damaged" in error("generate", tmp_path)
 
 
 def test_images_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

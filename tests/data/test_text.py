@@ -138,7 +138,7 @@ def test_impossible_options_are_refused(tmp_path, options, message):
 
 def test_an_empty_file_is_refused(tmp_path):
     for level in ("chars", "bytes"):
-        with pytest.raises(ValueError, match=f"must be less than the 0 {level} of the train part"):
+        with pytest.raises(ValueError, match="is empty, but must hold a text"):
             TextDataset(write(tmp_path, ""), level=level)
 
 

@@ -123,7 +123,8 @@ class MultiHeadAttention(nn.Module):
             key: what is attended to; the query itself by default.
             value: what is read; the key by default.
             key_padding_mask: `[B,S]`, True = padding.
-            attn_mask: broadcastable to `[B,H,T,S]`, True = attend.
+            attn_mask: broadcastable to `[B,H,T,S]`, boolean with True = attend, or floating point, which is
+                added to the scores, as in torch's `scaled_dot_product_attention`.
             cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row.
 
         Raises:
@@ -229,8 +230,15 @@ class MultiHeadAttention(nn.Module):
         return type(self).__module__.rpartition(".")[2]
 
     def _check_input(self, name: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor [B, T, {self.d_model}]")
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ValueError(f"{name} has shape {shape(x)}, but must be [B, T, {self.d_model}]")
+        dtype = self.qkv_proj.weight.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"{name} is {x.dtype}, but the weights are {dtype}: convert one, or use autocast"
+            )
 
     def _refuse(self, capability: str, given: Tensor | None, what: str) -> None:
         if given is not None and not getattr(self.supports, capability):

@@ -103,6 +103,8 @@ class LinearAttention(MultiHeadAttention):
         super().__init__(d_model, n_heads, **shared)
         if isinstance(feature_map, str):
             feature_map = make_feature_map(feature_map, self.head_dim)
+        if not isinstance(feature_map, FeatureMap):
+            raise ValueError(f"feature_map is {feature_map!r}, but must be a name or a FeatureMap object")
         if feature_map.head_dim != self.head_dim:
             raise ValueError(
                 f"feature_map takes heads {feature_map.head_dim} wide, but they are {self.head_dim}"

@@ -21,9 +21,11 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort):
+            raise  # how typer itself ends, as after --help
         except BrokenPipeError:
             raise  # the reader has seen enough, as in `| head`; typer ends quietly
-        except (ValueError, ArithmeticError, NotImplementedError, OSError, ImportError) as error:
+        except (ValueError, ArithmeticError, RuntimeError, MemoryError, OSError, ImportError) as error:
             if ctx.params["debug"]:
                 raise
             typer.secho(f"error: {_sentence(error)}", fg=typer.colors.RED, err=True)

@@ -5,12 +5,13 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from unrolled.data.text import Codec
 from unrolled.models.saving import write_atomically
 
 FILE_NAME = "vocabulary.json"
+Kind = Literal["text", "image", "ids"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Vocabulary:
         shape: of an image, height and width.
     """
 
-    kind: Literal["text", "image", "ids"]
+    kind: Kind
     characters: list[str] | None = None
     shape: list[int] | None = None
 
@@ -53,9 +54,28 @@ class Vocabulary:
         if not path.exists():
             raise ValueError(f"{run_dir} is no folder of unrolled train: it has no {FILE_NAME}")
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            found = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
+        if found.kind not in get_args(Kind) or not isinstance(found.characters, list | None):
+            raise ValueError(
+                f"{path} is damaged: it has kind {found.kind!r} and characters {found.characters!r}"
+            )
+        return found
+
+    def check(self, vocab_size: int) -> None:
+        """Refuse a model that was trained on other ids.
+
+        Raises:
+            ValueError: the model has another number of them.
+        """
+        size = vocab_size
+        if self.kind == "text":
+            size = 256 if self.characters is None else len(self.characters)
+        if size != vocab_size:
+            raise ValueError(
+                f"{FILE_NAME} has {size} ids, but the model beside it {vocab_size}: not of one run"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text: of its characters or bytes, or the numbers written in it.

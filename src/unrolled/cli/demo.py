@@ -50,7 +50,9 @@ REPEATS = 7
 def demo(
     out: Annotated[Path, typer.Option(help="The folder of the report and of the run.")] = Path("runs/demo"),
     steps: Annotated[int, typer.Option(min=10, help="Training steps.")] = STEPS,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the data order and the drawing.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of the weights, the data order and the drawing.")
+    ] = 0,
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on from the last checkpoint, or begin again.")
     ] = True,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 200
 DEFAULT_IMAGES = 16
-ZOOM = 4  # screen pixels per pixel of an image
+SHOWN = 112  # screen pixels of an image's longer side, at least
 
 
 def generate(
@@ -74,7 +74,9 @@ def generate(
     from unrolled.models import Decoder
 
     vocabulary = Vocabulary.load(run_dir)
-    model = Decoder.load(run_dir).to(choose(device))
+    model = Decoder.load(run_dir)
+    vocabulary.check(model.config.vocab_size)
+    model = model.to(choose(device))
     draw = partial(
         generation.generate,
         model,
@@ -88,13 +90,17 @@ def generate(
     if vocabulary.shape is None:
         if out is not None:
             raise ValueError(f"--out is for images, but {run_dir} was not trained on images")
-        ids = vocabulary.encode("\n" if prompt is None else prompt)
+        if prompt is None and vocabulary.kind == "text":
+            prompt = "\n"
+        if not prompt:
+            raise ValueError("--prompt is missing: this model continues something, as it has no start symbol")
+        ids = vocabulary.encode(prompt)
         n = 1 if num_samples is None else num_samples
         stops = [vocabulary.encode(text) for text in stop or []]
         _write(vocabulary, draw, prompt or "", ids, _room(model, ids, tokens), n, stops)
     else:
         for name, value in {"--prompt": prompt, "--tokens": tokens, "--stop": stop}.items():
-            if value:
+            if value is not None and value != []:
                 raise ValueError(f"{name} is for text, but {run_dir} was trained on images")
         n = DEFAULT_IMAGES if num_samples is None else num_samples
         _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, n, out or run_dir / "samples.png")
@@ -155,13 +161,14 @@ def _draw_sheet(
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("drawing pixels", total=num_samples * height * width)
         drawn = draw([[]], height * width, num_samples=num_samples, on_token=lambda *_: bar.advance(task))
+    zoom = math.ceil(SHOWN / max(height, width))
     columns = math.ceil(math.sqrt(num_samples))
     rows = math.ceil(num_samples / columns)
     # Each image gets a row and a column of grey below and beside it, to be told from its neighbours.
     images = np.full((rows * columns, height + 1, width + 1), (levels - 1) // 3, np.uint8)
     images[:num_samples, :-1, :-1] = np.stack([image.reshape(shape).numpy() for image in drawn])
     grid = images.reshape(rows, columns, height + 1, width + 1).swapaxes(1, 2)
-    sheet = grid.reshape(rows * (height + 1), -1).repeat(ZOOM, axis=0).repeat(ZOOM, axis=1)
+    sheet = grid.reshape(rows * (height + 1), -1).repeat(zoom, axis=0).repeat(zoom, axis=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(
         path, lambda file: imsave(file, sheet, vmin=0, vmax=levels - 1, cmap="gray", format="png")

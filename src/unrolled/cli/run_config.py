@@ -59,7 +59,7 @@ def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: the file is no YAML mapping, or an override has no `=` or goes through a plain value.
     """
-    values: dict[str, Any] = {} if path is None else _parse(path.read_text(encoding="utf-8"), str(path)) or {}
+    values: dict[str, Any] = {} if path is None else _parse(_text(path), str(path)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold the sections {', '.join(SECTIONS)}, not {values!r}")
     for override in overrides:
@@ -93,7 +93,7 @@ def resolve(values: Mapping[str, Any]) -> Run:
             raise ValueError(f"{name} must be a section of keys and values, not {section!r}")
     _check_keys("model.", sections["model"], [field.name for field in fields(DecoderConfig)])
     _check_keys("train.", sections["train"], [field.name for field in fields(TrainConfig)])
-    if not values.get("run_dir"):
+    if not isinstance(values.get("run_dir"), str) or not values["run_dir"]:
         raise ValueError("run_dir is missing: name the folder of the run, as in run_dir=runs/first")
     options = dict(sections["data"])
     name = options.pop("name", None)
@@ -108,6 +108,10 @@ def resolve(values: Mapping[str, Any]) -> Run:
         "max_length": dataset.length,
     }
     model = DecoderConfig(**(from_data | sections["model"]))
+    if model.positions == "learned" and model.max_length < dataset.length:
+        raise ValueError(
+            f"model.max_length is {model.max_length}, but the data set {name} needs {dataset.length}"
+        )
     for key in ("vocab_size", "start_token"):
         if getattr(model, key) < from_data[key]:
             raise ValueError(
@@ -115,6 +119,13 @@ def resolve(values: Mapping[str, Any]) -> Run:
             )
     described = {"name": name} | {field.name: getattr(dataset, field.name) for field in fields(dataset)}  # type: ignore[arg-type]
     return Run(Path(str(values["run_dir"])), dataset, described, model, train)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from error
 
 
 def _parse(text: str, source: str) -> Any:

@@ -61,6 +61,7 @@ def train(
     from unrolled.cli._device import choose
     from unrolled.cli._vocabulary import Vocabulary
     from unrolled.models import Decoder
+    from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
 
     if data_dir is not None:
         overrides = [*(overrides or []), f"data.data_dir={str(data_dir)!r}"]
@@ -72,6 +73,8 @@ def train(
     goes_on = resume and (run.run_dir / "last.safetensors").exists()
     if not goes_on:
         run.save()
+        for file in (CONFIG_FILE, WEIGHTS_FILE):  # an earlier run's, which would not fit the new vocabulary
+            (run.run_dir / file).unlink(missing_ok=True)
         vocabulary.save(run.run_dir)
     typer.echo(
         f"{sum(x.numel() for x in model.parameters()):,} parameters, run folder {run.run_dir}", err=True
@@ -79,11 +82,13 @@ def train(
     result = training.train(
         model, run.dataset, run.train, run.run_dir, resume=resume, tensorboard=tensorboard
     )
-    if goes_on:
-        run.save()  # only now: a checkpoint of another run has been refused, and its settings are left alone
+    if goes_on:  # only now: a checkpoint of another run has been refused, and its settings are left alone
+        run.save()
+        vocabulary.save(run.run_dir)
     if result.best_val is not None:
         bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
         typer.echo(f"best validation loss {result.best_val:.3f} nats/token{bits}", err=True)
     if result.steps < run.train.steps:
         raise KeyboardInterrupt
-    typer.echo(f"draw from it: unrolled generate {run.run_dir}", err=True)
+    prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""
+    typer.echo(f"draw from it: unrolled generate {run.run_dir}{prompt}", err=True)

@@ -98,9 +98,13 @@ class TextDataset:
         if self.level not in get_args(Level):
             raise ValueError(f"level is {self.level!r}, but the levels are {' and '.join(get_args(Level))}")
         check_integer("length", self.length, 1)
+        if not isinstance(self.path, str | Path) or not str(self.path):
+            raise ValueError(f"path is {self.path!r}, but must be the name of a file or of a known text")
         if not isinstance(self.val_fraction, float) or not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction is {self.val_fraction!r}, but must lie between 0 and 1")
         ids, self.vocabulary = self._read()
+        if not len(ids):
+            raise ValueError(f"{self.path} is empty, but must hold a text")
         cut = int(len(ids) * (1 - self.val_fraction))
         self._ids: dict[Split, np.ndarray] = {"train": ids[:cut], "val": ids[cut:]}
         for split, part in self._ids.items():

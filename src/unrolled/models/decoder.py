@@ -135,7 +135,7 @@ class Decoder(SavedModel):
             cu_seqlens: as for `forward`.
         """
         hidden = self._hidden(inputs, key_padding_mask, cu_seqlens)
-        check_targets(targets, inputs.shape)
+        check_targets(targets, inputs.shape, self.config.vocab_size)
         if key_padding_mask is not None:
             targets = targets.masked_fill(key_padding_mask, IGNORED)
         return mean_nll(self.head.nll(hidden, targets), targets)
@@ -200,6 +200,10 @@ class Decoder(SavedModel):
         return hidden
 
     def _check_state(self, state: DecoderState, batch_size: int) -> None:
+        if not isinstance(state, DecoderState):
+            raise ValueError(
+                f"state is a {type(state).__name__}, wanted the DecoderState of init_state or prefill"
+            )
         if state.position.shape != (batch_size,) or len(state.layers) != self.config.n_layers:
             raise ValueError(
                 f"state is for {list(state.position.shape)} rows and {len(state.layers)} layers, "

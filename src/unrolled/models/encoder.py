@@ -111,7 +111,7 @@ class Encoder(SavedModel):
             key_padding_mask: as for `forward`.
         """
         hidden = self.hidden(inputs, key_padding_mask=key_padding_mask)
-        check_targets(targets, hidden.shape[:-1])
+        check_targets(targets, hidden.shape[:-1], self.head.levels)
         if key_padding_mask is not None and targets.dim() == 2:
             targets = targets.masked_fill(key_padding_mask, IGNORED)
         return mean_nll(self.head.nll(hidden, targets), targets)

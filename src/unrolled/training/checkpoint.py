@@ -26,6 +26,7 @@ from unrolled.training.interfaces import Trainable
 from unrolled.training.optim import Schedule, ScheduleState
 
 JSON_KEY = "unrolled.training"
+START_OVER = "(to start over: resume=False, or --fresh)"
 
 
 @dataclass
@@ -101,14 +102,20 @@ def save(path: Path, state: TrainState, identity: Mapping[str, Any], metadata: M
         )
 
 
-def load(path: Path, state: TrainState, identity: Mapping[str, Any], free: frozenset[str]) -> None:
+def load(path: Path, state: TrainState, identity: Mapping[str, Any], free: frozenset[str]) -> bool:
     """Put a run back exactly where a checkpoint left it: `state` and torch's random generators.
+
+    A checkpoint of step 0 that does not fit is left alone: nothing is lost, and a first try that failed must
+    not stand in the way of the corrected one.
 
     Args:
         path: a file written by `save`.
         state: the run to fill, made from the same model class and settings.
         identity: what the run is (`{"train": ..., "model": ..., "data": ...}`), compared with what was saved.
         free: dotted names of identity fields that may differ.
+
+    Returns:
+        whether the run was put back.
 
     Raises:
         ValueError: the file is damaged, or belongs to another model, other settings or other data. Nothing
@@ -117,8 +124,13 @@ def load(path: Path, state: TrainState, identity: Mapping[str, Any], free: froze
     tensors, document = _read(path)
     weights = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
     current = _model_tensors(state.model)
-    _check_tensors(path, weights, current)
-    _check_identity(path, document["identity"], identity, free)
+    try:
+        _check_tensors(path, weights, current)
+        _check_identity(path, document["identity"], identity, free)
+    except ValueError:
+        if document["progress"]["step"] == 0:
+            return False
+        raise
 
     with torch.no_grad():
         for name, x in current.items():
@@ -134,6 +146,7 @@ def load(path: Path, state: TrainState, identity: Mapping[str, Any], free: froze
     torch.set_rng_state(tensors["rng.cpu"])
     if state.device.type == "cuda" and "rng.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng.cuda"], state.device)
+    return True
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -195,14 +208,16 @@ def _moments(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def _check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     for name, x in wanted.items():
         if name not in found:
-            raise ValueError(f"{path} is a checkpoint of another model: it has no tensor {name}")
+            raise ValueError(f"{path} is a checkpoint of another model: it has no tensor {name} {START_OVER}")
         if found[name].shape != x.shape or found[name].dtype != x.dtype:
             raise ValueError(
                 f"{path} is a checkpoint of another model: its {name} is {_kind(found[name])}, "
-                f"but this model's is {_kind(x)}"
+                f"but this model's is {_kind(x)} {START_OVER}"
             )
     if extra := sorted(found.keys() - wanted.keys()):
-        raise ValueError(f"{path} is a checkpoint of another model: it has a tensor {extra[0]} too many")
+        raise ValueError(
+            f"{path} is a checkpoint of another model: it has a tensor {extra[0]} too many {START_OVER}"
+        )
 
 
 def _kind(x: Tensor) -> str:
@@ -215,7 +230,7 @@ def _check_identity(path: Path, found: Any, wanted: Any, free: frozenset[str]) -
         if before.get(name) != now.get(name):
             raise ValueError(
                 f"{path} cannot be resumed: {name} was {before.get(name)!r} and is now {now.get(name)!r} "
-                "(to start over: resume=False, or --fresh)"
+                f"{START_OVER}"
             )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Optimizer = Literal["radam", "adamw"]
+MOST_THREADS = 1024  # beyond, the system refuses to start them, in the middle of the work
 Decay = Literal["cosine", "plateau", "constant"]
 
 
@@ -67,6 +68,10 @@ class TrainConfig:
         for name in ("eval_batches", "threads"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), least=1)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed is {self.seed}, but must be below 2^63")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise ValueError(f"threads is {self.threads}, but must be at most {MOST_THREADS}")
         for name in ("bf16", "gradient_checkpointing"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but must be true or false")

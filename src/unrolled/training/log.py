@@ -54,12 +54,22 @@ def open_log(path: Path, *, after: int | None, tensorboard: bool = False) -> Ite
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """Read the lines of a log; a last line that a killed process did not finish is left out."""
+    """Read the lines of a log; a last line that a killed process did not finish is left out.
+
+    Raises:
+        ValueError: another line is damaged.
+    """
     path = Path(path)
     if not path.exists():
         return []
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    lines = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: line {number} is not JSON ({error})") from error
+    return lines
 
 
 def progress_bar(enabled: bool) -> Progress:

@@ -86,7 +86,8 @@ def train(
         identity = _identity(model, dataset, config)
         resumed = resume and path.exists()
         if resumed:
-            checkpoint.load(path, state, identity, frozenset(f"train.{x}" for x in config.free_on_resume()))
+            free = frozenset(f"train.{x}" for x in config.free_on_resume())
+            resumed = checkpoint.load(path, state, identity, free)
         p = state.progress
         if p.step > config.steps:
             raise ValueError(f"steps is {config.steps}, but {path} is already at step {p.step}")
