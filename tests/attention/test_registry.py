@@ -1,0 +1,35 @@
+"""The directory is the registry."""
+
+import pytest
+from torch import nn
+
+from unrolled import attention
+from unrolled.attention.linear import LinearAttention
+
+
+def test_every_file_is_a_mechanism_by_its_name():
+    assert {"linear", "softmax"} <= set(attention.names())
+    assert attention.names() == sorted(attention.names())
+    assert not any(name.startswith("_") for name in attention.names())
+    for name in attention.names():
+        assert issubclass(attention.load(name), nn.Module)
+    assert attention.load("linear") is LinearAttention
+
+
+@pytest.mark.parametrize("name", ["perfomer", "_multihead", ""])
+def test_an_unknown_name_is_answered_with_the_known_ones(name):
+    with pytest.raises(ValueError, match=f"attention is '{name}', but must be one of .*linear.*softmax"):
+        attention.load(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"d_model": 10, "n_heads": 4}, "d_model is 10, but must be a multiple of n_heads = 4"),
+        ({"n_kv_heads": 3}, "n_kv_heads is 3, but must divide n_heads = 4"),
+        ({"head_dim": 0}, "head_dim is 0 and value_dim None, but both must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        attention.load("softmax")(**{"d_model": 16, "n_heads": 4} | arguments)
