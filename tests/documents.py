@@ -68,6 +68,8 @@ def check_command(words: list[str]) -> None:
         assert set(arguments) <= set(targets), f"the Makefile has no target for {words}"
     elif program == "unrolled":
         _check_unrolled(arguments)
+    elif program == "python":
+        assert (ROOT / arguments[0]).is_file(), f"there is no file {arguments[0]}"
     elif program == "pip":
         _check_pip(arguments)
     else:

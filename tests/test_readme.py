@@ -30,6 +30,7 @@ def test_the_commands_exist():
         "unrolled train model.nothing=1 run_dir=x",
         "unrolled train data.name=text data.nothing=1 run_dir=x",
         "pip install '.[nothing]'",
+        "python nothing.py",
         "nothing",
     ],
 )
