@@ -36,10 +36,12 @@ def interrupt_flag() -> Iterator[threading.Event]:
         yield flag
         return
     before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+    # A job in the background of a shell inherits that Ctrl-C is ignored, but the second one must not be.
+    second = before if callable(before) else signal.default_int_handler
 
     def raise_flag(number: int, frame: FrameType | None) -> None:
         flag.set()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, second)
 
     signal.signal(signal.SIGINT, raise_flag)
     try:
