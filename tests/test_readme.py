@@ -2,7 +2,9 @@
 
 import pytest
 from documents import ROOT, broken_links, check_command, commands, run
+from typer.testing import CliRunner
 
+from unrolled import cli
 from unrolled.cli.mechanisms import markdown_table
 
 README = ROOT / "README.md"
@@ -19,6 +21,18 @@ def test_the_commands_exist():
     assert ["make", "test"] in found
     for words in found:
         check_command(words)
+
+
+def test_the_commands_of_the_library_run_as_written(tmp_path, monkeypatch):
+    """The others are make targets, which run this very test or take minutes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("Once upon a time there was a book.\n" * 200)
+    for words in commands(README):
+        if words[0] == "unrolled":
+            fewer = ["train.steps=2", "model.d_model=16"] if words[1] == "train" else []
+            result = CliRunner().invoke(cli.app, [*words[1:], *fewer])
+            assert result.exit_code == 0, result.output
+    assert (tmp_path / "runs" / "book" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
