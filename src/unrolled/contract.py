@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+IGNORED = -100
+"""A target of this value is not predicted and not counted, as in `torch.nn.functional.cross_entropy`."""
+
 Recurrence = Literal["constant", "growing", "none"]
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unrolled.data import IGNORED
+from unrolled.contract import IGNORED
 from unrolled.data.copy import CopyDataset
 
 

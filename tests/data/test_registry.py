@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from unrolled import data
+from unrolled.contract import IGNORED
 
 
 @pytest.fixture
@@ -61,10 +62,10 @@ def test_every_data_set_keeps_the_protocol(dataset):
         assert inputs.dtype == targets.dtype == torch.int64
         assert inputs.min() >= 0
         assert inputs.max() < dataset.vocab_size + dataset.start_token
-        assert torch.all((targets == data.IGNORED) | (targets >= 0))
+        assert torch.all((targets == IGNORED) | (targets >= 0))
         assert targets.max() < dataset.vocab_size
         # What is predicted at t is what is read at t + 1, wherever there is a target.
-        known = targets[:, :-1] != data.IGNORED
+        known = targets[:, :-1] != IGNORED
         assert torch.equal(inputs[:, 1:][known], targets[:, :-1][known])
         assert torch.all(inputs[:, 0] == dataset.vocab_size) == dataset.start_token
 

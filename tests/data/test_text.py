@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from unrolled import data
-from unrolled.data import IGNORED
+from unrolled.contract import IGNORED
 from unrolled.data.text import Codec, TextDataset
 
 

@@ -28,12 +28,12 @@ def info(
 
 
 def _installation() -> dict[str, Any]:
-    import os
     import platform
 
     import torch
 
     import unrolled
+    from unrolled.data._files import folder as data_folder
 
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
@@ -43,7 +43,7 @@ def _installation() -> dict[str, Any]:
         "devices": ", ".join(["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(cuda))]),
         "threads": torch.get_num_threads(),
         "kernels": "plain PyTorch",
-        "data files": Path(os.environ.get("UNROLLED_DATA") or "~/.cache/unrolled").expanduser(),
+        "data files": data_folder(),
     }
 
 

@@ -14,16 +14,13 @@ from torch import Tensor
 
 Split = Literal["train", "val"]
 
-IGNORED = -100
-"""The target at positions that the loss skips, as in `torch.nn.functional.cross_entropy`."""
-
 
 class Batch(NamedTuple):
     """Token ids to read and to predict: `targets[b, t]` follows `inputs[b, :t + 1]`.
 
     Attributes:
         inputs: [B, T], int64.
-        targets: [B, T], int64; `IGNORED` where nothing is to be predicted.
+        targets: [B, T], int64; -100 (`unrolled.contract.IGNORED`) where nothing is to be predicted.
     """
 
     inputs: Tensor

@@ -31,13 +31,18 @@ class PublishedFile:
     sha256: str
 
 
+def folder(data_dir: str | Path | None = None) -> Path:
+    """Return the folder to look in."""
+    return Path(data_dir or os.environ.get("UNROLLED_DATA") or "~/.cache/unrolled").expanduser()
+
+
 def read_published(file: PublishedFile, data_dir: str | Path | None = None) -> bytes:
     """Return the verified, uncompressed content of a published file, downloading it once if it is missing.
 
     Raises:
         ValueError: the file is corrupt, or it is missing and cannot be downloaded or written.
     """
-    root = Path(data_dir or os.environ.get("UNROLLED_DATA") or "~/.cache/unrolled").expanduser()
+    root = folder(data_dir)
     places = [root / file.path, root / Path(file.path).name]
     for place in places:
         if place.is_file():

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unrolled.data import IGNORED, Batch, Split
+from unrolled.contract import IGNORED
+from unrolled.data import Batch, Split
 from unrolled.data._checks import check_integer, check_request, check_split
 
 TRAIN_EPOCH = 6_400  # training examples never repeat; the paper's code calls 100 batches of 64 an epoch

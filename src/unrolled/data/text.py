@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unrolled.data import IGNORED, Batch, Split
+from unrolled.contract import IGNORED
+from unrolled.data import Batch, Split
 from unrolled.data._checks import check_integer, check_request, check_split
 from unrolled.data._files import PublishedFile, read_file, read_published
 

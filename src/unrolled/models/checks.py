@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unrolled.models.heads import IGNORED
+from unrolled.contract import IGNORED
 
 
 def check_ids(name: str, ids: Tensor, n_ids: int) -> None:

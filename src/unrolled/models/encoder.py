@@ -6,11 +6,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from unrolled.contract import IGNORED
 from unrolled.models.blocks import Stack, init_weights
 from unrolled.models.checks import check_ids, check_targets
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.heads import IGNORED, Categorical, mean_nll
+from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_key_padding_mask
 

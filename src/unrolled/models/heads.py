@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-IGNORED = -100  # the target that counts for nothing, as in torch.nn.functional.cross_entropy
+from unrolled.contract import IGNORED
 
 
 def mean_nll(nll: Tensor, target: Tensor) -> Tensor:

@@ -9,34 +9,30 @@ from torch.autograd import forward_ad
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Require `q [B,T,H,R]`, `k [B,S,G,R]`, `v [B,S,G,M]` with H a multiple of G."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {shape(x)}, but must have four axes: batch, length, heads, width"
-            )
-        if not x.is_floating_point():
-            raise ValueError(f"{name} has dtype {x.dtype}, but must be a floating-point tensor")
-    B, S, G, R = k.shape
-    if q.shape[0] != B or q.shape[3] != R:
-        raise ValueError(f"q has shape {shape(q)}, but k {shape(k)} wants q [{B}, T, H, {R}]")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v has shape {shape(v)}, but k {shape(k)} wants v [{B}, {S}, {G}, M]")
-    if G == 0 or q.shape[2] % G:
-        raise ValueError(f"q has {q.shape[2]} heads, but they must be a multiple of the {G} heads of k and v")
+    _check_heads(q, k, v, 4, "must have four axes: batch, length, heads, width", "T, ")
 
 
 def check_step(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Require `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]` with H a multiple of G: one token of each."""
+    _check_heads(q, k, v, 3, "a step wants three axes: batch, heads, width", "")
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, n_axes: int, axes: str, length: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(f"{name} has shape {shape(x)}, but a step wants three axes: batch, heads, width")
-    B, G, R = k.shape
-    if q.shape[0] != B or q.shape[2] != R:
-        raise ValueError(f"q has shape {shape(q)}, but k {shape(k)} wants q [{B}, H, {R}]")
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(f"v has shape {shape(v)}, but k {shape(k)} wants v [{B}, {G}, M]")
-    if G == 0 or q.shape[1] % G:
-        raise ValueError(f"q has {q.shape[1]} heads, but they must be a multiple of the {G} heads of k and v")
+        if x.dim() != n_axes:
+            raise ValueError(f"{name} has shape {shape(x)}, but {axes}")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} has dtype {x.dtype}, but must be a floating-point tensor")
+    B, *_, G, R = k.shape
+    if q.shape[0] != B or q.shape[-1] != R:
+        raise ValueError(f"q has shape {shape(q)}, but k {shape(k)} wants q [{B}, {length}H, {R}]")
+    if v.shape[:-1] != k.shape[:-1]:
+        wanted = ", ".join(map(str, [*k.shape[:-1], "M"]))
+        raise ValueError(f"v has shape {shape(v)}, but k {shape(k)} wants v [{wanted}]")
+    if G == 0 or q.shape[-2] % G:
+        raise ValueError(
+            f"q has {q.shape[-2]} heads, but they must be a multiple of the {G} heads of k and v"
+        )
 
 
 def check_key_padding_mask(mask: Tensor, batch: int, length: int) -> None:

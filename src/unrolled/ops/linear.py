@@ -29,7 +29,8 @@ from unrolled.ops.checks import (
 )
 from unrolled.ops.kernels import linear as kernels
 from unrolled.ops.linear_chunked import LOWEST_GATE, Inputs, decay_between, safe_divide
-from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
+from unrolled.ops.masks import without_padding
+from unrolled.ops.precision import accumulation_dtype, exact_dtype, promoted, without_autocast
 
 
 class LinearState(NamedTuple):
@@ -112,8 +113,8 @@ def linear_attention(
             where looking is free, a positive `log_decay`.
     """
     k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state)
-    out_dtype, dtype = v.dtype, torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    out_dtype = v.dtype
+    q, k, v = promoted(q, k, v)
     T, S = q.shape[1], k.shape[1]
     kv, k_sum = (None, None) if state is None else state
     before = []
@@ -289,11 +290,9 @@ def _check_and_mask(
         _check_state(state, q, k, v, B if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, S)
-        padding = key_padding_mask[:, :, None, None]
-        # The values too: 0 * inf of an uninitialised pad would be NaN.
-        k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-        if log_decay is not None:
-            log_decay = log_decay.masked_fill(padding.squeeze(-1), 0)
+        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+        if log_decay is not None:  # a gate of 1
+            log_decay = without_padding(log_decay, key_padding_mask)
     return k, v, log_decay
 
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from unrolled.ops import linear_chunked
 from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype
 
@@ -97,5 +98,4 @@ def _part(inputs: Inputs, rows: Tensor, tokens: Tensor, padding: Tensor) -> Inpu
 
 def _gather(x: Tensor, tokens: Tensor, padding: Tensor) -> Tensor:
     """[1,T,...] -> [n,L,...] by packed position, with zeros at the padding."""
-    mask = padding.reshape(*padding.shape, *[1] * (x.dim() - 2))
-    return x[0, tokens].masked_fill(mask, 0)
+    return without_padding(x[0, tokens], padding)

@@ -17,6 +17,11 @@ def padding_mask(lengths: Tensor, longest: int | None = None) -> Tensor:
     return torch.arange(S, device=lengths.device) >= lengths.unsqueeze(1)
 
 
+def without_padding(x: Tensor, key_padding_mask: Tensor) -> Tensor:
+    """Zero `x [B,S,...]` where padded (True): even with a weight of 0, an inf left there would give NaN."""
+    return x.masked_fill(key_padding_mask.reshape(*key_padding_mask.shape, *[1] * (x.dim() - 2)), 0)
+
+
 def causal_mask(T: int, S: int, device: torch.device | None = None) -> Tensor:
     """`[T,S]`: query i may attend to keys up to i + S - T, so that the last query sees the last key."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)

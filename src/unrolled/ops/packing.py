@@ -1,6 +1,7 @@
 """Packed sequences: several of them laid end to end in one row, with int32 offsets `cu_seqlens [N+1]`."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,9 +57,10 @@ def length_buckets(cu_seqlens: Tensor, total: int) -> Iterator[tuple[Tensor, Ten
     Yields, for each group of n sequences up to L long, their numbers `[n]`, the packed position of each of
     their tokens `[n,L]` and the padding mask `[n,L]` (True = no such token; its position is 0).
     """
-    check_offsets(cu_seqlens.tolist(), total)
+    offsets = cu_seqlens.tolist()
+    check_offsets(offsets, total)
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    buckets = [length.bit_length() for length in lengths.tolist()]
+    buckets = [(b - a).bit_length() for a, b in pairwise(offsets)]
     bucket = torch.tensor(buckets, device=cu_seqlens.device)
     for size in sorted(set(buckets)):
         rows = (bucket == size).nonzero().squeeze(1)

@@ -1,13 +1,21 @@
 """Which number type a computation is done in, decided in one place."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 
 import torch
+from torch import Tensor
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Type that sums and states are kept in: fp64 for fp64 inputs, fp32 for all narrower ones."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def promoted(*xs: Tensor) -> tuple[Tensor, ...]:
+    """Convert tensors to the one type that holds them all."""
+    dtype = reduce(torch.promote_types, (x.dtype for x in xs))
+    return tuple(x.to(dtype) for x in xs)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, check_step, shape
-from unrolled.ops.masks import causal_mask, packed_mask
-from unrolled.ops.precision import without_autocast
+from unrolled.ops.masks import causal_mask, packed_mask, without_padding
+from unrolled.ops.precision import promoted, without_autocast
 
 BACKENDS = {
     "math": SDPBackend.MATH,
@@ -75,21 +75,18 @@ def softmax_attention(
     """
     check_qkv(q, k, v)
     (B, T, H, _), S = q.shape, k.shape[1]
-    out_dtype, dtype = v.dtype, torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    out_dtype = v.dtype
+    q, k, v = promoted(q, k, v)
     allowed, bias = None, None
     if attn_mask is not None:
         _check_attn_mask(attn_mask, (B, H, T, S))
         if attn_mask.dtype == torch.bool:
             allowed = attn_mask
         else:
-            bias, allowed = attn_mask.to(dtype), attn_mask > -torch.inf
+            bias, allowed = attn_mask.to(q.dtype), attn_mask > -torch.inf
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, S)
-        v = v.masked_fill(
-            key_padding_mask[:, :, None, None], 0
-        )  # 0 * inf of an uninitialised pad would be NaN
-        k = k.masked_fill(key_padding_mask[:, :, None, None], 0)
+        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
         allowed = _both(allowed, ~key_padding_mask[:, None, None, :])
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)

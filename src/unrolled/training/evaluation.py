@@ -5,9 +5,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from unrolled.contract import IGNORED
 from unrolled.training._session import own_random_state
 from unrolled.training.config import TrainConfig
-from unrolled.training.interfaces import IGNORED, Batch, Trainable, TrainingData
+from unrolled.training.interfaces import Batch, Trainable, TrainingData
 
 
 def evaluate(model: Trainable, dataset: TrainingData, config: TrainConfig) -> float:

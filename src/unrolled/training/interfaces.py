@@ -6,9 +6,6 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-IGNORED = -100
-"""A target of this value is not predicted and not counted."""
-
 
 class Batch(Protocol):
     """Token ids `inputs [B, T]` and what to predict at each, `targets [B, T]`."""

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from unrolled.contract import UnsupportedError
+from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.training import checkpoint
 from unrolled.training._files import prepare_folder, replacing_files
 from unrolled.training._session import cpu_threads, interrupt_flag, own_random_state
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import batch_loss, count_targets, evaluate
-from unrolled.training.interfaces import IGNORED, Trainable, TrainingData
+from unrolled.training.interfaces import Trainable, TrainingData
 from unrolled.training.log import RunLog, open_log, progress_bar
 from unrolled.training.optim import Schedule, build_optimizer
 
