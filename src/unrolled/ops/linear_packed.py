@@ -56,30 +56,30 @@ def backward(
 def like_outputs(
     inputs: Inputs, cu_seqlens: Tensor | None, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Zeros of the shapes and types that a forward pass returns."""
+    """Uninitialised tensors of the shapes and types that a forward pass returns."""
     (B, T, H, R), (_, _, G, M) = inputs.q.shape, inputs.v.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dtype = accumulation_dtype(inputs.q.dtype)
     return (
-        inputs.v.new_zeros(B, T, H, M),
-        inputs.k.new_zeros(N, G, R, M, dtype=dtype),
-        inputs.k.new_zeros(N, G, R, dtype=dtype),
-        inputs.q.new_zeros((B, T, H, 1) if normalize else 0, dtype=dtype),
+        inputs.v.new_empty(B, T, H, M),
+        inputs.k.new_empty(N, G, R, M, dtype=dtype),
+        inputs.k.new_empty(N, G, R, dtype=dtype),
+        inputs.q.new_empty((B, T, H, 1) if normalize else 0, dtype=dtype),
     )
 
 
 def like_gradients(
     grad_kv: Tensor, grad_k_sum: Tensor, inputs: Inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Zeros of the shapes and types that a backward pass returns, in the plain memory order."""
+    """Uninitialised tensors of the shapes and types that a backward pass returns, in the plain memory order."""
     q, k, v, log_decay, _, _ = inputs
     return (
-        q.new_zeros(q.shape),
-        k.new_zeros(k.shape),
-        v.new_zeros(v.shape),
-        grad_kv.new_zeros(0) if log_decay is None else log_decay.new_zeros(log_decay.shape),
-        grad_kv.new_zeros(grad_kv.shape),
-        grad_k_sum.new_zeros(grad_k_sum.shape),
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        grad_kv.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape),
+        grad_kv.new_empty(grad_kv.shape),
+        grad_k_sum.new_empty(grad_k_sum.shape),
     )
 
 

@@ -1,0 +1,18 @@
+// What Python calls: every function once per instruction set, `linear_forward_avx2` for instance.
+#pragma once
+
+#include "problem.h"
+
+#define JOINED(name, suffix) name##_##suffix
+#define NAMED_AFTER(name, isa) JOINED(name, isa)
+#define EXPORTED(name) NAMED_AFTER(name, UNROLLED_ISA)
+
+extern "C" {
+#pragma GCC visibility push(default)
+void EXPORTED(linear_forward)(const Linear*, const LinearOutputs*);
+void EXPORTED(linear_backward)(const Linear*, const LinearGradients*);
+int64_t EXPORTED(linear_saved_floats)(const Linear*);
+void EXPORTED(linear_step)(const LinearStep*);
+double EXPORTED(fma_peak)(double seconds);
+#pragma GCC visibility pop
+}

@@ -1,0 +1,429 @@
+// Linear attention, backward: one pass forwards for the queries, one backwards for the keys, the values and the
+// gates. Only the states between chunks are kept, and those only with gates; everything else is recomputed.
+#include "kernels.h"
+#include "linear_plan.h"
+
+namespace UNROLLED_ISA {
+namespace {
+
+// A slot for every chunk of every sequence; packed ones may each have one more than their tokens fill.
+Int saved_floats(const Linear& x) {
+    const Int C = chunk_length(x);
+    const Int slots = x.offsets ? x.keys / C + x.sequences : x.sequences * ceil_div(x.keys, C);
+    return slots * x.groups * state_floats(x, Layout::TRANSPOSED);
+}
+
+float* saved_state(const Linear& x, const LinearGradients& out, const Sequence& s, Int t, Int group) {
+    const Int C = chunk_length(x);
+    const Int first = x.offsets ? s.first_key / C + s.index : s.batch * ceil_div(x.keys, C);
+    return out.states + ((first + t / C) * x.groups + group) * state_floats(x, Layout::TRANSPOSED);
+}
+
+void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, Int t, Int group, State state) {
+    if (x.log_decay)
+        std::memcpy(saved_state(x, out, s, t, group), state.kv.at,
+                    (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
+}
+
+bool divisible(float divisor) { return __builtin_fabsf(divisor) >= __FLT_MIN__; }
+
+// G = dO / den, in whole vectors.
+void read_gradient(const Linear& x, const LinearGradients& out, Int batch, Int token, Int head, float* g) {
+    read_row(x.type, address(out.o, x.type, batch, token, head), x.values, g);
+    if (!x.normalize) return;
+    const float divisor = out.divisor[(batch * x.queries + token) * x.heads + head];
+    scale_row(g, x.values, divisible(divisor) ? 1 / divisor : 0);
+}
+
+// dQ of some query rows of one head, and what the other pass needs of them.
+class QueryGradients {
+  public:
+    QueryGradients(const Linear& x, const LinearGradients& out, Workspace& memory)
+        : x_(x),
+          out_(out),
+          rows_(x.type, x.features, TILE_ROWS, memory),
+          g_(memory.rows(TILE_ROWS, round_up(x.values))),
+          d_scores_(memory.rows(TILE_ROWS, chunk_length(x))),
+          d_q_(memory.rows(TILE_ROWS, round_up(x.features))),
+          decay_(memory.floats(chunk_length(x))) {}
+
+    // The queries [i, i + n) of a chunk, or without `chunk`, which read `state` alone. `sums` holds the cumulated
+    // keys (D K)_i of the chunk.
+    void find(const Sequence& s, Int token, Int i, Int n, Int head, State state, const KeyChunk* chunk,
+              Rows values_T, Rows sums) {
+        const Rows q = rows_.read(x_.q, s.batch, token + i, head, n);
+        for (Int a = 0; a < n; ++a) read_gradient(x_, out_, s.batch, token + i + a, head, g_.at + a * g_.row);
+        const float* from_start = chunk && chunk->gates.from_start ? chunk->gates.from_start + i : nullptr;
+        const Int keys = chunk ? i + n : 0;
+        if (chunk) {
+            multiply_few_rows(n, keys, x_.values, {g_.at, g_.row, 1}, values_T, d_scores_, false);
+            for (Int a = 0; a < n; ++a) mask(d_scores_.at + a * d_scores_.row, i + a, keys, chunk->gates);
+        }
+        for (Int r = 0; r < x_.features; r += TILE_VECS * WIDTH)
+            with_tile(n, x_.features - r, [&](auto tile) {
+                tile.add_product({g_.at, g_.row, 1}, state.kv.at + r, state.kv.row, x_.values);
+                if (from_start) tile.scale_rows(from_start);
+                tile.write(d_q_.at + r, d_q_.row);
+            });
+        const Int row = (s.batch * x_.queries + token + i) * x_.heads + head;
+        if (from_start)
+            for (Int a = 0; a < n; ++a)
+                out_.read[row + a * x_.heads] = dot(q.at + a * q.row, d_q_.at + a * d_q_.row, x_.features);
+        if (chunk)
+            multiply_few_rows(n, x_.features, keys, {d_scores_.at, d_scores_.row, 1}, chunk->keys, d_q_, true);
+        for (Int a = 0; a < n; ++a) {
+            float* d_q = d_q_.at + a * d_q_.row;
+            if (x_.normalize)
+                normalizer(q.at + a * q.row, row + a * x_.heads, state.k_sum, from_start ? from_start + a : nullptr,
+                           chunk ? sums.at + (i + a) * sums.row : nullptr, d_q);
+            write_row(x_.type, d_q, x_.features,
+                      (char*)out_.d_q + (row + a * x_.heads) * x_.features * size_of(x_.type));
+        }
+    }
+
+  private:
+    void mask(float* d_scores, Int i, Int keys, const Gates& gates) {
+        if (gates.from_start) gates.row(i, keys, decay_);
+        for (Int j = 0; j < keys; j += WIDTH) {
+            Vec x = load(d_scores + j);
+            if (gates.from_start) x *= load(decay_ + j);
+            store(d_scores + j, keep(0, i + 1, j, x));
+        }
+    }
+
+    // dden = -(q . dQ') / den and dQ = dQ' + dden (sums + exp(b) z)
+    void normalizer(const float* q, Int row, const float* k_sum, const float* from_start, const float* sums,
+                    float* d_q) const {
+        const float divisor = out_.divisor[row];
+        const float d_divisor = divisible(divisor) ? -dot(q, d_q, x_.features) / divisor : 0;
+        out_.d_divisor[row] = d_divisor;
+        if (from_start) out_.read[row] += d_divisor * *from_start * dot(q, k_sum, x_.features);
+        const Vec factor = broadcast(from_start ? *from_start : 1);
+        for (Int r = 0; r < x_.features; r += WIDTH) {
+            Vec seen = load(k_sum + r) * factor;
+            if (sums) seen += load(sums + r);
+            store(d_q + r, load(d_q + r) + seen * broadcast(d_divisor));
+        }
+    }
+
+    const Linear& x_;
+    const LinearGradients& out_;
+    HeadRows rows_;
+    Rows g_, d_scores_, d_q_;
+    float* decay_;
+};
+
+// (D K)_i = a_i (D K)_{i-1} + k_i for the rows of a chunk.
+void cumulate_keys(const Linear& x, const KeyChunk& chunk, Rows sums) {
+    for (Int i = 0; i < chunk.n; ++i) {
+        const float* key = chunk.keys.at + i * chunk.keys.row;
+        float* sum = sums.at + i * sums.row;
+        const Vec gate = broadcast(chunk.gates.gate ? chunk.gates.gate[i] : 1);
+        for (Int r = 0; r < x.features; r += WIDTH)
+            store(sum + r, i ? load(sum - sums.row + r) * gate + load(key + r) : load(key + r));
+    }
+}
+
+void causal_query_task(const Linear& x, const LinearGradients& out, const Task& task, const States& states) {
+    Workspace memory;
+    KeyChunk chunk(x, true, true, memory);
+    QueryGradients queries(x, out, memory);
+    const Rows values_T = memory.rows(round_up(x.values), chunk.longest);
+    const Rows sums = memory.rows(chunk.longest, round_up(x.features));
+    const Sequence& s = task.sequence;
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), [&](Int t, Int n, Int g) {
+        const State state = states.of(s.index, task.segment, g);
+        save_state(x, out, s, t, g, state);
+        chunk.read(s, s.first_key + t, n, g);
+        transpose(n, x.values, chunk.values.at, chunk.values.row, values_T);
+        if (x.normalize) cumulate_keys(x, chunk, sums);
+        for_rows(x, g, n, [&](Int head, Int i, Int rows) {
+            queries.find(s, chunk.token, i, rows, head, state, &chunk, values_T, sums);
+        });
+        chunk.enter_transposed(state);
+    });
+}
+
+void bidirectional_query_task(const Linear& x, const LinearGradients& out, const Task& task, const States& states,
+                              Int segments) {
+    Workspace memory;
+    QueryGradients queries(x, out, memory);
+    const Sequence& s = task.sequence;
+    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), [&](Int t, Int n, Int g) {
+        for_rows(x, g, n, [&](Int head, Int i, Int rows) {
+            queries.find(s, s.first_query + t, i, rows, head, states.of(s.index, segments, g), nullptr, {}, {});
+        });
+    });
+}
+
+// The queries of one chunk of one head: Q, exp(b) G and, for the keys of the same chunk, G and dden.
+class QueryChunk {
+  public:
+    QueryChunk(const Linear& x, const LinearGradients& out, Workspace& memory)
+        : g(memory.rows(chunk_length(x), round_up(x.values))),
+          d_divisor(memory.floats(chunk_length(x))),
+          x_(x),
+          out_(out),
+          rows_(x.type, x.features, chunk_length(x), memory, true) {}
+
+    void read(const Sequence& s, Int token, Int count, Int head) {
+        n = count;
+        q = rows_.read(x_.q, s.batch, token, head, n);
+        for (Int i = 0; i < n; ++i) {
+            read_gradient(x_, out_, s.batch, token + i, head, g.at + i * g.row);
+            d_divisor[i] = x_.normalize ? out_.d_divisor[(s.batch * x_.queries + token + i) * x_.heads + head] : 0;
+        }
+    }
+
+    // dS += (exp(b) Q)^T G and dz += (exp(b) Q)^T dden. Scales G.
+    void give(State gradient, const float* from_start) const {
+        if (from_start)
+            for (Int i = 0; i < n; ++i) scale_row(g.at + i * g.row, x_.values, from_start[i]);
+        multiply(x_.features, x_.values, n, {q.at, 1, q.row}, g, gradient.kv, true);
+        for (Int r = 0; r < x_.features && x_.normalize; r += WIDTH) {
+            Vec total{};
+            for (Int i = 0; i < n; ++i)
+                total += load(q.at + i * q.row + r) * broadcast(d_divisor[i] * (from_start ? from_start[i] : 1));
+            store(gradient.k_sum + r, load(gradient.k_sum + r) + total);
+        }
+    }
+
+    Int n = 0;
+    Rows q{}, g;
+    float* d_divisor;
+
+  private:
+    const Linear& x_;
+    const LinearGradients& out_;
+    HeadRows rows_;
+};
+
+// dK, dV and the gradient of the gates of one chunk of one key head.
+class KeyGradients {
+  public:
+    KeyGradients(const Linear& x, const LinearGradients& out, Workspace& memory)
+        : chunk(x, false, false, memory),
+          x_(x),
+          out_(out),
+          queries_(x, out, memory),
+          gradient_T_{memory.zeros(round_up(x.values) * round_up(x.features)), round_up(x.features)},
+          q_T_(memory.rows(round_up(x.features), chunk.longest)),
+          g_T_(memory.rows(round_up(x.values), chunk.longest)),
+          scores_(memory.rows(TILE_ROWS, chunk.longest)),
+          d_scores_(memory.rows(TILE_ROWS, chunk.longest)),
+          d_k_(memory.rows(chunk.longest, round_up(x.features))),
+          d_v_(memory.rows(chunk.longest, round_up(x.values))),
+          decay_(memory.floats(chunk.longest)),
+          pairs_(memory.floats(chunk.longest)),
+          d_gates_((double*)memory.floats(2 * chunk.longest)) {}
+
+    // `gradient` is that of the state after the chunk, and becomes that of the state before it.
+    void find(const Sequence& s, Int t, Int n, Int group, State gradient) {
+        chunk.read(s, s.first_key + t, n, group);
+        if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
+        read_through_state(gradient);
+        if (x_.log_decay) through_gates(s, t, group, gradient);
+        scale_row(gradient.kv.at, chunk.gates.from_start ? state_floats(x_, Layout::PLAIN) : 0, chunk.gates.through);
+        const Int per_group = x_.heads / x_.groups;
+        if (x_.causal)
+            for (Int h = group * per_group; h < (group + 1) * per_group; ++h) {
+                queries_.read(s, chunk.token, n, h);
+                read_by_queries();
+                if (x_.log_decay) read_gates(s, h);
+                queries_.give(gradient, chunk.gates.from_start);
+            }
+        write(s, group);
+    }
+
+    KeyChunk chunk;
+
+  private:
+    // dK = to_end (V dS^T + dz), dV = to_end K dS: the keys are read through the state after the chunk.
+    void read_through_state(State gradient) {
+        const float* to_end = chunk.gates.to_end;
+        transpose(x_.features, x_.values, gradient.kv.at, gradient.kv.row, gradient_T_);
+        multiply(chunk.n, x_.features, x_.values, {chunk.values.at, chunk.values.row, 1}, gradient_T_, d_k_, false);
+        multiply(chunk.n, x_.values, x_.features, {chunk.keys.at, chunk.keys.row, 1}, gradient.kv, d_v_, false);
+        for (Int j = 0; j < chunk.n; ++j) {
+            float *d_k = d_k_.at + j * d_k_.row, *d_v = d_v_.at + j * d_v_.row;
+            for (Int r = 0; r < x_.features; r += WIDTH) store(d_k + r, load(d_k + r) + load(gradient.k_sum + r));
+            if (!to_end) continue;
+            scale_row(d_k, x_.features, to_end[j]);
+            scale_row(d_v, x_.values, to_end[j]);
+        }
+    }
+
+    // What reaches the gates through the state: gate t scales what the keys before t give to it, and the state
+    // before the chunk.
+    void through_gates(const Sequence& s, Int t, Int group, State gradient) {
+        double before = 0;
+        const float* saved = saved_state(x_, out_, s, t, group);
+        const State state = state_at(x_, Layout::TRANSPOSED, const_cast<float*>(saved));
+        for (Int m = 0; m < x_.values; ++m)
+            before += dot(state.kv.at + m * state.kv.row, gradient_T_.at + m * gradient_T_.row, x_.features);
+        before += dot(state.k_sum, gradient.k_sum, x_.features);
+        before *= chunk.gates.through;
+        for (Int j = 0; j < chunk.n; ++j) {
+            d_gates_[j] += before;
+            before += dot(chunk.keys.at + j * chunk.keys.row, d_k_.at + j * d_k_.row, x_.features);
+        }
+    }
+
+    // Queries i >= t read the state before the chunk through gate t.
+    void read_gates(const Sequence& s, Int head) {
+        double read = 0;
+        for (Int i = chunk.n - 1; i >= 0; --i) {
+            read += out_.read[(s.batch * x_.queries + chunk.token + i) * x_.heads + head];
+            d_gates_[i] += read;
+        }
+    }
+
+    // dK += dP^T Q and dV += P^T G, over the queries of the chunk from each key on.
+    void read_by_queries() {
+        const Int n = chunk.n;
+        const Rows q = queries_.q, g = queries_.g;
+        transpose(n, x_.features, q.at, q.row, q_T_);
+        transpose(n, x_.values, g.at, g.row, g_T_);
+        for (Int j = 0; j < n; j += TILE_ROWS) {
+            const Int rows = min(TILE_ROWS, n - j), from = j / WIDTH * WIDTH;
+            const float *key = chunk.keys.at + j * chunk.keys.row, *value = chunk.values.at + j * chunk.values.row;
+            multiply_few_rows(rows, n - from, x_.features, {key, chunk.keys.row, 1}, {q_T_.at + from, q_T_.row},
+                              {scores_.at + from, scores_.row}, false);
+            multiply_few_rows(rows, n - from, x_.values, {value, chunk.values.row, 1}, {g_T_.at + from, g_T_.row},
+                              {d_scores_.at + from, d_scores_.row}, false);
+            for (Int a = 0; a < rows; ++a) mask(j + a, from, scores_.at + a * scores_.row, d_scores_.at + a * d_scores_.row);
+            multiply_few_rows(rows, x_.features, n - j, {d_scores_.at + j, d_scores_.row, 1}, {q.at + j * q.row, q.row},
+                              {d_k_.at + j * d_k_.row, d_k_.row}, true);
+            multiply_few_rows(rows, x_.values, n - j, {scores_.at + j, scores_.row, 1}, {g.at + j * g.row, g.row},
+                              {d_v_.at + j * d_v_.row, d_v_.row}, true);
+        }
+    }
+
+    // Row j of P^T and dP^T, and what pairs of key j and query i give to the gates j < t <= i between them.
+    void mask(Int j, Int from, float* scores, float* d_scores) {
+        const bool gated = chunk.gates.from_start;
+        if (gated) chunk.gates.column(j, chunk.n, decay_);
+        for (Int i = from; i < chunk.n; i += WIDTH) {
+            Vec p = load(scores + i), d_p = load(d_scores + i) + load(queries_.d_divisor + i);
+            if (gated) {
+                d_p *= load(decay_ + i);
+                store(pairs_ + i, p * d_p);
+                p *= load(decay_ + i);
+            }
+            store(scores + i, keep(j, chunk.n, i, p));
+            store(d_scores + i, keep(j, chunk.n, i, d_p));
+        }
+        double pairs = 0;
+        for (Int i = chunk.n - 1; gated && i > j; --i) {
+            pairs += pairs_[i];
+            d_gates_[i] += pairs;
+        }
+    }
+
+    void write(const Sequence& s, Int group) const {
+        for (Int j = 0; j < chunk.n; ++j) {
+            const Int row = (s.batch * x_.keys + chunk.token + j) * x_.groups + group;
+            write_row(x_.type, d_k_.at + j * d_k_.row, x_.features,
+                      (char*)out_.d_k + row * x_.features * size_of(x_.type));
+            write_row(x_.type, d_v_.at + j * d_v_.row, x_.values,
+                      (char*)out_.d_v + row * x_.values * size_of(x_.type));
+            if (x_.log_decay) out_.d_log_decay[row] = x_.log_decay[row] < LOWEST_GATE ? 0 : d_gates_[j];
+        }
+    }
+
+    const Linear& x_;
+    const LinearGradients& out_;
+    QueryChunk queries_;
+    Rows gradient_T_, q_T_, g_T_, scores_, d_scores_, d_k_, d_v_;
+    float *decay_, *pairs_;
+    double* d_gates_;
+};
+
+// Lets the queries of a task's segment give to the gradient of the state before it, when causal, or to that of
+// the state which they all read.
+void give_segment(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
+    Workspace memory;
+    const Int per_group = x.heads / x.groups;
+    QueryChunk queries(x, out, memory);
+    Gates gates(x, chunk_length(x), memory);
+    const Sequence& s = task.sequence;
+    for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), [&](Int t, Int n, Int g) {
+        const State gradient = gradients.of(s.index, task.segment, g);
+        if (x.causal && x.log_decay) {
+            gates.read(s.batch, s.first_key + t, n, g);
+            scale_row(gradient.kv.at, state_floats(x, Layout::PLAIN), gates.through);
+        }
+        for (Int h = g * per_group; h < (g + 1) * per_group; ++h) {
+            queries.read(s, s.first_query + t, n, h);
+            queries.give(gradient, x.causal ? gates.from_start : nullptr);
+        }
+    });
+}
+
+// Fills `gradients`, all but that of the state before the first segment.
+void find_gradients(const Linear& x, const LinearGradients& out, const Plan& plan, const States& gradients) {
+    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const Task task(x, plan, i);
+        const Int n = task.sequence.index;
+        for (Int g = task.first_head; g < task.last_head; ++g) {
+            gradients.read(n, task.segment, g, nullptr, nullptr);
+            if (task.last) gradients.read(n, plan.segments, g, out.kv, out.k_sum);
+        }
+        if (!x.causal || !task.first) give_segment(x, out, task, gradients);
+    });
+    for (Int i = plan.tasks(x) - 1; i >= 0; --i) {
+        const Task task(x, plan, i);
+        const Int n = task.sequence.index;
+        for (Int g = task.first_head; g < task.last_head; ++g)
+            if (!x.causal)
+                gradients.add(gradients.of(n, plan.segments, g), 1, gradients.of(n, task.segment, g));
+            else if (!task.first)
+                gradients.add(gradients.of(n, task.segment, g), gates_through(x, task, g),
+                              gradients.of(n, task.segment + 1, g));
+    }
+    if (x.causal) return;
+    // Every key is read through the state after the last one. Gates, if any, are met in the one segment there is.
+    for (Int i = 0; i < plan.tasks(x); ++i) {
+        const Task task(x, plan, i);
+        for (Int g = task.first_head; g < task.last_head && !task.last; ++g)
+            std::memcpy(gradients.of(task.sequence.index, task.segment + 1, g).kv.at,
+                        gradients.of(task.sequence.index, plan.segments, g).kv.at,
+                        (size_t)state_floats(x, Layout::PLAIN) * 4);
+    }
+}
+
+void key_task(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
+    Workspace memory;
+    KeyGradients keys(x, out, memory);
+    const Sequence& s = task.sequence;
+    for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), [&](Int t, Int n, Int g) {
+        keys.find(s, t, n, g, gradients.of(s.index, task.segment + 1, g));
+    });
+    if (task.first)
+        for (Int g = task.first_head; g < task.last_head; ++g)
+            write_state(x, gradients.of(s.index, 1, g), s.index * x.groups + g, out.d_kv, out.d_k_sum);
+}
+
+void run(const Linear& x, const LinearGradients& out) {
+    Workspace memory;
+    const Plan plan(x, x.causal || !x.log_decay);
+    const States states(x, plan, Layout::TRANSPOSED, memory), gradients(x, plan, Layout::PLAIN, memory);
+    find_states(x, plan, states, !x.causal, [&](const Sequence& s, Int t, Int group, State state) {
+        if (!x.causal) save_state(x, out, s, t, group, state);
+    });
+    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const Task task(x, plan, i);
+        if (x.causal) causal_query_task(x, out, task, states);
+        else bidirectional_query_task(x, out, task, states, plan.segments);
+    });
+    find_gradients(x, out, plan, gradients);
+    parallel_for(plan.tasks(x), plan.threads,
+                 [&](Int i) { key_task(x, out, Task(x, plan, i), gradients); });
+}
+
+}  // namespace
+}  // namespace UNROLLED_ISA
+
+void EXPORTED(linear_backward)(const Linear* x, const LinearGradients* out) { UNROLLED_ISA::run(*x, *out); }
+
+int64_t EXPORTED(linear_saved_floats)(const Linear* x) { return UNROLLED_ISA::saved_floats(*x); }

@@ -1,0 +1,233 @@
+// Linear attention, one chunk of one head at a time: what the forward and the backward pass share. The formulas
+// are those of `ops/linear_chunked.py`, and so are the names.
+#pragma once
+
+#include "rows.h"
+
+namespace UNROLLED_ISA {
+
+// Tokens of a chunk, a multiple of every WIDTH. Inside a chunk the work per token grows with its length; between
+// chunks a state is read and written, which no longer fits the first cache when it is wide.
+inline Int chunk_length(const Linear& x) { return x.features * x.values <= 64 * 64 ? 16 : 32; }
+
+// S [features, values], or its transpose [values, features], and z [features]; all in whole vectors.
+struct State {
+    Rows kv;
+    float* k_sum;
+};
+
+enum class Layout { PLAIN, TRANSPOSED };
+
+// The plain layout has its rows rounded up to four, for `transpose`.
+inline Int kv_floats(const Linear& x, Layout layout) {
+    const Int R = x.features, M = x.values;
+    return layout == Layout::PLAIN ? (R + 3) / 4 * 4 * round_up(M) : M * round_up(R);
+}
+
+inline Int state_floats(const Linear& x, Layout layout) { return kv_floats(x, layout) + round_up(x.features); }
+
+inline State state_at(const Linear& x, Layout layout, float* at) {
+    return {{at, round_up(layout == Layout::PLAIN ? x.values : x.features)}, at + kv_floats(x, layout)};
+}
+
+inline void read_state(const Linear& x, Layout layout, const float* kv, const float* k_sum, Int head, State to) {
+    const Int R = x.features, M = x.values;
+    std::memset(to.kv.at, 0, (size_t)state_floats(x, layout) * 4);
+    if (kv)
+        for (Int r = 0; r < R; ++r) {
+            const float* from = kv + (head * R + r) * M;
+            if (layout == Layout::PLAIN) read_row(FLOAT32, from, M, to.kv.at + r * to.kv.row);
+            else for (Int m = 0; m < M; ++m) to.kv.at[m * to.kv.row + r] = from[m];
+        }
+    if (k_sum) read_row(FLOAT32, k_sum + head * R, R, to.k_sum);
+}
+
+// `from` lies in the plain layout.
+inline void write_state(const Linear& x, State from, Int head, float* kv, float* k_sum) {
+    const Int R = x.features, M = x.values;
+    for (Int r = 0; r < R; ++r) write_row(FLOAT32, from.kv.at + r * from.kv.row, M, kv + (head * R + r) * M);
+    write_row(FLOAT32, from.k_sum, R, k_sum + head * R);
+}
+
+// Where a sequence lies.
+struct Sequence {
+    Int index, batch, first_query, queries, first_key, keys;
+};
+
+inline Sequence sequence_at(const Linear& x, Int index) {
+    if (!x.offsets) return {index, index, 0, x.queries, 0, x.keys};
+    const Int first = x.offsets[index], n = x.offsets[index + 1] - first;
+    return {index, 0, first, n, first, n};
+}
+
+constexpr double LOWEST_GATE = -1e4;  // its exponential is 0, but it may be subtracted from itself
+
+inline double log_gate(const Linear& x, Int batch, Int token, Int group) {
+    const double gate = x.log_decay[(batch * x.keys + token) * x.groups + group];
+    return gate < LOWEST_GATE ? LOWEST_GATE : gate;
+}
+
+// out_j = exp(sign (b_j - base)) for j < n, with the digits of the double-precision difference.
+inline void exp_of_differences(double sign, const double* b, double base, Int n, float* out) {
+    for (Int j = 0; j < n; j += WIDTH) {
+        float high[WIDTH], low[WIDTH];
+        for (Int i = 0; i < WIDTH; ++i) {
+            const double difference = sign * (b[j + i] - base);
+            high[i] = (float)difference;
+            low[i] = (float)(difference - (double)high[i]);
+        }
+        const Vec y = exp(load(high));
+        store(out + j, y + y * load(low));
+    }
+}
+
+// The decays of one chunk, b being the cumulated logarithms of its gates. Absent when there are no gates.
+class Gates {
+  public:
+    Gates(const Linear& x, Int longest, Workspace& memory) : x_(x) {
+        if (!x.log_decay) return;
+        b_ = (double*)memory.zeros(2 * longest);
+        logs_ = (double*)memory.zeros(2 * longest);
+        gate = memory.floats(longest);
+        from_start = memory.floats(longest);
+        to_end = memory.floats(longest);
+    }
+
+    void read(Int batch, Int token, Int n, Int group) {
+        if (!x_.log_decay) return;
+        double total = 0;
+        for (Int i = 0; i < n; ++i) {
+            logs_[i] = log_gate(x_, batch, token + i, group);
+            b_[i] = total += logs_[i];
+        }
+        exp_of_differences(1, logs_, 0, n, gate);
+        exp_of_differences(1, b_, 0, n, from_start);
+        exp_of_differences(-1, b_, total, n, to_end);
+        through = (float)__builtin_exp(total);
+    }
+
+    // exp(b_i - b_j) for all j < n: row i of D; and for all i < n: column j of D. Only i >= j has a meaning.
+    void row(Int i, Int n, float* out) const { exp_of_differences(-1, b_, b_[i], n, out); }
+    void column(Int j, Int n, float* out) const { exp_of_differences(1, b_, b_[j], n, out); }
+
+    float* gate = nullptr;        // a
+    float* from_start = nullptr;  // exp(b)
+    float* to_end = nullptr;      // exp(b_C - b)
+    float through = 1;            // exp(b_C)
+
+  private:
+    const Linear& x_;
+    double *logs_ = nullptr, *b_ = nullptr;
+};
+
+// Rows of one head as floats in whole vectors: where they lie, if possible, else in a copy.
+class HeadRows {
+  public:
+    HeadRows(Int type, Int width, Int most, Workspace& memory, bool copy = false)
+        : type_(type), width_(width), direct_(usable(type, width) && !copy) {
+        buffer_ = memory.rows(most, round_up(width));
+    }
+
+    Rows read(const Tensor& x, Int batch, Int token, Int head, Int n) const {
+        if (direct_ && n % 4 == 0)  // `transpose` reads four rows at a time
+            return {(float*)address(x, type_, batch, token, head), x.token};
+        read_rows(x, type_, batch, token, head, n, width_, buffer_);
+        return buffer_;
+    }
+
+  private:
+    Int type_, width_;
+    bool direct_;
+    Rows buffer_;
+};
+
+inline void scale_row(float* row, Int n, float factor) {
+    for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
+}
+
+inline float dot(const float* a, const float* b, Int n) {
+    Vec total{};
+    for (Int i = 0; i < n; i += WIDTH) total += load(a + i) * load(b + i);
+    return sum(total);
+}
+
+// Keeps the lanes [first, end) of a vector whose own first lane is number `at`, and clears the others.
+inline Vec keep(Int first, Int end, Int at, Vec x) {
+    IntVec lane;
+    for (int i = 0; i < WIDTH; ++i) lane[i] = i;
+    lane += (int32_t)at;
+    return select((lane >= (int32_t)first) & (lane < (int32_t)end), x, Vec{});
+}
+
+// Runs `f(head, i, n)` over the query heads that read key head `group`, and their `count` tokens tile by tile.
+template <typename F>
+inline void for_rows(const Linear& x, Int group, Int count, F&& f) {
+    const Int per_group = x.heads / x.groups;
+    for (Int h = group * per_group; h < (group + 1) * per_group; ++h)
+        for (Int i = 0; i < count; i += TILE_ROWS) f(h, i, min(TILE_ROWS, count - i));
+}
+
+// The keys and values of one chunk of one head.
+struct KeyChunk {
+    // Rows far apart crowd the first cache, so what is read again and again is copied.
+    KeyChunk(const Linear& x, bool copy_keys, bool copy_values, Workspace& memory)
+        : longest(chunk_length(x)),
+          gates(x, longest, memory),
+          x_(x),
+          key_rows_(x.type, x.features, longest, memory, copy_keys),
+          value_rows_(x.type, x.values, longest, memory, copy_values) {}
+
+    void read(const Sequence& s, Int first, Int count, Int group) {
+        token = first;
+        n = count;
+        keys = key_rows_.read(x_.k, s.batch, token, group, n);
+        values = value_rows_.read(x_.v, s.batch, token, group, n);
+        gates.read(s.batch, token, n, group);
+    }
+
+    // S' = through S + (to_end K)^T V and z' = through z + (to_end K)^T 1, given the transposed keys, which it
+    // scales.
+    void enter(State state, Rows keys_T) const {
+        if (gates.to_end) {
+            for (Int r = 0; r < x_.features; ++r)
+                for (Int j = 0; j < n; j += WIDTH) {
+                    float* at = keys_T.at + r * keys_T.row + j;
+                    store(at, load(at) * load(gates.to_end + j));
+                }
+            scale_row(state.kv.at, state_floats(x_, Layout::PLAIN), gates.through);
+        }
+        multiply(x_.features, x_.values, n, {keys_T.at, keys_T.row, 1}, values, state.kv, true);
+        enter_sum(state.k_sum, gates.to_end);
+    }
+
+    // The same for the transposed state. Scales the keys, which must have been copied.
+    void enter_transposed(State state) const {
+        if (gates.to_end) {
+            for (Int j = 0; j < n; ++j) scale_row(keys.at + j * keys.row, x_.features, gates.to_end[j]);
+            scale_row(state.kv.at, state_floats(x_, Layout::TRANSPOSED), gates.through);
+        }
+        multiply(x_.values, x_.features, n, {values.at, 1, values.row}, keys, state.kv, true);
+        enter_sum(state.k_sum, nullptr);
+    }
+
+    Int longest, token = 0, n = 0;
+    Rows keys{}, values{};
+    Gates gates;
+
+  private:
+    void enter_sum(float* k_sum, const float* factors) const {
+        for (Int r = 0; r < x_.features; r += WIDTH) {
+            Vec total{};
+            for (Int j = 0; j < n; ++j) {
+                const Vec key = load(keys.at + j * keys.row + r);
+                total += factors ? key * broadcast(factors[j]) : key;
+            }
+            store(k_sum + r, load(k_sum + r) + total);
+        }
+    }
+
+    const Linear& x_;
+    HeadRows key_rows_, value_rows_;
+};
+
+}  // namespace UNROLLED_ISA

@@ -1,0 +1,131 @@
+// Linear attention, forward: scores, masked product, state read, normaliser and state update in one pass.
+#include "kernels.h"
+#include "linear_plan.h"
+
+namespace UNROLLED_ISA {
+namespace {
+
+// Some query rows of one head: few enough that all their products stay in registers.
+class QueryRows {
+  public:
+    QueryRows(const Linear& x, const LinearOutputs& out, Workspace& memory)
+        : x_(x),
+          out_(out),
+          rows_(x.type, x.features, TILE_ROWS, memory),
+          scores_(memory.rows(TILE_ROWS, chunk_length(x))),
+          o_(memory.rows(TILE_ROWS, round_up(x.values))),
+          decay_(memory.floats(chunk_length(x))) {}
+
+    // The queries [i, i + n) of a chunk whose first is `token`, reading `state` and the keys of `chunk` up to
+    // themselves, or `state` alone.
+    void attend(const Sequence& s, Int token, Int i, Int n, Int head, State state, const KeyChunk* chunk,
+                Rows keys_T) {
+        const Rows q = rows_.read(x_.q, s.batch, token + i, head, n);
+        const Int keys = chunk ? i + n : 0;
+        const float* from_start = chunk && chunk->gates.from_start ? chunk->gates.from_start + i : nullptr;
+        if (chunk) {
+            multiply_few_rows(n, keys, x_.features, {q.at, q.row, 1}, keys_T, scores_, false);
+            for (Int a = 0; a < n; ++a) mask(scores_.at + a * scores_.row, i + a, keys, chunk->gates);
+        }
+        float factors[TILE_ROWS];
+        const Int row = (s.batch * x_.queries + token + i) * x_.heads + head;
+        if (x_.normalize)
+            for (Int a = 0; a < n; ++a) {
+                const float d = divisor(q.at + a * q.row, scores_.at + a * scores_.row, keys, state,
+                                        from_start ? from_start[a] : 1);
+                out_.divisor[row + a * x_.heads] = d;
+                factors[a] = __builtin_fabsf(d) < __FLT_MIN__ ? 0 : 1 / d;
+            }
+        const bool direct = usable(x_.type, x_.values);
+        const Rows o = direct ? Rows{(float*)out_.o + row * x_.values, x_.heads * x_.values} : o_;
+        for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH)
+            with_tile(n, x_.values - m, [&](auto tile) {
+                tile.add_product({q.at, q.row, 1}, state.kv.at + m, state.kv.row, x_.features);
+                if (from_start) tile.scale_rows(from_start);
+                if (chunk)
+                    tile.add_product({scores_.at, scores_.row, 1}, chunk->values.at + m, chunk->values.row, keys);
+                if (x_.normalize) tile.scale_rows(factors);
+                tile.write(o.at + m, o.row);
+            });
+        if (direct) return;
+        for (Int a = 0; a < n; ++a)
+            write_row(x_.type, o.at + a * o.row, x_.values,
+                      (char*)out_.o + (row + a * x_.heads) * x_.values * size_of(x_.type));
+    }
+
+  private:
+    // P_ij = (q_i . k_j) D_ij for j <= i, else 0.
+    void mask(float* scores, Int i, Int keys, const Gates& gates) {
+        if (gates.from_start) gates.row(i, keys, decay_);
+        for (Int j = 0; j < keys; j += WIDTH) {
+            Vec x = load(scores + j);
+            if (gates.from_start) x *= load(decay_ + j);
+            store(scores + j, keep(0, i + 1, j, x));
+        }
+    }
+
+    // P 1 + exp(b) q . z
+    float divisor(const float* q, const float* scores, Int keys, State state, float from_start) const {
+        Vec read{}, total{};
+        for (Int r = 0; r < x_.features; r += WIDTH) read += load(q + r) * load(state.k_sum + r);
+        for (Int j = 0; j < keys; j += WIDTH) total += load(scores + j);
+        return sum(total + read * broadcast(from_start));
+    }
+
+    const Linear& x_;
+    const LinearOutputs& out_;
+    HeadRows rows_;
+    Rows scores_, o_;
+    float* decay_;
+};
+
+void causal_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states) {
+    Workspace memory;
+    KeyChunk chunk(x, false, true, memory);
+    QueryRows queries(x, out, memory);
+    const Rows keys_T = memory.rows(round_up(x.features), chunk.longest);
+    const Sequence& s = task.sequence;
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), [&](Int t, Int n, Int g) {
+        const State state = states.of(s.index, task.segment, g);
+        chunk.read(s, s.first_key + t, n, g);
+        transpose(n, x.features, chunk.keys.at, chunk.keys.row, keys_T);
+        for_rows(x, g, n, [&](Int head, Int i, Int rows) {
+            queries.attend(s, chunk.token, i, rows, head, state, &chunk, keys_T);
+        });
+        chunk.enter(state, keys_T);
+    });
+}
+
+void bidirectional_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states,
+                        Int segments) {
+    Workspace memory;
+    QueryRows queries(x, out, memory);
+    const Sequence& s = task.sequence;
+    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), [&](Int t, Int n, Int g) {
+        for_rows(x, g, n, [&](Int head, Int i, Int rows) {
+            queries.attend(s, s.first_query + t, i, rows, head, states.of(s.index, segments, g), nullptr, {});
+        });
+    });
+}
+
+void run(const Linear& x, const LinearOutputs& out) {
+    Workspace memory;
+    const Plan plan(x, true);
+    const States states(x, plan, Layout::PLAIN, memory);
+    find_states(x, plan, states, !x.causal, [](const Sequence&, Int, Int, State) {});
+    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const Task task(x, plan, i);
+        if (x.causal) causal_task(x, out, task, states);
+        else bidirectional_task(x, out, task, states, plan.segments);
+        // The last causal task has let all keys enter its state.
+        if (task.last)
+            for (Int g = task.first_head; g < task.last_head; ++g)
+                write_state(x, states.of(task.sequence.index, x.causal ? task.segment : plan.segments, g),
+                            task.sequence.index * x.groups + g, out.kv, out.k_sum);
+    });
+}
+
+}  // namespace
+}  // namespace UNROLLED_ISA
+
+void EXPORTED(linear_forward)(const Linear* x, const LinearOutputs* out) { UNROLLED_ISA::run(*x, *out); }

@@ -1,0 +1,147 @@
+// How the work of linear attention is shared out, and the states that pass between the shares.
+#pragma once
+
+#include "linear_chunk.h"
+
+namespace UNROLLED_ISA {
+
+// The heads of a token lie side by side, so a task walks along a sequence with several heads at once, as many
+// as have their states in the second cache. If that makes fewer tasks than threads, sequences are cut into
+// segments, whose first states are found beforehand.
+struct Plan {
+    Int heads_per_task, head_blocks, segments, threads;
+
+    Plan(const Linear& x, bool may_cut) : threads(x.threads) {
+        const Int length = max(x.queries, x.keys), state = max(1, x.features * x.values);
+        // Below this much work a second thread costs more than it gives.
+        if (x.sequences * length * x.heads * state < (1 << 20)) threads = 1;
+        heads_per_task = min(max(1, x.groups), max(1, (1 << 17) / state));
+        while (heads_per_task > 1 && x.sequences * ceil_div(x.groups, heads_per_task) < threads)
+            heads_per_task = ceil_div(heads_per_task, 2);
+        head_blocks = ceil_div(x.groups, heads_per_task);
+        const Int wanted = ceil_div(threads, max(1, x.sequences * head_blocks));
+        segments = may_cut ? min(wanted, max(1, length / chunk_length(x) / 4)) : 1;
+    }
+
+    Int tasks(const Linear& x) const { return x.sequences * head_blocks * segments; }
+};
+
+// One task: some key heads over one segment of a sequence.
+struct Task {
+    Sequence sequence;
+    Int segment, first_head, last_head;
+    bool first, last;
+
+    Task(const Linear& x, const Plan& plan, Int index)
+        : sequence(sequence_at(x, index / plan.segments / plan.head_blocks)),
+          segment(index % plan.segments),
+          first_head(index / plan.segments % plan.head_blocks * plan.heads_per_task),
+          last_head(min(x.groups, first_head + plan.heads_per_task)),
+          first(segment == 0),
+          last(segment == plan.segments - 1),
+          segments_(plan.segments),
+          chunk_(chunk_length(x)) {}
+
+    // The share [from, to) of this segment in `length` tokens, cut between chunks.
+    Int from(Int length) const { return cut(segment, length); }
+    Int to(Int length) const { return cut(segment + 1, length); }
+
+  private:
+    Int cut(Int i, Int length) const { return min(length, ceil_div(length, chunk_) * i / segments_ * chunk_); }
+
+    Int segments_, chunk_;
+};
+
+// The state before each segment of every sequence, and that after the last one, for every key head.
+class States {
+  public:
+    States(const Linear& x, const Plan& plan, Layout layout, Workspace& memory)
+        : layout(layout),
+          x_(x),
+          slots_(plan.segments + 1),
+          size_(state_floats(x, layout)),
+          at_(memory.floats(x.sequences * slots_ * x.groups * size_)) {}
+
+    State of(Int sequence, Int segment, Int head) const {
+        return state_at(x_, layout, at_ + ((sequence * slots_ + segment) * x_.groups + head) * size_);
+    }
+    void read(Int sequence, Int segment, Int head, const float* kv, const float* k_sum) const {
+        read_state(x_, layout, kv, k_sum, sequence * x_.groups + head, of(sequence, segment, head));
+    }
+    // to += factor * from
+    void add(State to, float factor, State from) const {
+        for (Int i = 0; i < size_; i += WIDTH)
+            store(to.kv.at + i, load(to.kv.at + i) + load(from.kv.at + i) * broadcast(factor));
+    }
+
+    const Layout layout;
+
+  private:
+    const Linear& x_;
+    Int slots_, size_;
+    float* at_;
+};
+
+// The product of the gates of a segment.
+inline float gates_through(const Linear& x, const Task& task, Int head) {
+    double total = 0;
+    const Sequence& s = task.sequence;
+    if (x.log_decay)
+        for (Int t = task.from(s.keys); t < task.to(s.keys); ++t)
+            total += log_gate(x, s.batch, s.first_key + t, head);
+    return (float)__builtin_exp(total);
+}
+
+enum class Order { FORWARDS, BACKWARDS };
+
+// Calls `f(token, count, head)` for every chunk of the tokens [from, to) and each head of a task.
+template <typename F>
+inline void for_chunks(const Linear& x, const Task& task, Order order, Int from, Int to, F&& f) {
+    const Int most = chunk_length(x), chunks = ceil_div(to - from, most);
+    for (Int i = 0; i < chunks; ++i) {
+        const Int t = from + (order == Order::FORWARDS ? i : chunks - 1 - i) * most;
+        for (Int g = task.first_head; g < task.last_head; ++g) f(t, min(most, to - t), g);
+    }
+}
+
+// Lets the keys of a task's segment enter `states` at the next slot, after `before_chunk(token, head, state)`.
+template <typename F>
+inline void enter_segment(const Linear& x, const Task& task, const States& states, F&& before_chunk) {
+    Workspace memory;
+    const bool transposed = states.layout == Layout::TRANSPOSED;
+    KeyChunk chunk(x, transposed, true, memory);
+    const Rows keys_T = memory.rows(round_up(x.features), chunk.longest);
+    const Sequence& s = task.sequence;
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), [&](Int t, Int n, Int g) {
+        const State state = states.of(s.index, task.segment + 1, g);
+        before_chunk(s, t, g, state);
+        chunk.read(s, s.first_key + t, n, g);
+        if (transposed) return chunk.enter_transposed(state);
+        transpose(n, x.features, chunk.keys.at, chunk.keys.row, keys_T);
+        chunk.enter(state, keys_T);
+    });
+}
+
+// Fills `states`, that after the last segment only if `with_last`.
+template <typename F>
+inline void find_states(const Linear& x, const Plan& plan, const States& states, bool with_last, F&& before_chunk) {
+    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const Task task(x, plan, i);
+        const Int n = task.sequence.index;
+        const bool enters = with_last || !task.last;
+        for (Int g = task.first_head; g < task.last_head; ++g) {
+            if (task.first) states.read(n, 0, g, x.kv, x.k_sum);
+            if (enters) states.read(n, task.segment + 1, g, task.first ? x.kv : nullptr, task.first ? x.k_sum : nullptr);
+        }
+        if (enters) enter_segment(x, task, states, before_chunk);
+    });
+    for (Int i = 0; i < plan.tasks(x); ++i) {
+        const Task task(x, plan, i);
+        if (task.first || (task.last && !with_last)) continue;
+        for (Int g = task.first_head; g < task.last_head; ++g)
+            states.add(states.of(task.sequence.index, task.segment + 1, g), gates_through(x, task, g),
+                       states.of(task.sequence.index, task.segment, g));
+    }
+}
+
+}  // namespace UNROLLED_ISA

@@ -1,0 +1,78 @@
+// One token of the recurrence: the new key and value enter the state, and the query reads it, in one pass.
+#include "kernels.h"
+#include "rows.h"
+
+namespace UNROLLED_ISA {
+namespace {
+
+Vec load_first(const float* at, Int n) {
+    if (n >= WIDTH) return load(at);
+    float lanes[WIDTH] = {};
+    std::memcpy(lanes, at, (size_t)n * 4);
+    return load(lanes);
+}
+
+void store_first(float* at, Int n, Vec x) {
+    if (n >= WIDTH) store(at, x);
+    else std::memcpy(at, &x, (size_t)n * 4);
+}
+
+// One key head, and the query heads that read it. `key` and `queries` hold R floats a row, the others M.
+void step_head(const LinearStep& x, Int head, float gate, const float* key, const float* value, Rows queries,
+               Rows o) {
+    const Int R = x.features, M = x.values, P = x.heads / x.groups;
+    const float *kv = x.kv + head * R * M, *k_sum = x.k_sum + head * R;
+    float *kv_after = x.kv_after + head * R * M, *k_sum_after = x.k_sum_after + head * R;
+    // S' = a S + k v^T, and the first query's q^T S' while S' is at hand
+    for (Int m = 0; m < M; m += WIDTH) {
+        const Vec v = load(value + m);
+        Vec total{};
+        for (Int r = 0; r < R; ++r) {
+            const Vec s = load_first(kv + r * M + m, M - m) * broadcast(gate) + v * broadcast(key[r]);
+            store_first(kv_after + r * M + m, M - m, s);
+            total += s * broadcast(queries.at[r]);
+        }
+        store(o.at + m, total);
+        for (Int p = 1; p < P; ++p) {
+            Vec other{};
+            for (Int r = 0; r < R; ++r)
+                other += load_first(kv_after + r * M + m, M - m) * broadcast(queries.at[p * queries.row + r]);
+            store(o.at + p * o.row + m, other);
+        }
+    }
+    for (Int r = 0; r < R; ++r) k_sum_after[r] = k_sum[r] * gate + key[r];
+    for (Int p = 0; p < P && x.normalize; ++p) {
+        float divisor = 0;
+        for (Int r = 0; r < R; ++r) divisor += queries.at[p * queries.row + r] * k_sum_after[r];
+        const float factor = __builtin_fabsf(divisor) < __FLT_MIN__ ? 0 : 1 / divisor;
+        for (Int m = 0; m < M; m += WIDTH) store(o.at + p * o.row + m, load(o.at + p * o.row + m) * broadcast(factor));
+    }
+}
+
+void run(const LinearStep& x) {
+    const Int R = x.features, M = x.values, P = x.heads / x.groups, type = x.type;
+    // A state is read and written once: below this size a second thread costs more than it gives.
+    const Int threads = x.batch * x.groups * R * M < (1 << 18) ? 1 : x.threads;
+    parallel_for(threads, threads, [&](Int part) {
+        Workspace memory;
+        float *key = memory.floats(round_up(R)), *value = memory.floats(round_up(M));
+        const Rows queries = memory.rows(P, round_up(R)), o = memory.rows(P, round_up(M));
+        const Int heads = x.batch * x.groups;
+        for (Int head = heads * part / threads; head < heads * (part + 1) / threads; ++head) {
+            const Int batch = head / x.groups, group = head % x.groups;
+            read_row(type, address(x.k, type, batch, 0, group), R, key);
+            read_row(type, address(x.v, type, batch, 0, group), M, value);
+            for (Int p = 0; p < P; ++p)
+                read_row(type, address(x.q, type, batch, 0, group * P + p), R, queries.at + p * queries.row);
+            const float gate = x.log_decay ? (float)__builtin_exp(x.log_decay[head]) : 1;
+            step_head(x, head, gate, key, value, queries, o);
+            for (Int p = 0; p < P; ++p)
+                write_row(type, o.at + p * o.row, M, (char*)x.o + (head * P + p) * M * size_of(type));
+        }
+    });
+}
+
+}  // namespace
+}  // namespace UNROLLED_ISA
+
+void EXPORTED(linear_step)(const LinearStep* x) { UNROLLED_ISA::run(*x); }

@@ -1,0 +1,49 @@
+// What Python hands over: plain structs that `ops/kernels/native.py` mirrors field by field.
+#pragma once
+
+#include <cstdint>
+
+enum Type : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
+
+// A tensor [batch, tokens, heads, width] whose last axis is contiguous; strides in elements.
+struct Tensor {
+    const void* at;
+    int64_t batch, token, head;
+};
+
+// Linear attention over sequences; causal has as many queries as keys. With `offsets [sequences + 1]` they
+// lie one after the other in a batch of one. Everything but q, k, v and their gradients is contiguous.
+struct Linear {
+    int64_t sequences, queries, keys, heads, groups, features, values;
+    int32_t type, causal, normalize, threads;
+    const int32_t* offsets;
+    Tensor q, k, v;
+    const double* log_decay;    // [batch, keys, groups], or null
+    const float *kv, *k_sum;    // the state before: [sequences, groups, features, values] and without values
+};
+
+struct LinearOutputs {
+    void* o;                    // [batch, queries, heads, values]
+    float *kv, *k_sum;          // the state after
+    float* divisor;             // [batch, queries, heads], or null
+};
+
+struct LinearGradients {
+    Tensor o;                   // what arrives
+    const float *kv, *k_sum, *divisor;
+    void *d_q, *d_k, *d_v;      // what leaves, contiguous, in the type of the inputs
+    double* d_log_decay;
+    float *d_kv, *d_k_sum;
+    float *d_divisor, *read;    // scratch [batch, queries, heads]; `read` only with gates
+    float* states;              // scratch for every state between chunks, only with gates
+};
+
+struct LinearStep {
+    int64_t batch, heads, groups, features, values;
+    int32_t type, normalize, threads;
+    Tensor q, k, v;             // [batch, heads, width], without a token axis
+    const double* log_decay;    // [batch, groups], or null
+    const float *kv, *k_sum;
+    void* o;
+    float *kv_after, *k_sum_after;
+};

@@ -1,0 +1,120 @@
+// C = A B or C += A B for small matrices in the cache: the one loop in which all the time is spent.
+#pragma once
+
+#include "simd.h"
+
+namespace UNROLLED_ISA {
+
+// Rows and vectors of the tile of C that stays in registers: 24 of the 32 registers of AVX-512 and NEON, 12 or
+// 8 of the 16 of AVX2 and SSE; the rest hold a row of B and an element of A.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TILE_ROWS = 6, TILE_VECS = 4;
+#elif defined(__AVX__)
+constexpr int TILE_ROWS = 6, TILE_VECS = 2;
+#else
+constexpr int TILE_ROWS = 4, TILE_VECS = 2;
+#endif
+
+// A matrix whose element (i, j) lies at `at[i * row + j * col]`.
+struct Left {
+    const float* at;
+    int64_t row, col;
+};
+
+// A matrix with rows of whole vectors.
+struct Rows {
+    float* at;
+    int64_t row;
+};
+
+// A block of C held in registers.
+template <int ROWS, int VECS>
+struct Tile {
+    Vec at[ROWS][VECS] = {};
+
+    void add_product(Left a, const float* b, int64_t b_row, int64_t depth) {
+        for (int64_t k = 0; k < depth; ++k) {
+            Vec right[VECS];
+#pragma GCC unroll 8
+            for (int j = 0; j < VECS; ++j) right[j] = load(b + k * b_row + j * WIDTH);
+#pragma GCC unroll 8
+            for (int i = 0; i < ROWS; ++i) {
+                const Vec left = broadcast(a.at[i * a.row + k * a.col]);
+#pragma GCC unroll 8
+                for (int j = 0; j < VECS; ++j) at[i][j] += left * right[j];
+            }
+        }
+    }
+
+    void scale_rows(const float* factors) {
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < VECS; ++j) at[i][j] *= broadcast(factors[i]);
+    }
+
+    void write(float* c, int64_t c_row) const {
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < VECS; ++j) store(c + i * c_row + j * WIDTH, at[i][j]);
+    }
+
+    void add_to(float* c, int64_t c_row) const {
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < VECS; ++j) {
+                float* out = c + i * c_row + j * WIDTH;
+                store(out, load(out) + at[i][j]);
+            }
+    }
+};
+
+template <int ROWS, typename F>
+inline void with_tile_of(int64_t vecs, F&& f) {
+    if (vecs == 1) return f(Tile<ROWS, 1>());
+    if (TILE_VECS == 2 || vecs == 2) return f(Tile<ROWS, 2>());
+    if constexpr (TILE_VECS == 4) {
+        if (vecs == 3) return f(Tile<ROWS, 3>());
+        return f(Tile<ROWS, 4>());
+    }
+}
+
+// Calls `f` with an empty tile of `rows` (at most TILE_ROWS) by as many vectors as cover `cols` (at most
+// TILE_VECS).
+template <typename F>
+inline void with_tile(int64_t rows, int64_t cols, F&& f) {
+    const int64_t vecs = (cols + WIDTH - 1) / WIDTH;
+    if (rows == 1) return with_tile_of<1>(vecs, f);
+    if (rows == 2) return with_tile_of<2>(vecs, f);
+    if (rows == 3) return with_tile_of<3>(vecs, f);
+    if (TILE_ROWS == 4 || rows == 4) return with_tile_of<4>(vecs, f);
+    if constexpr (TILE_ROWS == 6) {
+        if (rows == 5) return with_tile_of<5>(vecs, f);
+        return with_tile_of<6>(vecs, f);
+    }
+}
+
+// C = A B, or C += A B if `add`, for A [rows, depth] of at most TILE_ROWS rows and B [depth, cols].
+inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add) {
+    for (int64_t j = 0; j < cols; j += TILE_VECS * WIDTH)
+        with_tile(rows, cols - j, [&](auto tile) {
+            tile.add_product(a, b.at + j, b.row, depth);
+            if (add)
+                tile.add_to(c.at + j, c.row);
+            else
+                tile.write(c.at + j, c.row);
+        });
+}
+
+// The same for any number of rows. The sum over `depth` is formed before it is added to C: the sum of a long
+// sequence then rounds once per chunk, not once per token.
+inline void multiply(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add) {
+    for (int64_t i = 0; i < rows; i += TILE_ROWS) {
+        const int64_t n = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
+        multiply_few_rows(n, cols, depth, {a.at + i * a.row, a.row, a.col}, b, {c.at + i * c.row, c.row}, add);
+    }
+}
+
+}  // namespace UNROLLED_ISA

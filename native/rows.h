@@ -1,0 +1,127 @@
+// Rows of the callers' tensors: read into the cache as padded floats, written back in the tensor's type.
+#pragma once
+
+#include <cstdlib>
+
+#include "problem.h"
+#include "product.h"
+
+namespace UNROLLED_ISA {
+
+using Int = int64_t;
+
+inline Int min(Int a, Int b) { return a < b ? a : b; }
+inline Int max(Int a, Int b) { return a > b ? a : b; }
+inline Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
+
+// The memory of one task, freed with it. Each piece starts on a cache line.
+class Workspace {
+  public:
+    Workspace() = default;
+    Workspace(const Workspace&) = delete;
+    ~Workspace() {
+        while (n_) std::free(pieces_[--n_]);
+    }
+    float* floats(Int n) {
+        void* piece = std::aligned_alloc(64, (size_t)(n * 4 + 64) / 64 * 64);
+        if (!piece || n_ == MOST) std::abort();
+        return (float*)(pieces_[n_++] = piece);
+    }
+    float* zeros(Int n) { return (float*)std::memset(floats(n), 0, (size_t)n * 4); }
+    Rows rows(Int rows, Int cols) { return {floats(rows * cols), cols}; }
+
+  private:
+    static constexpr int MOST = 32;
+    void* pieces_[MOST];
+    int n_ = 0;
+};
+
+template <Type type>
+inline Vec load_as(const void* at) {
+    if constexpr (type == FLOAT32) return load((const float*)at);
+    else return widen<type>(*(const LooseHalfVec*)at);
+}
+
+template <Type type>
+inline void store_as(void* at, Vec x) {
+    if constexpr (type == FLOAT32) store((float*)at, x);
+    else *(LooseHalfVec*)at = narrow<type>(x);
+}
+
+template <Type type>
+inline void read_row(const void* from, Int n, float* to) {
+    constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
+    Int i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) store(to + i, load_as<type>((const char*)from + i * SIZE));
+    if (i == n) return;
+    char rest[WIDTH * SIZE] = {};
+    std::memcpy(rest, (const char*)from + i * SIZE, (size_t)((n - i) * SIZE));
+    store(to + i, load_as<type>(rest));
+}
+
+template <Type type>
+inline void write_row(const float* from, Int n, void* to) {
+    constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
+    Int i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) store_as<type>((char*)to + i * SIZE, load(from + i));
+    if (i == n) return;
+    char rest[WIDTH * SIZE];
+    store_as<type>(rest, load(from + i));
+    std::memcpy((char*)to + i * SIZE, rest, (size_t)((n - i) * SIZE));
+}
+
+inline Int size_of(Int type) { return type == FLOAT32 ? 4 : 2; }
+
+// `n` floats from `from`, with zeros up to the next whole vector.
+inline void read_row(Int type, const void* from, Int n, float* to) {
+    if (type == FLOAT32) return read_row<FLOAT32>(from, n, to);
+    if (type == BFLOAT16) return read_row<BFLOAT16>(from, n, to);
+    read_row<FLOAT16>(from, n, to);
+}
+
+// `from` is readable up to the next whole vector.
+inline void write_row(Int type, const float* from, Int n, void* to) {
+    if (type == FLOAT32) return write_row<FLOAT32>(from, n, to);
+    if (type == BFLOAT16) return write_row<BFLOAT16>(from, n, to);
+    write_row<FLOAT16>(from, n, to);
+}
+
+inline const char* address(const Tensor& x, Int type, Int batch, Int token, Int head) {
+    return (const char*)x.at + (batch * x.batch + token * x.token + head * x.head) * size_of(type);
+}
+
+// Whether rows of `width` elements can be used where they lie: they are floats in whole vectors.
+inline bool usable(Int type, Int width) { return type == FLOAT32 && width % WIDTH == 0; }
+
+inline void read_rows(const Tensor& x, Int type, Int batch, Int token, Int head, Int n, Int width, Rows to) {
+    for (Int i = 0; i < n; ++i)
+        read_row(type, address(x, type, batch, token + i, head), width, to.at + i * to.row);
+}
+
+// B = the transpose of A [rows, cols]; whole squares of four, so that B has its rows and columns rounded up.
+inline void transpose(Int rows, Int cols, const float* a, Int a_row, Rows b) {
+    for (Int i = 0; i < rows; i += 4)
+        for (Int j = 0; j < cols; j += 4) {
+            const float* from = a + i * a_row + j;
+            float* to = b.at + j * b.row + i;
+            const Quad a0 = *(const LooseQuad*)from, a1 = *(const LooseQuad*)(from + a_row);
+            const Quad a2 = *(const LooseQuad*)(from + 2 * a_row), a3 = *(const LooseQuad*)(from + 3 * a_row);
+            const Quad b0 = __builtin_shufflevector(a0, a1, 0, 4, 1, 5);
+            const Quad b1 = __builtin_shufflevector(a0, a1, 2, 6, 3, 7);
+            const Quad b2 = __builtin_shufflevector(a2, a3, 0, 4, 1, 5);
+            const Quad b3 = __builtin_shufflevector(a2, a3, 2, 6, 3, 7);
+            *(LooseQuad*)to = __builtin_shufflevector(b0, b2, 0, 1, 4, 5);
+            *(LooseQuad*)(to + b.row) = __builtin_shufflevector(b0, b2, 2, 3, 6, 7);
+            *(LooseQuad*)(to + 2 * b.row) = __builtin_shufflevector(b1, b3, 0, 1, 4, 5);
+            *(LooseQuad*)(to + 3 * b.row) = __builtin_shufflevector(b1, b3, 2, 3, 6, 7);
+        }
+}
+
+// Calls `f(i)` for i in [0, n), on the threads that torch uses.
+template <typename F>
+inline void parallel_for(Int n, Int threads, F&& f) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && n > 1)
+    for (Int i = 0; i < n; ++i) f(i);
+}
+
+}  // namespace UNROLLED_ISA

@@ -1,0 +1,103 @@
+// Vectors of floats as wide as the instruction set that this file is compiled for, on the vector extensions
+// that GCC and Clang share. Everything that depends on the instruction set lives in its own namespace, and no
+// standard C++ template is used there: the linker would merge the copies, and might keep one that the machine
+// cannot run.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "problem.h"
+
+namespace UNROLLED_ISA {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t BitVec __attribute__((vector_size(WIDTH * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(WIDTH * 2)));
+
+// The same at any address, whatever is stored there.
+typedef float LooseVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+typedef uint16_t LooseHalfVec __attribute__((vector_size(WIDTH * 2), aligned(2), may_alias));
+
+// Subtracting zeros, and not adding them, which would turn -0 into 0 and so is not free.
+inline Vec broadcast(float x) { return x - Vec{}; }
+
+inline Vec load(const float* at) { return *(const LooseVec*)at; }
+
+inline void store(float* at, Vec x) { *(LooseVec*)at = x; }
+
+inline Vec select(IntVec mask, Vec yes, Vec no) { return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no)); }
+
+inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+
+typedef float Quad __attribute__((vector_size(16)));
+typedef float LooseQuad __attribute__((vector_size(16), aligned(4), may_alias));
+
+inline float sum(Vec x) {
+    Quad parts[WIDTH / 4];
+    std::memcpy(parts, &x, sizeof x);
+    for (int n = WIDTH / 8; n; n /= 2)
+        for (int i = 0; i < n; ++i) parts[i] += parts[i + n];
+    const Quad pairs = parts[0] + __builtin_shufflevector(parts[0], parts[0], 2, 3, 0, 1);
+    return pairs[0] + pairs[1];
+}
+
+inline int64_t round_up(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+
+// e^x to about one unit in the last place; 0 below -87.3, where the result would be subnormal.
+inline Vec exp(Vec x) {
+    const IntVec tiny = x < broadcast(-87.3f);
+    x = select(tiny, Vec{}, select(x > broadcast(88.7f), broadcast(88.7f), x));
+    // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to the nearest integer.
+    const Vec shifted = x * broadcast(1.44269504f) + broadcast(12582912.0f);
+    const Vec n = shifted - broadcast(12582912.0f);
+    Vec r = x - n * broadcast(0.693145752f);
+    r = r - n * broadcast(1.42860677e-6f);
+    Vec y = broadcast(1.0f / 5040);
+    constexpr float taylor[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
+    for (float c : taylor) y = y * r + broadcast(c);
+    // 2^n in two factors: n may be 128, whose power of two is not a float.
+    const IntVec whole = __builtin_convertvector(n, IntVec), half = whole >> 1;
+    y = y * (Vec)((half + 127) << 23) * (Vec)((whole - half + 127) << 23);
+    return select(tiny, Vec{}, y);
+}
+
+// The sixteen bits of each lane as a float, and back with rounding to nearest even.
+template <Type type>
+inline Vec widen(HalfVec x) {
+    BitVec bits = __builtin_convertvector(x, BitVec);
+    if (type == BFLOAT16) return (Vec)(bits << 16);
+    const BitVec sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
+    // Moves exponent and mantissa in place; the multiplication mends the bias and normalises subnormals.
+    Vec value = (Vec)(rest << 13) * broadcast(0x1p112f);
+    value = select((IntVec)(rest >= 0x7c00), (Vec)((rest << 13) | 0x7f800000), value);
+    return (Vec)((BitVec)value | sign);
+}
+
+template <Type type>
+inline HalfVec narrow(Vec x) {
+    const BitVec bits = (BitVec)x;
+    if (type == BFLOAT16) {
+        const BitVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        const BitVec nan = (bits >> 16) | 0x40;
+        return __builtin_convertvector((BitVec)select(x == x, (Vec)rounded, (Vec)nan), HalfVec);
+    }
+    const BitVec sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+    const BitVec normal = (rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13;
+    const BitVec subnormal = (BitVec)((Vec)rest + broadcast(0.5f)) - 0x3f000000;  // rounds at 2^-24
+    BitVec y = (BitVec)select((IntVec)(rest < 0x38800000), (Vec)subnormal, (Vec)normal);
+    y = (BitVec)select((IntVec)(rest >= 0x477ff000), broadcast(0) + (Vec)(BitVec{} + 0x7c00), (Vec)y);
+    y = (BitVec)select((IntVec)(rest > 0x7f800000), (Vec)(BitVec{} + 0x7e00), (Vec)y);
+    return __builtin_convertvector(y | sign, HalfVec);
+}
+
+}  // namespace UNROLLED_ISA

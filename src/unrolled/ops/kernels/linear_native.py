@@ -1,0 +1,127 @@
+"""Linear attention on a CPU: hands the tensors to the C++ kernels, whose structs are mirrored field by field."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from unrolled.ops import linear_packed
+from unrolled.ops.checks import check_offsets
+from unrolled.ops.kernels import native
+from unrolled.ops.kernels.native import TYPES, TensorView, address, view
+from unrolled.ops.linear_chunked import Inputs
+
+_INT, _FLAG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("sequences", "queries", "keys", "heads", "groups", "features", "values")),
+        *((name, _FLAG) for name in ("type", "causal", "normalize", "threads")),
+        ("offsets", _POINTER),
+        *((name, TensorView) for name in "qkv"),
+        *((name, _POINTER) for name in ("log_decay", "kv", "k_sum")),
+    ]
+
+
+class _Outputs(ctypes.Structure):
+    _fields_ = [(name, _POINTER) for name in ("o", "kv", "k_sum", "divisor")]
+
+
+class _Gradients(ctypes.Structure):
+    _fields_ = [
+        ("o", TensorView),
+        *((name, _POINTER) for name in ("kv", "k_sum", "divisor")),
+        *((name, _POINTER) for name in ("d_q", "d_k", "d_v", "d_log_decay", "d_kv", "d_k_sum")),
+        *((name, _POINTER) for name in ("d_divisor", "read", "states")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("batch", "heads", "groups", "features", "values")),
+        *((name, _FLAG) for name in ("type", "normalize", "threads", "unused")),
+        *((name, TensorView) for name in "qkv"),
+        *((name, _POINTER) for name in ("log_decay", "kv", "k_sum", "o", "kv_after", "k_sum_after")),
+    ]
+
+
+def supports(q: Tensor) -> bool:
+    """Whether the kernels can compute with tensors like this one."""
+    return q.device.type == "cpu" and q.dtype in TYPES and native.available()
+
+
+def forward(
+    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what `linear_chunked.forward` and `linear_packed.forward` do."""
+    problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
+    outputs = linear_packed.like_outputs(inputs, cu_seqlens, normalize)
+    native.call("linear_forward", problem, _Outputs(*map(address, outputs)))
+    return outputs
+
+
+def backward(
+    grad_o: Tensor,
+    grad_kv: Tensor,
+    grad_k_sum: Tensor,
+    inputs: Inputs,
+    cu_seqlens: Tensor | None,
+    divisor: Tensor,
+    causal: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute what `linear_chunked.backward` and `linear_packed.backward` do."""
+    problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
+    grad_o, grad_kv, grad_k_sum = _readable(grad_o), grad_kv.contiguous(), grad_k_sum.contiguous()
+    d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum = linear_packed.like_gradients(grad_kv, grad_k_sum, inputs)
+    gated = inputs.log_decay is not None
+    d_gates = torch.empty(d_log_decay.shape, dtype=torch.double) if gated else None
+    d_divisor, read = torch.empty(2, *inputs.q.shape[:3])
+    states = torch.empty(native.call("linear_saved_floats", problem)) if gated else None
+    arriving = (view(grad_o), *map(address, (grad_kv, grad_k_sum, divisor)))
+    leaving = map(address, (d_q, d_k, d_v, d_gates, d_kv, d_k_sum, d_divisor, read, states))
+    native.call("linear_backward", problem, _Gradients(*arriving, *leaving))
+    if d_gates is not None:
+        d_log_decay = d_gates.to(d_log_decay.dtype)
+    return d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `o [B,H,M]` and the new state from one token of each and the state `kv`, `k_sum`."""
+    (B, H, R), (_, G, M) = q.shape, v.shape
+    q, k, v, kv, k_sum = _readable(q), _readable(k), _readable(v), kv.contiguous(), k_sum.contiguous()
+    log_decay = None if log_decay is None else log_decay.double().contiguous()
+    o, kv_after, k_sum_after = v.new_empty(B, H, M), torch.empty_like(kv), torch.empty_like(k_sum)
+    sizes = (B, H, G, R, M, TYPES[q.dtype], normalize, torch.get_num_threads(), 0)
+    tensors = map(address, (log_decay, kv, k_sum, o, kv_after, k_sum_after))
+    native.call("linear_step", _Step(*sizes, view(q), view(k), view(v), *tensors))
+    return o, kv_after, k_sum_after
+
+
+def _problem(
+    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
+) -> tuple[_Linear, tuple[Tensor | None, ...]]:
+    """Describe the problem; the tensors are those whose memory it points at, to be kept until it is solved."""
+    q, k, v, log_decay, kv, k_sum = inputs
+    (B, T, H, R), (_, S, G, M) = q.shape, v.shape
+    N = B
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens.tolist(), T)  # wrong ones would read and write anywhere
+        N, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    log_decay, kv, k_sum = (
+        None if x is None else x.to(dtype).contiguous()
+        for x, dtype in ((log_decay, torch.double), (kv, torch.float32), (k_sum, torch.float32))
+    )
+    sizes = (N, T, S, H, G, R, M, TYPES[q.dtype], causal, normalize, torch.get_num_threads())
+    views = (view(q), view(k), view(v))
+    problem = _Linear(*sizes, address(cu_seqlens), *views, *map(address, (log_decay, kv, k_sum)))
+    return problem, (cu_seqlens, q, k, v, log_decay, kv, k_sum)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Any strides will do, but for those of the last axis."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
