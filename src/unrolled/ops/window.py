@@ -96,10 +96,12 @@ def window_attention(
         ValueError: an argument of another shape or type; offsets that do not rise; a window below -1.
     """
     q, k, v = _check_and_mask(q, k, v, window_size, key_padding_mask, cu_seqlens)
-    inputs = Inputs(*promoted(q, k, v), key_padding_mask)
+    out_dtype = v.dtype
+    q, k, v = promoted(q, k, v)
+    inputs = Inputs(q, k, v, key_padding_mask)
     left, right = window_size
     o, lse = kernels.window_attention(inputs, cu_seqlens, (left, right), _scale(q, scale), backend)
-    o = o.to(v.dtype)
+    o = o.to(out_dtype)
     return (o, lse) if return_lse else o
 
 

@@ -14,8 +14,8 @@ and keeps lse. The backward pass computes the scores again; with dO and dlse arr
     dS = P * (dP - delta)       delta_i = sum_j P_ij dP_ij - dlse_i
     dQ = scale dS K             dK = scale dS^T Q
 
-delta_i is equal to o_i . dO_i - dlse_i, which is shorter; but o has been rounded to the type of v, and where P
-is nearly 1 the two must cancel. Memory: the inputs, the outputs and the scores of one block.
+delta_i equals o_i . dO_i - dlse_i, which is shorter; but o has been rounded to the type of v, and where P is
+nearly 1 it has to cancel dP. Memory: the inputs, the outputs and the scores of one block.
 
 The blocks are those of Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), with rows of keys in place of
 whole neighbour blocks, which would need padding and up to a block of keys more.
@@ -121,8 +121,8 @@ def backward(
             delta = d_weights.sum(-1, keepdim=True) - _rows(grad_lse, block)
             d_scores = d_weights.addcmul_(weights, delta, value=-1)
             dq[:, begin:end] = _join(d_scores @ x.k[:, low:high] * scale, B, G, block)
-            dk[:, low:high] += _keys(d_scores.mT @ _rows(x.q, block), B)
-            dv[:, low:high] += _keys(weights.mT @ g_rows, B)
+            dk[:, low:high] += _keys(d_scores.mT @ _rows(x.q, block), B, G)
+            dv[:, low:high] += _keys(weights.mT @ g_rows, B, G)
         return dq.to(inputs.q.dtype), dk.to(inputs.k.dtype), dv.to(inputs.v.dtype)
 
 
@@ -194,7 +194,6 @@ def _join(x: Tensor, B: int, G: int, block: Block) -> Tensor:
     return x.reshape(B, G, P, C, D).permute(0, 3, 1, 2, 4).reshape(B, C, G * P, D)
 
 
-def _keys(x: Tensor, B: int) -> Tensor:
+def _keys(x: Tensor, B: int, G: int) -> Tensor:
     """[B*G,K,D] -> [B,K,G,D]."""
-    X, K, D = x.shape
-    return x.reshape(B, X // B if B else 0, K, D).transpose(1, 2)
+    return x.reshape(B, G, *x.shape[1:]).transpose(1, 2)

@@ -65,8 +65,8 @@ def _form(inputs: Inputs, backend: str | None) -> Form:
     for name, form in FORMS.items():
         if backend in (None, name) and form.supports(inputs):
             return form
-    q = inputs.q
-    raise ValueError(f"backend is {backend!r}, which cannot run {q.dtype} tensors of this shape on {q.device}")
+    found = f"{inputs.q.dtype} tensors of these shapes on {inputs.q.device}"
+    raise ValueError(f"backend is {backend!r}, which cannot run {found}; None takes one that can")
 
 
 def _forward(
@@ -149,9 +149,10 @@ def _differentiable_gradients(
 
     With respect to aliases: an input may itself be made from another one, and autograd adds up those paths.
     """
-    *qkv, key_padding_mask = inputs
-    aliases = [x.view_as(x) for x in qkv if x is not None]
-    outputs = window_blocks.forward(Inputs(*aliases, key_padding_mask), cu_seqlens, (left, right), scale)
+    q, k, v = aliases = [x.view_as(x) for x in (inputs.q, inputs.k, inputs.v)]
+    outputs = window_blocks.forward(
+        Inputs(q, k, v, inputs.key_padding_mask), cu_seqlens, (left, right), scale
+    )
     wanted = [x for x in aliases if x.requires_grad]
     pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     if pairs:

@@ -10,6 +10,7 @@ Not run on a GPU so far. Tested on a CPU: the blocks against those that torch fi
 pass through flex uncompiled, and the backward pass with a stand-in for flex, which has none on a CPU.
 """
 
+import importlib
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.packing import segment_ids
+from unrolled.ops.precision import without_autocast
 from unrolled.ops.window_blocks import Inputs
 
 BLOCK = 128  # scores on a side of flex's blocks
 NARROWEST = 16  # heads that flex's kernels can run
+VARIANTS = 64  # of types, masks and numbers of heads that may be compiled, where torch allows 8
 
 
 class Blocks(NamedTuple):
@@ -49,13 +52,14 @@ def forward(
     q, k, v, padding = inputs
     T, S = q.shape[1], k.shape[1]
     segments = None if cu_seqlens is None else segment_ids(cu_seqlens, T)
-    o, lse = _flex(q.is_cuda)(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        score_mod=_hide(padding, segments),
-        block_mask=_block_mask(*window_size, T, S, q.device),
-        scale=scale,
-        enable_gqa=True,
-    )
+    with without_autocast(q.device):
+        o, lse = _flex(q.is_cuda)(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            score_mod=_hide(padding, segments),
+            block_mask=_block_mask(*window_size, T, S, q.device),
+            scale=scale,
+            enable_gqa=True,
+        )
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -69,16 +73,12 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `q`, `k` and `v`."""
-    *qkv, padding = inputs
     nothing = lse == -torch.inf
-    grads = (
-        grad_o.masked_fill(nothing.unsqueeze(-1), 0),
-        grad_lse.masked_fill(nothing, 0),
-    )
+    grads = (grad_o.masked_fill(nothing.unsqueeze(-1), 0), grad_lse.masked_fill(nothing, 0))
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in qkv if x is not None]
-        outputs = forward(Inputs(*leaves, padding), cu_seqlens, window_size, scale)
-    dq, dk, dv = torch.autograd.grad(outputs, leaves, grads)
+        outputs = forward(Inputs(q, k, v, inputs.key_padding_mask), cu_seqlens, window_size, scale)
+    dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
     return dq, dk, dv
 
 
@@ -112,7 +112,7 @@ def _block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks there are in each row, and their numbers before those of the others: `[1,1,...]`."""
     number = blocks.sum(-1, dtype=torch.int32)
-    order = blocks.int().argsort(-1, descending=True, stable=True).int()
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return number[None, None], order[None, None]
 
 
@@ -146,12 +146,23 @@ def _hide(padding: Tensor | None, segments: Tensor | None) -> Callable[..., Tens
 @cache
 def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Give flex as a function that returns `o` and `lse`; torch 2.9 changed how to ask for the latter."""
-    from torch.nn.attention import flex_attention as module
+    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
 
     def flex(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         if hasattr(module, "AuxRequest"):
             o, aux = module.flex_attention(*args, **options, return_aux=module.AuxRequest(lse=True))
             return o, aux.lse
-        return module.flex_attention(*args, **options, return_lse=True)
+        o, lse = module.flex_attention(*args, **options, return_lse=True)
+        return o, lse
 
-    return torch.compile(flex) if compiled else flex
+    if not compiled:
+        return flex
+    # With fullgraph, more variants than the limit are an error: without, flex would silently form [T,S].
+    run = torch.compile(flex, fullgraph=True)
+
+    def run_compiled(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+            o, lse = run(*args, **options)
+            return o, lse
+
+    return run_compiled
