@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         linear_attention_step,
     )
     from unrolled.ops.softmax import softmax_attention
+    from unrolled.ops.window import window_attention, window_attention_reference
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,8 @@ __all__ = [
     "linear_attention_reference",
     "linear_attention_step",
     "softmax_attention",
+    "window_attention",
+    "window_attention_reference",
 ]
 
 _HOMES = {
@@ -33,6 +36,8 @@ _HOMES = {
     "linear_attention_reference": "unrolled.ops.linear",
     "linear_attention_step": "unrolled.ops.linear",
     "softmax_attention": "unrolled.ops.softmax",
+    "window_attention": "unrolled.ops.window",
+    "window_attention_reference": "unrolled.ops.window",
 }
 
 

@@ -1,0 +1,168 @@
+"""Window attention on CUDA through `torch.nn.attention.flex_attention`, compiled on first use.
+
+flex skips the blocks of 128 x 128 scores that no query may read and masks those that are read in part. Which
+they are follows from the window by arithmetic, so nothing of size [T,S] is formed, and is kept for the last
+few windows. Padding and packs are values: they are masked as scores, and change neither blocks nor kernel.
+
+The backward pass runs the forward pass again, as flex has no public way back from saved outputs.
+
+Not run on a GPU so far. Tested on a CPU: the blocks against those that torch finds from the mask, the forward
+pass through flex uncompiled, and the backward pass with a stand-in for flex, which has none on a CPU.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.packing import segment_ids
+from unrolled.ops.precision import without_autocast
+from unrolled.ops.window_blocks import Inputs
+
+BLOCK = 128  # scores on a side of flex's blocks
+NARROWEST = 16  # heads that flex's kernels can run
+VARIANTS = 64  # of types, masks and numbers of heads that may be compiled, where torch allows 8
+
+
+class Blocks(NamedTuple):
+    """Which key blocks the queries of each query block read: in part, and all of by all."""
+
+    partly: Tensor  # bool [ceil(T/128), ceil(S/128)]
+    fully: Tensor
+
+
+def supports(inputs: Inputs) -> bool:
+    """Whether flex can run this: on CUDA, in a type that its kernels have, and not on nothing."""
+    q, _, v, _ = inputs
+    return (
+        q.is_cuda
+        and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and min(q.shape[3], v.shape[3]) >= NARROWEST
+        and min(*q.shape, *v.shape) > 0
+    )
+
+
+def forward(
+    inputs: Inputs, cu_seqlens: Tensor | None, window_size: tuple[int, int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute `o [B,T,H,M]` in the type of `v` and `lse [B,T,H]` in fp32."""
+    q, k, v, padding = inputs
+    T, S = q.shape[1], k.shape[1]
+    segments = None if cu_seqlens is None else segment_ids(cu_seqlens, T)
+    with without_autocast(q.device):
+        o, lse = _flex(q.is_cuda)(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            score_mod=_hide(padding, segments),
+            block_mask=_block_mask(*window_size, T, S, q.device),
+            scale=scale,
+            enable_gqa=True,
+        )
+    return o.transpose(1, 2), lse.transpose(1, 2)
+
+
+def backward(
+    grad_o: Tensor,
+    grad_lse: Tensor,
+    inputs: Inputs,
+    cu_seqlens: Tensor | None,
+    lse: Tensor,
+    window_size: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of `q`, `k` and `v`."""
+    nothing = lse == -torch.inf
+    grads = (grad_o.masked_fill(nothing.unsqueeze(-1), 0), grad_lse.masked_fill(nothing, 0))
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    with torch.enable_grad():
+        outputs = forward(Inputs(q, k, v, inputs.key_padding_mask), cu_seqlens, window_size, scale)
+    dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
+    return dq, dk, dv
+
+
+def readable_blocks(left: int, right: int, T: int, S: int, device: torch.device) -> Blocks:
+    """Find which blocks of scores the window covers. A block that juts out over T or S is read in part."""
+    left, right = S if left < 0 else left, T if right < 0 else right
+    first = torch.arange(0, T, BLOCK, device=device).unsqueeze(-1) + (S - T)
+    last = (first + BLOCK - 1).clamp(max=S - 1)
+    low = torch.arange(0, S, BLOCK, device=device)
+    high = low + BLOCK - 1
+    touched = (low <= last + right) & (high >= first - left)
+    whole = (first + BLOCK <= S) & (high < S)
+    fully = whole & (high <= first + right) & (low >= last - left)
+    return Blocks(touched & ~fully, fully)
+
+
+@lru_cache(maxsize=16)
+def _block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    blocks = readable_blocks(left, right, T, S, device)
+    return BlockMask.from_kv_blocks(
+        *_listed(blocks.partly),
+        *_listed(blocks.fully),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_window(left, right, T, S, device),
+        seq_lengths=(T, S),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks there are in each row, and their numbers before those of the others: `[1,1,...]`."""
+    number = blocks.sum(-1, dtype=torch.int32)
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+    return number[None, None], order[None, None]
+
+
+def _window(left: int, right: int, T: int, S: int, device: torch.device) -> Callable[..., Tensor]:
+    """Make flex's `mask_mod`. It reads its bounds from a tensor: as constants, each would compile anew."""
+    # The furthest key behind and ahead, counted from i instead of its position i + S - T.
+    furthest = [(S - T) - (S if left < 0 else left), (S - T) + (T if right < 0 else right)]
+    bounds = torch.tensor(furthest, device=device)
+
+    def may_read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j - i >= bounds[0]) & (j - i <= bounds[1])
+
+    return may_read
+
+
+def _hide(padding: Tensor | None, segments: Tensor | None) -> Callable[..., Tensor] | None:
+    """Make flex's `score_mod`, which hides padding and the other sequences of a pack."""
+    if padding is None and segments is None:
+        return None
+
+    def hide(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if padding is not None:
+            score = torch.where(padding[b, j], -torch.inf, score)
+        if segments is not None:
+            score = torch.where(segments[i] != segments[j], -torch.inf, score)
+        return score
+
+    return hide
+
+
+@cache
+def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Give flex as a function that returns `o` and `lse`; torch 2.9 changed how to ask for the latter."""
+    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+
+    def flex(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        if hasattr(module, "AuxRequest"):
+            o, aux = module.flex_attention(*args, **options, return_aux=module.AuxRequest(lse=True))
+            return o, aux.lse
+        o, lse = module.flex_attention(*args, **options, return_lse=True)
+        return o, lse
+
+    if not compiled:
+        return flex
+    # With fullgraph, more variants than the limit are an error: without, flex would silently form [T,S].
+    run = torch.compile(flex, fullgraph=True)
+
+    def run_compiled(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+            o, lse = run(*args, **options)
+            return o, lse
+
+    return run_compiled

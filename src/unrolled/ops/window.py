@@ -1,0 +1,200 @@
+r"""Window attention: softmax attention in which a query reads the keys near it.
+
+With the position p_i = i + S - T of query i among the keys (bottom-right aligned, so i itself when T = S),
+
+    W_i = { j : p_i - left <= j <= p_i + right }        lse_i = log sum_{j in W_i} exp(scale q_i . k_j)
+    o_i = sum_{j in W_i} exp(scale q_i . k_j - lse_i) v_j
+
+Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), section 3.1; `window_size = (left, right)` is counted as
+in flash-attn, without the query itself: a causal window of w keys is (w - 1, 0), Longformer's window w is
+(w/2, w/2), and -1 leaves a side unbounded.
+
+Parts of a softmax over keys that do not overlap merge exactly through their lse:
+
+    lse = log sum_p exp(lse_p)        o = sum_p exp(lse_p - lse) o_p
+"""
+
+import math
+from itertools import pairwise
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv
+from unrolled.ops.kernels import window as kernels
+from unrolled.ops.masks import without_padding
+from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
+from unrolled.ops.window_blocks import Inputs
+
+
+@overload
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window_size: tuple[int, int],
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window_size: tuple[int, int],
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window_size: tuple[int, int],
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention to a window of keys, in time and memory proportional to T x window (equations above).
+
+    Args:
+        q: queries `[B,T,H,D]`.
+        k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
+        v: values `[B,S,G,M]`.
+        window_size: `(left, right)`, how many keys a query reads before and after its own position; -1 for
+            all of that side, so `(-1, 0)` is causal attention and `(-1, -1)` full attention.
+        key_padding_mask: `[B,S]`, True = padding: such a key is never read, but keeps its position.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S). An unbounded side
+            costs time proportional to the row, not to its sequences.
+        scale: factor of the scores, 1/sqrt(D) by default.
+        return_lse: also return the logarithm of the sum that the softmax divides by.
+        backend: "plain" for the PyTorch form, "flex" for torch's flex_attention on CUDA; for tests and
+            benchmarks, the default takes the fastest.
+
+    Returns:
+        `o [B,T,H,M]` in the type of `v`, and with `return_lse` the natural logarithm `lse [B,T,H]` in fp32
+        (fp64 for fp64 inputs), which is also what the softmax is computed in. A query that has nothing to
+        read gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k and v
+        through both.
+
+    Raises:
+        ValueError: an argument of another shape or type; offsets that do not rise; a window below -1.
+    """
+    q, k, v = _check_and_mask(q, k, v, window_size, key_padding_mask, cu_seqlens)
+    out_dtype = v.dtype
+    q, k, v = promoted(q, k, v)
+    inputs = Inputs(q, k, v, key_padding_mask)
+    left, right = window_size
+    o, lse = kernels.window_attention(inputs, cu_seqlens, (left, right), _scale(q, scale), backend)
+    o = o.to(out_dtype)
+    return (o, lse) if return_lse else o
+
+
+def window_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window_size: tuple[int, int],
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what `window_attention` does by its definition, a masked softmax over all scores `[B,H,T,S]`.
+
+    Quadratic in the length; every other form owes it equality, and its gradients come from autograd.
+    Arguments and results are those of `window_attention`.
+    """
+    q, k, v = _check_and_mask(q, k, v, window_size, key_padding_mask, cu_seqlens)
+    T, S = q.shape[1], k.shape[1]
+    spans = [(0, T, 0, S)]
+    if cu_seqlens is not None:
+        spans = [(a, b, a, b) for a, b in pairwise(cu_seqlens.tolist())] or [(0, 0, 0, 0)]
+    parts = [
+        _reference(
+            q[:, a:b],
+            k[:, c:d],
+            v[:, c:d],
+            window_size,
+            None if key_padding_mask is None else key_padding_mask[:, c:d],
+            _scale(q, scale),
+        )
+        for a, b, c, d in spans
+    ]
+    o, lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return (o, lse) if return_lse else o
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: tuple[int, int],
+    key_padding_mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    (T, H), (S, G) = q.shape[1:3], k.shape[1:3]
+    left, right = window_size
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    with without_autocast(q.device):
+        k_heads, v_heads = (x.to(dtype).repeat_interleave(H // G, 2) for x in (k, v))
+        scores = torch.einsum("bthd,bshd->bths", q.to(dtype) * scale, k_heads)
+        # How far each key lies ahead of each query.
+        ahead = torch.arange(S, device=q.device) - torch.arange(S - T, S, device=q.device).unsqueeze(-1)
+        allowed = torch.ones_like(ahead, dtype=torch.bool)
+        if left >= 0:
+            allowed = allowed & (ahead >= -left)
+        if right >= 0:
+            allowed = allowed & (ahead <= right)
+        allowed = allowed[None, :, None, :]
+        if key_padding_mask is not None:
+            allowed = allowed & ~key_padding_mask[:, None, None, :]
+        nothing = ~allowed.any(-1, keepdim=True)
+        # A query without any key reads all of them instead, and is then masked: no NaN in either direction.
+        scores = scores.masked_fill(~(allowed | nothing), -math.inf)
+        o = torch.einsum("bths,bshm->bthm", scores.softmax(-1), v_heads).masked_fill(nothing, 0)
+        lse = scores.logsumexp(-1).masked_fill(nothing.squeeze(-1), -math.inf)
+        return o.to(v.dtype), lse
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _check_and_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: tuple[int, int],
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check every argument, then zero the padded keys and values."""
+    check_qkv(q, k, v)
+    pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if not pair or not all(isinstance(side, int) and side >= -1 for side in window_size):
+        raise ValueError(
+            f"window_size is {window_size}, but must be (left, right), each at least 0, or -1 for unbounded"
+        )
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, *k.shape[:2])
+        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+    return q, k, v

@@ -1,0 +1,544 @@
+"""Window attention: the block form owes equality to the definition, and its cost to the window alone."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from unrolled import softmax_attention, window_attention, window_attention_reference
+from unrolled.ops import window_blocks
+from unrolled.ops.packing import unpack
+from unrolled.ops.window_blocks import BLOCK, Inputs
+
+PADDINGS = ("none", "left", "right", "scattered", "whole row")
+
+
+@dataclass(frozen=True)
+class Case:
+    T: int = 70
+    S: int = 70
+    window: tuple[int, int] = (5, 3)
+    B: int = 2
+    G: int = 2
+    heads_per_group: int = 2
+    D: int = 5
+    M: int = 7
+    padding: str = "none"
+    scale: float | None = None
+    lengths: tuple[int, ...] | None = None  # packs B = 1
+    seed: int = 0
+    dtype: torch.dtype = torch.float64  # that the inputs are rounded to
+    computed_in: torch.dtype | None = None  # another one, if given
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        packed = self.lengths is not None
+        return (1, sum(self.lengths), sum(self.lengths)) if packed else (self.B, self.T, self.S)
+
+    def tensors(self) -> tuple[list[Tensor], dict]:
+        """Leaves q, k, v, and the other arguments."""
+        B, T, S = self.sizes
+        generator = torch.Generator().manual_seed(self.seed)
+        H = self.G * self.heads_per_group
+        shapes = ((B, T, H, self.D), (B, S, self.G, self.D), (B, S, self.G, self.M))
+        qkv = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
+        options: dict = {"window_size": self.window, "scale": self.scale}
+        if self.padding != "none":
+            place, cut = torch.arange(S), torch.randint(0, S + 1, (B, 1), generator=generator)
+            options["key_padding_mask"] = {
+                "left": place < cut,
+                "right": place >= cut,
+                "scattered": torch.rand(B, S, generator=generator) < 0.4,
+                "whole row": (torch.arange(B) == 0).unsqueeze(1).expand(B, S),
+            }[self.padding]
+        if self.lengths is not None:
+            offsets = torch.tensor([0, *self.lengths], dtype=torch.int32)
+            options["cu_seqlens"] = offsets.cumsum(0, dtype=torch.int32)
+        rounded = [x.to(self.dtype).to(self.computed_in or self.dtype) for x in qkv]
+        return [x.requires_grad_() for x in rounded], options
+
+
+def outputs_and_gradients(form: Callable, case: Case) -> list[Tensor]:
+    """Output and lse, and the gradients of q, k and v through both."""
+    qkv, options = case.tensors()
+    o, lse = form(*qkv, **options, return_lse=True)
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (o, lse)]
+    total = (o * weights[0]).sum() + (lse.masked_fill(lse == -math.inf, 0) * weights[1]).sum()
+    gradients = [torch.zeros_like(x) for x in qkv]
+    if total.requires_grad:
+        gradients = torch.autograd.grad(total, qkv, allow_unused=True, materialize_grads=True)
+    return [o.detach(), lse.detach(), *gradients]
+
+
+def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        scale = y.nan_to_num(neginf=0).abs().amax() if y.numel() else 0
+        torch.testing.assert_close(x, y, rtol=0, atol=float(tolerance * (1 + scale)))
+
+
+sides = st.one_of(st.sampled_from([-1, 0, 1, 63, 64, 300]), st.integers(0, 90))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    T=st.integers(0, 150),
+    S=st.integers(0, 150),
+    window=st.tuples(sides, sides),
+    B=st.integers(0, 2),
+    heads=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    widths=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    padding=st.sampled_from(PADDINGS),
+    seed=st.integers(0, 9),
+)
+def test_equals_the_definition(T, S, window, B, heads, widths, padding, seed):
+    case = Case(T, S, window, B, *heads, *widths, padding, seed=seed)
+    assert_equal(
+        outputs_and_gradients(window_attention, case),
+        outputs_and_gradients(window_attention_reference, case),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 2), st.integers(0, 90)), max_size=6).map(tuple),
+    window=st.tuples(sides, sides),
+    padding=st.sampled_from(PADDINGS),
+)
+def test_packed_sequences_equal_the_definition(lengths, window, padding):
+    case = Case(window=window, padding=padding, lengths=lengths)
+    assert_equal(
+        outputs_and_gradients(window_attention, case),
+        outputs_and_gradients(window_attention_reference, case),
+    )
+
+
+def through_sdpa(q, k, v, *, window_size, scale=None, key_padding_mask=None, **_):
+    """Torch's own attention under a mask written out pair by pair."""
+    (B, T), S = q.shape[:2], k.shape[1]
+    left, right = (10**9 if side < 0 else side for side in window_size)
+    allowed = torch.tensor(
+        [[i + S - T - left <= j <= i + S - T + right for j in range(S)] for i in range(T)]
+    ).expand(B, 1, T, S)
+    if key_padding_mask is not None:
+        allowed = allowed & ~key_padding_mask[:, None, None]
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    o = scaled_dot_product_attention(*heads, attn_mask=allowed, scale=scale, enable_gqa=True).transpose(1, 2)
+    scores = torch.einsum("bthd,bshd->bths", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
+    scores = scores * (q.shape[3] ** -0.5 if scale is None else scale)
+    something = allowed.any(-1).transpose(1, 2)
+    lse = scores.where(allowed.transpose(1, 2) | ~something.unsqueeze(-1), -math.inf).logsumexp(-1)
+    return o, lse.where(something, -math.inf)
+
+
+@pytest.mark.parametrize("padding", ["none", "scattered"])
+@pytest.mark.parametrize(("T", "S"), [(90, 90), (40, 110), (110, 40)])
+@pytest.mark.parametrize("window", [(7, 0), (0, 7), (20, 33), (-1, 0), (-1, -1)])
+def test_equals_torchs_attention_under_the_same_mask(T, S, window, padding):
+    case = Case(T, S, window, padding=padding, scale=0.7)
+    assert_equal(outputs_and_gradients(window_attention, case), outputs_and_gradients(through_sdpa, case))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_unbounded_window_is_softmax_attention(causal):
+    q, k, v = (torch.randn(2, 150, 2, 8, dtype=torch.float64) for _ in range(3))
+    wanted = softmax_attention(q, k, v, causal=causal)
+    for far in (-1, 149, 10_000):
+        found = window_attention(q, k, v, window_size=(far, 0 if causal else far))
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [(40, 0), (30, 30), (0, 0), (-1, 0)])
+def test_error_is_at_most_twice_that_of_the_definition_in_the_same_type(dtype, window):
+    # Both are compared with the definition in fp64 on the same (already rounded) inputs.
+    case = Case(T=300, S=300, window=window, D=16, M=16, dtype=dtype)
+    exact = outputs_and_gradients(window_attention_reference, replace(case, computed_in=torch.float64))
+    plain = outputs_and_gradients(window_attention, case)
+    reference = outputs_and_gradients(window_attention_reference, case)
+    for name, x, y, z in zip(("o", "lse", "dq", "dk", "dv"), plain, reference, exact, strict=True):
+        error, allowed = (x.double() - z).norm(), 2 * (y.double() - z).norm()
+        assert error <= allowed + 1e-7 * z.norm(), f"{name}: {error:g} > {allowed:g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_of_one_key_sends_nothing_back_to_queries(dtype):
+    # The softmax of one score is 1 whatever the score is. Through the rounded output, this would not cancel.
+    q, k, v = (torch.randn(1, 100, 2, 8).to(dtype).requires_grad_() for _ in range(3))
+    o = window_attention(q, k, v, window_size=(0, 0))
+    assert torch.equal(o, v)
+    o.backward(torch.randn(o.shape).to(dtype))
+    assert not q.grad.any()
+    assert not k.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    q, k, v = (torch.randn(1, 300, 2, 16).to(dtype) for _ in range(3))
+    found, lse = window_attention(q, k, v, window_size=(50, 0), return_lse=True)
+    exact = window_attention(q.float(), k.float(), v.float(), window_size=(50, 0))
+    assert torch.equal(found, exact.to(dtype))
+    assert lse.dtype == torch.float32
+
+
+def loud(scores: float) -> Case:
+    return Case(T=100, S=100, window=(9, 9), scale=scores)
+
+
+def test_large_scores_do_not_overflow():
+    for x in outputs_and_gradients(window_attention, loud(1e3)):
+        assert x.isfinite().all()
+    assert_equal(
+        outputs_and_gradients(window_attention, loud(1e3)),
+        outputs_and_gradients(window_attention_reference, loud(1e3)),
+        tolerance=1e-10,  # a score of 1e3 carries an error of 1e3 ulp into the exponent
+    )
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that any operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        sizes = [
+            x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(found) if isinstance(x, Tensor)
+        ]
+        self.elements = max(self.elements, *sizes, 0)
+        return found
+
+
+def cost(T: int, window: tuple[int, int], packed: bool = False) -> tuple[int, int]:
+    """Largest tensor (in elements) and multiplications of a forward and a backward pass of 2 heads of 4."""
+    q, k, v = (torch.randn(1, T, 2, 4) for _ in range(3))
+    cu_seqlens = torch.arange(0, T + 1, T // 8, dtype=torch.int32) if packed else None
+    inputs = Inputs(q, k, v, None)
+    with Largest() as memory, FlopCounterMode(display=False) as time:
+        o, lse = window_blocks.forward(inputs, cu_seqlens, window, 1.0)
+        window_blocks.backward(o, lse, inputs, cu_seqlens, lse, window, 1.0)
+    return memory.elements, time.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("window", [(0, 0), (33, 0), (0, 100), (100, 100)])
+def test_cost_is_proportional_to_the_window(window, packed):
+    T, H, D = 4096, 2, 4
+    memory, multiplications = cost(T, window, packed)
+    keys = BLOCK + sum(window)  # that a block reads
+    assert memory <= max(T * H * D, H * BLOCK * keys)
+    assert multiplications <= 7 * T * H * D * keys  # two products forward and five back
+    assert multiplications > 0.9 * 7 * T * H * D * keys
+    assert cost(2 * T, window, packed)[1] <= 2.1 * multiplications
+
+
+def test_causal_attention_does_half_the_work_of_full_attention():
+    assert cost(2048, (-1, 0))[1] < 0.52 * cost(2048, (-1, -1))[1]
+
+
+def test_nothing_but_inputs_and_lse_is_kept_for_the_backward_pass():
+    q, k, v = (torch.randn(1, 1000, 2, 4).requires_grad_() for _ in range(3))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        window_attention(q, k, v, window_size=(50, 50))
+    assert 0 < sum(x.numel() for x in kept) <= q.numel() + k.numel() + v.numel() + 1000 * 2
+
+
+@pytest.mark.parametrize("length", [9, 130])
+def test_keys_outside_the_window_cannot_change_one_bit(length):
+    now, left, right = length // 2, 3, 2
+    q, k, v = (torch.randn(1, length, 2, 4) for _ in range(3))
+    outside = torch.ones(length, dtype=torch.bool)
+    outside[now - left : now + right + 1] = False
+    others = [x.clone() for x in (k, v)]
+    for x in others:
+        x[:, outside] = 12 * torch.randn(1, int(outside.sum()), 2, 4)
+    options = {"window_size": (left, right), "return_lse": True}
+    for x, y in zip(
+        window_attention(q, k, v, **options), window_attention(q, *others, **options), strict=True
+    ):
+        assert torch.equal(x[:, now], y[:, now])
+        assert not torch.equal(x, y)
+
+
+def test_the_future_cannot_change_one_bit_of_the_past():
+    q, k, v = (torch.randn(1, 200, 2, 4) for _ in range(3))
+    before = window_attention(q, k, v, window_size=(70, 0))
+    for now in (1, 63, 64, 65, 150):
+        others = [x.clone() for x in (q, k, v)]
+        for x in others:
+            x[:, now:] = 12 * torch.randn(1, 200 - now, 2, 4)
+        assert torch.equal(window_attention(*others, window_size=(70, 0))[:, :now], before[:, :now])
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_parts_of_a_softmax_merge_exactly_through_lse(padded):
+    # The window, what lies before it and what lies after it: shifted keys turn the rest into windows, too.
+    left, right, length = 6, 4, 90
+    qkv = [torch.randn(2, length, 2, 5, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    padding = (torch.rand(2, length) < 0.3) if padded else torch.zeros(2, length, dtype=torch.bool)
+
+    def parts(q, k, v):
+        def attend(shift: int, window: tuple[int, int]):
+            # Key j stands at j + shift; the row is filled up with padding, so that T = S.
+            k_moved, v_moved = (torch.roll(x, shift, 1) for x in (k, v))
+            place = torch.arange(length)
+            wrapped = (place < shift) | (place >= length + shift)
+            mask = wrapped | torch.roll(padding, shift, 1)
+            return window_attention(
+                q, k_moved, v_moved, window_size=window, key_padding_mask=mask, return_lse=True
+            )
+
+        return [attend(0, (left, right)), attend(left + 1, (-1, 0)), attend(-right - 1, (0, -1))]
+
+    def merged(q, k, v):
+        os, lses = zip(*parts(q, k, v), strict=True)
+        lses = torch.stack(lses)
+        empty = lses.isneginf().all(0)
+        lse = lses.masked_fill(empty, 0).logsumexp(0)
+        weights = (lses - lse).exp()
+        return sum(o * w.unsqueeze(-1) for o, w in zip(os, weights, strict=True)), lse
+
+    found, lse = merged(*qkv)
+    wanted, wanted_lse = window_attention_reference(
+        *qkv, window_size=(-1, -1), key_padding_mask=padding, return_lse=True
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(wanted)
+    gradients = [
+        torch.autograd.grad((o * weights).sum() + x.square().sum(), qkv)
+        for o, x in ((found, lse), (wanted, wanted_lse))
+    ]
+    for x, y in zip(*gradients, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_nothing_to_read_gives_zero_with_zero_gradient(create_graph):
+    q, k, v = (torch.randn(2, 6, 1, 3).requires_grad_() for _ in range(3))
+    padding = torch.tensor([[True] * 6, [True, True, False, False, False, False]])
+    o, lse = window_attention(q, k, v, window_size=(2, 0), key_padding_mask=padding, return_lse=True)
+    nothing = torch.tensor([[True] * 6, [True, True, False, False, False, False]])
+    assert not o[nothing].any()
+    assert (lse[nothing] == -math.inf).all()
+    # Whatever comes back to such a query, even from the logarithm of 0, goes no further.
+    grads = [
+        torch.ones_like(x).masked_fill(nothing.view(2, 6, *[1] * (x.dim() - 2)), math.nan) for x in (o, lse)
+    ]
+    for x in torch.autograd.grad((o, lse), (q, k, v), grads, create_graph=create_graph):
+        assert x.isfinite().all()
+        assert not x[nothing].any()
+        assert x[1, 2:].any()
+
+
+def test_queries_before_the_first_key_read_nothing():
+    q, k, v = torch.randn(1, 200, 1, 3), torch.randn(1, 50, 1, 3), torch.randn(1, 50, 1, 3)
+    o, lse = window_attention(q, k, v, window_size=(4, 2), return_lse=True)
+    assert not o[:, :148].any()
+    assert (lse[:, :148] == -math.inf).all()
+    assert lse[:, 148:].isfinite().all()
+
+
+def test_padded_garbage_has_no_effect():
+    q, k, v = (torch.rand(1, 6, 1, 3) for _ in range(3))
+    padding = torch.tensor([[False, True, False, False, True, False]])
+    wanted = window_attention(q, k, v, window_size=(2, 2), key_padding_mask=padding)
+    k[:, 1], v[:, 1], k[:, 4], v[:, 4] = torch.inf, torch.nan, torch.nan, -torch.inf
+    assert torch.equal(window_attention(q, k, v, window_size=(2, 2), key_padding_mask=padding), wanted)
+
+
+def test_packed_rows_are_the_sequences_alone():
+    lengths = [3, 0, 70, 1]
+    cu_seqlens = torch.tensor([0, 3, 3, 73, 74], dtype=torch.int32)
+    q, k, v = (torch.rand(1, 74, 2, 3) for _ in range(3))
+    o = window_attention(q, k, v, window_size=(20, 1), cu_seqlens=cu_seqlens)
+    parts = [unpack(x, cu_seqlens) for x in (q, k, v, o)]
+    assert [len(x) for x in parts[0]] == lengths
+    for q_n, k_n, v_n, o_n in zip(*parts, strict=True):
+        alone = window_attention(q_n[None], k_n[None], v_n[None], window_size=(20, 1))
+        torch.testing.assert_close(alone[0], o_n)
+
+
+def test_strides_and_expanded_gradients_are_honoured():
+    base = torch.rand(2, 140, 3, 4, 6, dtype=torch.float64)
+    views = [base[:, :, i].transpose(2, 3)[..., ::2].requires_grad_() for i in range(3)]
+    copies = [x.detach().contiguous().requires_grad_() for x in views]
+    for q, k, v in (views, copies):
+        window_attention(q, k, v, window_size=(9, 9)).sum().backward()  # sends an expanded gradient back
+    for x, y in zip(views, copies, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_inputs_of_mixed_types_are_promoted():
+    q, k, v = torch.rand(1, 5, 1, 3), torch.rand(1, 5, 1, 3).double(), torch.rand(1, 5, 1, 3).bfloat16()
+    o, lse = window_attention(q, k, v, window_size=(1, 1), return_lse=True)
+    assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize("form", [window_attention, window_attention_reference])
+def test_autocast_does_not_reach_the_softmax(form):
+    q, k, v = (torch.rand(1, 200, 1, 8) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = form(q, k, v, window_size=(9, 0))
+    assert torch.equal(found, form(q, k, v, window_size=(9, 0)))
+
+
+@pytest.mark.parametrize("window", [(1, 0), (1, 2), (-1, -1)])
+@pytest.mark.parametrize("heads_per_group", [1, 2])
+def test_gradients_of_any_order_are_right(window, heads_per_group):
+    case = Case(T=4, S=4, window=window, B=1, heads_per_group=heads_per_group, D=2, M=2)
+    qkv, options = case.tensors()
+
+    def form(q, k, v):
+        return window_attention(q, k, v, **options, return_lse=True)
+
+    assert torch.autograd.gradcheck(form, qkv)
+    assert torch.autograd.gradgradcheck(form, qkv)
+
+
+def test_gradients_with_a_graph_are_right_when_inputs_depend_on_each_other():
+    x = torch.rand(1, 6, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def chained(x):
+        o, lse = window_attention(x.exp(), x.exp(), x, window_size=(2, 0), return_lse=True)
+        return window_attention(o, 2 * o * lse.unsqueeze(-1), x, window_size=(0, 2)).square().sum()
+
+    for form in (chained, lambda x: window_attention(x, x, x, window_size=(2, 1)).sum()):
+        (plain,) = torch.autograd.grad(form(x), x)
+        (with_graph,) = torch.autograd.grad(form(x), x, create_graph=True)
+        torch.testing.assert_close(with_graph, plain, rtol=1e-12, atol=1e-12)
+        assert torch.autograd.gradgradcheck(form, x)
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 5], [0]])
+def test_packs_have_second_derivatives(offsets):
+    x = [torch.rand(1, offsets[-1], 1, 2, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+
+    def form(q, k, v):
+        return window_attention(q, k, v, window_size=(1, 1), cu_seqlens=cu_seqlens).sum()
+
+    with_graph = torch.autograd.grad(form(*x), x, create_graph=True)
+    assert [g.shape for g in with_graph] == [y.shape for y in x]
+    assert torch.autograd.gradgradcheck(form, x)
+
+
+# torch.func.jvp itself goes through what torch has deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_functional_transforms_agree_with_the_definition():
+    q, k, v, tangent = (torch.rand(1, 70, 1, 2, dtype=torch.float64) for _ in range(4))
+    padding = torch.rand(1, 70) < 0.3
+
+    def of(form):
+        def total(q, padding=padding):
+            o, lse = form(q, k, v, window_size=(9, 2), key_padding_mask=padding, return_lse=True)
+            return o.sum() + lse.square().sum()
+
+        return total
+
+    for transform in (
+        lambda f: torch.func.jvp(f, (q,), (tangent,))[1],
+        lambda f: torch.func.grad(f)(q),
+        lambda f: torch.func.vmap(torch.func.grad(f))(torch.stack([q, 2 * q])),
+        lambda f: torch.func.vmap(f, (None, 0))(q, torch.stack([padding, torch.zeros_like(padding)])),
+    ):
+        found, wanted = transform(of(window_attention)), transform(of(window_attention_reference))
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_is_a_well_behaved_torch_operator(packed, padded):
+    q, k, v = (torch.rand(1, 9, 2, 3).requires_grad_() for _ in range(3))
+    padding = torch.rand(1, 9) < 0.3 if padded else None
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32) if packed else None
+    arguments = (q, k, v, padding, cu_seqlens, 2, 1, 0.5, None)
+    torch.library.opcheck(torch.ops.unrolled.window_attention.default, arguments)
+
+
+def test_compiles_and_exports_as_one_graph():
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return window_attention(q, k, v, window_size=(20, 0))
+
+    compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (70, 40):
+            qkv = [torch.rand(2, length, 2, 3).requires_grad_() for _ in range(3)]
+            found, wanted = compiled(*qkv), Model()(*qkv)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            for x, y in zip(*(torch.autograd.grad(o.sum(), qkv) for o in (found, wanted)), strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0)
+    length = torch.export.Dim("T", min=2, max=512)
+    lengths = {name: {1: length} for name in "qkv"}
+    inputs = tuple(torch.rand(2, 70, 2, 3) for _ in range(3))
+    exported = torch.export.export(Model(), inputs, dynamic_shapes=lengths).module()
+    longer = [torch.rand(2, 130, 2, 3) for _ in range(3)]
+    torch.testing.assert_close(exported(*longer), Model()(*longer), rtol=0, atol=0)
+
+
+def test_compiles_with_everything_at_once_gradients_included():
+    compiled = torch.compile(window_attention, fullgraph=True, backend="aot_eager")
+    for case in (
+        Case(T=50, S=70, padding="scattered", dtype=torch.float32),
+        Case(lengths=(3, 40, 0, 9), dtype=torch.float32),
+    ):
+        found = outputs_and_gradients(compiled, case)
+        assert_equal(found, outputs_and_gradients(window_attention, case), tolerance=1e-6)
+
+
+def inputs(**changes):
+    found = {"q": torch.rand(2, 5, 4, 3), "k": torch.rand(2, 5, 2, 3), "v": torch.rand(2, 5, 2, 6)}
+    return found | {"window_size": (1, 1)} | changes
+
+
+@pytest.mark.parametrize("form", [window_attention, window_attention_reference])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.rand(2, 5, 3)}, r"q has shape \[2, 5, 3\], but must have four axes"),
+        ({"q": torch.rand(2, 5, 3, 3)}, r"q has 3 heads, but they must be a multiple of the 2 heads"),
+        ({"v": torch.rand(2, 4, 2, 6)}, r"v has shape \[2, 4, 2, 6\], but k .* wants v \[2, 5, 2, M\]"),
+        ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\), but must be \(left, right\), each at least 0, or -1"),
+        ({"window_size": (3,)}, r"window_size is \(3,\), but must be \(left, right\)"),
+        ({"window_size": 3}, r"window_size is 3, but must be \(left, right\)"),
+        ({"window_size": (1.5, 0)}, r"window_size is \(1.5, 0\), but must be \(left, right\)"),
+        ({"key_padding_mask": torch.zeros(2, 5)}, r"key_padding_mask has dtype torch.float32, but must be torch.bool"),
+        ({"key_padding_mask": torch.zeros(5).bool()}, r"key_padding_mask has shape \[5\], but must be \[2, 5\]"),
+        ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, r"packs sequences into one row"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is torch.int64 .* must be torch.int32 \[N\+1\]"),
+    ],
+)  # fmt: skip
+def test_wrong_input_gets_one_clear_sentence(form, changes, message):
+    with pytest.raises(ValueError, match=message):
+        form(**inputs(**changes))
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("fortran", r"backend is 'fortran', but must be None .* plain"),
+        ("flex", r"backend is 'flex', which cannot run torch.float32 .* on cpu"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused(backend, message):
+    with pytest.raises(ValueError, match=message):
+        window_attention(**inputs(), backend=backend)
+
+
+def test_offsets_that_do_not_rise_to_the_end_are_refused():
+    one_row = {name: x[:1] for name, x in inputs().items() if name != "window_size"}
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 5"):
+        window_attention(**one_row, window_size=(1, 1), cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
