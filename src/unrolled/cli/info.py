@@ -42,9 +42,17 @@ def _installation() -> dict[str, Any]:
         "python": f"{platform.python_version()} on {platform.platform()}",
         "devices": ", ".join(["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(cuda))]),
         "threads": torch.get_num_threads(),
-        "kernels": "plain PyTorch",
+        "kernels": _kernels(),
         "data files": data_folder(),
     }
+
+
+def _kernels() -> str:
+    from unrolled.ops.kernels import native
+
+    if native.available():
+        return f"C++, {native.instruction_set()} (of {', '.join(native.instruction_sets())})"
+    return f"plain PyTorch: {native.missing()}"
 
 
 def _run(run_dir: Path) -> dict[str, Any]:

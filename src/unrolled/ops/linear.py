@@ -163,21 +163,10 @@ def linear_attention_step(
     _check_state(state, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), k.shape[0])
     if log_decay is not None:
         _check_log_decay(log_decay, k.shape[:2], "[B, G]")
-    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    with without_autocast(q.device):
-        kv, k_sum = state
-        keys = k.to(dtype)
-        if log_decay is not None:
-            gate = log_decay.to(dtype).exp().unsqueeze(-1)
-            kv, k_sum = kv * gate.unsqueeze(-1), k_sum * gate
-        kv = kv + keys.unsqueeze(-1) * v.to(dtype).unsqueeze(-2)
-        k_sum = k_sum + keys
-        (B, H, R), (_, G, M) = q.shape, v.shape
-        grouped = q.to(dtype).reshape(B, G, H // G, R)
-        o = grouped @ kv
-        if normalize:
-            o = safe_divide(o, grouped @ k_sum.unsqueeze(-1))
-        return o.reshape(B, H, M).to(v.dtype), LinearState(kv, k_sum)
+    out_dtype = v.dtype
+    q, k, v = promoted(q, k, v)
+    o, kv, k_sum = kernels.linear_attention_step(q, k, v, *state, log_decay, normalize)
+    return o.to(out_dtype), LinearState(kv, k_sum)
 
 
 def linear_attention_reference(

@@ -95,6 +95,25 @@ def forward(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, Tens
         )
 
 
+def step(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `o [B,H,M]` and the new state from one token of each and the state before it."""
+    (B, H, R), (_, G, M), dtype = q.shape, v.shape, accumulation_dtype(q.dtype)
+    with without_autocast(q.device):
+        keys = k.to(dtype)
+        if log_decay is not None:
+            gate = log_decay.to(dtype).exp().unsqueeze(-1)
+            kv, k_sum = kv * gate.unsqueeze(-1), k_sum * gate
+        kv = kv + keys.unsqueeze(-1) * v.to(dtype).unsqueeze(-2)
+        k_sum = k_sum + keys
+        grouped = q.to(dtype).reshape(B, G, H // G, R)
+        o = grouped @ kv
+        if normalize:
+            o = safe_divide(o, grouped @ k_sum.unsqueeze(-1))
+        return o.reshape(B, H, M).to(v.dtype), kv, k_sum
+
+
 def backward(
     grad_o: Tensor,
     grad_kv: Tensor,

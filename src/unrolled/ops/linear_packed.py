@@ -1,4 +1,4 @@
-"""Linear attention over packed sequences in plain PyTorch: each group of similar lengths runs padded."""
+"""Linear attention in plain PyTorch, of packed sequences too: each group of similar lengths runs padded."""
 
 from torch import Tensor
 
@@ -9,10 +9,17 @@ from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype
 
 
+def supports(q: Tensor) -> bool:
+    """Whether this form can run: always."""
+    return True
+
+
 def forward(
-    inputs: Inputs, cu_seqlens: Tensor, causal: bool, normalize: bool
+    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what `linear_chunked.forward` does for each sequence; the states have one row per sequence."""
+    if cu_seqlens is None:
+        return linear_chunked.forward(inputs, causal, normalize)
     o, kv_end, k_sum_end, den = like_outputs(inputs, cu_seqlens, normalize)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         o_part, kv_end[rows], k_sum_end[rows], den_part = linear_chunked.forward(
@@ -29,12 +36,14 @@ def backward(
     grad_kv: Tensor,
     grad_k_sum: Tensor,
     inputs: Inputs,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None,
     den: Tensor,
     causal: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of `inputs`, as `linear_chunked.backward` does."""
+    if cu_seqlens is None:
+        return linear_chunked.backward(grad_o, grad_kv, grad_k_sum, inputs, den, causal, normalize)
     gradients = like_gradients(grad_kv, grad_k_sum, inputs)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         part = linear_chunked.backward(
@@ -71,7 +80,7 @@ def like_outputs(
 def like_gradients(
     grad_kv: Tensor, grad_k_sum: Tensor, inputs: Inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised tensors of the shapes and types that a backward pass returns, in the plain memory order."""
+    """Uninitialised tensors of the shapes and types that a backward pass returns, contiguous."""
     q, k, v, log_decay, _, _ = inputs
     return (
         q.new_empty(q.shape),

@@ -3,32 +3,75 @@
 Being one operator, `torch.compile` and `torch.export` see a single node, and autograd a single formula.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from unrolled.ops import linear_chunked, linear_packed
 from unrolled.ops.checks import transforming
+from unrolled.ops.kernels import linear_native
+from unrolled.ops.kernels.door import check_backend, choose, differentiable_gradients
 from unrolled.ops.linear_chunked import Inputs
 
-BACKENDS = ("plain",)
+
+class Form(Protocol):
+    """What each implementation offers, as functions of a module."""
+
+    def supports(self, q: Tensor) -> bool:
+        """Whether it can run inputs of this type, on this device."""
+
+    def forward(
+        self, inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute `o`, the state after the last key, and the divisor."""
+
+    def backward(
+        self,
+        grad_o: Tensor,
+        grad_kv: Tensor,
+        grad_k_sum: Tensor,
+        inputs: Inputs,
+        cu_seqlens: Tensor | None,
+        den: Tensor,
+        causal: bool,
+        normalize: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Compute the gradients of the inputs; an absent `log_decay` gets an empty one."""
+
+
+FORMS: dict[str, Form] = {"native": linear_native, "plain": linear_packed}  # the fastest first
+BACKENDS = tuple(FORMS)
 
 
 def linear_attention(
     inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `o` and the state after the last key, for checked inputs of one type, with T = S if causal."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(
-            f"backend is {backend!r}, but must be None for the fastest or one of {', '.join(BACKENDS)}"
-        )
-    run = _plain if transforming() else _operator
-    o, kv, k_sum, _ = run(*inputs, cu_seqlens, causal, normalize)
+    check_backend(backend, FORMS)
+    if transforming():
+        return linear_packed.forward(inputs, cu_seqlens, causal, normalize)[:3]
+    o, kv, k_sum, _ = _operator(*inputs, cu_seqlens, causal, normalize, backend)
     return o, kv, k_sum
 
 
-def _plain(
+def linear_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `o` and the new state for one checked token of one type.
+
+    The kernels have no gradient and are no torch operators, whose dispatch would cost more than they do: they
+    run in eager inference. Otherwise the plain form does, which `torch.compile` fuses.
+    """
+    tensors = (q, k, v, kv, k_sum, log_decay)
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    eager = not (torch.compiler.is_compiling() or transforming() or differentiable)
+    if eager and linear_native.supports(q):
+        return linear_native.step(*tensors, normalize)
+    return linear_chunked.step(*tensors, normalize)
+
+
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -38,17 +81,15 @@ def _plain(
     cu_seqlens: Tensor | None,
     causal: bool,
     normalize: bool,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = Inputs(q, k, v, log_decay, kv, k_sum)
-    if cu_seqlens is None:
-        found = linear_chunked.forward(inputs, causal, normalize)
-    else:
-        found = linear_packed.forward(inputs, cu_seqlens, causal, normalize)
-    o, kv_end, k_sum_end, den = (x.contiguous() for x in found)
-    return o, kv_end, k_sum_end, den
+    form: Form = choose(FORMS, backend, q, q)
+    o, kv_end, k_sum_end, den = form.forward(inputs, cu_seqlens, causal, normalize)
+    return o.contiguous(), kv_end.contiguous(), k_sum_end.contiguous(), den.contiguous()
 
 
-def _plain_backward(
+def _backward(
     grad_o: Tensor,
     grad_kv: Tensor,
     grad_k_sum: Tensor,
@@ -62,23 +103,21 @@ def _plain_backward(
     den: Tensor,
     causal: bool,
     normalize: bool,
+    backend: str | None,
 ) -> list[Tensor]:
     grads, inputs = (grad_o, grad_kv, grad_k_sum), Inputs(q, k, v, log_decay, kv, k_sum)
-    if cu_seqlens is None:
-        found = linear_chunked.backward(*grads, inputs, den, causal, normalize)
-    else:
-        found = linear_packed.backward(*grads, inputs, cu_seqlens, den, causal, normalize)
-    return [gradient.contiguous() for gradient in found]
+    form: Form = choose(FORMS, backend, q, q)
+    return [g.contiguous() for g in form.backward(*grads, inputs, cu_seqlens, den, causal, normalize)]
 
 
-_operator = torch.library.custom_op("unrolled::linear_attention", _plain, mutates_args=())
+_operator = torch.library.custom_op("unrolled::linear_attention", _forward, mutates_args=())
 _backward_operator = torch.library.custom_op(
-    "unrolled::linear_attention_backward", _plain_backward, mutates_args=()
+    "unrolled::linear_attention_backward", _backward, mutates_args=()
 )
 
 
 @_operator.register_fake
-def _(q, k, v, log_decay, kv, k_sum, cu_seqlens, causal, normalize):  # type: ignore[no-untyped-def]
+def _(q, k, v, log_decay, kv, k_sum, cu_seqlens, causal, normalize, backend):  # type: ignore[no-untyped-def]
     return linear_packed.like_outputs(Inputs(q, k, v, log_decay, kv, k_sum), cu_seqlens, normalize)
 
 
@@ -89,37 +128,23 @@ def _(grad_o, grad_kv, grad_k_sum, q, k, v, log_decay, kv, k_sum, *_):  # type: 
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.causal, ctx.normalize = inputs
+    *tensors, ctx.causal, ctx.normalize, ctx.backend = inputs
     ctx.save_for_backward(*tensors, output[3])
 
 
 def _gradient(ctx: Any, grad_o: Tensor, grad_kv: Tensor, grad_k_sum: Tensor, _: Tensor) -> tuple[Any, ...]:
     *inputs, cu_seqlens, den = ctx.saved_tensors
-    grads = (grad_o, grad_kv, grad_k_sum)
+    grads, options = (grad_o, grad_kv, grad_k_sum), (ctx.causal, ctx.normalize)
+    found: list[Tensor | None]
     if torch.is_grad_enabled():  # create_graph=True
-        found = _differentiable_gradients(grads, Inputs(*inputs), cu_seqlens, ctx.causal, ctx.normalize)
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return linear_packed.forward(Inputs(*tensors), cu_seqlens, *options)[:3]
+
+        found = differentiable_gradients(run, inputs, grads)
     else:
-        found = _backward_operator(*grads, *inputs, cu_seqlens, den, ctx.causal, ctx.normalize)
-    return *(None if x is None else g for x, g in zip(inputs, found, strict=True)), None, None, None
-
-
-def _differentiable_gradients(
-    grads: tuple[Tensor, ...], inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
-) -> list[Tensor | None]:
-    """Differentiate the plain form, which is made of differentiable operations: right to any order.
-
-    With respect to aliases: an input may itself be made from another one, and autograd adds up those paths.
-    """
-    inputs = Inputs(*(None if x is None else x.view_as(x) for x in inputs))  # type: ignore[arg-type]
-    outputs = _plain(*inputs, cu_seqlens, causal, normalize)[:3]
-    wanted = [x for x in inputs if x is not None and x.requires_grad]
-    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
-    if pairs:
-        ys, gs = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ys, wanted, gs, create_graph=True, materialize_grads=True))
-    else:  # a pack of no sequences
-        found = iter([torch.zeros_like(x) for x in wanted])
-    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+        found = _backward_operator(*grads, *inputs, cu_seqlens, den, *options, ctx.backend)
+    return *(None if x is None else g for x, g in zip(inputs, found, strict=True)), None, None, None, None
 
 
 _operator.register_autograd(_gradient, setup_context=_keep_for_backward)

@@ -1,4 +1,4 @@
-"""Linear attention on a CPU: hands the tensors to the C++ kernels, whose structs are mirrored field by field."""
+"""Linear attention on a CPU: hands the tensors to the C++ kernels, whose structs are mirrored here."""
 
 import ctypes
 
@@ -47,7 +47,7 @@ class _Step(ctypes.Structure):
 
 
 def supports(q: Tensor) -> bool:
-    """Whether the kernels can compute with tensors like this one."""
+    """Whether the kernels can run inputs of this type, on this device."""
     return q.device.type == "cpu" and q.dtype in TYPES and native.available()
 
 
@@ -104,7 +104,7 @@ def step(
 def _problem(
     inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
 ) -> tuple[_Linear, tuple[Tensor | None, ...]]:
-    """Describe the problem; the tensors are those whose memory it points at, to be kept until it is solved."""
+    """Describe the problem; the tensors own the memory it points at, and are kept until it is solved."""
     q, k, v, log_decay, kv, k_sum = inputs
     (B, T, H, R), (_, S, G, M) = q.shape, v.shape
     N = B

@@ -1,7 +1,8 @@
 """The C++ library of CPU kernels: whether it is there, and which instruction set it runs.
 
-The sources lie in `native/`, know nothing of PyTorch and are built when the package is installed with a compiler
-at hand. They are compiled with OpenMP but linked to no OpenMP runtime, so the threads are those of torch.
+The sources lie in `native/`, know nothing of PyTorch and are built when the package is installed with a
+compiler at hand. They are compiled with OpenMP but linked to no OpenMP runtime: the
+threads are those of torch.
 """
 
 import ctypes

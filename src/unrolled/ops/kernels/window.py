@@ -3,6 +3,7 @@
 Being one operator, `torch.compile` and `torch.export` see a single node, and autograd a single formula.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from unrolled.ops import window_blocks
 from unrolled.ops.checks import transforming
 from unrolled.ops.kernels import window_flex
+from unrolled.ops.kernels.door import check_backend, choose, differentiable_gradients
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.window_blocks import Inputs
 
@@ -51,22 +53,11 @@ def window_attention(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `o` and `lse` for checked inputs of one type, with finite keys and values in the padding."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(
-            f"backend is {backend!r}, but must be None for the fastest or one of {', '.join(BACKENDS)}"
-        )
+    check_backend(backend, FORMS)
     if transforming():
         return window_blocks.forward(inputs, cu_seqlens, window_size, scale)
     o, lse = _operator(*inputs, cu_seqlens, *window_size, scale, backend)
     return o, lse
-
-
-def _form(inputs: Inputs, backend: str | None) -> Form:
-    for name, form in FORMS.items():
-        if backend in (None, name) and form.supports(inputs):
-            return form
-    found = f"{inputs.q.dtype} tensors of these shapes on {inputs.q.device}"
-    raise ValueError(f"backend is {backend!r}, which cannot run {found}; None takes one that can")
 
 
 def _forward(
@@ -81,7 +72,8 @@ def _forward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     inputs = Inputs(q, k, v, key_padding_mask)
-    o, lse = _form(inputs, backend).forward(inputs, cu_seqlens, (left, right), scale)
+    form: Form = choose(FORMS, backend, q, inputs)
+    o, lse = form.forward(inputs, cu_seqlens, (left, right), scale)
     return o.contiguous(), lse.contiguous()
 
 
@@ -100,7 +92,7 @@ def _backward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(q, k, v, key_padding_mask)
-    form = _form(inputs, backend)
+    form: Form = choose(FORMS, backend, q, inputs)
     dq, dk, dv = form.backward(grad_o, grad_lse, inputs, cu_seqlens, lse, (left, right), scale)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -128,39 +120,21 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _gradient(ctx: Any, grad_o: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    *inputs, cu_seqlens, lse = ctx.saved_tensors
-    options = (ctx.left, ctx.right, ctx.scale)
+    q, k, v, key_padding_mask, cu_seqlens, lse = ctx.saved_tensors
+    grads, window_size = (grad_o, grad_lse), (ctx.left, ctx.right)
+    found: Sequence[Tensor | None]
     if torch.is_grad_enabled():  # create_graph=True
-        found = _differentiable_gradients((grad_o, grad_lse), Inputs(*inputs), cu_seqlens, *options)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return window_blocks.forward(
+                Inputs(q, k, v, key_padding_mask), cu_seqlens, window_size, ctx.scale
+            )
+
+        found = differentiable_gradients(run, (q, k, v), grads)
     else:
-        found = _backward_operator(grad_o, grad_lse, *inputs, cu_seqlens, lse, *options, ctx.backend)
+        inputs = (q, k, v, key_padding_mask)
+        found = _backward_operator(*grads, *inputs, cu_seqlens, lse, *window_size, ctx.scale, ctx.backend)
     return *found, None, None, None, None, None, None
-
-
-def _differentiable_gradients(
-    grads: tuple[Tensor, Tensor],
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-) -> tuple[Tensor | None, ...]:
-    """Differentiate the plain form, which is made of differentiable operations: right to any order.
-
-    With respect to aliases: an input may itself be made from another one, and autograd adds up those paths.
-    """
-    q, k, v = aliases = [x.view_as(x) for x in (inputs.q, inputs.k, inputs.v)]
-    outputs = window_blocks.forward(
-        Inputs(q, k, v, inputs.key_padding_mask), cu_seqlens, (left, right), scale
-    )
-    wanted = [x for x in aliases if x.requires_grad]
-    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
-    if pairs:
-        ys, gs = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ys, wanted, gs, create_graph=True, materialize_grads=True))
-    else:  # no query can reach a key
-        found = iter([torch.zeros_like(x) for x in wanted])
-    return tuple(next(found) if x.requires_grad else None for x in aliases)
 
 
 _operator.register_autograd(_gradient, setup_context=_keep_for_backward)
