@@ -1,8 +1,12 @@
-"""Every file in `attention/` keeps the contract: one case per mechanism and check."""
+"""Every file in `attention/` keeps the contract, on every path that the kernels can take."""
+
+from contextlib import ExitStack
 
 import pytest
 
 from unrolled import attention
+from unrolled.ops.kernels import native
+from unrolled.ops.kernels.door import prefer
 from unrolled.testing import Maker, checks
 
 CASES = [
@@ -12,6 +16,17 @@ CASES = [
 ]
 
 
+@pytest.fixture(params=["plain", *native.instruction_sets()])
+def path(request):
+    """The plain form, and the native one on each instruction set of this machine."""
+    with ExitStack() as stack:
+        stack.enter_context(prefer("plain" if request.param == "plain" else "native"))
+        if request.param != "plain":
+            stack.enter_context(native.use(request.param))
+        yield
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("name", "check"), CASES)
 def test_contract(name, check):
     mechanism = attention.load(name)

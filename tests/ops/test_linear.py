@@ -1,15 +1,16 @@
 """Linear attention: every form owes equality to the definition, in outputs and in all gradients."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linear_cases import Case, assert_error_at_most_twice_that_of, outputs_and_gradients
 from torch import Tensor
 
 from unrolled.ops.feature_maps import Elu
+from unrolled.ops.kernels.linear import BACKENDS
 from unrolled.ops.linear import (
     LinearState,
     linear_attention,
@@ -17,70 +18,6 @@ from unrolled.ops.linear import (
     linear_attention_step,
 )
 from unrolled.ops.packing import unpack
-
-
-@dataclass(frozen=True)
-class Case:
-    T: int = 70
-    S: int = 70
-    B: int = 2
-    G: int = 2
-    heads_per_group: int = 2
-    R: int = 5
-    M: int = 7
-    causal: bool = True
-    gated: bool = True
-    padded: bool = False
-    stateful: bool = True
-    normalize: bool = True
-    lengths: tuple[int, ...] | None = None  # packs B = 1
-    seed: int = 0
-    dtype: torch.dtype = torch.float64
-
-
-def outputs_and_gradients(form: Callable, case: Case, inputs_scale: float = 1.0) -> list[Tensor]:
-    """Output, both parts of the state, and the gradients of every input through all three."""
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    cu_seqlens, B, T, S = None, case.B, case.T, case.S
-    if case.lengths is not None:
-        cu_seqlens = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        B, T, S = 1, sum(case.lengths), sum(case.lengths)
-    rows = B if case.lengths is None else len(case.lengths)
-    state_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
-    G, R, M = case.G, case.R, case.M
-    inputs = {  # features bounded away from 0, so that dividing by their products loses no digits
-        "q": (random(B, T, G * case.heads_per_group, R).abs() + 0.5) * inputs_scale,
-        "k": (random(B, S, G, R).abs() + 0.5) * inputs_scale,
-        "v": random(B, S, G, M),
-        "log_decay": -random(B, S, G).abs() if case.gated else None,
-        "kv": random(rows, G, R, M) if case.stateful else None,
-        "k_sum": random(rows, G, R).abs() if case.stateful else None,
-    }
-    given = {
-        name: x.to(state_dtype if name in ("kv", "k_sum") else case.dtype).requires_grad_()
-        for name, x in inputs.items()
-        if x is not None
-    }
-    mask = (torch.rand(B, S, generator=generator) < 0.4) if case.padded else None
-    o, state = form(
-        given["q"],
-        given["k"],
-        given["v"],
-        causal=case.causal,
-        log_decay=given.get("log_decay"),
-        key_padding_mask=mask,
-        cu_seqlens=cu_seqlens,
-        state=LinearState(given["kv"], given["k_sum"]) if case.stateful else None,
-        return_state=True,
-        normalize=case.normalize,
-    )
-    total = sum((x.double() * random(*x.shape)).sum() for x in (o, *state))
-    gradients = torch.autograd.grad(total, list(given.values()), allow_unused=True, materialize_grads=True)
-    return [o.detach(), *(x.detach() for x in state), *gradients]
 
 
 def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
@@ -182,27 +119,14 @@ def test_steps_equal_one_run(gated, normalize):
     assert_equal(outputs_and_gradients(by_steps, case), outputs_and_gradients(linear_attention, case))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
-def test_error_is_at_most_twice_that_of_the_definition_in_the_same_type(dtype, causal, gated):
-    # Both are compared with the definition in fp64 on the same (already rounded) inputs.
+def test_error_is_at_most_twice_that_of_the_definition_in_the_same_type(backend, dtype, causal, gated):
     case = Case(T=300, S=300, R=16, M=16, causal=causal, gated=gated, dtype=dtype)
-
-    def in_fp64(q, k, v, *, log_decay, state, **rest):
-        gate = None if log_decay is None else log_decay.double()
-        state = LinearState(state.kv.double(), state.k_sum.double())
-        return linear_attention_reference(
-            q.double(), k.double(), v.double(), log_decay=gate, state=state, **rest
-        )
-
-    exact = outputs_and_gradients(in_fp64, case)
-    plain = outputs_and_gradients(linear_attention, case)
-    reference = outputs_and_gradients(linear_attention_reference, case)
-    names = ("o", "kv", "k_sum", "dq", "dk", "dv", *(["dlog_decay"] if gated else []), "dkv", "dk_sum")
-    for name, x, y, z in zip(names, plain, reference, exact, strict=True):
-        error, allowed = (x.double() - z).norm(), 2 * (y.double() - z).norm()
-        assert error <= allowed + 1e-7 * z.norm(), f"{name}: {error:g} > {allowed:g}"
+    form = partial(linear_attention, backend=backend)
+    assert_error_at_most_twice_that_of([linear_attention_reference], form, case)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

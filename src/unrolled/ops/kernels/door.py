@@ -1,10 +1,29 @@
 """What the doors of the kernels share: which form runs, and derivatives of any order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_preferred: str | None = None
+
+
+@contextmanager
+def prefer(backend: str) -> Iterator[None]:
+    """Run every op that has a form of this name by it, where no other one is asked for: for tests."""
+    global _preferred
+    before, _preferred = _preferred, backend
+    try:
+        yield
+    finally:
+        _preferred = before
+
+
+def prefers(backend: str) -> bool:
+    """Whether this form may be taken where none is asked for."""
+    return _preferred in (None, backend)
 
 
 def check_backend(backend: str | None, forms: Mapping[str, Any]) -> None:
@@ -17,11 +36,12 @@ def check_backend(backend: str | None, forms: Mapping[str, Any]) -> None:
 
 def choose(forms: Mapping[str, Any], backend: str | None, like: Tensor, *arguments: Any) -> Any:
     """Take the first form, or the one named, that supports `arguments`; the error describes `like`."""
+    wanted = backend or (_preferred if _preferred in forms else None)
     for name, form in forms.items():
-        if backend in (None, name) and form.supports(*arguments):
+        if wanted in (None, name) and form.supports(*arguments):
             return form
     found = f"{like.dtype} tensors of these shapes on {like.device}"
-    raise ValueError(f"backend is {backend!r}, which cannot run {found}; None takes one that can")
+    raise ValueError(f"backend is {wanted!r}, which cannot run {found}; None takes one that can")
 
 
 def differentiable_gradients(

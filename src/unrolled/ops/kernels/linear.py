@@ -11,7 +11,7 @@ from torch import Tensor
 from unrolled.ops import linear_chunked, linear_packed
 from unrolled.ops.checks import transforming
 from unrolled.ops.kernels import linear_native
-from unrolled.ops.kernels.door import check_backend, choose, differentiable_gradients
+from unrolled.ops.kernels.door import check_backend, choose, differentiable_gradients, prefers
 from unrolled.ops.linear_chunked import Inputs
 
 
@@ -66,7 +66,7 @@ def linear_attention_step(
     tensors = (q, k, v, kv, k_sum, log_decay)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     eager = not (torch.compiler.is_compiling() or transforming() or differentiable)
-    if eager and linear_native.supports(q):
+    if eager and prefers("native") and linear_native.supports(q):
         return linear_native.step(*tensors, normalize)
     return linear_chunked.step(*tensors, normalize)
 

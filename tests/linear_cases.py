@@ -1,0 +1,117 @@
+"""Cases of linear attention, and the exact result that the error of every form is measured against."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.linear import LinearState, linear_attention_reference
+
+
+@dataclass(frozen=True)
+class Case:
+    T: int = 70
+    S: int = 70
+    B: int = 2
+    G: int = 2
+    heads_per_group: int = 2
+    R: int = 5
+    M: int = 7
+    causal: bool = True
+    gated: bool = True
+    padded: bool = False
+    stateful: bool = True
+    normalize: bool = True
+    lengths: tuple[int, ...] | None = None  # packs B = 1
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+
+
+def outputs_and_gradients(
+    form: Callable, case: Case, inputs_scale: float = 1.0, exact: bool = False, disturbance: float = 0.0
+) -> list[Tensor]:
+    """Output, both parts of the state, and the gradients of every input through all three.
+
+    With `exact`, the inputs are rounded to the type of the case, each then moves by a relative `disturbance` up
+    or down, and everything after that is done in fp64.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    cu_seqlens, B, T, S = None, case.B, case.T, case.S
+    if case.lengths is not None:
+        cu_seqlens = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        B, T, S = 1, sum(case.lengths), sum(case.lengths)
+    rows = B if case.lengths is None else len(case.lengths)
+    state_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    G, R, M = case.G, case.R, case.M
+    inputs = {  # features bounded away from 0, so that dividing by their products loses no digits
+        "q": (random(B, T, G * case.heads_per_group, R).abs() + 0.5) * inputs_scale,
+        "k": (random(B, S, G, R).abs() + 0.5) * inputs_scale,
+        "v": random(B, S, G, M),
+        "log_decay": -random(B, S, G).abs() if case.gated else None,
+        "kv": random(rows, G, R, M) if case.stateful else None,
+        "k_sum": random(rows, G, R).abs() if case.stateful else None,
+    }
+    given = {
+        name: x.to(state_dtype if name in ("kv", "k_sum") else case.dtype)
+        for name, x in inputs.items()
+        if x is not None
+    }
+    if exact:
+        given = {name: x.double() * (1 + disturbance * random(*x.shape).sign()) for name, x in given.items()}
+    given = {name: x.requires_grad_() for name, x in given.items()}
+    mask = (torch.rand(B, S, generator=generator) < 0.4) if case.padded else None
+    o, state = form(
+        given["q"],
+        given["k"],
+        given["v"],
+        causal=case.causal,
+        log_decay=given.get("log_decay"),
+        key_padding_mask=mask,
+        cu_seqlens=cu_seqlens,
+        state=LinearState(given["kv"], given["k_sum"]) if case.stateful else None,
+        return_state=True,
+        normalize=case.normalize,
+    )
+    total = sum((x.double() * random(*x.shape)).sum() for x in (o, *state))
+    gradients = torch.autograd.grad(total, list(given.values()), allow_unused=True, materialize_grads=True)
+    return [o.detach(), *(x.detach() for x in state), *gradients]
+
+
+def errors(form: Callable, case: Case) -> dict[str, float]:
+    """Distance from the definition in fp64, by output and gradient, relative to its norm."""
+    return _distances(outputs_and_gradients(form, case), case)
+
+
+def effect_of_rounding(case: Case) -> dict[str, float]:
+    """How far the exact results move when every input moves by one unit of fp32 rounding."""
+    eps = torch.finfo(torch.float32).eps
+    return _distances(
+        outputs_and_gradients(linear_attention_reference, case, exact=True, disturbance=eps), case
+    )
+
+
+def _distances(found: list[Tensor], case: Case) -> dict[str, float]:
+    exact = outputs_and_gradients(linear_attention_reference, case, exact=True)
+    names = ["o", "kv", "k_sum", "dq", "dk", "dv"]
+    names += ["dlog_decay"] * case.gated + ["dkv", "dk_sum"] * case.stateful
+    distances = {}
+    for name, x, z in zip(names, found, exact, strict=True):
+        assert x.shape == z.shape, name
+        distances[name] = float((x.double() - z).norm() / z.norm().clamp(min=1e-300))
+    return distances
+
+
+def assert_error_at_most_twice_that_of(others: list[Callable], form: Callable, case: Case) -> None:
+    """Compare the error of a form with the largest of others that compute in the same type.
+
+    In a small case the others may happen to be exact, so the effect of rounding the inputs is granted as well.
+    """
+    allowed, rounding = [errors(other, case) for other in others], effect_of_rounding(case)
+    for name, error in errors(form, case).items():
+        limit = 2 * max(found[name] for found in allowed) + rounding[name]
+        assert error <= limit, f"{name}: {error:g} > {limit:g}"

@@ -1,0 +1,189 @@
+"""The C++ kernels of linear attention, on every instruction set that this machine can run."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from linear_cases import Case, assert_error_at_most_twice_that_of, errors
+from torch import Tensor
+
+from unrolled.ops.kernels import native
+from unrolled.ops.kernels.door import prefer
+from unrolled.ops.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_reference,
+    linear_attention_step,
+)
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+form = partial(linear_attention, backend="native")
+plain = partial(linear_attention, backend="plain")
+
+
+@pytest.fixture(params=native.instruction_sets(), autouse=True, scope="module")
+def instruction_set(request):
+    with native.use(request.param):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Memory that is handed out uninitialised holds NaN, which a value left out does not survive."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+flags = st.booleans()
+widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    T=st.integers(0, 70),
+    S=st.integers(0, 70),
+    heads=st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
+    R=widths,
+    M=widths,
+    flags=st.tuples(flags, flags, flags, flags, flags),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 9),
+)
+def test_is_as_exact_as_the_plain_form(T, S, heads, R, M, flags, dtype, seed):
+    causal, gated, padded, stateful, normalize = flags
+    case = Case(T, S, 2, *heads, R, M, causal, gated, padded, stateful, normalize, None, seed, dtype)
+    assert_error_at_most_twice_that_of([plain, linear_attention_reference], form, case)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 40]), min_size=0, max_size=5),
+    flags=st.tuples(flags, flags, flags, flags),
+    M=widths,
+)
+def test_packed_sequences_are_as_exact_as_the_plain_form(lengths, flags, M):
+    causal, gated, stateful, normalize = flags
+    case = Case(M=M, causal=causal, gated=gated, stateful=stateful, normalize=normalize, dtype=torch.float32)
+    case = replace(case, lengths=tuple(lengths))
+    assert_error_at_most_twice_that_of([plain, linear_attention_reference], form, case)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("lengths", [None, (200, 7, 90)])
+@pytest.mark.parametrize("G", [1, 3])
+def test_threads_share_heads_and_then_segments_of_the_sequence(threads, causal, gated, lengths, G):
+    case = Case(260, 260, 1, G, 1, 64, 64, causal, gated, stateful=True, lengths=lengths, dtype=torch.float32)
+    threads(3)
+    assert_error_at_most_twice_that_of([plain, linear_attention_reference], form, case)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_on_average_as_exact_as_the_plain_form(causal, dtype):
+    cases = [Case(200, 200, 1, 2, 1, 64, 64, causal, seed=seed, dtype=dtype) for seed in range(5)]
+    found, wanted = ([errors(f, case) for case in cases] for f in (form, plain))
+    for name in found[0]:
+        ours, theirs = (sum(error[name] for error in by_case) for by_case in (found, wanted))
+        assert ours <= 2 * theirs, f"{name}: {ours:g} against {theirs:g}"
+
+
+@pytest.mark.parametrize(("R", "M"), [(256, 64), (64, 256), (300, 20)])
+def test_wide_heads(R, M):
+    case = Case(T=50, S=50, B=1, G=1, R=R, M=M, dtype=torch.float32)
+    assert_error_at_most_twice_that_of([plain, linear_attention_reference], form, case)
+
+
+def test_a_view_of_a_projection_is_read_where_it_lies():
+    H, D = 4, 16
+    projected = torch.rand(2, 50, 3 * H * D)
+    q, k, v = projected.view(2, 50, 3, H, D).unbind(2)
+    assert not q.is_contiguous()
+    wanted = form(q.contiguous(), k.contiguous(), v.contiguous(), causal=True)
+    assert torch.equal(form(q, k, v, causal=True), wanted)
+    by_head = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    assert torch.equal(form(*by_head, causal=True), wanted)
+    by_feature = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v))
+    assert torch.equal(form(*by_feature, causal=True), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_as_torch_rounds(dtype):
+    # One token attends to itself with weight 1: the output is its value, read and written in every case there is.
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    v = bits.view(dtype)
+    v = v[v.isfinite()].view(1, -1, 1, 1)
+    ones = torch.ones_like(v)
+    offsets = torch.arange(v.shape[1] + 1, dtype=torch.int32)
+    assert torch.equal(form(ones, ones, v, cu_seqlens=offsets, normalize=False), v)
+    # Two keys, of which a tiny feature weighs one: sums that fp32 holds and the type has to round.
+    k = (
+        torch.stack([torch.ones(v.shape[1]), torch.full((v.shape[1],), 2.0**-7)], 1)
+        .to(dtype)
+        .view(-1, 2, 1, 1)
+    )
+    pair = torch.stack([v.flatten(), v.flatten().flip(0)], 1).view(-1, 2, 1, 1)
+    found = form(torch.ones_like(k), k, pair, normalize=False)
+    wanted = (pair.float() * k.float()).sum(1, keepdim=True).to(dtype).expand_as(found)
+    assert torch.equal(found[found.isfinite()], wanted[found.isfinite()])
+    assert torch.equal(found.isfinite(), wanted.isfinite())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("G", "P", "R", "M"), [(2, 1, 8, 8), (1, 3, 5, 33), (3, 2, 64, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_as_exact_as_the_plain_ones(gated, normalize, G, P, R, M, dtype):
+    B, T = 2, 9
+    q, k, v = torch.rand(B, T, G * P, R), torch.rand(B, T, G, R), torch.randn(B, T, G, M)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    gates = -torch.rand(B, T, G) if gated else None
+    state = LinearState(torch.randn(B, G, R, M), torch.rand(B, G, R))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> list[Tensor]:
+        outs = []
+        for t in range(T):
+            gate, before = None if gates is None else gates[:, t], [x.clone() for x in state]
+            o, new = linear_attention_step(
+                q[:, t], k[:, t], v[:, t], state, log_decay=gate, normalize=normalize
+            )
+            assert all(map(torch.equal, state, before)), "a state passed in is never changed"
+            outs, state = [*outs, o], new
+        return [torch.stack(outs), *state]
+
+    found = run(q, k, v, state)
+    with prefer("plain"):
+        wanted = run(q, k, v, state)
+    exact = run(q.double(), k.double(), v.double(), LinearState(*(x.double() for x in state)))
+    for x, y, z in zip(found, wanted, exact, strict=True):
+        assert x.dtype == y.dtype
+        eps = torch.finfo(torch.float32).eps
+        assert (x.double() - z).norm() <= 2 * (y.double() - z).norm() + eps * z.norm()
+
+
+def test_one_step_of_many_rows_uses_the_threads(threads):
+    q, k, v = (torch.rand(40, 8, 64) for _ in range(3))
+    state = LinearState(torch.rand(40, 8, 64, 64), torch.rand(40, 8, 64))
+    alone = linear_attention_step(q, k, v, state)
+    threads(3)
+    together = linear_attention_step(q, k, v, state)
+    assert torch.equal(alone[0], together[0])
+    assert all(map(torch.equal, alone[1], together[1]))
+
+
+def test_an_unknown_instruction_set_is_refused():
+    with pytest.raises(ValueError, match="instruction set is 'mmx', but must be one of"), native.use("mmx"):
+        pass
