@@ -12,7 +12,7 @@ _preferred: str | None = None
 
 @contextmanager
 def prefer(backend: str) -> Iterator[None]:
-    """Run every op that has a form of this name by it, where no other one is asked for: for tests."""
+    """Take the form of this name first, where it can run and no other one is asked for: for tests."""
     global _preferred
     before, _preferred = _preferred, backend
     try:
@@ -22,7 +22,7 @@ def prefer(backend: str) -> Iterator[None]:
 
 
 def prefers(backend: str) -> bool:
-    """Whether this form may be taken where none is asked for."""
+    """Whether no other form than this one is preferred."""
     return _preferred in (None, backend)
 
 
@@ -36,12 +36,11 @@ def check_backend(backend: str | None, forms: Mapping[str, Any]) -> None:
 
 def choose(forms: Mapping[str, Any], backend: str | None, like: Tensor, *arguments: Any) -> Any:
     """Take the first form, or the one named, that supports `arguments`; the error describes `like`."""
-    wanted = backend or (_preferred if _preferred in forms else None)
-    for name, form in forms.items():
-        if wanted in (None, name) and form.supports(*arguments):
-            return form
+    for name in sorted(forms, key=lambda name: name != _preferred):
+        if backend in (None, name) and forms[name].supports(*arguments):
+            return forms[name]
     found = f"{like.dtype} tensors of these shapes on {like.device}"
-    raise ValueError(f"backend is {wanted!r}, which cannot run {found}; None takes one that can")
+    raise ValueError(f"backend is {backend!r}, which cannot run {found}; None takes one that can")
 
 
 def differentiable_gradients(
