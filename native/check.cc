@@ -1,0 +1,249 @@
+// Checks the kernels without Python: under sanitizers, and on machines that are only emulated. Compares linear
+// attention and its gradients with their definitions, written out over pairs of tokens in double precision.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+using Doubles = std::vector<double>;
+using Floats = std::vector<float>;
+
+std::mt19937 generator(0);
+
+Floats random_floats(int64_t n, double low, double high) {
+    std::uniform_real_distribution<float> draw((float)low, (float)high);
+    Floats x((size_t)n);
+    for (float& value : x) value = draw(generator);
+    return x;
+}
+
+struct Case {
+    int64_t B, T, S, H, G, R, M;
+    bool causal, normalize, gated;
+    int threads;
+};
+
+int failures = 0;
+
+void compare(const char* what, const Case& c, const Floats& found, const Doubles& wanted) {
+    double error = 0, size = 0;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+        const double difference = std::fabs(found[i] - wanted[i]);
+        error = difference <= error ? error : difference;  // NaN is an error too
+        size = std::fmax(size, std::fabs(wanted[i]));
+    }
+    if (error <= 2e-5 * (1 + size)) return;
+    ++failures;
+    std::printf("%s is off by %g of %g: B=%ld T=%ld S=%ld H=%ld G=%ld R=%ld M=%ld causal=%d normalize=%d gated=%d threads=%d\n",
+                what, error, size, (long)c.B, (long)c.T, (long)c.S, (long)c.H, (long)c.G, (long)c.R, (long)c.M,
+                c.causal, c.normalize, c.gated, c.threads);
+}
+
+// All tensors of a problem [batch, tokens, heads, width], and of its gradients.
+struct Problem {
+    Case c;
+    Floats q, k, v, kv, k_sum, grad_o, grad_kv, grad_k_sum;
+    Doubles log_decay;
+
+    explicit Problem(const Case& c)
+        : c(c),
+          q(random_floats(c.B * c.T * c.H * c.R, 0.1, 1)),
+          k(random_floats(c.B * c.S * c.G * c.R, 0.1, 1)),
+          v(random_floats(c.B * c.S * c.G * c.M, -1, 1)),
+          kv(random_floats(c.B * c.G * c.R * c.M, -1, 1)),
+          k_sum(random_floats(c.B * c.G * c.R, 0.1, 1)),
+          grad_o(random_floats(c.B * c.T * c.H * c.M, -1, 1)),
+          grad_kv(random_floats(c.B * c.G * c.R * c.M, -1, 1)),
+          grad_k_sum(random_floats(c.B * c.G * c.R, -1, 1)) {
+        for (float gate : random_floats(c.B * c.S * c.G, -1, 0)) log_decay.push_back(c.gated ? gate : 0);
+    }
+};
+
+struct Results {
+    Doubles o, kv, k_sum, d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum;
+};
+
+Results definition(const Problem& p) {
+    const auto [B, T, S, H, G, R, M, causal, normalize, gated, threads] = p.c;
+    Results r;
+    const auto zeros = [](int64_t n) { return Doubles((size_t)n, 0.0); };
+    r.o = zeros(B * T * H * M), r.kv = zeros(B * G * R * M), r.k_sum = zeros(B * G * R);
+    r.d_q = zeros(B * T * H * R), r.d_k = zeros(B * S * G * R), r.d_v = zeros(B * S * G * M);
+    r.d_log_decay = zeros(B * S * G), r.d_kv = r.kv, r.d_k_sum = r.k_sum;
+    for (int64_t b = 0; b < B; ++b)
+        for (int64_t g = 0; g < G; ++g) {
+            const float *kv = p.kv.data() + (b * G + g) * R * M, *k_sum = p.k_sum.data() + (b * G + g) * R;
+            const float *grad_kv = p.grad_kv.data() + (b * G + g) * R * M, *grad_k_sum = p.grad_k_sum.data() + (b * G + g) * R;
+            const auto key = [&](int64_t j) { return p.k.data() + ((b * S + j) * G + g) * R; };
+            const auto value = [&](int64_t j) { return p.v.data() + ((b * S + j) * G + g) * M; };
+            double* d_log = r.d_log_decay.data() + b * S * G + g;
+            Doubles sums(1, 0.0);  // sums[t]: logarithm of the gates before token t
+            for (int64_t t = 0; t < S; ++t) sums.push_back(sums.back() + p.log_decay[(b * S + t) * G + g]);
+            const auto read_state = [&](const float* query, const double* grad, double d_divisor) {
+                double total = 0;
+                for (int64_t f = 0; f < R; ++f) {
+                    for (int64_t m = 0; m < M; ++m) total += query[f] * kv[f * M + m] * grad[m];
+                    total += query[f] * k_sum[f] * d_divisor;
+                }
+                return total;
+            };
+            for (int64_t h = g * H / G; h < (g + 1) * H / G; ++h)
+                for (int64_t i = 0; i < T; ++i) {
+                    const int64_t n = causal ? i + 1 : S;  // keys that it reads
+                    const float* query = p.q.data() + ((b * T + i) * H + h) * R;
+                    const double start = std::exp(sums[n]);
+                    Doubles num = zeros(M), weights, decays;
+                    double divisor = 0;
+                    for (int64_t f = 0; f < R; ++f) {
+                        divisor += start * query[f] * k_sum[f];
+                        for (int64_t m = 0; m < M; ++m) num[m] += start * query[f] * kv[f * M + m];
+                    }
+                    for (int64_t j = 0; j < n; ++j) {
+                        double weight = 0;
+                        for (int64_t f = 0; f < R; ++f) weight += query[f] * key(j)[f];
+                        decays.push_back(std::exp(sums[n] - sums[j + 1]));
+                        weights.push_back(weight * decays[j]);
+                        divisor += weights[j];
+                        for (int64_t m = 0; m < M; ++m) num[m] += weights[j] * value(j)[m];
+                    }
+                    if (!normalize) divisor = 1;
+                    Doubles grad = zeros(M);
+                    double d_divisor = 0;
+                    for (int64_t m = 0; m < M; ++m) {
+                        const int64_t at = ((b * T + i) * H + h) * M + m;
+                        r.o[at] = num[m] / divisor;
+                        grad[m] = p.grad_o[at] / divisor;
+                        if (normalize) d_divisor -= grad[m] * r.o[at];
+                    }
+                    double* d_query = r.d_q.data() + ((b * T + i) * H + h) * R;
+                    for (int64_t f = 0; f < R; ++f) {
+                        for (int64_t m = 0; m < M; ++m) {
+                            d_query[f] += start * kv[f * M + m] * grad[m];
+                            r.d_kv[((b * G + g) * R + f) * M + m] += start * query[f] * grad[m];
+                        }
+                        d_query[f] += start * k_sum[f] * d_divisor;
+                        r.d_k_sum[(b * G + g) * R + f] += start * query[f] * d_divisor;
+                    }
+                    const double read = start * read_state(query, grad.data(), d_divisor);
+                    for (int64_t t = 0; t < n; ++t) d_log[t * G] += read;
+                    for (int64_t j = 0; j < n; ++j) {
+                        double d_weight = d_divisor;
+                        for (int64_t m = 0; m < M; ++m) {
+                            d_weight += grad[m] * value(j)[m];
+                            r.d_v[((b * S + j) * G + g) * M + m] += weights[j] * grad[m];
+                        }
+                        for (int64_t f = 0; f < R; ++f) {
+                            d_query[f] += d_weight * decays[j] * key(j)[f];
+                            r.d_k[((b * S + j) * G + g) * R + f] += d_weight * decays[j] * query[f];
+                        }
+                        for (int64_t t = j + 1; t < n; ++t) d_log[t * G] += weights[j] * d_weight;
+                    }
+                }
+            const double through = std::exp(sums[S]);
+            double passed = 0;
+            for (int64_t f = 0; f < R; ++f) {
+                const int64_t row = (b * G + g) * R + f;
+                r.k_sum[row] += through * k_sum[f];
+                r.d_k_sum[row] += through * grad_k_sum[f];
+                passed += through * k_sum[f] * grad_k_sum[f];
+                for (int64_t m = 0; m < M; ++m) {
+                    r.kv[row * M + m] += through * kv[f * M + m];
+                    r.d_kv[row * M + m] += through * grad_kv[f * M + m];
+                    passed += through * kv[f * M + m] * grad_kv[f * M + m];
+                }
+            }
+            for (int64_t t = 0; t < S; ++t) d_log[t * G] += passed;
+            for (int64_t j = 0; j < S; ++j) {
+                const double end = std::exp(sums[S] - sums[j + 1]);
+                double given = 0;
+                for (int64_t f = 0; f < R; ++f) {
+                    const int64_t row = (b * G + g) * R + f;
+                    r.k_sum[row] += end * key(j)[f];
+                    double d_key = grad_k_sum[f];
+                    for (int64_t m = 0; m < M; ++m) {
+                        r.kv[row * M + m] += end * key(j)[f] * value(j)[m];
+                        r.d_v[((b * S + j) * G + g) * M + m] += end * key(j)[f] * grad_kv[f * M + m];
+                        d_key += grad_kv[f * M + m] * value(j)[m];
+                    }
+                    r.d_k[((b * S + j) * G + g) * R + f] += end * d_key;
+                    given += end * d_key * key(j)[f];
+                }
+                for (int64_t t = j + 1; t < S; ++t) d_log[t * G] += given;
+            }
+        }
+    return r;
+}
+
+Tensor view(const Floats& x, int64_t tokens, int64_t heads, int64_t width) {
+    return {x.data(), tokens * heads * width, heads * width, width};
+}
+
+void check_sequence(const Case& c) {
+    const Problem p(c);
+    const Results wanted = definition(p);
+    const Linear x = {c.B, c.T, c.S, c.H, c.G, c.R, c.M, FLOAT32, c.causal, c.normalize, c.threads, nullptr,
+                      view(p.q, c.T, c.H, c.R), view(p.k, c.S, c.G, c.R), view(p.v, c.S, c.G, c.M),
+                      c.gated ? p.log_decay.data() : nullptr, p.kv.data(), p.k_sum.data()};
+    Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
+    Floats divisor((size_t)(c.B * c.T * c.H), NAN);
+    const LinearOutputs out = {o.data(), kv.data(), k_sum.data(), divisor.data()};
+    EXPORTED(linear_forward)(&x, &out);
+    compare("o", c, o, wanted.o);
+    compare("kv", c, kv, wanted.kv);
+    compare("k_sum", c, k_sum, wanted.k_sum);
+    Floats d_q(p.q.size(), NAN), d_k(p.k.size(), NAN), d_v(p.v.size(), NAN), d_kv(kv), d_k_sum(k_sum);
+    Floats d_divisor(divisor), read(divisor), states((size_t)(c.gated ? EXPORTED(linear_saved_floats)(&x) : 0), NAN);
+    Doubles d_log_decay(p.log_decay.size(), NAN);
+    const LinearGradients gradients = {view(p.grad_o, c.T, c.H, c.M), p.grad_kv.data(), p.grad_k_sum.data(),
+                                       divisor.data(), d_q.data(), d_k.data(), d_v.data(), d_log_decay.data(),
+                                       d_kv.data(), d_k_sum.data(), d_divisor.data(), read.data(), states.data()};
+    EXPORTED(linear_backward)(&x, &gradients);
+    compare("d_q", c, d_q, wanted.d_q);
+    compare("d_k", c, d_k, wanted.d_k);
+    compare("d_v", c, d_v, wanted.d_v);
+    compare("d_kv", c, d_kv, wanted.d_kv);
+    compare("d_k_sum", c, d_k_sum, wanted.d_k_sum);
+    if (c.gated) compare("d_log_decay", c, Floats(d_log_decay.begin(), d_log_decay.end()), wanted.d_log_decay);
+}
+
+// One step is a sequence of one token.
+void check_step(const Case& c) {
+    const Problem p(c);
+    const Results wanted = definition(p);
+    Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
+    const LinearStep x = {c.B, c.H, c.G, c.R, c.M, FLOAT32, c.normalize, c.threads,
+                          view(p.q, 1, c.H, c.R), view(p.k, 1, c.G, c.R), view(p.v, 1, c.G, c.M),
+                          c.gated ? p.log_decay.data() : nullptr, p.kv.data(), p.k_sum.data(),
+                          o.data(), kv.data(), k_sum.data()};
+    EXPORTED(linear_step)(&x);
+    compare("step o", c, o, wanted.o);
+    compare("step kv", c, kv, wanted.kv);
+    compare("step k_sum", c, k_sum, wanted.k_sum);
+}
+
+}  // namespace
+
+int main() {
+    int cases = 0;
+    for (int flags = 0; flags < 8; ++flags)
+        for (int threads : {1, 3}) {
+            const bool causal = flags & 1, normalize = flags & 2, gated = flags & 4;
+            for (int64_t T : {0, 1, 15, 33, 70})
+                for (int64_t width : {1, 7, 16, 33}) {
+                    check_sequence({2, T, T, 4, 2, width, 20, causal, normalize, gated, threads});
+                    if (!causal) check_sequence({1, T, 40, 1, 1, 9, width, causal, normalize, gated, threads});
+                    cases += causal ? 1 : 2;
+                }
+            // Enough work to be shared out: one head, so that the sequence itself is cut.
+            check_sequence({1, 260, 260, 1, 1, 64, 65, causal, normalize, gated, threads});
+            check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads});
+            cases += 2;
+        }
+    std::printf("%d cases, %d failures\n", cases, failures);
+    return failures != 0;
+}
