@@ -308,6 +308,7 @@ class _Problem:
             *(*self.q, *self.v, *self.gates, d_kv, d_kv_stride, *d_k_sum, *grad, d_den, dk, *sizes),
             **self.options,
             CAUSAL=self.causal,
+            RAW=self.raw,
         )
         _launch(
             kernels.value_gradients,

@@ -15,20 +15,11 @@ from unrolled.ops.kernels.linear_triton_kernels import (
     UNSPECIALIZED,
     cumulated_gates,
     decay_between,
+    inverse,
     load_tile,
     place,
-    safe_divide,
     store_tile,
 )
-
-
-@triton.jit
-def load_g(grad_o, strides, tokens, exists, m, M: tl.constexpr, divisor, NORMALIZE: tl.constexpr):
-    """dO / den for a block of values."""
-    g_tile = load_tile(grad_o, tokens, strides[1], exists, m, strides[3], m < M)
-    if NORMALIZE:
-        g_tile = safe_divide(g_tile, divisor[:, None])
-    return g_tile
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -54,18 +45,17 @@ def query_gradients(
     grad_o += row * o_strides[0] + head * o_strides[2]
     kv += index * kv_stride
     k_sum += index * k_sum_stride
-    divisor = tl.zeros([C], tl.float32)
     if den is not None:
-        divisor = tl.load(den + at, mask=exists, other=0)
+        inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
     d_weights = tl.zeros([C, C], tl.float32)
     i = tl.arange(0, C)
     allowed = i[:, None] >= i[None, :]
     if CAUSAL:
         for first in range(0, M, BM):
             m = first + tl.arange(0, BM)
-            g_tile = load_g(grad_o, o_strides, tokens, exists, m, M, divisor, den is not None)
+            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
             v_tile = load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists)
-            d_weights = tl.dot(g_tile, v_tile, d_weights, input_precision=MIXED)
+            d_weights = tl.dot(o_tile, v_tile, d_weights, input_precision=RAW)
         if log_decay is not None:
             b, _ = cumulated_gates(log_decay, gate_strides, row, key_head, tokens, exists)
             from_start = tl.exp(b).to(tl.float32)
@@ -73,7 +63,8 @@ def query_gradients(
         else:
             within = tl.where(allowed, 1.0, 0.0)
         d_weights *= within
-    dd = tl.zeros([C], tl.float32)
+        if den is not None:
+            d_weights *= inverse_den[:, None]
     if den is not None or d_reads is not None:
         scores = tl.zeros([C, C], tl.float32)
         read = tl.zeros([C], tl.float32)  # q . dQ', as far as it comes from the state
@@ -88,13 +79,14 @@ def query_gradients(
             for first_m in range(0, M, BM):
                 m = first_m + tl.arange(0, BM)
                 kv_tile = load_tile(kv, r, M, r < R, m, 1, m < M)
-                g_tile = load_g(grad_o, o_strides, tokens, exists, m, M, divisor, den is not None)
-                read += tl.sum(tl.dot(q_tile, kv_tile, input_precision=MIXED) * g_tile, 1)
+                o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+                read += tl.sum(tl.dot(q_tile, kv_tile, input_precision=MIXED) * o_tile, 1)
         if CAUSAL and log_decay is not None:
             read *= from_start
             q_z *= from_start
         if den is not None:
-            dd = -safe_divide(read + tl.sum(d_weights * scores, 1), divisor)
+            read *= inverse_den
+            dd = -(read + tl.sum(d_weights * scores, 1)) * inverse_den
             tl.store(d_den + at, dd, mask=exists)
             read += dd * q_z
             if CAUSAL:
@@ -110,9 +102,10 @@ def query_gradients(
         for first_m in range(0, M, BM):
             m = first_m + tl.arange(0, BM)
             kv_tile = load_tile(kv, m, 1, m < M, r, M, r < R)
-            g_tile = load_g(grad_o, o_strides, tokens, exists, m, M, divisor, den is not None)
-            dq_tile = tl.dot(g_tile, kv_tile, dq_tile, input_precision=MIXED)
+            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            dq_tile = tl.dot(o_tile, kv_tile, dq_tile, input_precision=MIXED)
         if den is not None:
+            dq_tile *= inverse_den[:, None]
             dq_tile += dd[:, None] * tl.load(k_sum + r, mask=r < R, other=0)[None, :]
         if CAUSAL:
             if log_decay is not None:
@@ -128,7 +121,7 @@ def key_gradients(
     grad_o, o_strides, den, d_den, dk,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of key features: from the state after the chunk, and from its own queries."""
     slot, g = tl.program_id(0), tl.program_id(1)
@@ -156,17 +149,15 @@ def key_gradients(
         for p in range(P):
             head = g * P + p
             at = (row * length + tokens) * G * P + head
-            divisor = tl.zeros([C], tl.float32)
-            if den is not None:
-                divisor = tl.load(den + at, mask=exists, other=0)
             d_weights = tl.zeros([C, C], tl.float32)  # [key, query]
             for first in range(0, M, BM):
                 m = first + tl.arange(0, BM)
                 v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
                 o_head = grad_o + row * o_strides[0] + head * o_strides[2]
-                g_tile = load_g(o_head, o_strides, tokens, exists, m, M, divisor, den is not None)
-                d_weights = tl.dot(v_tile, tl.trans(g_tile), d_weights, input_precision=MIXED)
+                o_tile = load_tile(o_head, m, o_strides[3], m < M, tokens, o_strides[1], exists)
+                d_weights = tl.dot(v_tile, o_tile, d_weights, input_precision=RAW)
             if den is not None:
+                d_weights *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
                 d_weights += tl.load(d_den + at, mask=exists, other=0)[None, :]
             q_head = q + row * q_strides[0] + head * q_strides[2]
             q_tile = load_tile(q_head, tokens, q_strides[1], exists, r, q_strides[3], r < R)
@@ -201,10 +192,6 @@ def value_gradients(
     if CAUSAL:
         for p in range(P):
             head = g * P + p
-            divisor = tl.zeros([C], tl.float32)
-            if den is not None:
-                at = (row * length + tokens) * G * P + head
-                divisor = tl.load(den + at, mask=exists, other=0)
             weights = tl.zeros([C, C], tl.float32)  # [key, query]
             for first in range(0, R, BR):
                 r = first + tl.arange(0, BR)
@@ -216,9 +203,12 @@ def value_gradients(
                 weights *= decay_between(b[None, :], b[:, None], allowed)
             else:
                 weights = tl.where(allowed, weights, 0.0)
+            if den is not None:
+                at = (row * length + tokens) * G * P + head
+                weights *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
             o_head = grad_o + row * o_strides[0] + head * o_strides[2]
-            g_tile = load_g(o_head, o_strides, tokens, exists, m, M, divisor, den is not None)
-            dv_tile = tl.dot(weights, g_tile, dv_tile, input_precision=MIXED)
+            o_tile = load_tile(o_head, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            dv_tile = tl.dot(weights, o_tile, dv_tile, input_precision=MIXED)
     store_tile(dv, (row * length + tokens) * G + g, M, exists, m, m < M, dv_tile)
 
 

@@ -56,10 +56,10 @@ def store_tile(x, rows, row_stride, row_exists, columns, column_exists, values):
 
 
 @triton.jit
-def safe_divide(num, den):
-    """num / den, and 0 where den is too small to be divided by; rounded to nearest, which `/` is not."""
+def inverse(den):
+    """1 / den, and 0 where den is too small to be divided by; rounded to nearest, which `/` is not."""
     nothing = tl.abs(den) < TINY
-    return tl.where(nothing, 0.0, tl.div_rn(num, tl.where(nothing, 1.0, den)))
+    return tl.where(nothing, 0.0, tl.div_rn(1.0, tl.where(nothing, 1.0, den)))
 
 
 @triton.jit
@@ -119,8 +119,8 @@ def chunk_sums(
             x_tile *= factor[None, :]
         if den is not None:
             at = (row * length + tokens) * G * P + head
-            y_tile = safe_divide(y_tile, tl.load(den + at, mask=exists, other=0)[:, None])
             k_sum += tl.sum(x_tile * tl.load(d_den + at, mask=exists, other=0)[None, :], 1)
+            x_tile *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
         elif not QUERIES:
             k_sum += tl.sum(x_tile, 1)
         kv = tl.dot(x_tile, y_tile, kv, input_precision=PRECISION)
@@ -221,7 +221,7 @@ def outputs(
         divisor += tl.sum(scores, 1)
     at = (row * length + tokens) * G * P + head
     if den is not None:
-        num = safe_divide(num, divisor[:, None])
+        num *= inverse(divisor)[:, None]
         if block == 0:
             tl.store(den + at, divisor, mask=exists)
     store_tile(o, at, M, exists, m, m < M, num)
@@ -264,5 +264,5 @@ def step(
         num = tl.dot(q_tile, state, num, input_precision=MIXED)
         divisor += tl.sum(q_tile * z[None, :], 1)
     if NORMALIZE:
-        num = safe_divide(num, divisor[:, None])
+        num *= inverse(divisor)[:, None]
     store_tile(o + (row * G + g) * P * M, p, M, p < P, m, m < M, num)
