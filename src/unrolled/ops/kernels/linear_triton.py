@@ -38,15 +38,16 @@ class Config(NamedTuple):
 
     width: int
     chunk: int  # tokens of a chunk
-    block: int  # features or values at a time
+    block_r: int  # features at a time
+    block_m: int  # values at a time
     warps: int
     stages: int  # of the loads in flight
 
 
 CONFIGS = (
-    Config(width=16, chunk=64, block=16, warps=4, stages=1),
-    Config(width=32, chunk=64, block=32, warps=4, stages=1),
-    Config(width=256, chunk=64, block=64, warps=4, stages=1),
+    Config(width=16, chunk=64, block_r=16, block_m=16, warps=4, stages=1),
+    Config(width=32, chunk=64, block_r=32, block_m=32, warps=4, stages=1),
+    Config(width=256, chunk=64, block_r=32, block_m=64, warps=4, stages=1),
 )
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
 STEP_BLOCK_M = 32  # small, as one token has few heads to fill a GPU with
@@ -93,7 +94,9 @@ def backward(
         states, through = problem.key_sums()
         end = problem.scan(problem.keys, states, through, (inputs.kv, inputs.k_sum), keep=causal or gated)
         grad = _Gradient(grad_o, grad_o.stride(), den if normalize else None)
-        dq, d_den, d_reads = problem.query_gradients(problem.split(states) if causal else end, grad)
+        read = problem.split(states) if causal else end
+        d_den, d_reads = problem.divisor_gradients(read, grad)
+        dq = problem.query_gradients(read, grad, d_den)
         d_states = problem.query_sums(grad, d_den)
         d_end: State = (grad_kv, grad_k_sum)
         if not causal:
@@ -118,7 +121,7 @@ def step(
 
     (B, H, R), (_, G, M) = q.shape, v.shape
     o, new_kv, new_k_sum = v.new_empty(B, H, M), kv.new_empty(B, G, R, M), kv.new_empty(B, G, R)
-    BR, BM = _block(R, CONFIGS[-1].block), _block(M, STEP_BLOCK_M)
+    BR, BM = _block(R, CONFIGS[-1].block_r), _block(M, STEP_BLOCK_M)
     strided = [y for x in (q, k, v, log_decay, kv, k_sum) for y in _with_strides(x)]
     sizes = {"R": R, "M": M, "HEADS": _block(H // G, H // G), "BR": BR, "BM": BM}
     with _on(q.device):
@@ -175,7 +178,7 @@ class _Problem:
         self.keys = _Slots.cut(B, S, cu_seqlens, config.chunk)
         self.queries = _Slots.cut(B, T, cu_seqlens, config.chunk)
         self.sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        BR, BM = _block(R, config.block), _block(M, config.block)
+        BR, BM = _block(R, config.block_r), _block(M, config.block_m)
         self.blocks_r, self.blocks_m = _blocks(R, BR), _blocks(M, BM)
         self.q, self.k, self.v, self.gates = (_with_strides(x) for x in inputs[:4])
         # The products of 16-bit inputs are exact in tf32; see linear_triton_kernels.
@@ -272,26 +275,40 @@ class _Problem:
         )
         return o, self._scratch(0) if den is None else den
 
-    def query_gradients(
-        self, states: State, grad: "_Gradient"
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute dq, and `[B,T,H]` the gradients of the divisors and what the queries send to the gates."""
+    def divisor_gradients(self, states: State, grad: "_Gradient") -> tuple[Tensor | None, Tensor | None]:
+        """Compute `[B,T,H]` the gradients of the divisors, and what the queries send to the gates of their chunk."""
         from unrolled.ops.kernels import linear_triton_backward as kernels
 
-        dq = self.q[0].new_empty(self.q[0].shape)
         per_query = self.B, self.T, self.H
         d_den = None if grad.den is None else self._scratch(*per_query)
         d_reads = self._scratch(*per_query) if self.causal and self.gates[0] is not None else None
+        if d_den is not None or d_reads is not None:
+            _launch(
+                kernels.divisor_gradients,
+                (self.queries.n, self.H),
+                *(*self.q, *self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, d_reads),
+                *(*self.queries[1:], self.G, self.P),
+                **self.options,
+                CAUSAL=self.causal,
+                RAW=self.raw,
+            )
+        return d_den, d_reads
+
+    def query_gradients(self, states: State, grad: "_Gradient", d_den: Tensor | None) -> Tensor:
+        """Compute dq from the states that the queries read."""
+        from unrolled.ops.kernels import linear_triton_backward as kernels
+
+        dq = self.inputs.q.new_empty(self.inputs.q.shape)
         _launch(
             kernels.query_gradients,
-            (self.queries.n, self.H),
-            *(*self.q, *self.k, *self.v, *self.gates, *_rows(states), *grad, dq, d_den, d_reads),
+            (self.queries.n, self.H, self.blocks_r),
+            *(*self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, dq),
             *(*self.queries[1:], self.G, self.P),
             **self.options,
             CAUSAL=self.causal,
             RAW=self.raw,
         )
-        return dq, d_den, d_reads
+        return dq
 
     def key_and_value_gradients(
         self, d_states: State, grad: "_Gradient", d_den: Tensor | None

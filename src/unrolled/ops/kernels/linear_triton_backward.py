@@ -23,96 +23,118 @@ from unrolled.ops.kernels.linear_triton_kernels import (
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def query_gradients(
+def divisor_gradients(
     q, q_strides, k, k_strides, v, v_strides, log_decay, gate_strides,
-    kv, kv_stride, k_sum, k_sum_stride, grad_o, o_strides, den, dq, d_den, d_reads,
+    kv, kv_stride, k_sum, k_sum_stride, grad_o, o_strides, den, d_den, d_reads,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the queries of a chunk and of their divisors, and what they send to its gates.
-
-    The divisor's needs q . dQ' over all features, which is num . g: it comes first, from the scores and q^T S.
-    """
+    """Gradients of the divisors of a chunk of queries, and what these queries send to its gates."""
     slot, head = tl.program_id(0), tl.program_id(1)
-    key_head = head // P
+    g = head // P
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
-    index = ((slot if CAUSAL else sequence) * G + key_head).to(tl.int64)
+    index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
     at = (row * length + tokens) * G * P + head
     q += row * q_strides[0] + head * q_strides[2]
-    k += row * k_strides[0] + key_head * k_strides[2]
-    v += row * v_strides[0] + key_head * v_strides[2]
+    k += row * k_strides[0] + g * k_strides[2]
+    v += row * v_strides[0] + g * v_strides[2]
     grad_o += row * o_strides[0] + head * o_strides[2]
     kv += index * kv_stride
     k_sum += index * k_sum_stride
-    if den is not None:
-        inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
+    weights = tl.zeros([C, C], tl.float32)
+    read = tl.zeros([C], tl.float32)  # q . dQ', as far as it comes from the state
+    read_sum = tl.zeros([C], tl.float32)  # q . z
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
+        read_sum += tl.sum(q_tile * tl.load(k_sum + r, mask=r < R, other=0)[None, :], 1)
+        if CAUSAL:
+            k_tile = load_tile(k, r, k_strides[3], r < R, tokens, k_strides[1], exists)
+            weights = tl.dot(q_tile, k_tile, weights, input_precision=RAW)
+        for first_m in range(0, M, BM):
+            m = first_m + tl.arange(0, BM)
+            kv_tile = load_tile(kv, r, M, r < R, m, 1, m < M)
+            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            read += tl.sum(tl.dot(q_tile, kv_tile, input_precision=MIXED) * o_tile, 1)
     d_weights = tl.zeros([C, C], tl.float32)
     i = tl.arange(0, C)
     allowed = i[:, None] >= i[None, :]
     if CAUSAL:
-        for first in range(0, M, BM):
-            m = first + tl.arange(0, BM)
+        if log_decay is not None:
+            b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
+            from_start = tl.exp(b).to(tl.float32)
+            read *= from_start
+            read_sum *= from_start
+            weights *= decay_between(b[:, None], b[None, :], allowed)
+        else:
+            weights = tl.where(allowed, weights, 0.0)
+        for first_m in range(0, M, BM):
+            m = first_m + tl.arange(0, BM)
             o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
             v_tile = load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists)
             d_weights = tl.dot(o_tile, v_tile, d_weights, input_precision=RAW)
-        if log_decay is not None:
-            b, _ = cumulated_gates(log_decay, gate_strides, row, key_head, tokens, exists)
-            from_start = tl.exp(b).to(tl.float32)
-            within = decay_between(b[:, None], b[None, :], allowed)
-        else:
-            within = tl.where(allowed, 1.0, 0.0)
-        d_weights *= within
-        if den is not None:
-            d_weights *= inverse_den[:, None]
-    if den is not None or d_reads is not None:
-        scores = tl.zeros([C, C], tl.float32)
-        read = tl.zeros([C], tl.float32)  # q . dQ', as far as it comes from the state
-        q_z = tl.zeros([C], tl.float32)
-        for first in range(0, R, BR):
-            r = first + tl.arange(0, BR)
-            q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
-            q_z += tl.sum(q_tile * tl.load(k_sum + r, mask=r < R, other=0)[None, :], 1)
-            if CAUSAL:
-                k_tile = load_tile(k, r, k_strides[3], r < R, tokens, k_strides[1], exists)
-                scores = tl.dot(q_tile, k_tile, scores, input_precision=RAW)
-            for first_m in range(0, M, BM):
-                m = first_m + tl.arange(0, BM)
-                kv_tile = load_tile(kv, r, M, r < R, m, 1, m < M)
-                o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
-                read += tl.sum(tl.dot(q_tile, kv_tile, input_precision=MIXED) * o_tile, 1)
-        if CAUSAL and log_decay is not None:
-            read *= from_start
-            q_z *= from_start
-        if den is not None:
-            read *= inverse_den
-            dd = -(read + tl.sum(d_weights * scores, 1)) * inverse_den
-            tl.store(d_den + at, dd, mask=exists)
-            read += dd * q_z
-            if CAUSAL:
-                d_weights += dd[:, None] * within
-        if d_reads is not None:
-            # Gate t is in the weight of every pair i >= t > j, and in what every query i >= t reads.
-            before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
-            sent = tl.dot(d_weights * scores, before, input_precision=MIXED) + read[:, None]
-            tl.store(d_reads + at, tl.sum(tl.where(allowed, sent, 0.0), 0), mask=exists)
-    for first in range(0, R, BR):
-        r = first + tl.arange(0, BR)
-        dq_tile = tl.zeros([C, BR], tl.float32)
-        for first_m in range(0, M, BM):
-            m = first_m + tl.arange(0, BM)
-            kv_tile = load_tile(kv, m, 1, m < M, r, M, r < R)
-            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
-            dq_tile = tl.dot(o_tile, kv_tile, dq_tile, input_precision=MIXED)
-        if den is not None:
-            dq_tile *= inverse_den[:, None]
-            dq_tile += dd[:, None] * tl.load(k_sum + r, mask=r < R, other=0)[None, :]
+    if den is not None:
+        inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
+        d_weights *= inverse_den[:, None]
+        read *= inverse_den
+        dd = -(read + tl.sum(d_weights * weights, 1)) * inverse_den
+        tl.store(d_den + at, dd, mask=exists)
+        d_weights += dd[:, None]
+        read += dd * read_sum
+    if d_reads is not None:
+        # Gate t is in the weight of every pair i >= t > j, and in what every query i >= t reads of the state.
+        before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
+        sent = tl.dot(d_weights * weights, before, input_precision=MIXED) + read[:, None]
+        tl.store(d_reads + at, tl.sum(tl.where(allowed, sent, 0.0), 0), mask=exists)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def query_gradients(
+    k, k_strides, v, v_strides, log_decay, gate_strides,
+    kv, kv_stride, k_sum, k_sum_stride, grad_o, o_strides, den, d_den, dq,
+    length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of query features: from the state before the chunk, and from its keys."""
+    slot, head = tl.program_id(0), tl.program_id(1)
+    g = head // P
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
+    at = (row * length + tokens) * G * P + head
+    k += row * k_strides[0] + g * k_strides[2]
+    v += row * v_strides[0] + g * v_strides[2]
+    grad_o += row * o_strides[0] + head * o_strides[2]
+    dq_tile = tl.zeros([C, BR], tl.float32)
+    d_weights = tl.zeros([C, C], tl.float32)
+    for first in range(0, M, BM):
+        m = first + tl.arange(0, BM)
+        o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+        kv_tile = load_tile(kv + index * kv_stride, m, 1, m < M, r, M, r < R)
+        dq_tile = tl.dot(o_tile, kv_tile, dq_tile, input_precision=MIXED)
         if CAUSAL:
-            if log_decay is not None:
-                dq_tile *= from_start[:, None]
-            k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
-            dq_tile = tl.dot(d_weights, k_tile, dq_tile, input_precision=MIXED)
-        store_tile(dq, at, R, exists, r, r < R, dq_tile)
+            v_tile = load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists)
+            d_weights = tl.dot(o_tile, v_tile, d_weights, input_precision=RAW)
+    if den is not None:
+        inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
+        dd = tl.load(d_den + at, mask=exists, other=0)
+        z = tl.load(k_sum + index * k_sum_stride + r, mask=r < R, other=0)
+        dq_tile = dq_tile * inverse_den[:, None] + dd[:, None] * z[None, :]
+        d_weights = d_weights * inverse_den[:, None] + dd[:, None]
+    if CAUSAL:
+        i = tl.arange(0, C)
+        allowed = i[:, None] >= i[None, :]
+        if log_decay is not None:
+            b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
+            dq_tile *= tl.exp(b).to(tl.float32)[:, None]
+            d_weights *= decay_between(b[:, None], b[None, :], allowed)
+        else:
+            d_weights = tl.where(allowed, d_weights, 0.0)
+        k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+        dq_tile = tl.dot(d_weights, k_tile, dq_tile, input_precision=MIXED)
+    store_tile(dq, at, R, exists, r, r < R, dq_tile)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -142,10 +164,6 @@ def key_gradients(
         b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
         dk_tile *= tl.exp(total - b).to(tl.float32)[:, None]
     if CAUSAL:
-        if log_decay is not None:
-            within = decay_between(b[None, :], b[:, None], allowed)
-        else:
-            within = tl.where(allowed, 1.0, 0.0)
         for p in range(P):
             head = g * P + p
             at = (row * length + tokens) * G * P + head
@@ -159,9 +177,13 @@ def key_gradients(
             if den is not None:
                 d_weights *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
                 d_weights += tl.load(d_den + at, mask=exists, other=0)[None, :]
+            if log_decay is not None:
+                d_weights *= decay_between(b[None, :], b[:, None], allowed)
+            else:
+                d_weights = tl.where(allowed, d_weights, 0.0)
             q_head = q + row * q_strides[0] + head * q_strides[2]
             q_tile = load_tile(q_head, tokens, q_strides[1], exists, r, q_strides[3], r < R)
-            dk_tile = tl.dot(d_weights * within, q_tile, dk_tile, input_precision=MIXED)
+            dk_tile = tl.dot(d_weights, q_tile, dk_tile, input_precision=MIXED)
     store_tile(dk, (row * length + tokens) * G + g, R, exists, r, r < R, dk_tile)
 
 
