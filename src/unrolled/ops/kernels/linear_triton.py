@@ -46,8 +46,8 @@ class Config(NamedTuple):
 
 CONFIGS = (
     Config(width=16, chunk=64, block_r=16, block_m=16, warps=4, stages=1),
-    Config(width=32, chunk=64, block_r=32, block_m=32, warps=4, stages=1),
-    Config(width=256, chunk=64, block_r=32, block_m=64, warps=4, stages=1),
+    Config(width=64, chunk=64, block_r=32, block_m=32, warps=8, stages=1),
+    Config(width=256, chunk=64, block_r=32, block_m=32, warps=8, stages=2),
 )
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
 STEP_BLOCK_M = 32  # small, as one token has few heads to fill a GPU with
@@ -256,7 +256,7 @@ class _Problem:
         den = self._scratch(self.B, self.T, self.H, 1) if normalize else None
         _launch(
             kernels.outputs,
-            (self.queries.n, self.H, self.blocks_m),
+            (self.queries.n, self.H),
             *(
                 *self.q,
                 *self.k,
@@ -301,7 +301,7 @@ class _Problem:
         dq = self.inputs.q.new_empty(self.inputs.q.shape)
         _launch(
             kernels.query_gradients,
-            (self.queries.n, self.H, self.blocks_r),
+            (self.queries.n, self.H),
             *(*self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, dq),
             *(*self.queries[1:], self.G, self.P),
             **self.options,

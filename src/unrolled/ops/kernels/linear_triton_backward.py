@@ -84,8 +84,8 @@ def divisor_gradients(
         read += dd * read_sum
     if d_reads is not None:
         # Gate t is in the weight of every pair i >= t > j, and in what every query i >= t reads of the state.
-        before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
-        sent = tl.dot(d_weights * weights, before, input_precision=MIXED) + read[:, None]
+        pairs = d_weights * weights
+        sent = tl.cumsum(pairs, 1) - pairs + read[:, None]
         tl.store(d_reads + at, tl.sum(tl.where(allowed, sent, 0.0), 0), mask=exists)
 
 
@@ -97,44 +97,52 @@ def query_gradients(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of query features: from the state before the chunk, and from its keys."""
+    """Gradients of a chunk of queries: from the state before it and its own keys, or from the last state."""
     slot, head = tl.program_id(0), tl.program_id(1)
     g = head // P
-    r = tl.program_id(2) * BR + tl.arange(0, BR)
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
     at = (row * length + tokens) * G * P + head
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]
     grad_o += row * o_strides[0] + head * o_strides[2]
-    dq_tile = tl.zeros([C, BR], tl.float32)
-    d_weights = tl.zeros([C, C], tl.float32)
-    for first in range(0, M, BM):
-        m = first + tl.arange(0, BM)
-        o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
-        kv_tile = load_tile(kv + index * kv_stride, m, 1, m < M, r, M, r < R)
-        dq_tile = tl.dot(o_tile, kv_tile, dq_tile, input_precision=MIXED)
-        if CAUSAL:
-            v_tile = load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists)
-            d_weights = tl.dot(o_tile, v_tile, d_weights, input_precision=RAW)
     if den is not None:
         inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
         dd = tl.load(d_den + at, mask=exists, other=0)
-        z = tl.load(k_sum + index * k_sum_stride + r, mask=r < R, other=0)
-        dq_tile = dq_tile * inverse_den[:, None] + dd[:, None] * z[None, :]
-        d_weights = d_weights * inverse_den[:, None] + dd[:, None]
+    d_weights = tl.zeros([C, C], tl.float32)
     if CAUSAL:
+        for first_m in range(0, M, BM):
+            m = first_m + tl.arange(0, BM)
+            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            v_tile = load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists)
+            d_weights = tl.dot(o_tile, v_tile, d_weights, input_precision=RAW)
+        if den is not None:
+            d_weights = d_weights * inverse_den[:, None] + dd[:, None]
         i = tl.arange(0, C)
         allowed = i[:, None] >= i[None, :]
         if log_decay is not None:
             b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
-            dq_tile *= tl.exp(b).to(tl.float32)[:, None]
+            from_start = tl.exp(b).to(tl.float32)
             d_weights *= decay_between(b[:, None], b[None, :], allowed)
         else:
             d_weights = tl.where(allowed, d_weights, 0.0)
-        k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
-        dq_tile = tl.dot(d_weights, k_tile, dq_tile, input_precision=MIXED)
-    store_tile(dq, at, R, exists, r, r < R, dq_tile)
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        dq_tile = tl.zeros([C, BR], tl.float32)
+        for first_m in range(0, M, BM):
+            m = first_m + tl.arange(0, BM)
+            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            kv_tile = load_tile(kv + index * kv_stride, m, 1, m < M, r, M, r < R)
+            dq_tile = tl.dot(o_tile, kv_tile, dq_tile, input_precision=MIXED)
+        if den is not None:
+            z = tl.load(k_sum + index * k_sum_stride + r, mask=r < R, other=0)
+            dq_tile = dq_tile * inverse_den[:, None] + dd[:, None] * z[None, :]
+        if CAUSAL:
+            if log_decay is not None:
+                dq_tile *= from_start[:, None]
+            k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+            dq_tile = tl.dot(d_weights, k_tile, dq_tile, input_precision=MIXED)
+        store_tile(dq, at, R, exists, r, r < R, dq_tile)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -182,49 +182,55 @@ def outputs(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Output of the queries of a chunk: from the state before it and its own keys, or from the last state."""
-    slot, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Outputs of a chunk of queries: from the state before it and its own keys, or from the last state."""
+    slot, head = tl.program_id(0), tl.program_id(1)
     g = head // P
-    m = block * BM + tl.arange(0, BM)
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
+    at = (row * length + tokens) * G * P + head
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]
-    scores = tl.zeros([C, C], tl.float32)
-    num = tl.zeros([C, BM], tl.float32)
+    weights = tl.zeros([C, C], tl.float32)
     divisor = tl.zeros([C], tl.float32)
-    for first in range(0, R, BR):
-        r = first + tl.arange(0, BR)
-        q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
-        kv_tile = load_tile(kv + index * kv_stride, r, M, r < R, m, 1, m < M)
-        num = tl.dot(q_tile, kv_tile, num, input_precision=MIXED)
-        if den is not None:
+    if CAUSAL or den is not None:
+        for first in range(0, R, BR):
+            r = first + tl.arange(0, BR)
+            q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
             z = tl.load(k_sum + index * k_sum_stride + r, mask=r < R, other=0)
             divisor += tl.sum(q_tile * z[None, :], 1)
-        if CAUSAL:
-            k_tile = load_tile(k, r, k_strides[3], r < R, tokens, k_strides[1], exists)
-            scores = tl.dot(q_tile, k_tile, scores, input_precision=RAW)
+            if CAUSAL:
+                k_tile = load_tile(k, r, k_strides[3], r < R, tokens, k_strides[1], exists)
+                weights = tl.dot(q_tile, k_tile, weights, input_precision=RAW)
     if CAUSAL:
         i = tl.arange(0, C)
         allowed = i[:, None] >= i[None, :]
         if log_decay is not None:
             b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
             from_start = tl.exp(b).to(tl.float32)
-            num *= from_start[:, None]
             divisor *= from_start
-            scores *= decay_between(b[:, None], b[None, :], allowed)
+            weights *= decay_between(b[:, None], b[None, :], allowed)
         else:
-            scores = tl.where(allowed, scores, 0.0)
-        v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
-        num = tl.dot(scores, v_tile, num, input_precision=MIXED)
-        divisor += tl.sum(scores, 1)
-    at = (row * length + tokens) * G * P + head
+            weights = tl.where(allowed, weights, 0.0)
+        divisor += tl.sum(weights, 1)
     if den is not None:
-        num *= inverse(divisor)[:, None]
-        if block == 0:
-            tl.store(den + at, divisor, mask=exists)
-    store_tile(o, at, M, exists, m, m < M, num)
+        tl.store(den + at, divisor, mask=exists)
+    for first_m in range(0, M, BM):
+        m = first_m + tl.arange(0, BM)
+        num = tl.zeros([C, BM], tl.float32)
+        for first in range(0, R, BR):
+            r = first + tl.arange(0, BR)
+            q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
+            kv_tile = load_tile(kv + index * kv_stride, r, M, r < R, m, 1, m < M)
+            num = tl.dot(q_tile, kv_tile, num, input_precision=MIXED)
+        if CAUSAL:
+            if log_decay is not None:
+                num *= from_start[:, None]
+            v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
+            num = tl.dot(weights, v_tile, num, input_precision=MIXED)
+        if den is not None:
+            num *= inverse(divisor)[:, None]
+        store_tile(o, at, M, exists, m, m < M, num)
 
 
 @triton.jit
