@@ -170,7 +170,7 @@ def check(run, case: Case) -> None:
 switches = st.booleans()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     T=st.integers(0, 140),
     S=st.integers(0, 140),
@@ -183,7 +183,7 @@ def test_equals_the_definition(run, T, S, B, heads, widths, flags):
     check(run, Case(T, S, B, *heads, *widths, *flags))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, 90]), max_size=4).map(tuple),
     flags=st.tuples(switches, switches, switches, switches),
@@ -193,10 +193,9 @@ def test_packed_sequences_equal_the_definition(run, lengths, flags):
     check(run, Case(causal=causal, gated=gated, stateful=stateful, normalize=normalize, lengths=lengths))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("R", "M"), [(256, 20), (20, 256), (33, 130)])
+@pytest.mark.parametrize(("R", "M", "causal"), [(256, 20, True), (20, 256, True), (33, 130, False)])
 def test_wide_heads_are_worked_through_in_blocks(run, R, M, causal):
-    check(run, Case(T=66, R=R, M=M, causal=causal))
+    check(run, Case(T=66, heads_per_group=1, R=R, M=M, causal=causal))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -206,10 +205,10 @@ def test_half_precision_is_summed_in_fp32(run, dtype, causal):
 
 
 def test_strides_and_expanded_gradients_are_honoured(run):
-    base = torch.rand(2, 40, 3, 4, 6)
+    base = torch.rand(2, 40, 3, 4, 2)
     q, k, v = (base[:, :, i].transpose(2, 3)[..., ::2] for i in range(3))
-    log_decay = -torch.rand(2, 6, 40).transpose(1, 2)
-    kv, k_sum = torch.rand(2, 6, 2, 2).mT, torch.rand(2, 2, 6).mT
+    log_decay = -torch.rand(2, 2, 40).transpose(1, 2)
+    kv, k_sum = torch.rand(2, 2, 2, 2).mT, torch.rand(2, 2, 2).mT
     strided = Inputs(q, k, v, log_decay, kv, k_sum)
     grads = (
         torch.rand(1, 1, 1, 2).expand(2, 40, 6, 2),
@@ -234,9 +233,9 @@ def test_no_sequence_of_a_pack_sees_another(run):
     for x in changed[:4]:
         x[:, 3:67] *= 2
     results = []
-    for given in (inputs, changed):
-        *outputs, den = run(linear_triton.forward, given, offsets, True, True)
-        results.append([*outputs, *run(linear_triton.backward, *grads, given, offsets, den, True, True)])
+    for x in (inputs, changed):
+        *outputs, den = run(linear_triton.forward, x, offsets, True, True)
+        results.append([*outputs, *run(linear_triton.backward, *grads, x, offsets, den, True, True)])
     for name, x, y in zip(NAMES, *results, strict=True):
         parts = ([0], [2]) if name in ("kv", "k_sum", "dkv", "dk_sum") else (slice(3), slice(67, None))
         x, y = (z if z.shape[0] == 3 else z[0] for z in (x, y))
@@ -326,7 +325,7 @@ import json, sys, types
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from unrolled.ops.kernels import linear_triton
+from unrolled.ops.kernels import linear_triton, linear_triton_launch
 from unrolled.ops.linear_chunked import Inputs
 
 capability, width, dtype = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3])
@@ -341,7 +340,7 @@ def compile_only(kernel, grid, *arguments, **options):
     compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
     shared[compiled.metadata.name] = compiled.metadata.shared
 
-linear_triton._launch = compile_only
+linear_triton_launch.launch = compile_only
 q, k, v = (torch.empty(1, 128, heads, width, dtype=dtype) for heads in (4, 2, 2))
 log_decay, kv, k_sum = torch.empty(1, 128, 2), torch.empty(1, 2, width, width), torch.empty(1, 2, width)
 inputs = Inputs(q, k, v, log_decay, kv, k_sum)
@@ -352,9 +351,7 @@ print(json.dumps(shared))
 """
 
 
-@pytest.mark.parametrize(
-    ("capability", "width", "dtype"), [(80, 256, "float32"), (80, 16, "bfloat16"), (90, 64, "bfloat16")]
-)
+@pytest.mark.parametrize(("capability", "width", "dtype"), [(80, 256, "float32"), (90, 64, "bfloat16")])
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, width, dtype):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", "-c", COMPILE, str(capability), str(width), dtype]

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # The bodies below are Triton's language, not Python: no type checker knows it.
-"""Triton kernels of the gradients of linear attention. Imported when first used.
+"""Triton kernels of the gradients of linear attention.
 
-Letters, layouts and precisions are those of `linear_triton_kernels.py`; g is dO / den. Nobody adds to memory that
-another program also adds to, so the gradients are the same in every run.
+Letters, layouts and precisions are those of `linear_triton_kernels.py`. No two programs add to the same
+memory, so every run gives the same bits.
 """
 
 import triton

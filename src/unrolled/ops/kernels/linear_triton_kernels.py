@@ -1,15 +1,15 @@
 # mypy: ignore-errors
 # The bodies below are Triton's language, not Python: no type checker knows it.
-"""Triton kernels of linear attention: states, outputs, one step. Imported when first used.
+"""Triton kernels of linear attention: states, outputs, one step.
 
-The formulas and their letters are those of `ops/linear_chunked.py`. A sequence is cut into chunks of C tokens;
-all chunks of all sequences are numbered in one row of slots, one program each. The state of a slot and a head
-lies in memory as R*M numbers kv, then R numbers k_sum. Widths are worked through in blocks BR and BM.
+The formulas and their letters are those of `ops/linear_chunked.py`. A sequence is cut into chunks of C
+tokens; the chunks of all sequences are numbered in one row of slots. The state of a slot and a key head lies
+in memory as the R*M numbers of kv, then the R of k_sum. Widths are worked through in blocks, BR and BM.
 
-Every tile is converted to fp32 as it is loaded, whatever the inputs are. RAW is the precision of a product of two
-inputs: "tf32" is exact when both came from 16 bits, as their digits fit into tf32. All other products have an
-operand that needs all its 24 bits: MIXED splits it into two tf32 parts, which is as good as fp32 multiplication
-(the part left out is 2^-22 of a term) and runs on the tensor cores, which "ieee" does not.
+Every tile is converted to fp32 as it is loaded, whatever the inputs are. RAW is the precision of a product of
+two inputs: "tf32" is exact when both came from 16 bits, as their digits fit into tf32. Every other product
+has an operand that needs its 24 bits: "tf32x3" splits it into two tf32 parts, which loses 2^-22 of a term
+where fp32 loses 2^-24 of the sum, and runs on the tensor cores, which "ieee" does not.
 """
 
 import torch
@@ -75,8 +75,8 @@ def cumulated_gates(log_decay, strides, row, head, tokens, exists):
 def decay_between(b_to, b_from, allowed):
     """exp(b_to - b_from) where allowed, else 0; masked before exp, which cannot overflow.
 
-    The fp64 numbers are subtracted as pairs of fp32 ones: as good, as only the last addition rounds, and fast on
-    GPUs that have few fp64 units.
+    The fp64 numbers are subtracted as pairs of fp32 ones: as good as fp64 rounded to fp32, but for one more
+    rounding, and fast on GPUs that have few fp64 units.
     """
     to_high, from_high = b_to.to(tl.float32), b_from.to(tl.float32)
     to_low = (b_to - to_high.to(tl.float64)).to(tl.float32)
@@ -94,7 +94,7 @@ def chunk_sums(
 ):  # fmt: skip
     """What each chunk adds to the state: from keys (exp(b_C - b) K)^T (V, 1), and exp(b_C) beside it.
 
-    With QUERIES, what it adds to the gradient of the state: the sum over P heads of (exp(b) Q)^T (dO / den, dden).
+    With QUERIES, what it adds to the gradient of the state: (exp(b) Q)^T (dO / den, dden), over all P heads.
     """
     slot, g, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r = block // tl.cdiv(M, BM) * BR + tl.arange(0, BR)
@@ -134,8 +134,8 @@ def chunk_sums(
 def scan(
     states, through, first_kv, kv_strides, first_k_sum, k_sum_strides, last_kv, last_k_sum,
     chunks, cu_seqlens, G,
-    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    FROM_END: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    FROM_END: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """s_c+1 = through_c s_c + additions_c over the chunks of a sequence, or from the last to the first.
 
@@ -240,7 +240,7 @@ def step(
     R: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """One token: the new state of a key head, and what its P query heads (HEADS with filling) read from it."""
+    """One token: the new state of a key head, and what its P query heads (HEADS when padded) read from it."""
     row, g, block = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G, tl.program_id(1)
     m = block * BM + tl.arange(0, BM)
     p = tl.arange(0, HEADS)
