@@ -321,18 +321,17 @@ def test_importing_it_does_not_import_triton():
 
 
 COMPILE = """
-import json, sys, types
+import json, types
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from unrolled.ops.kernels import linear_triton, linear_triton_launch
 from unrolled.ops.linear_chunked import Inputs
 
-capability, width, dtype = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3])
 driver.set_active(types.SimpleNamespace(
     get_current_device=lambda: 0,
     get_current_stream=lambda device: 0,
-    get_current_target=lambda: GPUTarget("cuda", capability, 32),
+    get_current_target=lambda: GPUTarget("cuda", 80, 32),
 ))
 shared = {}
 
@@ -341,8 +340,8 @@ def compile_only(kernel, grid, *arguments, **options):
     shared[compiled.metadata.name] = compiled.metadata.shared
 
 linear_triton_launch.launch = compile_only
-q, k, v = (torch.empty(1, 128, heads, width, dtype=dtype) for heads in (4, 2, 2))
-log_decay, kv, k_sum = torch.empty(1, 128, 2), torch.empty(1, 2, width, width), torch.empty(1, 2, width)
+q, k, v = (torch.empty(1, 128, heads, 256) for heads in (4, 2, 2))
+log_decay, kv, k_sum = torch.empty(1, 128, 2), torch.empty(1, 2, 256, 256), torch.empty(1, 2, 256)
 inputs = Inputs(q, k, v, log_decay, kv, k_sum)
 o, kv, k_sum, den = linear_triton.forward(inputs, None, True, True)
 linear_triton.backward(o, kv, k_sum, inputs, None, den, True, True)
@@ -351,10 +350,9 @@ print(json.dumps(shared))
 """
 
 
-@pytest.mark.parametrize(("capability", "width", "dtype"), [(80, 256, "float32"), (90, 64, "bfloat16")])
-def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, width, dtype):
+def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE, str(capability), str(width), dtype]
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
     shared = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
     assert len(shared) == 9
-    assert max(shared.values()) <= 99 * 1024  # what the smallest GPUs of the generation have for a program
+    assert max(shared.values()) <= 99 * 1024  # bytes that the smaller GPUs from Ampere on have for a program

@@ -104,7 +104,7 @@ def chunk_sums(
         b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
         factor = tl.exp(b if QUERIES else total - b).to(tl.float32)
         if through is not None and block == 0:
-            tl.store(through + slot * G + g, tl.exp(total).to(tl.float32))
+            tl.store(through + slot * G + g, tl.exp(total))
     kv = tl.zeros([BR, BM], tl.float32)
     k_sum = tl.zeros([BR], tl.float32)
     for p in range(P):
@@ -139,7 +139,8 @@ def scan(
 ):  # fmt: skip
     """s_c+1 = through_c s_c + additions_c over the chunks of a sequence, or from the last to the first.
 
-    With KEEP each slot's additions are replaced by s_c, the state that enters there.
+    With KEEP each slot's additions are replaced by s_c, the state that enters there. The sum is fp64, so that
+    its error does not grow with the number of chunks; this costs nothing where memory is waited for.
     """
     sequence, g = tl.program_id(0) // G, tl.program_id(0) % G
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -150,7 +151,7 @@ def scan(
         n = tl.cdiv(tl.load(cu_seqlens + sequence + 1) - begin, C)
     else:
         first_slot, n = sequence * chunks, chunks
-    state = tl.zeros([BLOCK], tl.float32)
+    state = tl.zeros([BLOCK], tl.float64)
     if first_kv is not None:
         offsets = sequence.to(tl.int64) * kv_strides[0] + g * kv_strides[1]
         offsets += (at // M).to(tl.int64) * kv_strides[2] + (at % M).to(tl.int64) * kv_strides[3]
@@ -165,11 +166,12 @@ def scan(
         pointers = states + (slot * G + g).to(tl.int64) * (R * M + R) + at
         added = tl.load(pointers, mask=in_kv | in_sum, other=0)
         if KEEP:
-            tl.store(pointers, state, mask=in_kv | in_sum)
+            tl.store(pointers, state.to(tl.float32), mask=in_kv | in_sum)
         if through is not None:
             state *= tl.load(through + slot * G + g)
         state += added
     last = (sequence * G + g).to(tl.int64)
+    state = state.to(tl.float32)
     tl.store(last_kv + last * (R * M) + at, state, mask=in_kv)
     tl.store(last_k_sum + last * R + at - R * M, state, mask=in_sum)
 

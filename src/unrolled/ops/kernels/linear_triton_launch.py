@@ -96,7 +96,7 @@ class Problem:
         """What each chunk of keys adds to the state `[slots, G, R*M + R]`, and exp(b_C) `[slots, G]`."""
         slots, gated = self.keys, self.inputs.log_decay is not None
         states = self._scratch(slots.n, self.G, self.R * self.M + self.R)
-        through = self._scratch(slots.n, self.G) if gated else None
+        through = self._scratch(slots.n, self.G, dtype=torch.float64) if gated else None
         launch(
             kernels.chunk_sums,
             (slots.n, self.G, self.blocks_r * self.blocks_m),
@@ -244,8 +244,8 @@ class Problem:
         """Views of kv and k_sum in a scratch of states."""
         return states.flatten(0, 1)[:, : self.R * self.M], states.flatten(0, 1)[:, self.R * self.M :]
 
-    def _scratch(self, *shape: int) -> Tensor:
-        return self.inputs.q.new_empty(shape, dtype=torch.float32)
+    def _scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.inputs.q.new_empty(shape, dtype=dtype)
 
 
 def step(
