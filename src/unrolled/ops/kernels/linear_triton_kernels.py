@@ -103,8 +103,8 @@ def chunk_sums(
     if log_decay is not None:
         b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
         factor = tl.exp(b if QUERIES else total - b).to(tl.float32)
-        if through is not None and block == 0:
-            tl.store(through + slot * G + g, tl.exp(total))
+        if through is not None:
+            tl.store(through + slot * G + g, tl.exp(total), mask=block == 0)
     kv = tl.zeros([BR, BM], tl.float32)
     k_sum = tl.zeros([BR], tl.float32)
     for p in range(P):
