@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -303,16 +303,19 @@ def test_every_run_gives_the_same_bits(run):
         assert torch.equal(x, y), name
 
 
-def test_what_the_kernels_cannot_do_is_not_supported(monkeypatch):
+def test_what_the_kernels_cannot_do_is_not_supported(run, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     inputs, offsets, _ = Case(lengths=(3, 4)).make()
-    if not ON_GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "0")
-        assert not linear_triton.supports(inputs, offsets)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert linear_triton.supports(on_gpu(inputs) if ON_GPU else inputs, offsets)
-    wide = replace(Case(), R=257).make()[0]
-    assert not linear_triton.supports(wide, None)
-    assert not linear_triton.supports(Inputs(*(x.double() for x in inputs)), offsets)
+    wide, double = Case(R=257).make()[0], Inputs(*(x.double() for x in inputs))
+    assert not linear_triton.supports(inputs, offsets)  # on a CPU
+
+    def supports(*arguments):
+        function = linear_triton.supports
+        return function(*on_gpu(arguments)) if ON_GPU else run(function, *arguments)
+
+    assert supports(inputs, offsets)
+    assert not supports(wide, None)
+    assert not supports(double, offsets)
 
 
 def test_importing_it_does_not_import_triton():
