@@ -1,0 +1,127 @@
+"""Linear attention in Triton, for CUDA: chunk by chunk, and all chunks at the same time.
+
+Forward, causal: (1) `chunk_sums`, what each chunk adds to the state; (2) `scan`, which turns these sums in
+place into the states before the chunks; (3) `outputs`, each chunk from its state and its own keys. Only (2)
+walks along the sequence, with one multiplication and addition per number of the state. Were it a program per
+head that walked through the chunks, most of a GPU would idle at B = 1, H = 8, where 4096 tokens make 512
+programs of (1) and of (3).
+
+Backward: (1) and (2) again; `divisor_gradients`, `query_gradients`; (1) over the queries and (2) from the
+other end, for the gradients of the states; then `key_gradients`, `value_gradients`, `gate_gradients`.
+
+Bidirectional: the queries all read the last state, so its gradient is a sum over all of them.
+
+Memory beside the results: one fp32 state per chunk, R (M+1) / 16 bytes per token and key head, once forward
+and twice backward (each as much as k in fp32 where M = 64), and backward 8 bytes per token and query head.
+
+Nothing here looks at a value, waits for the device, or allocates outside of PyTorch. This module can be
+imported without Triton, which is imported when something first runs.
+"""
+
+import importlib
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.linear_chunked import Inputs
+
+WIDEST = 256
+OLDEST_TRITON = (3, 3)  # the first with tuples as arguments
+OLDEST_GPU = (8, 0)  # Ampere, the first with tf32
+
+
+def supports(inputs: Inputs, cu_seqlens: Tensor | None) -> bool:
+    """Whether the kernels can run this: widths up to 256 of up to 32 bits, on CUDA or in the interpreter."""
+    q, k, v, *_ = inputs
+    return (
+        all(x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in (q, k, v))
+        and all(0 < x.shape[-1] <= WIDEST for x in (q, v))
+        and _reaches(q.device)
+    )
+
+
+def forward(
+    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what `linear_chunked.forward` and `linear_packed.forward` do."""
+    from unrolled.ops.kernels.linear_triton_launch import Problem
+
+    with _on(inputs.q.device):
+        problem = Problem(inputs, cu_seqlens, causal)
+        states, through = problem.key_sums()
+        end = problem.scan(problem.keys, states, through, (inputs.kv, inputs.k_sum), keep=causal)
+        o, den = problem.outputs(problem.split(states) if causal else end, normalize)
+        return o, *end, den
+
+
+def backward(
+    grad_o: Tensor,
+    grad_kv: Tensor,
+    grad_k_sum: Tensor,
+    inputs: Inputs,
+    cu_seqlens: Tensor | None,
+    den: Tensor,
+    causal: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute what `linear_chunked.backward` and `linear_packed.backward` do."""
+    from unrolled.ops.kernels.linear_triton_launch import OutputGradient, Problem
+
+    gated = inputs.log_decay is not None
+    with _on(inputs.q.device):
+        problem = Problem(inputs, cu_seqlens, causal)
+        states, through = problem.key_sums()
+        end = problem.scan(problem.keys, states, through, (inputs.kv, inputs.k_sum), keep=causal or gated)
+        grad = OutputGradient(grad_o, grad_o.stride(), den if normalize else None)
+        read = problem.split(states) if causal else end
+        d_den, d_reads = problem.divisor_gradients(read, grad)
+        dq = problem.query_gradients(read, grad, d_den)
+        d_states = problem.query_sums(grad, d_den)
+        d_end = grad_kv, grad_k_sum
+        if not causal:
+            d_end = problem.scan(problem.queries, d_states, None, d_end, keep=False)
+        if not causal and gated:
+            d_states = torch.zeros_like(states)  # nobody reads the states before the last
+        if causal or gated:
+            d_first = problem.scan(problem.keys, d_states, through, d_end, from_end=True)
+            d_after = problem.split(d_states)
+        else:  # one state, from the first key to the last
+            d_first = d_after = d_end
+        dk, dv = problem.key_and_value_gradients(d_after, grad, d_den)
+        d_log_decay = problem.gate_gradients(states, d_states, d_reads) if gated else grad_kv.new_empty(0)
+        return dq, dk, dv, d_log_decay, *d_first
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one token `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]` of the recurrence: `o [B,H,M]` and a new state."""
+    from unrolled.ops.kernels import linear_triton_launch
+
+    with _on(q.device):
+        return linear_triton_launch.step(q, k, v, kv, k_sum, log_decay, normalize)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on this device, whichever is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _reaches(device: torch.device) -> bool:
+    if device.type == "cuda":
+        fit = torch.version.hip is None and torch.cuda.get_device_capability(device) >= OLDEST_GPU
+    else:
+        fit = os.environ.get("TRITON_INTERPRET") == "1"
+    return fit and _triton_is_there()
+
+
+@cache
+def _triton_is_there() -> bool:
+    try:
+        version = importlib.import_module("triton").__version__
+    except ImportError:
+        return False
+    return tuple(map(int, version.split(".")[:2])) >= OLDEST_TRITON

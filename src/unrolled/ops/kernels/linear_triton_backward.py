@@ -1,0 +1,286 @@
+# mypy: ignore-errors
+# The bodies below are Triton's language, not Python: no type checker knows it.
+"""Triton kernels of the gradients of linear attention.
+
+Letters, layouts and precisions are those of `linear_triton_kernels.py`. No two programs add to the same
+memory, so every run gives the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from unrolled.ops.kernels.linear_triton_kernels import (
+    LOWEST,
+    MIXED,
+    UNSPECIALIZED,
+    cumulated_gates,
+    decay_between,
+    inverse,
+    load_tile,
+    place,
+    store_tile,
+)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def divisor_gradients(
+    q, q_strides, k, k_strides, v, v_strides, log_decay, gate_strides,
+    kv, kv_stride, k_sum, k_sum_stride, grad_o, o_strides, den, d_den, d_reads,
+    length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the divisors of a chunk of queries, and what these queries send to its gates."""
+    slot, head = tl.program_id(0), tl.program_id(1)
+    g = head // P
+    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
+    at = (row * length + tokens) * G * P + head
+    q += row * q_strides[0] + head * q_strides[2]
+    k += row * k_strides[0] + g * k_strides[2]
+    v += row * v_strides[0] + g * v_strides[2]
+    grad_o += row * o_strides[0] + head * o_strides[2]
+    kv += index * kv_stride
+    k_sum += index * k_sum_stride
+    weights = tl.zeros([C, C], tl.float32)
+    read = tl.zeros([C], tl.float32)  # q . dQ', as far as it comes from the state
+    read_sum = tl.zeros([C], tl.float32)  # q . z
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
+        read_sum += tl.sum(q_tile * tl.load(k_sum + r, mask=r < R, other=0)[None, :], 1)
+        if CAUSAL:
+            k_tile = load_tile(k, r, k_strides[3], r < R, tokens, k_strides[1], exists)
+            weights = tl.dot(q_tile, k_tile, weights, input_precision=RAW)
+        for first_m in range(0, M, BM):
+            m = first_m + tl.arange(0, BM)
+            kv_tile = load_tile(kv, r, M, r < R, m, 1, m < M)
+            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            read += tl.sum(tl.dot(q_tile, kv_tile, input_precision=MIXED) * o_tile, 1)
+    d_weights = tl.zeros([C, C], tl.float32)
+    i = tl.arange(0, C)
+    allowed = i[:, None] >= i[None, :]
+    if CAUSAL:
+        if log_decay is not None:
+            b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
+            from_start = tl.exp(b).to(tl.float32)
+            read *= from_start
+            read_sum *= from_start
+            weights *= decay_between(b[:, None], b[None, :], allowed)
+        else:
+            weights = tl.where(allowed, weights, 0.0)
+        for first_m in range(0, M, BM):
+            m = first_m + tl.arange(0, BM)
+            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            v_tile = load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists)
+            d_weights = tl.dot(o_tile, v_tile, d_weights, input_precision=RAW)
+    if den is not None:
+        inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
+        d_weights *= inverse_den[:, None]
+        read *= inverse_den
+        dd = -(read + tl.sum(d_weights * weights, 1)) * inverse_den
+        tl.store(d_den + at, dd, mask=exists)
+        d_weights += dd[:, None]
+        read += dd * read_sum
+    if d_reads is not None:
+        # Gate t is in the weight of every pair i >= t > j, and in what every query i >= t reads of the state.
+        pairs = d_weights * weights
+        sent = tl.cumsum(pairs, 1) - pairs + read[:, None]
+        tl.store(d_reads + at, tl.sum(tl.where(allowed, sent, 0.0), 0), mask=exists)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def query_gradients(
+    k, k_strides, v, v_strides, log_decay, gate_strides,
+    kv, kv_stride, k_sum, k_sum_stride, grad_o, o_strides, den, d_den, dq,
+    length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a chunk of queries: from the state before it and its own keys, or from the last state."""
+    slot, head = tl.program_id(0), tl.program_id(1)
+    g = head // P
+    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
+    at = (row * length + tokens) * G * P + head
+    k += row * k_strides[0] + g * k_strides[2]
+    v += row * v_strides[0] + g * v_strides[2]
+    grad_o += row * o_strides[0] + head * o_strides[2]
+    if den is not None:
+        inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
+        dd = tl.load(d_den + at, mask=exists, other=0)
+    d_weights = tl.zeros([C, C], tl.float32)
+    if CAUSAL:
+        for first_m in range(0, M, BM):
+            m = first_m + tl.arange(0, BM)
+            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            v_tile = load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists)
+            d_weights = tl.dot(o_tile, v_tile, d_weights, input_precision=RAW)
+        if den is not None:
+            d_weights = d_weights * inverse_den[:, None] + dd[:, None]
+        i = tl.arange(0, C)
+        allowed = i[:, None] >= i[None, :]
+        if log_decay is not None:
+            b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
+            from_start = tl.exp(b).to(tl.float32)
+            d_weights *= decay_between(b[:, None], b[None, :], allowed)
+        else:
+            d_weights = tl.where(allowed, d_weights, 0.0)
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        dq_tile = tl.zeros([C, BR], tl.float32)
+        for first_m in range(0, M, BM):
+            m = first_m + tl.arange(0, BM)
+            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            kv_tile = load_tile(kv + index * kv_stride, m, 1, m < M, r, M, r < R)
+            dq_tile = tl.dot(o_tile, kv_tile, dq_tile, input_precision=MIXED)
+        if den is not None:
+            z = tl.load(k_sum + index * k_sum_stride + r, mask=r < R, other=0)
+            dq_tile = dq_tile * inverse_den[:, None] + dd[:, None] * z[None, :]
+        if CAUSAL:
+            if log_decay is not None:
+                dq_tile *= from_start[:, None]
+            k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+            dq_tile = tl.dot(d_weights, k_tile, dq_tile, input_precision=MIXED)
+        store_tile(dq, at, R, exists, r, r < R, dq_tile)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def key_gradients(
+    q, q_strides, v, v_strides, log_decay, gate_strides, d_kv, kv_stride, d_k_sum, k_sum_stride,
+    grad_o, o_strides, den, d_den, dk,
+    length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of key features: from the state after the chunk, and from its own queries."""
+    slot, g = tl.program_id(0), tl.program_id(1)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    index = ((slot if CAUSAL or log_decay is not None else sequence) * G + g).to(tl.int64)
+    v += row * v_strides[0] + g * v_strides[2]
+    dk_tile = tl.zeros([C, BR], tl.float32)
+    for first in range(0, M, BM):
+        m = first + tl.arange(0, BM)
+        v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
+        d_kv_tile = load_tile(d_kv + index * kv_stride, m, 1, m < M, r, M, r < R)
+        dk_tile = tl.dot(v_tile, d_kv_tile, dk_tile, input_precision=MIXED)
+    dk_tile += tl.load(d_k_sum + index * k_sum_stride + r, mask=r < R, other=0)[None, :]
+    j = tl.arange(0, C)
+    allowed = j[:, None] <= j[None, :]
+    if log_decay is not None:
+        b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
+        dk_tile *= tl.exp(total - b).to(tl.float32)[:, None]
+    if CAUSAL:
+        for p in range(P):
+            head = g * P + p
+            at = (row * length + tokens) * G * P + head
+            d_weights = tl.zeros([C, C], tl.float32)  # [key, query]
+            for first in range(0, M, BM):
+                m = first + tl.arange(0, BM)
+                v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
+                o_head = grad_o + row * o_strides[0] + head * o_strides[2]
+                o_tile = load_tile(o_head, m, o_strides[3], m < M, tokens, o_strides[1], exists)
+                d_weights = tl.dot(v_tile, o_tile, d_weights, input_precision=RAW)
+            if den is not None:
+                d_weights *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
+                d_weights += tl.load(d_den + at, mask=exists, other=0)[None, :]
+            if log_decay is not None:
+                d_weights *= decay_between(b[None, :], b[:, None], allowed)
+            else:
+                d_weights = tl.where(allowed, d_weights, 0.0)
+            q_head = q + row * q_strides[0] + head * q_strides[2]
+            q_tile = load_tile(q_head, tokens, q_strides[1], exists, r, q_strides[3], r < R)
+            dk_tile = tl.dot(d_weights, q_tile, dk_tile, input_precision=MIXED)
+    store_tile(dk, (row * length + tokens) * G + g, R, exists, r, r < R, dk_tile)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def value_gradients(
+    q, q_strides, k, k_strides, log_decay, gate_strides, d_kv, kv_stride, grad_o, o_strides, den, dv,
+    length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of values: from the state after the chunk, and from its own queries."""
+    slot, g = tl.program_id(0), tl.program_id(1)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    index = ((slot if CAUSAL or log_decay is not None else sequence) * G + g).to(tl.int64)
+    k += row * k_strides[0] + g * k_strides[2]
+    dv_tile = tl.zeros([C, BM], tl.float32)
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+        d_kv_tile = load_tile(d_kv + index * kv_stride, r, M, r < R, m, 1, m < M)
+        dv_tile = tl.dot(k_tile, d_kv_tile, dv_tile, input_precision=MIXED)
+    j = tl.arange(0, C)
+    allowed = j[:, None] <= j[None, :]
+    if log_decay is not None:
+        b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
+        dv_tile *= tl.exp(total - b).to(tl.float32)[:, None]
+    if CAUSAL:
+        for p in range(P):
+            head = g * P + p
+            weights = tl.zeros([C, C], tl.float32)  # [key, query]
+            for first in range(0, R, BR):
+                r = first + tl.arange(0, BR)
+                k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+                q_head = q + row * q_strides[0] + head * q_strides[2]
+                q_tile = load_tile(q_head, r, q_strides[3], r < R, tokens, q_strides[1], exists)
+                weights = tl.dot(k_tile, q_tile, weights, input_precision=RAW)
+            if log_decay is not None:
+                weights *= decay_between(b[None, :], b[:, None], allowed)
+            else:
+                weights = tl.where(allowed, weights, 0.0)
+            if den is not None:
+                at = (row * length + tokens) * G * P + head
+                weights *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
+            o_head = grad_o + row * o_strides[0] + head * o_strides[2]
+            o_tile = load_tile(o_head, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+            dv_tile = tl.dot(weights, o_tile, dv_tile, input_precision=MIXED)
+    store_tile(dv, (row * length + tokens) * G + g, M, exists, m, m < M, dv_tile)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def gate_gradients(
+    k, k_strides, v, v_strides, log_decay, gate_strides, states, d_states, d_reads, d_log_decay,
+    length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the logarithms of the gates of a chunk: a sum of its own for each path through a gate."""
+    slot, g = tl.program_id(0), tl.program_id(1)
+    _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    state = (slot * G + g).to(tl.int64) * (R * M + R)
+    states += state
+    d_states += state
+    k += row * k_strides[0] + g * k_strides[2]
+    v += row * v_strides[0] + g * v_strides[2]
+    given = tl.zeros([C], tl.float32)  # what key j < t gives to the state after the chunk
+    passed = tl.zeros([BR], tl.float32)  # what of the state before the chunk reaches the one after it
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        dk_given = tl.zeros([C, BR], tl.float32)
+        for first_m in range(0, M, BM):
+            m = first_m + tl.arange(0, BM)
+            v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
+            d_kv_tile = load_tile(d_states, m, 1, m < M, r, M, r < R)
+            passed += tl.sum(load_tile(states, m, 1, m < M, r, M, r < R) * d_kv_tile, 0)
+            dk_given = tl.dot(v_tile, d_kv_tile, dk_given, input_precision=MIXED)
+        dz = tl.load(d_states + R * M + r, mask=r < R, other=0)
+        passed += tl.load(states + R * M + r, mask=r < R, other=0) * dz
+        k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+        given += tl.sum(k_tile * (dk_given + dz[None, :]), 1)
+    b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
+    given *= tl.exp(total - b).to(tl.float32)
+    i = tl.arange(0, C)
+    gradient = tl.sum(tl.where(i[:, None] < i[None, :], given[:, None], 0.0), 0)
+    gradient += tl.sum(passed, 0) * tl.exp(total).to(tl.float32)
+    if CAUSAL:
+        for p in range(P):
+            gradient += tl.load(d_reads + (row * length + tokens) * G * P + g * P + p, mask=exists, other=0)
+    offsets = row * gate_strides[0] + tokens.to(tl.int64) * gate_strides[1] + g * gate_strides[2]
+    clamped = tl.load(log_decay + offsets, mask=exists, other=0).to(tl.float64) < LOWEST
+    gradient = tl.where(clamped, 0.0, gradient).to(d_log_decay.dtype.element_ty)
+    tl.store(d_log_decay + (row * length + tokens) * G + g, gradient, mask=exists)

@@ -1,0 +1,287 @@
+"""Launches of the Triton kernels of linear attention: blocks, grids and scratch memory."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.kernels import linear_triton_backward as backward_kernels
+from unrolled.ops.kernels import linear_triton_kernels as kernels
+from unrolled.ops.linear_chunked import Inputs
+
+
+class Config(NamedTuple):
+    """How the widths up to `width` are computed."""
+
+    width: int
+    chunk: int  # tokens of a chunk
+    block_r: int  # features at a time
+    block_m: int  # values at a time
+    warps: int
+    stages: int  # of the loads in flight
+
+
+CONFIGS = (
+    Config(width=16, chunk=64, block_r=16, block_m=16, warps=4, stages=1),
+    Config(width=64, chunk=64, block_r=32, block_m=32, warps=8, stages=1),
+    Config(width=256, chunk=64, block_r=32, block_m=32, warps=8, stages=2),
+)
+SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
+STEP_BLOCK_R, STEP_BLOCK_M = 32, 32  # small, as one token has few heads to fill a GPU with
+
+State = tuple[Tensor, Tensor]  # kv and k_sum
+
+
+class OutputGradient(NamedTuple):
+    """The gradient of the output, and the divisor unless it is 1."""
+
+    grad_o: Tensor
+    strides: tuple[int, ...]
+    den: Tensor | None
+
+
+class Slots(NamedTuple):
+    """Tokens cut into chunks; all but the first are arguments of every kernel.
+
+    Chunk c of a packed sequence n that begins at token t has slot t // C + n + c: no two sequences share a
+    slot, and that there are T // C + N of them is known without looking at the offsets.
+    """
+
+    n: int
+    length: int  # tokens per row of memory
+    chunks: int  # per sequence, where they are all equally long
+    cu_seqlens: Tensor | None
+    owners: Tensor | None  # [n] the sequences of the slots
+
+    @classmethod
+    def cut(cls, rows: int, length: int, cu_seqlens: Tensor | None, C: int) -> "Slots":
+        """Cut `rows` of memory of one length, or the sequences in the only row."""
+        if cu_seqlens is None:
+            chunks = _blocks(length, C)
+            return cls(rows * chunks, length, chunks, None, None)
+        sequences = cu_seqlens.shape[0] - 1
+        n = length // C + sequences
+        numbers = torch.arange(n, dtype=torch.int32, device=cu_seqlens.device)
+        ends = cu_seqlens[1:] // C + numbers[:sequences] + 1
+        return cls(
+            n,
+            length,
+            0,
+            cu_seqlens.contiguous(),
+            torch.searchsorted(ends, numbers, right=True, out_int32=True),
+        )
+
+
+class Problem:
+    """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
+
+    def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None, causal: bool):
+        (B, T, H, R), (_, S, G, M) = inputs.q.shape, inputs.v.shape
+        self.inputs, self.causal = inputs, causal
+        self.B, self.T, self.H, self.G, self.P, self.R, self.M = B, T, H, G, H // G, R, M
+        config = next(config for config in CONFIGS if max(R, M) <= config.width)
+        self.keys = Slots.cut(B, S, cu_seqlens, config.chunk)
+        self.queries = Slots.cut(B, T, cu_seqlens, config.chunk)
+        self.sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        BR, BM = _block(R, config.block_r), _block(M, config.block_m)
+        self.blocks_r, self.blocks_m = _blocks(R, BR), _blocks(M, BM)
+        self.q, self.k, self.v, self.gates = (_with_strides(x) for x in inputs[:4])
+        # The products of 16-bit inputs are exact in tf32; see the kernels.
+        self.raw = "tf32x3" if inputs.q.dtype == torch.float32 else "tf32"
+        self.chunk = config.chunk
+        self.options = {"R": R, "M": M, "C": config.chunk, "BR": BR, "BM": BM}
+        self.options |= {"num_warps": config.warps, "num_stages": config.stages}
+
+    def key_sums(self) -> tuple[Tensor, Tensor | None]:
+        """What each chunk of keys adds to the state `[slots, G, R*M + R]`, and exp(b_C) `[slots, G]`."""
+        slots, gated = self.keys, self.inputs.log_decay is not None
+        states = self._scratch(slots.n, self.G, self.R * self.M + self.R)
+        through = self._scratch(slots.n, self.G, dtype=torch.float64) if gated else None
+        launch(
+            kernels.chunk_sums,
+            (slots.n, self.G, self.blocks_r * self.blocks_m),
+            *(*self.k, *self.v, None, None, *self.gates, states, through, *slots[1:], self.G, 1),
+            **self.options,
+            QUERIES=False,
+            PRECISION="tf32x3" if gated else self.raw,
+        )
+        return states, through
+
+    def query_sums(self, grad: OutputGradient, d_den: Tensor | None) -> Tensor:
+        """What each chunk of queries adds to the gradient of the state `[slots, G, R*M + R]`."""
+        slots, gates = self.queries, self.gates if self.causal else (None, None)
+        states = self._scratch(slots.n, self.G, self.R * self.M + self.R)
+        launch(
+            kernels.chunk_sums,
+            (slots.n, self.G, self.blocks_r * self.blocks_m),
+            *(*self.q, *grad, d_den, *gates, states, None, *slots[1:], self.G, self.P),
+            **self.options,
+            QUERIES=True,
+            PRECISION="tf32x3",
+        )
+        return states
+
+    def scan(
+        self,
+        slots: Slots,
+        states: Tensor,
+        through: Tensor | None,
+        first: tuple[Tensor | None, Tensor | None],
+        *,
+        keep: bool = True,
+        from_end: bool = False,
+    ) -> State:
+        """Turn what the chunks add into the states they are added to, in place; return the last state."""
+        G, R, M = self.G, self.R, self.M
+        last = self._scratch(self.sequences, G, R, M), self._scratch(self.sequences, G, R)
+        launch(
+            kernels.scan,
+            (self.sequences * G, _blocks(R * M + R, SCAN_BLOCK)),
+            *(states, through, *_with_strides(first[0]), *_with_strides(first[1]), *last),
+            *(slots.chunks, slots.cu_seqlens, G),
+            *(R, M, self.chunk, SCAN_BLOCK, SCAN_STAGES),
+            FROM_END=from_end,
+            KEEP=keep,
+            num_warps=SCAN_WARPS,
+        )
+        return last
+
+    def outputs(self, states: State, normalize: bool) -> tuple[Tensor, Tensor]:
+        """Compute `o [B,T,H,M]` and the divisor `[B,T,H,1]`, empty without."""
+        o = self.inputs.v.new_empty(self.B, self.T, self.H, self.M)
+        den = self._scratch(self.B, self.T, self.H, 1) if normalize else None
+        launch(
+            kernels.outputs,
+            (self.queries.n, self.H),
+            *(
+                *self.q,
+                *self.k,
+                *self.v,
+                *self.gates,
+                *_rows(states),
+                o,
+                den,
+                *self.queries[1:],
+                self.G,
+                self.P,
+            ),
+            **self.options,
+            CAUSAL=self.causal,
+            RAW=self.raw,
+        )
+        return o, self._scratch(0) if den is None else den
+
+    def divisor_gradients(self, states: State, grad: OutputGradient) -> tuple[Tensor | None, Tensor | None]:
+        """Compute the gradients of the divisors, and what the queries send to the gates: `[B,T,H]` each."""
+        per_query = self.B, self.T, self.H
+        d_den = None if grad.den is None else self._scratch(*per_query)
+        d_reads = self._scratch(*per_query) if self.causal and self.gates[0] is not None else None
+        if d_den is not None or d_reads is not None:
+            launch(
+                backward_kernels.divisor_gradients,
+                (self.queries.n, self.H),
+                *(*self.q, *self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, d_reads),
+                *(*self.queries[1:], self.G, self.P),
+                **self.options,
+                CAUSAL=self.causal,
+                RAW=self.raw,
+            )
+        return d_den, d_reads
+
+    def query_gradients(self, states: State, grad: OutputGradient, d_den: Tensor | None) -> Tensor:
+        """Compute dq from the states that the queries read."""
+        dq = self.inputs.q.new_empty(self.inputs.q.shape)
+        launch(
+            backward_kernels.query_gradients,
+            (self.queries.n, self.H),
+            *(*self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, dq),
+            *(*self.queries[1:], self.G, self.P),
+            **self.options,
+            CAUSAL=self.causal,
+            RAW=self.raw,
+        )
+        return dq
+
+    def key_and_value_gradients(
+        self, d_states: State, grad: OutputGradient, d_den: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute dk and dv from the gradients of the states after each chunk."""
+        dk, dv = (x.new_empty(x.shape) for x in (self.inputs.k, self.inputs.v))
+        d_kv, d_kv_stride, *d_k_sum = _rows(d_states)
+        sizes = (*self.keys[1:], self.G, self.P)
+        launch(
+            backward_kernels.key_gradients,
+            (self.keys.n, self.G, self.blocks_r),
+            *(*self.q, *self.v, *self.gates, d_kv, d_kv_stride, *d_k_sum, *grad, d_den, dk, *sizes),
+            **self.options,
+            CAUSAL=self.causal,
+            RAW=self.raw,
+        )
+        launch(
+            backward_kernels.value_gradients,
+            (self.keys.n, self.G, self.blocks_m),
+            *(*self.q, *self.k, *self.gates, d_kv, d_kv_stride, *grad, dv, *sizes),
+            **self.options,
+            CAUSAL=self.causal,
+            RAW=self.raw,
+        )
+        return dk, dv
+
+    def gate_gradients(self, states: Tensor, d_states: Tensor, d_reads: Tensor | None) -> Tensor:
+        """Compute the gradient of log_decay from the states before the chunks and their gradients after."""
+        d_log_decay: Tensor = self.gates[0].new_empty(self.gates[0].shape)
+        launch(
+            backward_kernels.gate_gradients,
+            (self.keys.n, self.G),
+            *(*self.k, *self.v, *self.gates, states, d_states, d_reads, d_log_decay),
+            *(*self.keys[1:], self.G, self.P),
+            **self.options,
+            CAUSAL=self.causal,
+        )
+        return d_log_decay
+
+    def split(self, states: Tensor) -> State:
+        """Views of kv and k_sum in a scratch of states."""
+        return states.flatten(0, 1)[:, : self.R * self.M], states.flatten(0, 1)[:, self.R * self.M :]
+
+    def _scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.inputs.q.new_empty(shape, dtype=dtype)
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the recurrence for one token."""
+    (B, H, R), (_, G, M) = q.shape, v.shape
+    P, BM = H // G, _block(M, STEP_BLOCK_M)
+    o, new_kv, new_k_sum = v.new_empty(B, H, M), kv.new_empty(B, G, R, M), kv.new_empty(B, G, R)
+    strided = (y for x in (q, k, v, log_decay, kv, k_sum) for y in _with_strides(x))
+    sizes = (R, M, _block(P, P), _block(R, STEP_BLOCK_R), BM, normalize)
+    launch(kernels.step, (B * G, _blocks(M, BM)), *strided, o, new_kv, new_k_sum, G, P, *sizes)
+    return o, new_kv, new_k_sum
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Run a kernel, unless there is nothing to do."""
+    if 0 not in grid:
+        kernel[grid](*arguments, **options)
+
+
+def _rows(states: State) -> tuple[Tensor, int, Tensor, int]:
+    """The states with the distance from one chunk and head to the next; whole ones are contiguous."""
+    kv, k_sum = (x if x.dim() == 2 else x.flatten(0, 1).flatten(1) for x in states)
+    return kv, kv.stride(0), k_sum, k_sum.stride(0)
+
+
+def _with_strides(x: Tensor | None) -> tuple[Any, Any]:
+    return (None, None) if x is None else (x, x.stride())
+
+
+def _blocks(width: int, block: int) -> int:
+    """How many blocks cover a width."""
+    return -(-width // block)
+
+
+def _block(width: int, longest: int) -> int:
+    """The power of two that covers a width, from 16 (the least that tensor cores multiply) to `longest`."""
+    return max(16, min(longest, 1 << (width - 1).bit_length()))

@@ -1,0 +1,361 @@
+"""The Triton kernels of linear attention owe equality to the definition, on a GPU or under Triton's interpreter.
+
+Whether Triton interprets is decided when it is imported, which some other test may already have done: the
+interpreter runs in a process of its own. Uninitialised memory holds NaN.
+"""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from unrolled.ops import linear_chunked, linear_packed
+from unrolled.ops.kernels import linear_triton
+from unrolled.ops.linear import LinearState, linear_attention_reference, linear_attention_step
+from unrolled.ops.linear_chunked import LOWEST_GATE, Inputs
+
+NAMES = ("o", "kv", "k_sum", "dq", "dk", "dv", "dlog_decay", "dkv", "dk_sum")
+ON_GPU = torch.cuda.is_available()
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., tuple[Tensor, ...]]]:
+    """`run(linear_triton.forward, ...)` calls it where the kernels can run; arguments and results are on the CPU."""
+    if ON_GPU:
+
+        def call(function, *arguments):
+            torch.use_deterministic_algorithms(True)  # which fills uninitialised memory with NaN
+            try:
+                return tuple(x.cpu() for x in function(*on_gpu(arguments)))
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+        yield call
+    else:
+        context = multiprocessing.get_context("spawn")
+        with (
+            pytest.MonkeyPatch.context() as environment,
+            ProcessPoolExecutor(1, context, torch.use_deterministic_algorithms, (True,)) as pool,
+        ):
+            environment.setenv("TRITON_INTERPRET", "1")
+            yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def on_gpu(x: Any) -> Any:
+    """Tensors, also inside of tuples, on the GPU with the same strides."""
+    if isinstance(x, tuple):
+        moved = (on_gpu(y) for y in x)
+        return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
+    if not isinstance(x, Tensor):
+        return x
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).cuda()
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@dataclass(frozen=True)
+class Case:
+    T: int = 70
+    S: int | None = None  # T, if not given
+    B: int = 1
+    G: int = 1
+    heads_per_group: int = 2
+    R: int = 5
+    M: int = 7
+    causal: bool = True
+    gated: bool = True
+    stateful: bool = True
+    normalize: bool = True
+    lengths: tuple[int, ...] | None = None  # packs B = 1
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def make(self) -> tuple[Inputs, Tensor | None, tuple[Tensor, ...]]:
+        """Inputs, offsets, and the gradients of the output and of the returned state."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        T = self.T if self.lengths is None else sum(self.lengths)
+        S = T if self.causal or self.lengths is not None or self.S is None else self.S
+        B, N = (self.B, self.B) if self.lengths is None else (1, len(self.lengths))
+        G, R, M, H = self.G, self.R, self.M, self.G * self.heads_per_group
+        inputs = Inputs(  # features bounded away from 0, so that dividing by their products loses no digits
+            (random(B, T, H, R).abs() + 0.5).to(self.dtype),
+            (random(B, S, G, R).abs() + 0.5).to(self.dtype),
+            random(B, S, G, M, dtype=self.dtype),
+            -random(B, S, G).abs() if self.gated else None,
+            random(N, G, R, M) if self.stateful else None,
+            random(N, G, R).abs() if self.stateful else None,
+        )
+        offsets = None
+        if self.lengths is not None:
+            offsets = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return inputs, offsets, (random(B, T, H, M, dtype=self.dtype), random(N, G, R, M), random(N, G, R))
+
+
+def in_triton(run, case: Case) -> tuple[Tensor, ...]:
+    inputs, offsets, grads = case.make()
+    *results, den = run(linear_triton.forward, inputs, offsets, case.causal, case.normalize)
+    flags = (case.causal, case.normalize)
+    results = (*results, *run(linear_triton.backward, *grads, inputs, offsets, den, *flags))
+    assert all(x.is_contiguous() for x in (*results, den))
+    return results
+
+
+def in_plain(case: Case) -> tuple[Tensor, ...]:
+    inputs, offsets, grads = case.make()
+    form: Any = linear_chunked if offsets is None else linear_packed
+    offsets = () if offsets is None else (offsets,)
+    flags = (case.causal, case.normalize)
+    *results, den = form.forward(inputs, *offsets, *flags)
+    return (*results, *form.backward(*grads, inputs, *offsets, den, *flags))
+
+
+def by_definition(case: Case) -> tuple[Tensor, ...]:
+    inputs, offsets, grads = case.make()
+    given = [None if x is None else x.double().requires_grad_() for x in inputs]
+    q, k, v, log_decay, kv, k_sum = given
+    state = LinearState(kv, k_sum) if case.stateful else None
+    o, state = linear_attention_reference(
+        q, k, v, causal=case.causal, log_decay=log_decay, cu_seqlens=offsets, state=state,
+        return_state=True, normalize=case.normalize,
+    )  # fmt: skip
+    wanted = [x for x in given if x is not None]
+    pairs = [(y, g.double()) for y, g in zip((o, *state), grads, strict=True) if y.requires_grad]
+    if pairs:
+        ys, gs = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(ys, wanted, gs, materialize_grads=True))
+    else:  # a pack of no sequences
+        found = iter([torch.zeros_like(x) for x in wanted])
+    return (o.detach(), *(x.detach() for x in state), *(None if x is None else next(found) for x in given))
+
+
+def check(run, case: Case) -> None:
+    """Largest error of each result at most twice the plain form's, or one rounding of each 16-bit number.
+
+    The plain form may be exact by luck, and some results are differences of terms that are about 1, like
+    the inputs: 16 units in the last place of 1 plus the largest value are always allowed.
+    """
+    for name, x, plain, exact in zip(
+        NAMES, in_triton(run, case), in_plain(case), by_definition(case), strict=True
+    ):
+        assert x.shape == plain.shape, name
+        assert x.dtype == plain.dtype, name
+        if exact is not None and exact.numel():
+            allowed = 16 * torch.finfo(torch.float32).eps * (1 + exact.abs().max())
+            if x.dtype == torch.float32:
+                allowed = allowed + 2 * (plain - exact).abs().max()
+            else:  # the interpreter rounds to bf16 by cutting off digits, everything else to nearest
+                cut_off = x.dtype == torch.bfloat16 and not ON_GPU
+                allowed = allowed + torch.finfo(x.dtype).eps / (1 if cut_off else 2) * exact.abs()
+            excess = ((x - exact).abs() - allowed).max()
+            assert excess <= 0, f"{name}: {excess:g} above what is allowed"
+
+
+switches = st.booleans()
+
+
+@settings(max_examples=16, deadline=None)
+@given(
+    T=st.integers(0, 140),
+    S=st.integers(0, 140),
+    B=st.integers(0, 2),
+    heads=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
+    widths=st.tuples(st.integers(1, 36), st.integers(1, 36)),
+    flags=st.tuples(switches, switches, switches, switches),
+)
+def test_equals_the_definition(run, T, S, B, heads, widths, flags):
+    check(run, Case(T, S, B, *heads, *widths, *flags))
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, 90]), max_size=4).map(tuple),
+    flags=st.tuples(switches, switches, switches, switches),
+)
+def test_packed_sequences_equal_the_definition(run, lengths, flags):
+    causal, gated, stateful, normalize = flags
+    check(run, Case(causal=causal, gated=gated, stateful=stateful, normalize=normalize, lengths=lengths))
+
+
+@pytest.mark.parametrize(("R", "M", "causal"), [(256, 20, True), (20, 256, True), (33, 130, False)])
+def test_wide_heads_are_worked_through_in_blocks(run, R, M, causal):
+    check(run, Case(T=3, heads_per_group=1, R=R, M=M, causal=causal))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_half_precision_is_summed_in_fp32(run, dtype, causal):
+    check(run, Case(R=20, M=18, causal=causal, dtype=dtype))
+
+
+def test_strides_and_expanded_gradients_are_honoured(run):
+    base = torch.rand(1, 40, 3, 4, 2)
+    q, k, v = (base[:, :, i].transpose(2, 3)[..., ::2] for i in range(3))
+    log_decay = -torch.rand(1, 2, 40).transpose(1, 2)
+    kv, k_sum = torch.rand(1, 2, 2, 2).mT, torch.rand(1, 2, 2).mT
+    strided = Inputs(q, k, v, log_decay, kv, k_sum)
+    grads = (
+        torch.rand(1, 1, 1, 2).expand(2, 40, 6, 2),
+        torch.ones(()).expand(2, 6, 2, 2),
+        torch.rand(2, 2, 6).mT,
+    )
+    results = []
+    for inputs, (go, *gs) in (
+        (strided, grads),
+        (Inputs(*(x.contiguous() for x in strided)), [x.contiguous() for x in grads]),
+    ):
+        *outputs, den = run(linear_triton.forward, inputs, None, True, True)
+        results.append([*outputs, *run(linear_triton.backward, go, *gs, inputs, None, den, True, True)])
+    for name, x, y in zip(NAMES, *results, strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_no_sequence_of_a_pack_sees_another(run):
+    case = Case(lengths=(3, 64, 70))
+    inputs, offsets, grads = case.make()
+    changed = Inputs(*(x.clone() for x in inputs))
+    for x in changed[:4]:
+        x[:, 3:67] *= 2
+    results = []
+    for x in (inputs, changed):
+        *outputs, den = run(linear_triton.forward, x, offsets, True, True)
+        results.append([*outputs, *run(linear_triton.backward, *grads, x, offsets, den, True, True)])
+    for name, x, y in zip(NAMES, *results, strict=True):
+        parts = ([0], [2]) if name in ("kv", "k_sum", "dkv", "dk_sum") else (slice(3), slice(67, None))
+        x, y = (z if z.shape[0] == 3 else z[0] for z in (x, y))
+        assert all(torch.equal(x[part], y[part]) for part in parts), name
+        assert not torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, LOWEST_GATE])
+def test_a_gate_of_zero_forgets_everything_before_it(run, lowest):
+    inputs, _, grads = Case(T=100).make()
+    inputs.log_decay[0, 70] = lowest
+    o, kv, k_sum, den = run(linear_triton.forward, inputs, None, True, True)
+    late = Inputs(*(x[:, 70:] for x in inputs[:4]), None, None)
+    fresh, *fresh_end, _ = linear_chunked.forward(late, True, True)
+    torch.testing.assert_close(o[:, 70:], fresh, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close((kv, k_sum), tuple(fresh_end), rtol=1e-6, atol=1e-6)
+    found = run(linear_triton.backward, *grads, inputs, None, den, True, True)
+    assert all(x.isfinite().all() for x in found)
+    assert found[3][0, 70] == 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_nothing_to_attend_to_gives_zero_with_zero_gradient(run, causal):
+    inputs, _, (go, gkv, gk_sum) = Case(T=6, B=2, gated=False, stateful=False, causal=causal).make()
+    inputs.k[0], inputs.k[1, 0] = 0, 1e-20
+    inputs.q[1, 0] = 1e-20  # a divisor that is not 0, yet below the least normal number
+    nothing = torch.zeros(2, 6, dtype=torch.bool)
+    nothing[0], nothing[1, 0] = True, causal
+    o, *_, den = run(linear_triton.forward, inputs, None, causal, True)
+    dq, dk, *_ = run(linear_triton.backward, go, 0 * gkv, 0 * gk_sum, inputs, None, den, causal, True)
+    assert (o[nothing] == 0).all()
+    assert (dq[nothing] == 0).all()
+    assert (dk[0] == 0).all()
+    assert all(x.isfinite().all() for x in (o, dq, dk))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("heads", "R", "M"), [((1, 1), 5, 7), ((2, 3), 33, 65)])
+def test_step_is_the_recurrence_and_leaves_the_state_alone(run, heads, R, M, gated, normalize):
+    (q, k, v, log_decay, kv, k_sum), *_ = Case(1, None, 2, *heads, R, M, gated=gated).make()
+    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    gate = None if log_decay is None else log_decay[:, 0]
+    before = kv.clone(), k_sum.clone()
+    found = run(linear_triton.step, q, k, v, kv, k_sum, gate, normalize)
+    assert torch.equal(kv, before[0])
+    assert torch.equal(k_sum, before[1])
+
+    def plainly(q, k, v, kv, k_sum, gate):
+        o, state = linear_attention_step(q, k, v, LinearState(kv, k_sum), log_decay=gate, normalize=normalize)
+        return o, *state
+
+    given = (q, k, v, kv, k_sum, gate)
+    plain, exact = plainly(*given), plainly(*(None if x is None else x.double() for x in given))
+    for x, y, z in zip(found, plain, exact, strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        ulp = torch.finfo(torch.float32).eps * (1 + z.abs().max())
+        assert (x - z).abs().max() <= 2 * (y - z).abs().max() + 4 * ulp
+
+
+def test_every_run_gives_the_same_bits(run):
+    case = Case(T=66)
+    for name, x, y in zip(NAMES, in_triton(run, case), in_triton(run, case), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_what_the_kernels_cannot_do_is_not_supported(run, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    inputs, offsets, _ = Case(lengths=(3, 4)).make()
+    wide, double = Case(R=257).make()[0], Inputs(*(x.double() for x in inputs))
+    assert not linear_triton.supports(inputs, offsets)  # on a CPU
+
+    def supports(*arguments):
+        function = linear_triton.supports
+        return function(*on_gpu(arguments)) if ON_GPU else run(function, *arguments)
+
+    assert supports(inputs, offsets)
+    assert not supports(wide, None)
+    assert not supports(double, offsets)
+
+
+def test_importing_it_does_not_import_triton():
+    script = "import sys; import unrolled.ops.kernels.linear_triton; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+COMPILE = """
+import json, types
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from unrolled.ops.kernels import linear_triton, linear_triton_launch
+from unrolled.ops.linear_chunked import Inputs
+
+driver.set_active(types.SimpleNamespace(
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+    get_current_target=lambda: GPUTarget("cuda", 80, 32),
+))
+shared = {}
+
+def compile_only(kernel, grid, *arguments, **options):
+    compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
+    shared[compiled.metadata.name] = compiled.metadata.shared
+
+linear_triton_launch.launch = compile_only
+q, k, v = (torch.empty(1, 128, heads, 256) for heads in (4, 2, 2))
+log_decay, kv, k_sum = torch.empty(1, 128, 2), torch.empty(1, 2, 256, 256), torch.empty(1, 2, 256)
+inputs = Inputs(q, k, v, log_decay, kv, k_sum)
+o, kv, k_sum, den = linear_triton.forward(inputs, None, True, True)
+linear_triton.backward(o, kv, k_sum, inputs, None, den, True, True)
+linear_triton.step(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0], True)
+print(json.dumps(shared))
+"""
+
+
+def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    shared = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+    assert len(shared) == 9
+    assert max(shared.values()) <= 99 * 1024  # bytes that the smaller GPUs from Ampere on have for a program
