@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,10 @@ class Theme(NamedTuple):
 
 LIGHT = Theme("#ffffff", "#24292f", "#d8dee4", ("#0072b2", "#d55e00", "#5f6b76"))
 DARK = Theme("#15191e", "#d8dee6", "#3a434d", ("#56b4e9", "#e69f00", "#a9b4bf"))
+
+
+MANY = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f6b76", "#b3a400")
+"""More series, again of Okabe and Ito."""
 
 
 class Line(NamedTuple):
@@ -116,6 +121,37 @@ def against_position(theme: Theme, title: str, lines: Sequence[Line], tick: Call
     return figure
 
 
+def against_size(
+    theme: Theme, title: str, axis: str, lines: Sequence[Line], tick: Callable[[float], str]
+) -> Figure:
+    """Draw any number of lines against a size on logarithmic axes, with a legend, the highest line first."""
+    figure, axes = _axes(theme, (7.2, 4.2))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    styles = zip(cycle(MANY), cycle("osD^vPX*"), cycle(["-"] * len(MANY) + ["--"] * len(MANY)))
+    for line, (colour, marker, dashes) in zip(lines, styles, strict=False):
+        axes.plot(
+            line.x, line.y, dashes, color=colour, marker=marker, markersize=4, linewidth=1.8, label=line.name
+        )
+    sizes = sorted({x for line in lines for x in line.x})
+    axes.set_xticks(sizes, [f"{x:,}" for x in sizes])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axes.set_xlabel(axis)
+    axes.set_title(title, loc="left", fontsize=FONT_SIZE, color=theme.ink)
+    handles, names = axes.get_legend_handles_labels()
+    order = sorted(range(len(lines)), key=lambda index: -lines[index].y[-1])
+    figure.legend(
+        [handles[i] for i in order],
+        [names[i] for i in order],
+        loc="outside right upper",
+        frameon=False,
+        labelcolor=theme.ink,
+        fontsize=FONT_SIZE - 1.5,
+    )
+    return figure
+
+
 def of_report(
     figures: Mapping[str, Any],
     real: NDArray[np.uint8],
@@ -158,8 +194,8 @@ def of_report(
     return {name: {"light": png(light[name]), "dark": png(dark[name])} for name in light}
 
 
-def _axes(theme: Theme) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.6, 3.5), facecolor=theme.paper, layout="constrained")
+def _axes(theme: Theme, inches: tuple[float, float] = (5.6, 3.5)) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=inches, facecolor=theme.paper, layout="constrained")
     axes = figure.add_subplot(facecolor=theme.paper)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["bottom", "left"]].set_color(theme.faint)

@@ -1,0 +1,91 @@
+"""What cases of an attention function share: inputs of a real size, contenders from plain functions."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unrolled.cli.bench.case import Contender, NotMeasuredError, Settings
+
+HEADS, WIDTH = 8, 64
+RESULTS = ("o", "dq", "dk", "dv")
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Inputs(NamedTuple):
+    """q, k, v and the gradient of the output, all `[1,N,H,D]`; q and k are positive, as features are."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_o: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        """Round them."""
+        return Inputs(*(x.to(dtype) for x in self))
+
+
+def random_inputs(length: int, settings: Settings) -> Inputs:
+    """Draw inputs: features elu(x) + 1 of normal numbers, values and output gradients normal."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v, grad_o = (torch.randn(1, length, HEADS, WIDTH, generator=generator) for _ in range(4))
+    positive = torch.nn.functional.elu
+    return Inputs(*(x.to(settings.device) for x in (positive(q) + 1, positive(k) + 1, v, grad_o)))
+
+
+def contender(
+    name: str,
+    load: Callable[[], Function],
+    inputs: Inputs,
+    *,
+    gradients: bool,
+    definition: str,
+    ours: bool = False,
+    heads_first: bool = False,
+    threads: int | None = None,
+    cuda: bool = False,
+) -> Contender:
+    """Make a contender of a function of q, k and v.
+
+    Args:
+        name: see `Contender`.
+        load: imports the function.
+        inputs: what it gets.
+        gradients: whether the job is forward and backward.
+        definition: see `Contender`.
+        ours: see `Contender`.
+        heads_first: whether the function wants `[B,H,N,D]`.
+        threads: see `Contender`.
+        cuda: whether it runs on CUDA only.
+    """
+
+    def prepare() -> Callable[[], Sequence[Tensor]]:
+        if cuda and not inputs.q.is_cuda:
+            why = "the device is the CPU" if torch.cuda.is_available() else "no CUDA device"
+            raise NotMeasuredError(why)
+        function = load()
+
+        def arranged(x: Tensor) -> Tensor:
+            return x.transpose(1, 2).contiguous() if heads_first else x
+
+        *qkv, grad_o = (arranged(x) for x in inputs)
+        if not gradients:
+
+            def forward() -> list[Tensor]:
+                with torch.inference_mode():
+                    return [back(function(*qkv))]
+
+            return forward
+        leaves = [x.clone().requires_grad_() for x in qkv]
+
+        def both() -> list[Tensor]:
+            o = function(*leaves)
+            return [back(x) for x in (o, *torch.autograd.grad(o, leaves, grad_o))]
+
+        return both
+
+    def back(x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if heads_first else x
+
+    return Contender(name, prepare, definition, ours, threads)

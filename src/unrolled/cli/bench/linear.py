@@ -1,0 +1,142 @@
+"""Cases of causal normalised linear attention, forward and with gradients, against everything there is."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from unrolled.cli.bench import definitions, flops, peers
+from unrolled.cli.bench.attention import (
+    HEADS,
+    RESULTS,
+    WIDTH,
+    Function,
+    Inputs,
+    contender,
+    random_inputs,
+)
+from unrolled.cli.bench.case import (
+    Case,
+    Contender,
+    Definition,
+    NotMeasuredError,
+    Problem,
+    Settings,
+    tolerance,
+)
+from unrolled.ops.kernels import linear as door
+from unrolled.ops.linear import linear_attention
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
+QUICK = (64, 128)
+
+
+def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
+    """Compare all contenders at one length."""
+    inputs = random_inputs(length, settings)
+    add = partial(contender, inputs=inputs, gradients=gradients)
+    half = partial(contender, inputs=inputs.to(torch.bfloat16), gradients=gradients, cuda=True)
+    contenders = [
+        *(ours(backend, inputs, gradients) for backend in door.BACKENDS),
+        add("chunked PyTorch", lambda: peers.chunked, definition="linear", heads_first=True),
+        add("fast-transformers", peers.idiap, definition="linear", heads_first=True),
+        add("fla naive chunk", peers.fla_naive, definition="linear"),
+        _onnxruntime(inputs, settings, gradients),
+        add("torch SDPA", lambda: peers.sdpa, definition="softmax", heads_first=True),
+        *(
+            half(f"fla {name}, bf16", partial(peers.fla_triton, name), definition="linear, bf16")
+            for name in ("chunk_linear_attn", "fused_recurrent_linear_attn")
+        ),
+        half("SDPA flash, bf16", lambda: peers.flash, definition="softmax, bf16", heads_first=True),
+    ]
+    return Problem(contenders, define(inputs, gradients))
+
+
+def ours(
+    backend: str, inputs: Inputs, gradients: bool, *, suffix: str = "", threads: int | None = None
+) -> Contender:
+    """Make a contender of one of our backends."""
+
+    def load() -> Function:
+        return lambda q, k, v: linear_attention(q, k, v, causal=True, backend=backend)
+
+    half = ", bf16" if inputs.q.dtype == torch.bfloat16 else ""
+    return contender(
+        f"unrolled {backend}{suffix}",
+        load,
+        inputs,
+        gradients=gradients,
+        definition=f"linear{half}",
+        ours=True,
+        threads=threads,
+        cuda=backend == "triton",
+    )
+
+
+def define(inputs: Inputs, gradients: bool) -> dict[str, Definition]:
+    """Define linear attention, as it is and not normalised, and softmax, of the inputs and of them in bf16."""
+    found = {}
+    for suffix, rounded in (("", inputs), (", bf16", inputs.to(torch.bfloat16))):
+        for name, options in (
+            ("linear", {"softmax": False}),
+            ("linear, not normalised", {"softmax": False, "normalize": False}),
+            ("softmax", {"softmax": True}),
+        ):
+            found[name + suffix] = Definition(
+                partial(_compute, rounded, gradients, options),
+                RESULTS if gradients else RESULTS[:1],
+                tolerance(rounded.q.dtype, inputs.q.shape[1] + WIDTH),
+                HEADS * _operations(name, inputs.q.shape[1], gradients),
+                (2 if gradients else 1) * 4 * rounded.q.nbytes,
+            )
+    return found
+
+
+def _compute(inputs: Inputs, gradients: bool, options: dict[str, bool]) -> list[torch.Tensor]:
+    *qkv, grad_o = inputs
+    if not gradients:
+        return [definitions.attention(*qkv, **options)]
+    leaves = [x.double().requires_grad_() for x in qkv]
+    return definitions.with_gradients(definitions.attention(*leaves, **options), leaves, grad_o)
+
+
+def _operations(function: str, length: int, gradients: bool) -> int:
+    if function == "softmax":
+        sizes = (flops.pairs_within(length, None, 0), length, WIDTH, WIDTH)
+        return flops.softmax_attention(*sizes) + gradients * flops.softmax_attention_gradient(*sizes)
+    forward = flops.linear_attention(length, WIDTH, WIDTH, normalize=function == "linear")
+    return forward + gradients * flops.linear_attention_gradient(length, WIDTH, WIDTH)
+
+
+def _onnxruntime(inputs: Inputs, settings: Settings, gradients: bool) -> Contender:
+    def prepare() -> Callable[[], list[torch.Tensor]]:
+        if gradients:
+            raise NotMeasuredError("it has no gradient")
+        if inputs.q.is_cuda:
+            raise NotMeasuredError("it is bound to tensors on the CPU")
+        attention = peers.onnxruntime_linear(*inputs[:3], settings.threads)
+        return lambda: [attention()]
+
+    return Contender("ONNX Runtime, not normalised", prepare, "linear, not normalised")
+
+
+CASES = [
+    Case(
+        "linear-forward",
+        "Causal normalised linear attention, fp32, B = 1, H = 8, D = M = 64.",
+        "N",
+        LENGTHS,
+        QUICK,
+        partial(problem, gradients=False),
+        memory=True,
+    ),
+    Case(
+        "linear-training",
+        "The same, forward and backward.",
+        "N",
+        LENGTHS,
+        QUICK,
+        partial(problem, gradients=True),
+        memory=True,
+    ),
+]

@@ -1,0 +1,156 @@
+"""Runs a case: every contender is checked before anything is timed, and what is wrong gets no time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from unrolled.cli.bench import machine, memory
+from unrolled.cli.bench.case import (
+    Case,
+    Contender,
+    Definition,
+    MissingError,
+    NotMeasuredError,
+    Problem,
+    Settings,
+)
+from unrolled.cli.bench.machine import Limits
+from unrolled.cli.bench.report import Row
+from unrolled.cli.measure import take_turns
+from unrolled.contract import UnsupportedError
+
+LEAST = 3  # timings of each, however long one takes
+
+
+def run_case(
+    case: Case, settings: Settings, limits: Limits, tell: Callable[[str], object] = lambda _: None
+) -> tuple[list[Row], list[str]]:
+    """Check and measure a case at each of its sizes; return the rows and the remarks on them.
+
+    `tell` is called with what happens at the moment.
+    """
+    rows, remarks = [], []
+    for size in case.chosen_sizes(settings):
+        where = f"{case.name}, {case.axis} = {size:,}"
+        problem = case.problem(size, settings)
+        found = run_problem(problem, settings, limits, lambda what, where=where: tell(f"{where}: {what}"))
+        rows += [replace(row, case=case.name, size=size) for row in found]
+        medians = {row.contender: row.median for row in found if row.median is not None}
+        if case.remark is not None and (remark := case.remark(size, medians, limits.reading)):
+            remarks.append(remark)
+    if case.memory and not settings.quick:
+        rows = _with_memory(case, rows, settings, tell)
+    return rows, remarks
+
+
+def run_problem(
+    problem: Problem, settings: Settings, limits: Limits, tell: Callable[[str], object] = lambda _: None
+) -> list[Row]:
+    """Check and measure one problem; the rows are in the order of its contenders."""
+    rows, runs = {}, {}
+    for contender in problem.contenders:
+        tell(f"checking {contender.name}")
+        rows[contender.name], run = _check(contender, problem, settings)
+        if run is not None:
+            runs[contender.name] = run
+    tell("measuring")
+    seconds = take_turns(runs, least=1 if settings.quick else LEAST, budget=settings.seconds)
+    medians = {name: median(taken) / problem.steps for name, taken in seconds.items()}
+    peers = [medians[x.name] for x in problem.contenders if x.name in medians and not x.ours]
+    for contender in problem.contenders:
+        if (name := contender.name) in seconds:
+            rows[name] = _timed(rows[name], seconds[name], problem, contender, limits, settings)
+            rows[name] = replace(rows[name], best_peer=min(peers) if peers else None)
+    return list(rows.values())
+
+
+def _check(
+    contender: Contender, problem: Problem, settings: Settings
+) -> tuple[Row, Callable[[], object] | None]:
+    """Compare what a contender computes with its definition; return what to time if that is right."""
+    definition = problem.definitions[contender.definition]
+    row = Row(contender=contender.name, ours=contender.ours, definition=contender.definition)
+    threads = contender.threads or settings.threads
+    torch.set_num_threads(threads)
+    try:
+        run = contender.prepare()
+        found = [x.detach() for x in run()]
+    except (MissingError, ImportError, UnsupportedError) as error:
+        return replace(row, status="missing", reason=_sentence(error)), None
+    except NotMeasuredError as error:
+        return replace(row, status="not measured", reason=_sentence(error)), None
+    except Exception as error:  # whatever a peer may raise, the others are still to be measured
+        return replace(row, status="failed", reason=_sentence(error)), None
+    error, name = largest_error(found, definition)
+    row = replace(row, error=error, tolerance=definition.tolerance)
+    if not error <= definition.tolerance:  # nor if it is no number
+        reason = f"max error {error:.2g} in {name}, where at most {definition.tolerance:.2g} is rounding"
+        return replace(row, status="wrong", reason=reason), None
+
+    def timed() -> None:
+        torch.set_num_threads(threads)
+        run()
+
+    return row, machine.synchronized(timed, settings.device)
+
+
+def largest_error(found: Sequence[Tensor], definition: Definition) -> tuple[float, str]:
+    """Return the largest error of any result, relative to that result's largest number, and its name."""
+    errors = []
+    for x, exact, name in zip(found, definition.results, definition.names, strict=True):
+        if x.shape != exact.shape:
+            return float("inf"), f"{name} (of shape {list(x.shape)}, not {list(exact.shape)})"
+        error = float((x.double() - exact).abs().max() / exact.abs().max())
+        errors.append((error if error == error else float("inf"), name))
+    return max(errors)
+
+
+def _timed(
+    row: Row,
+    seconds: Sequence[float],
+    problem: Problem,
+    contender: Contender,
+    limits: Limits,
+    settings: Settings,
+) -> Row:
+    each = [x / problem.steps for x in seconds]
+    definition = problem.definitions[contender.definition]
+    threads = contender.threads or settings.threads
+    middle = median(each)
+    flops = None if definition.flops is None else definition.flops / middle
+    nbytes = None if definition.nbytes is None else definition.nbytes / middle
+    peak = None if limits.flops is None else limits.flops * threads / settings.threads
+    return replace(
+        row,
+        threads=threads,
+        runs=len(each),
+        median=middle,
+        least=min(each),
+        most=max(each),
+        tokens_per_second=None if problem.tokens is None else problem.tokens / middle,
+        flops=flops,
+        share_of_flops=None if flops is None or peak is None else flops / peak,
+        bandwidth=nbytes,
+        # what more threads may copy was not measured
+        share_of_copying=None if nbytes is None or threads != settings.threads else nbytes / limits.copying,
+    )
+
+
+def _with_memory(
+    case: Case, rows: Sequence[Row], settings: Settings, tell: Callable[[str], object]
+) -> list[Row]:
+    """Add peak memory to the rows that have a time."""
+    found: dict[tuple[str, int], int] = {}
+    for name in dict.fromkeys(row.contender for row in rows if row.median is not None):
+        tell(f"{case.name}: memory of {name}")
+        sizes = [row.size for row in rows if row.contender == name and row.median is not None]
+        for size, peak in memory.peaks(case, name, sizes, settings).items():
+            found[name, size] = peak
+    return [replace(row, peak_bytes=found.get((row.contender, row.size))) for row in rows]
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

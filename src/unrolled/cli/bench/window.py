@@ -1,0 +1,127 @@
+"""Cases of sliding-window softmax attention beside dense softmax attention, which reads everything."""
+
+import importlib
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from unrolled.cli.bench import definitions, flops, peers
+from unrolled.cli.bench.attention import (
+    HEADS,
+    RESULTS,
+    WIDTH,
+    Function,
+    Inputs,
+    contender,
+    random_inputs,
+)
+from unrolled.cli.bench.case import (
+    Case,
+    Contender,
+    Definition,
+    NotMeasuredError,
+    Problem,
+    Settings,
+    tolerance,
+)
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+QUICK = (64, 128)
+DENSE_UP_TO = 8192  # beyond, one run takes many seconds
+
+
+def problem(length: int, settings: Settings, *, left: int, right: int, gradients: bool) -> Problem:
+    """Compare our backends and dense attention at one length."""
+    inputs = random_inputs(length, settings)
+    dense_right = 0 if right == 0 else None
+
+    def dense() -> Function:
+        if length > DENSE_UP_TO:
+            raise NotMeasuredError(f"dense attention is measured up to N = {DENSE_UP_TO:,}")
+        return partial(peers.sdpa, causal=right == 0)
+
+    contenders: list[Contender] = [
+        contender(
+            f"unrolled {backend}",
+            partial(_window_attention, (left, right), backend),
+            inputs,
+            gradients=gradients,
+            definition="window",
+            ours=True,
+            cuda=backend in ("flex", "triton"),
+        )
+        for backend in _backends()
+    ]
+    contenders.append(
+        contender(
+            "torch SDPA, dense",
+            dense,
+            inputs,
+            gradients=gradients,
+            definition="dense",
+            heads_first=True,
+        )
+    )
+    definitions = {
+        "window": _define(inputs, left, right, gradients),
+        "dense": _define(inputs, None, dense_right, gradients),
+    }
+    return Problem(contenders, definitions)
+
+
+def _backends() -> tuple[str, ...]:
+    try:
+        door: Any = importlib.import_module("unrolled.ops.kernels.window")
+    except ImportError:
+        return ("plain",)  # which then says what is missing
+    backends: tuple[str, ...] = door.BACKENDS
+    return backends
+
+
+def _window_attention(window_size: tuple[int, int], backend: str) -> Function:
+    op: Any = importlib.import_module("unrolled.ops.window")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = op.window_attention(q, k, v, window_size=window_size, backend=backend)
+        return o
+
+    return attention
+
+
+def _define(inputs: Inputs, left: int | None, right: int | None, gradients: bool) -> Definition:
+    length = inputs.q.shape[1]
+    sizes = (flops.pairs_within(length, left, right), length, WIDTH, WIDTH)
+    operations = flops.softmax_attention(*sizes) + gradients * flops.softmax_attention_gradient(*sizes)
+    terms = length if left is None else left + (right or 0) + 1
+
+    def compute() -> list[Tensor]:
+        *qkv, grad_o = inputs
+        if not gradients:
+            return [definitions.attention(*qkv, softmax=True, left=left, right=right)]
+        leaves = [x.double().requires_grad_() for x in qkv]
+        o = definitions.attention(*leaves, softmax=True, left=left, right=right)
+        return definitions.with_gradients(o, leaves, grad_o)
+
+    return Definition(
+        compute,
+        RESULTS if gradients else RESULTS[:1],
+        tolerance(inputs.q.dtype, terms + WIDTH),
+        HEADS * operations,
+        (2 if gradients else 1) * 4 * inputs.q.nbytes,
+    )
+
+
+CASES = [
+    Case(
+        f"window-{left}-{right}{suffix}",
+        f"Softmax attention to {left} tokens before and {right} after, {what}.",
+        "N",
+        LENGTHS,
+        QUICK,
+        partial(problem, left=left, right=right, gradients=gradients),
+        memory=True,
+    )
+    for left, right in ((128, 0), (128, 128))
+    for gradients, suffix, what in ((False, "", "forward"), (True, "-training", "forward and backward"))
+]
