@@ -81,6 +81,7 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
     from unrolled.cli.bench import machine, report, runner
     from unrolled.training._session import cpu_threads
 
+    out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     with console.status("measuring the machine's limits") as status, cpu_threads(None):
         limits = machine.limits(settings)

@@ -1,8 +1,9 @@
 """What a benchmark is made of: cases, their problems, the definitions, and the contenders that are timed."""
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -96,12 +97,15 @@ class Problem:
         definitions: what they compute, by name.
         steps: how often a run does the job; times, operations and bytes are told for one.
         tokens: sequence positions that one job handles, where a reader wants tokens per second.
+        remark: from the medians by contender and the bandwidth of reading (bytes/s), a sentence for under the
+            table, or nothing.
     """
 
     contenders: Sequence[Contender]
     definitions: Mapping[str, Definition]
     steps: int = 1
     tokens: int | None = None
+    remark: Callable[[Mapping[str, float], float], str] = lambda medians, reading: ""
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,6 @@ class Case:
         sizes, quick: where to measure, and where to try it with `quick`.
         problem: what to do at a size.
         memory: whether to measure peak memory, each contender in a process of its own.
-        remark: from a size, its medians by contender and the bandwidth of reading (bytes/s), a sentence for
-            under the table, or nothing.
     """
 
     name: str
@@ -126,7 +128,6 @@ class Case:
     quick: tuple[int, ...]
     problem: Callable[[int, Settings], Problem]
     memory: bool = False
-    remark: Callable[[int, Mapping[str, float], float], str] | None = field(default=None)
 
     def chosen_sizes(self, settings: Settings) -> tuple[int, ...]:
         """Where to measure with these settings."""
@@ -135,7 +136,7 @@ class Case:
         return self.quick if settings.quick else self.sizes
 
 
-def tolerance(dtype: torch.dtype, terms: int, layers: int = 1) -> float:
+def tolerance(dtype: torch.dtype, terms: int) -> float:
     """Bound the rounding error of sums of so many terms, made of numbers of this type.
 
     A sum of n rounded terms in fp32 is off by less than lambda sqrt(n) u with probability
@@ -144,4 +145,4 @@ def tolerance(dtype: torch.dtype, terms: int, layers: int = 1) -> float:
     """
     single = torch.finfo(torch.float32).eps / 2
     rounded = 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps / 2
-    return layers * (LAMBDA * terms**0.5 * single + rounded)
+    return LAMBDA * math.sqrt(terms) * single + rounded

@@ -1,4 +1,4 @@
-"""The functions that contenders must compute, written out in fp64: all pairs of a query and a key, block by block.
+"""The functions that contenders must compute, written out in fp64: all pairs of a query and a key, by blocks.
 
 Gradients come from autograd. Each block of queries is recomputed in the backward pass, so that memory stays
 small at lengths where all weights together would not fit.
@@ -72,7 +72,7 @@ def decoder(
 ) -> Tensor:
     """Logits `[B,N,V]` of a post-norm decoder with gelu and no positions, from the weights of our `Decoder`.
 
-    x <- norm(x + attention(x));  x <- norm(x + W2 gelu(W1 x))      (Vaswani et al. 2017, arXiv 1706.03762, §3)
+    x <- norm(x + attention(x));  x <- norm(x + W2 gelu(W1 x))    (Vaswani et al. 2017, arXiv 1706.03762, §3)
     """
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -84,9 +84,8 @@ def decoder(
     x = weights["embedding.weight"][tokens]
     for layer in range(n_layers):
         block = f"stack.blocks.{layer}"
-        q, k, v = (
-            y.unflatten(-1, (n_heads, -1)) for y in linear(x, f"{block}.attention.qkv_proj").chunk(3, dim=-1)
-        )
+        heads = linear(x, f"{block}.attention.qkv_proj").reshape(*tokens.shape, 3, n_heads, -1)
+        q, k, v = heads.unbind(-3)
         if not softmax:
             q, k = F.elu(q) + 1, F.elu(k) + 1
         attended = attention(q, k, v, softmax=softmax).flatten(-2)

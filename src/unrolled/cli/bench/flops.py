@@ -1,8 +1,8 @@
 """How many operations a function needs, whatever a program spends on it.
 
-An operation is one addition, multiplication, division or exponential of two numbers; a sum of n terms has n, as
-it starts from 0. Not counted: what a program computes twice to save memory, masked entries, the maximum that
-keeps a softmax in range. A share of the machine's limit made of these counts cannot be raised by doing more.
+An operation is one addition, multiplication, division or exponential; a sum of n terms has n, as it starts
+from 0. Not counted: what a program computes twice to save memory, masked entries, the maximum that keeps a
+softmax in range. A share of the machine's limit that is made of these counts cannot be raised by doing more.
 """
 
 
@@ -15,9 +15,9 @@ def linear_attention(length: int, width: int, values: int, *, normalize: bool = 
 
 
 def linear_attention_gradient(length: int, width: int, values: int) -> int:
-    """The gradients of `linear_attention` from its states: eq. 13-15 of the same paper and those of the quotient.
+    """The gradients of `linear_attention` from its states, eq. 13-15 of the same paper and the quotient's.
 
-    dq = S g + z d, dS += q g^T, dk = dS v + dz and dv = dS^T k, with g and d the gradients of q^T S and q . z.
+    dq = S g + z d, dS += q g^T, dz += d q, dk = dS v + dz, dv = dS^T k; g and d belong to q^T S and q . z.
     """
     return length * (8 * width * values + 5 * width + 3 * values + 1)
 
@@ -40,7 +40,7 @@ def softmax_attention(pairs: int, length: int, width: int, values: int) -> int:
 def softmax_attention_gradient(pairs: int, length: int, width: int, values: int) -> int:
     """The gradients of `softmax_attention` from its exponentials and their sums.
 
-    Per pair p = e / sum, dp = do . v, ds = scale p (dp - do . o), and its part of dv = p do, dq = ds k, dk = ds q.
+    Per pair p = e / sum, dp = do . v, ds = scale p (dp - do . o), and the terms of dv, dq and dk.
     """
     return pairs * (4 * width + 4 * values + 4) + length * 2 * values
 

@@ -74,16 +74,12 @@ def ours(
 
 
 def define(inputs: Inputs, gradients: bool) -> dict[str, Definition]:
-    """Define linear attention, as it is and not normalised, and softmax, of the inputs and of them in bf16."""
+    """Define linear attention, also not normalised, and softmax, of the inputs and of them in bf16."""
     found = {}
     for suffix, rounded in (("", inputs), (", bf16", inputs.to(torch.bfloat16))):
-        for name, options in (
-            ("linear", {"softmax": False}),
-            ("linear, not normalised", {"softmax": False, "normalize": False}),
-            ("softmax", {"softmax": True}),
-        ):
+        for name in ("linear", "linear, not normalised", "softmax"):
             found[name + suffix] = Definition(
-                partial(_compute, rounded, gradients, options),
+                partial(_compute, rounded, gradients, name),
                 RESULTS if gradients else RESULTS[:1],
                 tolerance(rounded.q.dtype, inputs.q.shape[1] + WIDTH),
                 HEADS * _operations(name, inputs.q.shape[1], gradients),
@@ -92,12 +88,17 @@ def define(inputs: Inputs, gradients: bool) -> dict[str, Definition]:
     return found
 
 
-def _compute(inputs: Inputs, gradients: bool, options: dict[str, bool]) -> list[torch.Tensor]:
+def _compute(inputs: Inputs, gradients: bool, function: str) -> list[torch.Tensor]:
     *qkv, grad_o = inputs
+    attention = partial(
+        definitions.attention,
+        softmax=function == "softmax",
+        normalize=function != "linear, not normalised",
+    )
     if not gradients:
-        return [definitions.attention(*qkv, **options)]
+        return [attention(*qkv)]
     leaves = [x.double().requires_grad_() for x in qkv]
-    return definitions.with_gradients(definitions.attention(*leaves, **options), leaves, grad_o)
+    return definitions.with_gradients(attention(*leaves), leaves, grad_o)
 
 
 def _operations(function: str, length: int, gradients: bool) -> int:

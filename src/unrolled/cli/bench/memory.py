@@ -1,16 +1,15 @@
 """Peak memory of a contender, in a process of its own: python -m unrolled.cli.bench.memory SETTINGS
 
-On a CPU it is the most memory that the process ever held, less what it held after the same job at length
-`BASE`. Within a process this only grows, so lengths are measured in rising order. On CUDA it is what torch
-allocated at most.
+On a CPU it is the most memory that the process ever held, less the same after the job at length `BASE`. Within
+a process this only grows, so lengths are measured in rising order. On CUDA it is what torch allocated at most.
 """
 
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -18,7 +17,7 @@ from unrolled.cli.bench import cases
 from unrolled.cli.bench.case import Case, Settings
 
 BASE = 64
-UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+STATUS = Path("/proc/self/status")
 
 
 def peaks(case: Case, contender: str, sizes: Sequence[int], settings: Settings) -> dict[int, int]:
@@ -45,7 +44,15 @@ def _peak(case: Case, contender: str, size: int, settings: Settings) -> int:
     run()
     if on_cuda:
         return torch.cuda.max_memory_allocated(settings.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
+    return _most_held()
+
+
+def _most_held() -> int:
+    if STATUS.exists():  # Linux; there, getrusage begins with the parent's peak
+        return 1024 * int(STATUS.read_text().partition("VmHWM:")[2].split()[0])
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.cli import measure
+from unrolled.cli._units import brief_time, size
 from unrolled.cli.bench import definitions, flops
 from unrolled.cli.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
 from unrolled.models import Decoder, DecoderConfig
@@ -25,7 +26,7 @@ SHAPE: dict[str, Any] = {
 }
 TINY = {"vocab_size": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32}  # of a quick run
 STEPS = 64
-LAYER_ERRORS = 4  # attention, two norms and the feed-forward layer each add their rounding
+ROUNDINGS = 4  # of a layer, one after the other: attention, feed-forward and two norms
 
 
 def step(batch: int, settings: Settings) -> Problem:
@@ -71,11 +72,13 @@ def step(batch: int, settings: Settings) -> Problem:
         Contender("unrolled", ours, "linear", ours=True),
         Contender("fast-transformers, recurrent", idiap, "linear"),
     ]
-    return Problem(contenders, {"linear": definition}, steps=STEPS, tokens=batch)
+    return Problem(
+        contenders, {"linear": definition}, steps=STEPS, tokens=batch, remark=partial(_remark, weights)
+    )
 
 
 def streamed_bytes(model: Decoder) -> int:
-    """Count the bytes of the weights that every step reads: all but the embedding, of which it reads a row."""
+    """Count the bytes of weights that every step reads: all but the embedding, of which it reads a row."""
     return sum(x.nbytes for name, x in model.named_parameters() if not name.startswith("embedding"))
 
 
@@ -232,8 +235,8 @@ def _logits(model: Decoder, tokens: Tensor) -> list[Tensor]:
 
 
 def _tolerance(model: Decoder, length: int) -> float:
-    terms = length + model.config.ff_width
-    return tolerance(torch.float32, terms, LAYER_ERRORS * model.config.n_layers)
+    config = model.config
+    return tolerance(torch.float32, (length + config.ff_width) * ROUNDINGS * config.n_layers)
 
 
 def _matmuls(model: Decoder) -> int:
@@ -253,14 +256,13 @@ def _attention_operations(model: Decoder, length: int) -> int:
     return config.n_layers * config.n_heads * per_head
 
 
-def _remark_step(batch: int, medians: Mapping[str, float], reading: float) -> str:
+def _remark(weights: int, medians: Mapping[str, float], reading: float) -> str:
     if "unrolled" not in medians:
         return ""
-    streamed = streamed_bytes(_decoder("linear", Settings()))
-    seconds = streamed / reading
+    seconds = weights / reading
+    share = seconds / medians["unrolled"]
     return (
-        f"batch {batch}: reading the {streamed / 1e6:.1f} MB of weights from memory would take "
-        f"{seconds * 1e3:.2f} ms, {seconds / medians['unrolled']:.0%} of our step."
+        f"reading {size(weights)} of weights from memory takes {brief_time(seconds)}, {share:.0%} of a step."
     )
 
 
@@ -272,7 +274,6 @@ CASES = [
         (1, 16),
         (1, 2),
         step,
-        remark=_remark_step,
     ),
     Case(
         "position",

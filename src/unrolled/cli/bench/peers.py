@@ -19,7 +19,8 @@ Function = Callable[[], Tensor]
 def chunked(q: Tensor, k: Tensor, v: Tensor, chunk: int = 64) -> Tensor:
     """Causal normalised linear attention by batched products over chunks, the usual lines; `[B,H,N,D]`."""
     N = q.shape[2]
-    q, k, v = (F.pad(x, (0, 0, 0, -N % chunk)).unflatten(2, (-1, chunk)) for x in (q, k, v))
+    padded = (F.pad(x, (0, 0, 0, -N % chunk)) for x in (q, k, v))
+    q, k, v = (x.reshape(*x.shape[:2], -1, chunk, x.shape[-1]) for x in padded)
     states = (k.mT @ v).cumsum(2)
     before = F.pad(states[:, :, :-1], (0, 0, 0, 0, 1, 0))
     o = q @ before + (q @ k.mT).tril() @ v

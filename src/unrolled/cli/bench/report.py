@@ -132,7 +132,7 @@ COLUMNS: dict[str, Callable[[Row], str | None]] = {
         if row.least is None or row.most is None
         else f"{brief_time(row.least)} to {brief_time(row.most)}"
     ),
-    "best peer / it": lambda row: (
+    "speed / best peer": lambda row: (
         None if row.best_peer is None or row.median is None else f"{row.best_peer / row.median:.2f}"
     ),
     "tokens/s": lambda row: None if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",

@@ -34,29 +34,25 @@ def run_case(
     """
     rows, remarks = [], []
     for size in case.chosen_sizes(settings):
-        where = f"{case.name}, {case.axis} = {size:,}"
+        tell(f"{case.name}, {case.axis} = {size:,}")
         problem = case.problem(size, settings)
-        found = run_problem(problem, settings, limits, lambda what, where=where: tell(f"{where}: {what}"))
+        found = run_problem(problem, settings, limits)
         rows += [replace(row, case=case.name, size=size) for row in found]
         medians = {row.contender: row.median for row in found if row.median is not None}
-        if case.remark is not None and (remark := case.remark(size, medians, limits.reading)):
-            remarks.append(remark)
+        if remark := problem.remark(medians, limits.reading):
+            remarks.append(f"{case.axis} = {size:,}: {remark}")
     if case.memory and not settings.quick:
         rows = _with_memory(case, rows, settings, tell)
     return rows, remarks
 
 
-def run_problem(
-    problem: Problem, settings: Settings, limits: Limits, tell: Callable[[str], object] = lambda _: None
-) -> list[Row]:
+def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Row]:
     """Check and measure one problem; the rows are in the order of its contenders."""
     rows, runs = {}, {}
     for contender in problem.contenders:
-        tell(f"checking {contender.name}")
         rows[contender.name], run = _check(contender, problem, settings)
         if run is not None:
             runs[contender.name] = run
-    tell("measuring")
     seconds = take_turns(runs, least=1 if settings.quick else LEAST, budget=settings.seconds)
     medians = {name: median(taken) / problem.steps for name, taken in seconds.items()}
     peers = [medians[x.name] for x in problem.contenders if x.name in medians and not x.ours]
@@ -84,10 +80,10 @@ def _check(
         return replace(row, status="not measured", reason=_sentence(error)), None
     except Exception as error:  # whatever a peer may raise, the others are still to be measured
         return replace(row, status="failed", reason=_sentence(error)), None
-    error, name = largest_error(found, definition)
-    row = replace(row, error=error, tolerance=definition.tolerance)
-    if not error <= definition.tolerance:  # nor if it is no number
-        reason = f"max error {error:.2g} in {name}, where at most {definition.tolerance:.2g} is rounding"
+    largest, name = largest_error(found, definition)
+    row = replace(row, error=largest, tolerance=definition.tolerance)
+    if largest > definition.tolerance:
+        reason = f"max error {largest:.2g} in {name}, where at most {definition.tolerance:.2g} is rounding"
         return replace(row, status="wrong", reason=reason), None
 
     def timed() -> None:

@@ -1,4 +1,4 @@
-"""Cases that compare linear attention with itself: half precision, two threads, in turn with torch's products."""
+"""Cases that compare linear attention with itself: in bf16, on two threads, in turn with torch's products."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +25,8 @@ def types(length: int, settings: Settings, *, gradients: bool) -> Problem:
         for backend in door.BACKENDS
         for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"))
     ]
-    return Problem(contenders, define(inputs, gradients))
+    remark = partial(_ratios, "bf16 inputs take", ", fp32", ", bf16")
+    return Problem(contenders, define(inputs, gradients), remark=remark)
 
 
 def two_threads(length: int, settings: Settings, *, gradients: bool) -> Problem:
@@ -46,7 +47,8 @@ def two_threads(length: int, settings: Settings, *, gradients: bool) -> Problem:
                 threads=threads,
             )
         )
-    return Problem(contenders, define(inputs, gradients))
+    remark = partial(_ratios, "two threads take", ", 1 thread", ", 2 threads")
+    return Problem(contenders, define(inputs, gradients), remark=remark)
 
 
 def alternation(length: int, settings: Settings) -> Problem:
@@ -85,37 +87,28 @@ def alternation(length: int, settings: Settings) -> Problem:
         repeated("product alone", "product", multiply),
         repeated("in turn", "both", attend, multiply),
     ]
-    return Problem(contenders, {"attention": linear, "product": product, "both": both}, steps=TURNS)
+    kinds = {"attention": linear, "product": product, "both": both}
+    return Problem(contenders, kinds, steps=TURNS, remark=_together)
 
 
-def _remark_types(size: int, medians: Mapping[str, float], _: float) -> str:
-    return _ratios(medians, ", fp32", ", bf16", f"N = {size:,}: bf16 inputs take")
-
-
-def _remark_threads(size: int, medians: Mapping[str, float], _: float) -> str:
-    return _ratios(medians, ", 1 thread", ", 2 threads", f"N = {size:,}: two threads take")
-
-
-def _remark_alternation(size: int, medians: Mapping[str, float], _: float) -> str:
+def _together(medians: Mapping[str, float], _: float) -> str:
     if len(medians) < 3:
         return ""
     share = medians["in turn"] / (medians["attention alone"] + medians["product alone"])
-    return f"N = {size:,}: in turn they take {share:.2f} of the time of both alone."
+    return f"in turn they take {share:.2f} of the time of both alone."
 
 
-def _ratios(medians: Mapping[str, float], one: str, other: str, words: str) -> str:
-    """Say for every contender that was measured both ways how the times compare."""
-    names = [
-        name.removesuffix(one)
-        for name in medians
-        if name.endswith(one) and f"{name.removesuffix(one)}{other}" in medians
-    ]
+def _ratios(words: str, one: str, other: str, medians: Mapping[str, float], _: float) -> str:
+    """Compare the times of every contender that was measured both ways."""
+    measured = [name.removesuffix(one) for name in medians if name.endswith(one)]
+    names = [name for name in measured if name + other in medians]
     parts = [f"{medians[name + other] / medians[name + one]:.2f} ({name})" for name in names]
-    return f"{words} {', '.join(parts)} of the time of the other." if parts else ""
+    return f"{words} {', '.join(parts)} of the time of{one.removeprefix(',')}." if parts else ""
 
 
-CASES = (
-    [
+PASSES = ((False, "", "forward"), (True, "-training", "forward and backward"))
+CASES = [
+    *(
         Case(
             f"linear-bf16{suffix}",
             f"bf16 beside fp32 inputs of linear attention, {what}.",
@@ -123,11 +116,10 @@ CASES = (
             (4096,),
             (128,),
             partial(types, gradients=gradients),
-            remark=_remark_types,
         )
-        for gradients, suffix, what in ((False, "", "forward"), (True, "-training", "forward and backward"))
-    ]
-    + [
+        for gradients, suffix, what in PASSES
+    ),
+    *(
         Case(
             f"threads{suffix}",
             f"Two threads beside one in linear attention, {what}.",
@@ -135,19 +127,15 @@ CASES = (
             (4096,),
             (128,),
             partial(two_threads, gradients=gradients),
-            remark=_remark_threads,
         )
-        for gradients, suffix, what in ((False, "", "forward"), (True, "-training", "forward and backward"))
-    ]
-    + [
-        Case(
-            "alternation",
-            f"Linear attention and a matrix product of torch's, {TURNS} times in turn on two threads.",
-            "N",
-            (4096,),
-            (128,),
-            alternation,
-            remark=_remark_alternation,
-        )
-    ]
-)
+        for gradients, suffix, what in PASSES
+    ),
+    Case(
+        "alternation",
+        f"Linear attention and a matrix product of torch's, {TURNS} times in turn on two threads.",
+        "N",
+        (4096,),
+        (128,),
+        alternation,
+    ),
+]
