@@ -1,6 +1,6 @@
 """The pictures of a report. Importing this module needs matplotlib; nothing here touches its global state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from io import BytesIO
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ MANY = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f6b
 
 
 class Line(NamedTuple):
-    """A series of a plot, named beside its last point."""
+    """A series of a plot with its name."""
 
     name: str
     x: Sequence[float]
@@ -122,17 +122,25 @@ def against_position(theme: Theme, title: str, lines: Sequence[Line], tick: Call
 
 
 def against_size(
-    theme: Theme, title: str, axis: str, lines: Sequence[Line], tick: Callable[[float], str]
+    theme: Theme,
+    title: str,
+    axis: str,
+    lines: Sequence[Line],
+    tick: Callable[[float], str],
+    strong: Collection[str] = (),
 ) -> Figure:
-    """Draw any number of lines against a size on logarithmic axes, with a legend, the highest line first."""
-    figure, axes = _axes(theme, (7.2, 4.2))
+    """Draw any number of lines against a size on logarithmic axes, with a legend, the highest line first.
+
+    Those whose names are in `strong` are thicker.
+    """
+    figure, axes = _axes(theme, (8, 4.2))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     styles = zip(cycle(MANY), cycle("osD^vPX*"), cycle(["-"] * len(MANY) + ["--"] * len(MANY)))
     for line, (colour, marker, dashes) in zip(lines, styles, strict=False):
-        axes.plot(
-            line.x, line.y, dashes, color=colour, marker=marker, markersize=4, linewidth=1.8, label=line.name
-        )
+        width = 2.6 if line.name in strong else 1.4
+        style = {"color": colour, "marker": marker, "markersize": 2 + width, "linewidth": width}
+        axes.plot(line.x, line.y, dashes, label=line.name, **style)
     sizes = sorted({x for line in lines for x in line.x})
     axes.set_xticks(sizes, [f"{x:,}" for x in sizes])
     axes.minorticks_off()

@@ -93,6 +93,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         "system": platform.platform(terse=True),
         "device": settings.device,
         "threads": settings.threads,
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "versions": {
             "unrolled": __version__,

@@ -1,13 +1,15 @@
-"""Peak memory of a contender, in a process of its own: python -m unrolled.cli.bench.memory SETTINGS
+"""Peak memory of a contender, in a process of its own: python -m unrolled.cli.bench.memory QUESTION
 
-On a CPU it is the most memory that the process ever held, less the same after the job at length `BASE`. Within
-a process this only grows, so lengths are measured in rising order. On CUDA it is what torch allocated at most.
+It is what the process held at most while the job ran, less what it held just before: inputs and weights are
+not counted, outputs are. On CUDA it is what torch allocated, likewise.
 """
 
+import gc
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,43 +18,44 @@ import torch
 from unrolled.cli.bench import cases
 from unrolled.cli.bench.case import Case, Settings
 
-BASE = 64
-STATUS = Path("/proc/self/status")
+WARM_UP = 64  # the length of a first run, which brings in what is loaded once
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc would keep blocks of up to 32 MiB for later
 
 
 def peaks(case: Case, contender: str, sizes: Sequence[int], settings: Settings) -> dict[int, int]:
-    """Return bytes by size.
+    """Return bytes by size; nothing where the system does not tell: on a CPU, other systems than Linux.
 
     Raises:
         RuntimeError: the process ended with an error, or for want of memory.
     """
-    question = json.dumps([case.name, contender, sorted(sizes), asdict(settings)])
-    found = subprocess.run([sys.executable, "-m", __name__, question], capture_output=True, text=True)
+    if settings.device == "cpu" and not CLEAR.exists():
+        return {}
+    question = json.dumps([case.name, contender, list(sizes), asdict(settings)])
+    command = [sys.executable, "-m", __name__, question]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | RETURN_FREED)
     if found.returncode:
         lines = found.stderr.strip().splitlines() or [f"exit code {found.returncode}"]
         raise RuntimeError(f"the process that measures the memory of {contender} ended: {lines[-1]}")
-    answer = json.loads(found.stdout.splitlines()[-1])
-    return {size: max(0, peak) for size, peak in zip(sorted(sizes), answer, strict=True)}
+    return dict(zip(sizes, json.loads(found.stdout.splitlines()[-1]), strict=True))
 
 
-def _peak(case: Case, contender: str, size: int, settings: Settings) -> int:
-    on_cuda = settings.device.startswith("cuda")
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats(settings.device)
-    contenders = case.problem(size, settings).contenders
-    run = next(x for x in contenders if x.name == contender).prepare()
+def peak(run: Callable[[], object], device: str = "cpu") -> int:
+    """Return the bytes that `run` adds at most to what this process holds."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    CLEAR.write_text("5")  # sets the peak back to what is held now
+    before = _held("VmRSS")
     run()
-    if on_cuda:
-        return torch.cuda.max_memory_allocated(settings.device)
-    return _most_held()
+    return max(0, _held("VmHWM") - before)
 
 
-def _most_held() -> int:
-    if STATUS.exists():  # Linux; there, getrusage begins with the parent's peak
-        return 1024 * int(STATUS.read_text().partition("VmHWM:")[2].split()[0])
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+def _held(what: str) -> int:
+    return 1024 * int(STATUS.read_text().partition(f"{what}:")[2].split()[0])
 
 
 def main() -> None:
@@ -61,8 +64,13 @@ def main() -> None:
     settings = Settings(**fields)
     case = cases.find(case_name)
     torch.set_num_threads(settings.threads)
-    base = _peak(case, contender, BASE, settings)
-    print(json.dumps([_peak(case, contender, size, settings) - base for size in sizes]))
+
+    def prepared(size: int) -> Callable[[], object]:
+        contenders = case.problem(size, settings).contenders
+        return next(x for x in contenders if x.name == contender).prepare()
+
+    prepared(WARM_UP)()
+    print(json.dumps([peak(prepared(size), settings.device) for size in sizes]))
 
 
 if __name__ == "__main__":

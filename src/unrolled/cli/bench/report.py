@@ -94,11 +94,12 @@ def machine_text(report: Report) -> str:
     flops = f"not measured: {limits['flops_missing']}" if peak is None else f"{peak / 1e9:.1f} GFLOP/s"
     memory = "" if machine["memory_bytes"] is None else f", {size(machine['memory_bytes'])} of memory"
     threads = machine["threads"]
+    load = "" if machine["load"] is None else f", load average {machine['load']:.1f} at the start"
     return "\n".join(
         [
             f"- {machine['date']}, {machine['processor']}, {machine['cores']} cores{memory}, "
             f"{machine['instruction_set']}, device {machine.get('gpu', machine['device'])}, "
-            f"{threads} thread{'s' * (threads != 1)}",
+            f"{threads} thread{'s' * (threads != 1)}{load}",
             f"- {versions}",
             f"- limits: multiply-adds in registers {flops}; copying {limits['copying'] / 1e9:.1f} GB/s "
             f"(read and written), reading {limits['reading'] / 1e9:.1f} GB/s",

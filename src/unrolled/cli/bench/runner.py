@@ -1,5 +1,6 @@
 """Runs a case: every contender is checked before anything is timed, and what is wrong gets no time."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -72,8 +73,10 @@ def _check(
     threads = contender.threads or settings.threads
     torch.set_num_threads(threads)
     try:
-        run = contender.prepare()
-        found = [x.detach() for x in run()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries that are not ours
+            run = contender.prepare()
+            found = [x.detach() for x in run()]
     except (MissingError, ImportError, UnsupportedError) as error:
         return replace(row, status="missing", reason=_sentence(error)), None
     except NotMeasuredError as error:
