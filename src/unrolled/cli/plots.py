@@ -139,7 +139,12 @@ def against_size(
     styles = zip(cycle(MANY), cycle("osD^vPX*"), cycle(["-"] * len(MANY) + ["--"] * len(MANY)))
     for line, (colour, marker, dashes) in zip(lines, styles, strict=False):
         width = 2.6 if line.name in strong else 1.4
-        style = {"color": colour, "marker": marker, "markersize": 2 + width, "linewidth": width}
+        style: dict[str, Any] = {
+            "color": colour,
+            "marker": marker,
+            "markersize": 2 + width,
+            "linewidth": width,
+        }
         axes.plot(line.x, line.y, dashes, label=line.name, **style)
     sizes = sorted({x for line in lines for x in line.x})
     axes.set_xticks(sizes, [f"{x:,}" for x in sizes])

@@ -68,9 +68,7 @@ def _lengths(text: str | None) -> tuple[int, ...] | None:
     except ValueError:
         found = ()
     if not found or found[0] < 1:
-        raise ValueError(
-            f"--lengths is {text!r}, wanted positive integers with commas between, as in 256,1024"
-        )
+        raise ValueError(f"--lengths is {text!r}, wanted positive integers with commas, as in 256,1024")
     return found
 
 
