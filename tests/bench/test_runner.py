@@ -46,10 +46,8 @@ def problem(*contenders, **options):
 
 def rows(*contenders, **options):
     before = torch.get_num_threads()
-    try:
-        found = runner.run_problem(problem(*contenders, **options), Settings(seconds=0.0), LIMITS)
-    finally:
-        torch.set_num_threads(before)
+    found = runner.run_problem(problem(*contenders, **options), Settings(seconds=0.0), LIMITS)
+    assert torch.get_num_threads() == before
     return {row.contender: row for row in found}
 
 

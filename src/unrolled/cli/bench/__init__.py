@@ -77,11 +77,10 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
     from dataclasses import asdict
 
     from unrolled.cli.bench import machine, report, runner
-    from unrolled.training._session import cpu_threads
 
     out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
-    with console.status("measuring the machine's limits") as status, cpu_threads(None):
+    with console.status("measuring the machine's limits") as status:
         limits = machine.limits(settings)
         found = report.Report(machine.describe(settings), asdict(limits), asdict(settings))
         typer.echo(report.machine_text(found))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unrolled import __version__
+import unrolled
 from unrolled.cli.bench.case import MissingError, Settings
 from unrolled.cli.measure import take_turns
 from unrolled.training._session import cpu_threads
@@ -96,7 +96,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "versions": {
-            "unrolled": __version__,
+            "unrolled": unrolled.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             **{name: found for name in PEERS if (found := _version(name))},

@@ -22,6 +22,7 @@ from unrolled.cli.bench.machine import Limits
 from unrolled.cli.bench.report import Row
 from unrolled.cli.measure import take_turns
 from unrolled.contract import UnsupportedError
+from unrolled.training._session import cpu_threads
 
 LEAST = 3  # timings of each, however long one takes
 
@@ -50,11 +51,12 @@ def run_case(
 def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Row]:
     """Check and measure one problem; the rows are in the order of its contenders."""
     rows, runs = {}, {}
-    for contender in problem.contenders:
-        rows[contender.name], run = _check(contender, problem, settings)
-        if run is not None:
-            runs[contender.name] = run
-    seconds = take_turns(runs, least=1 if settings.quick else LEAST, budget=settings.seconds)
+    with cpu_threads(settings.threads):
+        for contender in problem.contenders:
+            rows[contender.name], run = _check(contender, problem, settings)
+            if run is not None:
+                runs[contender.name] = run
+        seconds = take_turns(runs, least=1 if settings.quick else LEAST, budget=settings.seconds)
     medians = {name: median(taken) / problem.steps for name, taken in seconds.items()}
     peers = [medians[x.name] for x in problem.contenders if x.name in medians and not x.ours]
     for contender in problem.contenders:
