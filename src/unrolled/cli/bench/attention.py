@@ -6,9 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.cli.bench.case import Contender, NotMeasuredError, Settings
+from unrolled.cli.bench import definitions
+from unrolled.cli.bench.case import Contender, Definition, NotMeasuredError, Settings, tolerance
 
 HEADS, WIDTH = 8, 64
+COMPARE_ALL_UP_TO = 4096  # tokens; beyond, the first and the last head are compared
 RESULTS = ("o", "dq", "dk", "dv")
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -89,3 +91,40 @@ def contender(
         return x.transpose(1, 2) if heads_first else x
 
     return Contender(name, prepare, definition, ours, threads)
+
+
+def define(
+    inputs: Inputs,
+    *,
+    gradients: bool,
+    operations: float,
+    softmax: bool,
+    left: int | None = None,
+    right: int | None = 0,
+    normalize: bool = True,
+) -> Definition:
+    """Define attention of `inputs`; the options are those of `definitions.attention`, `operations` of a head.
+
+    Its cost in fp64 is quadratic, so of long sequences it has the first and the last head only.
+    """
+    length = inputs.q.shape[1]
+    heads = slice(None, None, HEADS - 1 if length > COMPARE_ALL_UP_TO else None)
+    reach = length if left is None else min(length, left + 1 + (right or 0))
+
+    def compared(x: Tensor) -> Tensor:
+        return x[:, :, heads]
+
+    def compute() -> list[Tensor]:
+        *qkv, grad_o = map(compared, inputs)
+        leaves = [x.double().requires_grad_(gradients) for x in qkv]
+        o = definitions.attention(*leaves, softmax=softmax, left=left, right=right, normalize=normalize)
+        return definitions.with_gradients(o, leaves, grad_o) if gradients else [o]
+
+    return Definition(
+        compute,
+        RESULTS if gradients else RESULTS[:1],
+        tolerance(inputs.q.dtype, reach + WIDTH),
+        HEADS * operations,
+        (2 if gradients else 1) * 4 * inputs.q.nbytes,
+        compared,
+    )

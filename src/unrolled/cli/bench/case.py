@@ -52,6 +52,7 @@ class Definition:
         tolerance: the largest error of a right contender, as a part of the largest number of each result.
         flops: additions, multiplications, divisions and exponentials that the function needs.
         nbytes: bytes that must be read and written once.
+        compared: takes from a contender's result what `compute` gives; all of it by default.
     """
 
     compute: Callable[[], Sequence[Tensor]]
@@ -59,6 +60,7 @@ class Definition:
     tolerance: float
     flops: float | None = None
     nbytes: float | None = None
+    compared: Callable[[Tensor], Tensor] = lambda x: x
 
     @cached_property
     def results(self) -> list[Tensor]:

@@ -5,14 +5,13 @@ from functools import partial
 
 import torch
 
-from unrolled.cli.bench import definitions, flops, peers
+from unrolled.cli.bench import flops, peers
 from unrolled.cli.bench.attention import (
-    HEADS,
-    RESULTS,
     WIDTH,
     Function,
     Inputs,
     contender,
+    define,
     random_inputs,
 )
 from unrolled.cli.bench.case import (
@@ -22,7 +21,6 @@ from unrolled.cli.bench.case import (
     NotMeasuredError,
     Problem,
     Settings,
-    tolerance,
 )
 from unrolled.ops.kernels import linear as door
 from unrolled.ops.linear import linear_attention
@@ -49,7 +47,7 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
         ),
         half("SDPA flash, bf16", lambda: peers.flash, definition="softmax, bf16", heads_first=True),
     ]
-    return Problem(contenders, define(inputs, gradients))
+    return Problem(contenders, define_all(inputs, gradients))
 
 
 def ours(
@@ -73,32 +71,19 @@ def ours(
     )
 
 
-def define(inputs: Inputs, gradients: bool) -> dict[str, Definition]:
+def define_all(inputs: Inputs, gradients: bool) -> dict[str, Definition]:
     """Define linear attention, also not normalised, and softmax, of the inputs and of them in bf16."""
     found = {}
     for suffix, rounded in (("", inputs), (", bf16", inputs.to(torch.bfloat16))):
         for name in ("linear", "linear, not normalised", "softmax"):
-            found[name + suffix] = Definition(
-                partial(_compute, rounded, gradients, name),
-                RESULTS if gradients else RESULTS[:1],
-                tolerance(rounded.q.dtype, inputs.q.shape[1] + WIDTH),
-                HEADS * _operations(name, inputs.q.shape[1], gradients),
-                (2 if gradients else 1) * 4 * rounded.q.nbytes,
+            found[name + suffix] = define(
+                rounded,
+                gradients=gradients,
+                operations=_operations(name, inputs.q.shape[1], gradients),
+                softmax=name == "softmax",
+                normalize=name != "linear, not normalised",
             )
     return found
-
-
-def _compute(inputs: Inputs, gradients: bool, function: str) -> list[torch.Tensor]:
-    *qkv, grad_o = inputs
-    attention = partial(
-        definitions.attention,
-        softmax=function == "softmax",
-        normalize=function != "linear, not normalised",
-    )
-    if not gradients:
-        return [attention(*qkv)]
-    leaves = [x.double().requires_grad_() for x in qkv]
-    return definitions.with_gradients(attention(*leaves), leaves, grad_o)
 
 
 def _operations(function: str, length: int, gradients: bool) -> int:

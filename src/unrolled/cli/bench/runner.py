@@ -101,7 +101,8 @@ def _check(
 def largest_error(found: Sequence[Tensor], definition: Definition) -> tuple[float, str]:
     """Return the largest error of any result, relative to that result's largest number, and its name."""
     errors = []
-    for x, exact, name in zip(found, definition.results, definition.names, strict=True):
+    parts = map(definition.compared, found)
+    for x, exact, name in zip(parts, definition.results, definition.names, strict=True):
         if x.shape != exact.shape:
             return float("inf"), f"{name} (of shape {list(x.shape)}, not {list(exact.shape)})"
         error = float((x.double() - exact).abs().max() / exact.abs().max())

@@ -9,7 +9,7 @@ from torch import Tensor
 from unrolled.cli.bench import peers
 from unrolled.cli.bench.attention import contender, random_inputs
 from unrolled.cli.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
-from unrolled.cli.bench.linear import define, ours
+from unrolled.cli.bench.linear import define_all, ours
 from unrolled.ops.kernels import linear as door
 from unrolled.ops.linear import linear_attention
 
@@ -26,7 +26,7 @@ def types(length: int, settings: Settings, *, gradients: bool) -> Problem:
         for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"))
     ]
     remark = partial(_ratios, "bf16 inputs take", ", fp32", ", bf16")
-    return Problem(contenders, define(inputs, gradients), remark=remark)
+    return Problem(contenders, define_all(inputs, gradients), remark=remark)
 
 
 def two_threads(length: int, settings: Settings, *, gradients: bool) -> Problem:
@@ -48,7 +48,7 @@ def two_threads(length: int, settings: Settings, *, gradients: bool) -> Problem:
             )
         )
     remark = partial(_ratios, "two threads take", ", 1 thread", ", 2 threads")
-    return Problem(contenders, define(inputs, gradients), remark=remark)
+    return Problem(contenders, define_all(inputs, gradients), remark=remark)
 
 
 def alternation(length: int, settings: Settings) -> Problem:
@@ -70,7 +70,7 @@ def alternation(length: int, settings: Settings) -> Problem:
 
         return Contender(name, lambda: run, definition, ours=True, threads=2)
 
-    linear = define(inputs, False)["linear"]
+    linear = define_all(inputs, False)["linear"]
     product = Definition(
         lambda: [a.double() @ b.double()],
         ["product"],

@@ -6,24 +6,20 @@ from typing import Any
 
 from torch import Tensor
 
-from unrolled.cli.bench import definitions, flops, peers
+from unrolled.cli.bench import flops, peers
 from unrolled.cli.bench.attention import (
-    HEADS,
-    RESULTS,
     WIDTH,
     Function,
-    Inputs,
     contender,
+    define,
     random_inputs,
 )
 from unrolled.cli.bench.case import (
     Case,
     Contender,
-    Definition,
     NotMeasuredError,
     Problem,
     Settings,
-    tolerance,
 )
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
@@ -63,11 +59,18 @@ def problem(length: int, settings: Settings, *, left: int, right: int, gradients
             heads_first=True,
         )
     )
-    definitions = {
-        "window": _define(inputs, left, right, gradients),
-        "dense": _define(inputs, None, dense_right, gradients),
+    kinds = {
+        name: define(
+            inputs,
+            gradients=gradients,
+            operations=_operations(length, *reach, gradients),
+            softmax=True,
+            left=reach[0],
+            right=reach[1],
+        )
+        for name, reach in (("window", (left, right)), ("dense", (None, dense_right)))
     }
-    return Problem(contenders, definitions)
+    return Problem(contenders, kinds)
 
 
 def _backends() -> tuple[str, ...]:
@@ -89,27 +92,9 @@ def _window_attention(window_size: tuple[int, int], backend: str) -> Function:
     return attention
 
 
-def _define(inputs: Inputs, left: int | None, right: int | None, gradients: bool) -> Definition:
-    length = inputs.q.shape[1]
+def _operations(length: int, left: int | None, right: int | None, gradients: bool) -> int:
     sizes = (flops.pairs_within(length, left, right), length, WIDTH, WIDTH)
-    operations = flops.softmax_attention(*sizes) + gradients * flops.softmax_attention_gradient(*sizes)
-    terms = length if left is None else left + (right or 0) + 1
-
-    def compute() -> list[Tensor]:
-        *qkv, grad_o = inputs
-        if not gradients:
-            return [definitions.attention(*qkv, softmax=True, left=left, right=right)]
-        leaves = [x.double().requires_grad_() for x in qkv]
-        o = definitions.attention(*leaves, softmax=True, left=left, right=right)
-        return definitions.with_gradients(o, leaves, grad_o)
-
-    return Definition(
-        compute,
-        RESULTS if gradients else RESULTS[:1],
-        tolerance(inputs.q.dtype, terms + WIDTH),
-        HEADS * operations,
-        (2 if gradients else 1) * 4 * inputs.q.nbytes,
-    )
+    return flops.softmax_attention(*sizes) + gradients * flops.softmax_attention_gradient(*sizes)
 
 
 CASES = [
