@@ -13,6 +13,7 @@ MACHINE = {
     "cores": 2,
     "memory_bytes": 8_000_000_000,
     "instruction_set": "AVX2",
+    "kernels": "avx2",
     "device": "cpu",
     "threads": 1,
     "load": 0.25,
@@ -71,6 +72,7 @@ def test_every_line_of_a_table_has_as_many_cells(report):
 def test_the_machine_and_its_limits_are_told(report):
     text = markdown(report, {"case": ("What it asks.", "N")})
     assert "A processor, 2 cores, 8 GB of memory, AVX2, device cpu, 1 thread, load average 0.2" in text
+    assert "- unrolled 0.1, torch 2.13; native kernels: avx2\n" in text
     assert "multiply-adds in registers 100.0 GFLOP/s; copying 20.0 GB/s" in text
     limits = LIMITS | {"flops": None, "flops_missing": "no compiler was found"}
     text = markdown(dataclasses.replace(report, limits=limits), {"case": ("What it asks.", "N")})

@@ -1,6 +1,5 @@
 """What the machine is, and how fast it could be: the limits that every figure is held against."""
 
-import importlib
 import os
 import platform
 import time
@@ -15,6 +14,7 @@ import torch
 import unrolled
 from unrolled.cli.bench.case import MissingError, Settings
 from unrolled.cli.measure import take_turns
+from unrolled.ops.kernels import native
 from unrolled.training._session import cpu_threads
 
 BUFFER = 1 << 28  # bytes, far more than the last cache holds
@@ -61,13 +61,9 @@ def fma_peak() -> float:
     Raises:
         MissingError: the native kernels, which have the loop, are not here.
     """
-    try:
-        native: Any = importlib.import_module("unrolled.ops.kernels.native")
-    except ImportError as error:
-        raise MissingError("the native kernels are not installed") from error
-    if not native.available():
-        raise MissingError(str(native.missing()))
-    return float(native.fma_peak())
+    if why := native.missing():
+        raise MissingError(why)
+    return native.fma_peak()
 
 
 def synchronized(run: Callable[[], object], device: str) -> Callable[[], object]:
@@ -90,6 +86,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_bytes": _memory(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "kernels": native.missing() or native.instruction_set(),
         "system": platform.platform(terse=True),
         "device": settings.device,
         "threads": settings.threads,

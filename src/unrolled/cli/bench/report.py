@@ -100,7 +100,7 @@ def machine_text(report: Report) -> str:
             f"- {machine['date']}, {machine['processor']}, {machine['cores']} cores{memory}, "
             f"{machine['instruction_set']}, device {machine.get('gpu', machine['device'])}, "
             f"{threads} thread{'s' * (threads != 1)}{load}",
-            f"- {versions}",
+            f"- {versions}; native kernels: {machine['kernels']}",
             f"- limits: multiply-adds in registers {flops}; copying {limits['copying'] / 1e9:.1f} GB/s "
             f"(read and written), reading {limits['reading'] / 1e9:.1f} GB/s",
         ]

@@ -1,10 +1,6 @@
 """Cases of sliding-window softmax attention beside dense softmax attention, which reads everything."""
 
-import importlib
 from functools import partial
-from typing import Any
-
-from torch import Tensor
 
 from unrolled.cli.bench import flops, peers
 from unrolled.cli.bench.attention import (
@@ -21,6 +17,8 @@ from unrolled.cli.bench.case import (
     Problem,
     Settings,
 )
+from unrolled.ops.kernels import window as door
+from unrolled.ops.window import window_attention
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 QUICK = (64, 128)
@@ -40,14 +38,14 @@ def problem(length: int, settings: Settings, *, left: int, right: int, gradients
     contenders: list[Contender] = [
         contender(
             f"unrolled {backend}",
-            partial(_window_attention, (left, right), backend),
+            partial(_load, (left, right), backend),
             inputs,
             gradients=gradients,
             definition="window",
             ours=True,
             cuda=backend in ("flex", "triton"),
         )
-        for backend in _backends()
+        for backend in door.BACKENDS
     ]
     contenders.append(
         contender(
@@ -63,33 +61,18 @@ def problem(length: int, settings: Settings, *, left: int, right: int, gradients
         name: define(
             inputs,
             gradients=gradients,
-            operations=_operations(length, *reach, gradients),
+            operations=_operations(length, first, last, gradients),
             softmax=True,
-            left=reach[0],
-            right=reach[1],
+            left=first,
+            right=last,
         )
-        for name, reach in (("window", (left, right)), ("dense", (None, dense_right)))
+        for name, first, last in (("window", left, right), ("dense", None, dense_right))
     }
     return Problem(contenders, kinds)
 
 
-def _backends() -> tuple[str, ...]:
-    try:
-        door: Any = importlib.import_module("unrolled.ops.kernels.window")
-    except ImportError:
-        return ("plain",)  # which then says what is missing
-    backends: tuple[str, ...] = door.BACKENDS
-    return backends
-
-
-def _window_attention(window_size: tuple[int, int], backend: str) -> Function:
-    op: Any = importlib.import_module("unrolled.ops.window")
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o: Tensor = op.window_attention(q, k, v, window_size=window_size, backend=backend)
-        return o
-
-    return attention
+def _load(window_size: tuple[int, int], backend: str) -> Function:
+    return lambda q, k, v: window_attention(q, k, v, window_size=window_size, backend=backend)
 
 
 def _operations(length: int, left: int | None, right: int | None, gradients: bool) -> int:
