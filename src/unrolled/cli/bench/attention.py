@@ -7,12 +7,24 @@ import torch
 from torch import Tensor
 
 from unrolled.cli.bench import definitions
-from unrolled.cli.bench.case import Contender, Definition, NotMeasuredError, Settings, tolerance
+from unrolled.cli.bench.case import (
+    Contender,
+    Definition,
+    MissingError,
+    NotMeasuredError,
+    Settings,
+    tolerance,
+)
+from unrolled.ops.kernels import native
 
 HEADS, WIDTH = 8, 64
 COMPARE_ALL_UP_TO = 4096  # tokens; beyond, the first and the last head are compared
 RESULTS = ("o", "dq", "dk", "dv")
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+DEVICES = {"native": "cpu", "triton": "cuda", "flex": "cuda"}
+"""Where those of our backends run that do not run everywhere."""
 
 
 class Inputs(NamedTuple):
@@ -36,6 +48,17 @@ def random_inputs(length: int, settings: Settings) -> Inputs:
     return Inputs(*(x.to(settings.device) for x in (positive(q) + 1, positive(k) + 1, v, grad_o)))
 
 
+def loading(backend: str, attention: Function) -> Callable[[], Function]:
+    """Return what gives `attention`, which runs one of our backends, where that backend is installed."""
+
+    def load() -> Function:
+        if backend == "native" and (why := native.missing()):
+            raise MissingError(why)
+        return attention
+
+    return load
+
+
 def contender(
     name: str,
     load: Callable[[], Function],
@@ -46,7 +69,7 @@ def contender(
     ours: bool = False,
     heads_first: bool = False,
     threads: int | None = None,
-    cuda: bool = False,
+    device: str | None = None,
 ) -> Contender:
     """Make a contender of a function of q, k and v.
 
@@ -59,13 +82,13 @@ def contender(
         ours: see `Contender`.
         heads_first: whether the function wants `[B,H,N,D]`.
         threads: see `Contender`.
-        cuda: whether it runs on CUDA only.
+        device: "cpu" or "cuda" where it runs on that only.
     """
 
     def prepare() -> Callable[[], Sequence[Tensor]]:
-        if cuda and not inputs.q.is_cuda:
-            why = "the device is the CPU" if torch.cuda.is_available() else "no CUDA device"
-            raise NotMeasuredError(why)
+        if device not in (None, inputs.q.device.type):
+            absent = device == "cuda" and not torch.cuda.is_available()
+            raise NotMeasuredError("no CUDA device" if absent else f"it runs on --device {device}")
         function = load()
 
         def arranged(x: Tensor) -> Tensor:

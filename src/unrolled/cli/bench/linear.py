@@ -7,11 +7,12 @@ import torch
 
 from unrolled.cli.bench import flops, peers
 from unrolled.cli.bench.attention import (
+    DEVICES,
     WIDTH,
-    Function,
     Inputs,
     contender,
     define,
+    loading,
     random_inputs,
 )
 from unrolled.cli.bench.case import (
@@ -33,7 +34,7 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
     """Compare all contenders at one length."""
     inputs = random_inputs(length, settings)
     add = partial(contender, inputs=inputs, gradients=gradients)
-    half = partial(contender, inputs=inputs.to(torch.bfloat16), gradients=gradients, cuda=True)
+    half = partial(contender, inputs=inputs.to(torch.bfloat16), gradients=gradients, device="cuda")
     contenders = [
         *(ours(backend, inputs, gradients) for backend in door.BACKENDS),
         add("chunked PyTorch", lambda: peers.chunked, definition="linear", heads_first=True),
@@ -55,19 +56,16 @@ def ours(
 ) -> Contender:
     """Make a contender of one of our backends."""
 
-    def load() -> Function:
-        return lambda q, k, v: linear_attention(q, k, v, causal=True, backend=backend)
-
     half = ", bf16" if inputs.q.dtype == torch.bfloat16 else ""
     return contender(
         f"unrolled {backend}{suffix}",
-        load,
+        loading(backend, partial(linear_attention, causal=True, backend=backend)),
         inputs,
         gradients=gradients,
         definition=f"linear{half}",
         ours=True,
         threads=threads,
-        cuda=backend == "triton",
+        device=DEVICES.get(backend),
     )
 
 
@@ -99,7 +97,7 @@ def _onnxruntime(inputs: Inputs, settings: Settings, gradients: bool) -> Contend
         if gradients:
             raise NotMeasuredError("it has no gradient")
         if inputs.q.is_cuda:
-            raise NotMeasuredError("it is bound to tensors on the CPU")
+            raise NotMeasuredError("it runs on --device cpu")
         attention = peers.onnxruntime_linear(*inputs[:3], settings.threads)
         return lambda: [attention()]
 

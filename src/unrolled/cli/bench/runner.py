@@ -1,5 +1,6 @@
 """Runs a case: every contender is checked before anything is timed, and what is wrong gets no time."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,7 +45,8 @@ def run_case(
         if remark := problem.remark(medians, limits.reading):
             remarks.append(f"{case.axis} = {size:,}: {remark}")
     if case.memory and not settings.quick:
-        rows = _with_memory(case, rows, settings, tell)
+        rows, unknown = _with_memory(case, rows, settings, tell)
+        remarks += unknown
     return rows, remarks
 
 
@@ -104,9 +106,9 @@ def largest_error(found: Sequence[Tensor], definition: Definition) -> tuple[floa
     parts = map(definition.compared, found)
     for x, exact, name in zip(parts, definition.results, definition.names, strict=True):
         if x.shape != exact.shape:
-            return float("inf"), f"{name} (of shape {list(x.shape)}, not {list(exact.shape)})"
+            return math.inf, f"{name} (of shape {list(x.shape)}, not {list(exact.shape)})"
         error = float((x.double() - exact).abs().max() / exact.abs().max())
-        errors.append((error if error == error else float("inf"), name))
+        errors.append((math.inf if math.isnan(error) else error, name))
     return max(errors)
 
 
@@ -143,15 +145,20 @@ def _timed(
 
 def _with_memory(
     case: Case, rows: Sequence[Row], settings: Settings, tell: Callable[[str], object]
-) -> list[Row]:
-    """Add peak memory to the rows that have a time."""
+) -> tuple[list[Row], list[str]]:
+    """Add peak memory to the rows that have a time; also return why that could not be."""
     found: dict[tuple[str, int], int] = {}
+    unknown = []
     for name in dict.fromkeys(row.contender for row in rows if row.median is not None):
         tell(f"{case.name}: memory of {name}")
         sizes = [row.size for row in rows if row.contender == name and row.median is not None]
-        for size, peak in memory.peaks(case, name, sizes, settings).items():
-            found[name, size] = peak
-    return [replace(row, peak_bytes=found.get((row.contender, row.size))) for row in rows]
+        try:
+            peaks = memory.peaks(case, name, sizes, settings)
+        except RuntimeError as error:
+            unknown.append(f"peak memory of {name}: not measured: {error}")
+            continue
+        found |= {(name, size): peak for size, peak in peaks.items()}
+    return [replace(row, peak_bytes=found.get((row.contender, row.size))) for row in rows], unknown
 
 
 def _sentence(error: Exception) -> str:

@@ -4,10 +4,12 @@ from functools import partial
 
 from unrolled.cli.bench import flops, peers
 from unrolled.cli.bench.attention import (
+    DEVICES,
     WIDTH,
     Function,
     contender,
     define,
+    loading,
     random_inputs,
 )
 from unrolled.cli.bench.case import (
@@ -38,12 +40,12 @@ def problem(length: int, settings: Settings, *, left: int, right: int, gradients
     contenders: list[Contender] = [
         contender(
             f"unrolled {backend}",
-            partial(_load, (left, right), backend),
+            loading(backend, partial(window_attention, window_size=(left, right), backend=backend)),
             inputs,
             gradients=gradients,
             definition="window",
             ours=True,
-            cuda=backend in ("flex", "triton"),
+            device=DEVICES.get(backend),
         )
         for backend in door.BACKENDS
     ]
@@ -69,10 +71,6 @@ def problem(length: int, settings: Settings, *, left: int, right: int, gradients
         for name, first, last in (("window", left, right), ("dense", None, dense_right))
     }
     return Problem(contenders, kinds)
-
-
-def _load(window_size: tuple[int, int], backend: str) -> Function:
-    return lambda q, k, v: window_attention(q, k, v, window_size=window_size, backend=backend)
 
 
 def _operations(length: int, left: int | None, right: int | None, gradients: bool) -> int:
