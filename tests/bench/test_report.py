@@ -79,6 +79,13 @@ def test_the_machine_and_its_limits_are_told(report):
     assert "multiply-adds in registers not measured: no compiler was found" in text
 
 
+def test_a_busy_machine_is_told(report):
+    assert "other work" not in case_text(report, "case", "What it asks.", "N")
+    busy = dataclasses.replace(ROWS[0], working=0.62)
+    text = case_text(dataclasses.replace(report, rows=[busy, ROWS[1]]), "case", "What it asks.", "N")
+    assert text.endswith("this process had 62% of the time at worst, so read the ratios only.")
+
+
 def test_a_case_without_any_time_still_says_why(report):
     only = dataclasses.replace(report, rows=[ROWS[2]], remarks={})
     assert "| all | gone | missing: No module named 'gone' |" in case_text(only, "case", "It.", "N")

@@ -58,6 +58,7 @@ def test_what_is_right_gets_a_time_in_terms_of_the_limits():
     assert row.share_of_copying == row.bandwidth / 2e9 == 800 / row.median / 2e9
     assert row.tokens_per_second == 10 / row.median
     assert row.error < 1e-7
+    assert 0 < row.working <= 1
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,9 @@ def bench(
 ) -> None:
     """Measure how fast this library is here, beside others and beside the machine's own limits.
 
-    Each contender's results, and its gradients, are first compared with the definition in fp64. A wrong one
-    gets no time, and the command then ends with exit code 1. Contenders take turns in one process.
+    Results and gradients are first compared with their definition in fp64: what is wrong gets no time.
+
+    Contenders take turns in one process. The exit code is 1 if any of them was wrong.
 
     \b
     Examples:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from unrolled.cli._units import brief_time, size
 
+UNDISTURBED = 0.97  # of the time; less, and a reader is warned
+
 Status = Literal["ok", "wrong", "missing", "not measured", "failed"]
 
 
@@ -23,6 +25,7 @@ class Row:
         threads, runs: CPU threads, and how many timings there are.
         median, least, most: seconds of a job.
         best_peer: the median of the fastest contender that is not ours.
+        working: the part of the time that the machine gave to this process, while it timed all contenders.
         tokens_per_second: where a job has tokens.
         flops, share_of_flops: needed operations per second, and as a part of the machine's limit.
         bandwidth, share_of_copying: needed bytes per second, and as a part of the rate of copying.
@@ -44,6 +47,7 @@ class Row:
     least: float | None = None
     most: float | None = None
     best_peer: float | None = None
+    working: float | None = None
     tokens_per_second: float | None = None
     flops: float | None = None
     share_of_flops: float | None = None
@@ -115,6 +119,12 @@ def case_text(report: Report, case: str, about: str, axis: str) -> str:
         parts.append(_medians(rows, axis))
     parts.append(_details(rows, axis))
     parts += report.remarks.get(case, [])
+    given = [row.working for row in rows if row.working is not None]
+    if report.machine["device"] == "cpu" and min(given, default=1.0) < UNDISTURBED:
+        parts.append(
+            f"The machine did other work: this process had {min(given):.0%} of the time at worst, so read the "
+            "ratios only."
+        )
     return "\n\n".join(parts)
 
 

@@ -1,6 +1,7 @@
 """Runs a case: every contender is checked before anything is timed, and what is wrong gets no time."""
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -58,13 +59,17 @@ def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Ro
             rows[contender.name], run = _check(contender, problem, settings)
             if run is not None:
                 runs[contender.name] = run
+        clocks = time.perf_counter(), time.process_time()
         seconds = take_turns(runs, least=1 if settings.quick else LEAST, budget=settings.seconds)
+        passed, worked = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
     medians = {name: median(taken) / problem.steps for name, taken in seconds.items()}
     peers = [medians[x.name] for x in problem.contenders if x.name in medians and not x.ours]
     for contender in problem.contenders:
         if (name := contender.name) in seconds:
             rows[name] = _timed(rows[name], seconds[name], problem, contender, limits, settings)
-            rows[name] = replace(rows[name], best_peer=min(peers) if peers else None)
+            rows[name] = replace(
+                rows[name], best_peer=min(peers) if peers else None, working=min(1.0, worked / passed)
+            )
     return list(rows.values())
 
 
