@@ -122,8 +122,8 @@ def case_text(report: Report, case: str, about: str, axis: str) -> str:
     given = [row.working for row in rows if row.working is not None]
     if report.machine["device"] == "cpu" and min(given, default=1.0) < UNDISTURBED:
         parts.append(
-            f"The machine did other work: this process had {min(given):.0%} of the time at worst, so read the "
-            "ratios only."
+            f"The machine did other work: this process had {min(given):.0%} of the time at worst, so read "
+            "the ratios only."
         )
     return "\n\n".join(parts)
 
