@@ -70,6 +70,10 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
         ),
         (["step", "--lengths", "0,5"], "--lengths is '0,5', wanted positive"),
         (["step", "--lengths", ","], "--lengths is ',', wanted positive"),
+        (
+            ["step", "--device", "meta"],
+            "--device is 'meta', wanted cpu or cuda: the others have no clock here",
+        ),
         (["step", "--device", "nowhere"], "--device nowhere cannot be used here"),
     ],
 )

@@ -53,7 +53,10 @@ def bench(
     from unrolled.cli.bench.case import Settings
 
     chosen = [registry.find(name) for name in cases or registry.CASES]
-    settings = Settings(str(choose(device)), threads, 0.0 if quick else seconds, _lengths(lengths), quick)
+    where = choose(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {device!r}, wanted cpu or cuda: the others have no clock here")
+    settings = Settings(str(where), threads, 0.0 if quick else seconds, _lengths(lengths), quick)
     if list_cases:
         for case in chosen:
             typer.echo(f"{case.name:24} {case.about}")

@@ -12,6 +12,7 @@ from unrolled.cli import measure
 from unrolled.cli._units import brief_time, size
 from unrolled.cli.bench import definitions, flops
 from unrolled.cli.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
+from unrolled.cli.bench.peer_models import idiap_encoder, idiap_names
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
 
@@ -31,7 +32,7 @@ ROUNDINGS = 4  # of a layer, one after the other: attention, feed-forward and tw
 
 def step(batch: int, settings: Settings) -> Problem:
     """Generate from an empty state: `STEPS` tokens of each of `batch` sequences."""
-    model = _decoder("linear", settings)
+    model = _decoder("linear", settings).eval()
     tokens = measure.random_tokens(model, STEPS, batch)
 
     def ours() -> Callable[[], list[Tensor]]:
@@ -46,7 +47,7 @@ def step(batch: int, settings: Settings) -> Problem:
         return run
 
     def idiap() -> Callable[[], list[Tensor]]:
-        encoder = _idiap_encoder(model, recurrent=True)
+        encoder = idiap_encoder(model, recurrent=True).eval()
 
         @torch.inference_mode()
         def run() -> list[Tensor]:
@@ -86,7 +87,7 @@ def position(length: int, settings: Settings) -> Problem:
     """Generate after `length` tokens, with linear attention and with softmax and its cache."""
     contenders, kinds = [], {}
     for attention in ("linear", "softmax"):
-        model = _decoder(attention, settings)
+        model = _decoder(attention, settings).eval()
         tokens = measure.random_tokens(model, length + measure.WINDOW)
 
         def prepare(model: Decoder = model) -> Callable[[], list[Tensor]]:
@@ -150,7 +151,7 @@ def _idiap_training(settings: Settings, length: int) -> Contender:
     def prepare() -> Callable[[], Sequence[Tensor]]:
         from fast_transformers.masking import TriangularCausalMask
 
-        encoder, mask = _idiap_encoder(model, recurrent=False), TriangularCausalMask(length)
+        encoder, mask = idiap_encoder(model, recurrent=False), TriangularCausalMask(length)
         theirs = dict(encoder.named_parameters())
         own = {name: x for name, x in model.named_parameters() if not name.startswith("stack")}
 
@@ -160,7 +161,7 @@ def _idiap_training(settings: Settings, length: int) -> Contender:
             found = torch.autograd.grad(loss, [*own.values(), *theirs.values()])
             gradients = dict(zip([*own, *theirs], found, strict=True))
             ordered = (
-                gradients[name] if name in own else torch.cat([gradients[x] for x in _idiap_names(name)])
+                gradients[name] if name in own else torch.cat([gradients[x] for x in idiap_names(name)])
                 for name, _ in model.named_parameters()
             )
             return [loss.detach(), *ordered]
@@ -168,48 +169,6 @@ def _idiap_training(settings: Settings, length: int) -> Contender:
         return run
 
     return Contender("fast-transformers", prepare, "linear")
-
-
-def _idiap_encoder(model: Decoder, *, recurrent: bool) -> Any:
-    """Build the stack of a decoder in pytorch-fast-transformers, with the same weights."""
-    from fast_transformers import builders
-
-    config = model.config
-    width = config.d_model // config.n_heads
-    kind = builders.RecurrentEncoderBuilder if recurrent else builders.TransformerEncoderBuilder
-    encoder = kind.from_kwargs(
-        attention_type="causal-linear",
-        n_layers=config.n_layers,
-        n_heads=config.n_heads,
-        query_dimensions=width,
-        value_dimensions=width,
-        feed_forward_dimensions=config.ff_width,
-        activation="gelu",
-        dropout=0.0,
-        final_normalization=False,
-    ).get()
-    theirs = dict(encoder.named_parameters())
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if name.startswith("stack"):
-                parts = [theirs[part] for part in _idiap_names(name)]
-                for part, value in zip(parts, x.chunk(len(parts)), strict=True):
-                    part.copy_(value)
-    return encoder
-
-
-def _idiap_names(name: str) -> list[str]:
-    """Name the parameters of theirs that one of ours is made of."""
-    _, _, layer, *path, kind = name.split(".")
-    found = {
-        "attention.qkv_proj": [f"attention.{x}_projection" for x in ("query", "key", "value")],
-        "attention.out_proj": ["attention.out_projection"],
-        "attention_norm": ["norm1"],
-        "ff_norm": ["norm2"],
-        "ff.up": ["linear1"],
-        "ff.down": ["linear2"],
-    }
-    return [f"layers.{layer}.{x}.{kind}" for x in found[".".join(path)]]
 
 
 def _decoder(attention: str, settings: Settings) -> Decoder:
