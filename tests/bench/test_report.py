@@ -102,9 +102,10 @@ def test_what_a_call_costs_does_not_hide_the_exponent():
     assert exponent(sizes, [1e-3 + 1e-8 * n**2 for n in sizes]) == pytest.approx(2.0, abs=0.02)
 
 
-def test_an_exponent_needs_two_points():
-    assert exponent([256], [1.0]) is None
-    assert exponent([256, 512], [0, 1.0]) is None
+@pytest.mark.parametrize(("sizes", "costs"), [([256], [1.0]), ([256, 512], [0, 1.0])])
+def test_an_exponent_needs_two_points_that_are_positive(sizes, costs):
+    with pytest.raises(ValueError, match="wanted two or more that are positive"):
+        exponent(sizes, costs)
 
 
 def test_plots_name_contenders_with_their_exponents(report):
@@ -121,7 +122,10 @@ def test_plots_name_contenders_with_their_exponents(report):
         patch.setattr(plots, "against_size", against_size)
         patch.setattr(plots, "DPI", 40)
         assert figures.draw(report, "case", "batch") == {}
-        rows = [dataclasses.replace(FAST, size=n, median=1e-6 * n, peak_bytes=n**2) for n in (256, 512, 1024)]
+        rows = [
+            dataclasses.replace(FAST, size=n, median=1e-6 * n**3, least=1e-6 * n, peak_bytes=n**2)
+            for n in (256, 512, 1024)
+        ]
         rows += [dataclasses.replace(row, contender="peer", ours=False, peak_bytes=None) for row in rows]
         found = figures.draw(dataclasses.replace(report, rows=rows), "case", "N")
     assert found.keys() == {"case-time.png", "case-memory.png"}
