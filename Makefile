@@ -30,8 +30,8 @@ format: $(VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/python docs/build.py
 
-bench: $(VENV)/installed
-	$(BIN)/python benchmarks/scaling.py
+bench: $(VENV)/oracles
+	$(BIN)/unrolled bench $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
@@ -50,5 +50,5 @@ $(VENV)/oracles: $(VENV)/installed
 	PATH=$$(echo $$PATH | tr ':' '\n' | while read d; do [ -e "$$d/nvcc" ] || printf '%s:' "$$d"; done) \
 		$(CURDIR)/$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps pytorch-fast-transformers==0.4.0
 	$(BIN)/python -m pip install --quiet --no-deps fla-core==0.6.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt einops triton==3.9.0 'transformers>=5,<6'
+	$(BIN)/python -m pip install --quiet -c constraints.txt einops triton==3.9.0 'transformers>=5,<6' onnx onnxruntime
 	touch $@

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from unrolled.cli.bench import bench
 from unrolled.cli.demo import demo
 from unrolled.cli.generate import generate
 from unrolled.cli.info import info
@@ -40,6 +41,7 @@ app.command()(generate)
 app.command("list")(mechanisms)
 app.command()(info)
 app.command()(demo)
+app.command()(bench)
 
 
 @app.callback()

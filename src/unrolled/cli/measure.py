@@ -1,11 +1,11 @@
 """What one more token costs a decoder, against the position: time by running it, memory by counting it."""
 
+import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
+from unrolled.training._session import cpu_threads
+
+Key = TypeVar("Key")
 
 WINDOW = 64  # tokens per timing of a stepping decoder, so that work that is due only now and then counts
 
@@ -74,13 +77,14 @@ def stepping(model: Decoder) -> Contender:
     """
 
     def prepare(position: int) -> Task:
-        tokens = _random_tokens(model, position + WINDOW)
+        tokens = random_tokens(model, position + WINDOW)
         _, start = model.prefill(tokens[:, :position], model.init_state(1))
 
-        def run() -> None:
+        def run() -> Tensor:
             state = start
             for token in tokens[:, position:].unbind(1):
-                _, state = model.step(token, state)
+                logits, state = model.step(token, state)
+            return logits
 
         return Task(run, WINDOW, nbytes(start))
 
@@ -91,7 +95,7 @@ def recomputing(model: Decoder) -> Contender:
     """Decode one sequence by reading it all again for each token; the bytes are the peak of activations."""
 
     def prepare(position: int) -> Task:
-        tokens = _random_tokens(model, position)
+        tokens = random_tokens(model, position)
         with PeakBytes() as memory:
             model(tokens)
         return Task(lambda: model(tokens), 1, memory.peak)
@@ -120,23 +124,62 @@ def cost_per_token(
     Returns:
         for each name, a cost per position.
     """
-    with torch.inference_mode(), _threads(threads):
+    with torch.inference_mode(), cpu_threads(threads):
         tasks = {
             (name, position): prepare(position)
             for name, (prepare, positions) in contenders.items()
             for position in positions
         }
-        seconds: dict[tuple[str, int], list[float]] = {key: [] for key in tasks}
-        for _ in range(repeats):
-            for key, task in tasks.items():
+        runs = {key: task.run for key, task in tasks.items()}
+        seconds = take_turns(runs, least=repeats, budget=0, on_run=on_run)
+
+    def cost(name: str, position: int) -> Cost:
+        task = tasks[name, position]
+        return Cost(position, median(seconds[name, position]) / task.tokens, task.nbytes)
+
+    return {name: [cost(name, p) for p in positions] for name, (_, positions) in contenders.items()}
+
+
+def take_turns(
+    runs: Mapping[Key, Callable[[], object]],
+    *,
+    least: int,
+    budget: float,
+    on_run: Callable[[], object] = lambda: None,
+) -> dict[Key, list[float]]:
+    """Time each of `runs` again and again, one after the other, so that a busy machine slows all down alike.
+
+    The garbage collector rests meanwhile.
+
+    Args:
+        runs: what to time, by any key.
+        least: rounds in which all take part.
+        budget: seconds, of which each has an equal share: after `least` rounds, it goes on until that is
+            spent.
+        on_run: called after each timing.
+
+    Returns:
+        for each key, the seconds of every run.
+    """
+    seconds: dict[Key, list[float]] = {key: [] for key in runs}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        while waiting := [
+            key
+            for key, taken in seconds.items()
+            if len(taken) < least or sum(taken) + min(taken) < budget / len(runs)
+        ]:
+            for key in waiting:
                 began = time.perf_counter()
-                task.run()
-                seconds[key].append((time.perf_counter() - began) / task.tokens)
+                runs[key]()
+                seconds[key].append(time.perf_counter() - began)
                 on_run()
-    return {
-        name: [Cost(p, median(seconds[name, p]), tasks[name, p].nbytes) for p in positions]
-        for name, (_, positions) in contenders.items()
-    }
+            gc.collect(0)
+    finally:
+        if collecting:
+            gc.enable()
+    return seconds
 
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -172,16 +215,8 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _random_tokens(model: Decoder, length: int) -> Tensor:
+def random_tokens(model: Decoder, length: int, batch: int = 1) -> Tensor:
+    """Draw tokens `[batch, length]` for a model, the same ones every time, on its device."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (1, length), generator=generator)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    tokens = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
+    return tokens.to(next(model.parameters()).device)

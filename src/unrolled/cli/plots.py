@@ -1,7 +1,8 @@
 """The pictures of a report. Importing this module needs matplotlib; nothing here touches its global state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from io import BytesIO
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +39,12 @@ LIGHT = Theme("#ffffff", "#24292f", "#d8dee4", ("#0072b2", "#d55e00", "#5f6b76")
 DARK = Theme("#15191e", "#d8dee6", "#3a434d", ("#56b4e9", "#e69f00", "#a9b4bf"))
 
 
+MANY = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f6b76", "#b3a400")
+"""More series, again of Okabe and Ito."""
+
+
 class Line(NamedTuple):
-    """A series of a plot, named beside its last point."""
+    """A series of a plot with its name."""
 
     name: str
     x: Sequence[float]
@@ -116,6 +121,50 @@ def against_position(theme: Theme, title: str, lines: Sequence[Line], tick: Call
     return figure
 
 
+def against_size(
+    theme: Theme,
+    title: str,
+    axis: str,
+    lines: Sequence[Line],
+    tick: Callable[[float], str],
+    strong: Collection[str] = (),
+) -> Figure:
+    """Draw any number of lines against a size on logarithmic axes, with a legend, the highest line first.
+
+    Those whose names are in `strong` are thicker.
+    """
+    figure, axes = _axes(theme, (8, 4.2))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    styles = zip(cycle(MANY), cycle("osD^vPX*"), cycle(["-"] * len(MANY) + ["--"] * len(MANY)))
+    for line, (colour, marker, dashes) in zip(lines, styles, strict=False):
+        width = 2.6 if line.name in strong else 1.4
+        style: dict[str, Any] = {
+            "color": colour,
+            "marker": marker,
+            "markersize": 2 + width,
+            "linewidth": width,
+        }
+        axes.plot(line.x, line.y, dashes, label=line.name, **style)
+    sizes = sorted({x for line in lines for x in line.x})
+    axes.set_xticks(sizes, [f"{x:,}" for x in sizes])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axes.set_xlabel(axis)
+    axes.set_title(title, loc="left", fontsize=FONT_SIZE, color=theme.ink)
+    handles, names = axes.get_legend_handles_labels()
+    order = sorted(range(len(lines)), key=lambda index: -lines[index].y[-1])
+    figure.legend(
+        [handles[i] for i in order],
+        [names[i] for i in order],
+        loc="outside right upper",
+        frameon=False,
+        labelcolor=theme.ink,
+        fontsize=FONT_SIZE - 1.5,
+    )
+    return figure
+
+
 def of_report(
     figures: Mapping[str, Any],
     real: NDArray[np.uint8],
@@ -158,8 +207,8 @@ def of_report(
     return {name: {"light": png(light[name]), "dark": png(dark[name])} for name in light}
 
 
-def _axes(theme: Theme) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.6, 3.5), facecolor=theme.paper, layout="constrained")
+def _axes(theme: Theme, inches: tuple[float, float] = (5.6, 3.5)) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=inches, facecolor=theme.paper, layout="constrained")
     axes = figure.add_subplot(facecolor=theme.paper)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["bottom", "left"]].set_color(theme.faint)

@@ -1,0 +1,119 @@
+"""`unrolled bench`."""
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from unrolled.cli.bench.case import Case, Settings
+    from unrolled.cli.bench.report import Report
+
+
+def bench(
+    cases: Annotated[list[str] | None, typer.Argument(help="Which cases; all of them by default.")] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases, and measure nothing.")] = False,
+    lengths: Annotated[
+        str | None, typer.Option(help="Sequence lengths instead of those of the cases, as in 256,1024.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of every contender.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Time for each case at each size, shared by its contenders.")
+    ] = 3.0,
+    out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/bench"),
+    device: Annotated[str, typer.Option(help="As torch calls it, for example cuda.")] = "cpu",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny sizes, to see that it works; the figures mean nothing.")
+    ] = False,
+) -> None:
+    """Measure how fast this library is here, beside others and beside the machine's own limits.
+
+    Results and gradients are first compared with their definition in fp64: what is wrong gets no time.
+
+    Contenders take turns in one process. The exit code is 1 if any of them was wrong.
+
+    \b
+    Examples:
+      unrolled bench --list
+      unrolled bench linear-forward step
+      unrolled bench linear-forward --lengths 1024,4096 --threads 2
+
+    \b
+    The folder will hold
+      results.json    every number
+      results.md      the same as tables
+      *.png           time and peak memory against the length
+    """
+    from unrolled.cli._device import choose
+    from unrolled.cli.bench import cases as registry
+    from unrolled.cli.bench.case import Settings
+
+    chosen = [registry.find(name) for name in cases or registry.CASES]
+    where = choose(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {device!r}, wanted cpu or cuda: the others have no clock here")
+    settings = Settings(str(where), threads, 0.0 if quick else seconds, _lengths(lengths), quick)
+    if list_cases:
+        for case in chosen:
+            typer.echo(f"{case.name:24} {case.about}")
+        return
+    _run(chosen, settings, out)
+
+
+def _lengths(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        found = tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise ValueError(f"--lengths is {text!r}, wanted positive integers with commas, as in 256,1024")
+    return found
+
+
+def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
+    """Measure case by case, and write what there is after each, so that an interrupt loses only the last."""
+    from dataclasses import asdict
+
+    from unrolled.cli.bench import machine, report, runner
+
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True)
+    with console.status("measuring the machine's limits") as status:
+        limits = machine.limits(settings)
+        found = report.Report(machine.describe(settings), asdict(limits), asdict(settings))
+        typer.echo(report.machine_text(found))
+        if find_spec("matplotlib") is None:
+            typer.echo("no plots: matplotlib is missing, pip install 'unrolled[plot]'", err=True)
+        for case in chosen:
+            rows, remarks = runner.run_case(case, settings, limits, status.update)
+            found.rows.extend(rows)
+            found.remarks[case.name] = remarks
+            typer.echo("\n" + report.case_text(found, case.name, case.about, case.axis))
+            _write(found, case, {x.name: (x.about, x.axis) for x in chosen}, out)
+    typer.echo(f"\nThe report: {out / 'results.md'}")
+    if found.refused:
+        names = ", ".join(dict.fromkeys(f"{row.contender} ({row.case})" for row in found.refused))
+        typer.secho(f"refused: {names}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1)
+
+
+def _write(found: "Report", case: "Case", abouts: dict[str, tuple[str, str]], out: Path) -> None:
+    from unrolled.cli.bench import report
+    from unrolled.models.saving import write_atomically
+
+    files = {
+        "results.json": found.to_json().encode(),
+        "results.md": report.markdown(found, abouts).encode(),
+    }
+    if find_spec("matplotlib") is not None:
+        from unrolled.cli.bench import figures
+
+        files |= figures.draw(found, case.name, case.axis)
+    for name, content in files.items():
+        write_atomically(out / name, partial(Path.write_bytes, data=content))

@@ -1,0 +1,153 @@
+"""What cases of an attention function share: inputs of a real size, contenders from plain functions."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unrolled.cli.bench import definitions
+from unrolled.cli.bench.case import (
+    Contender,
+    Definition,
+    MissingError,
+    NotMeasuredError,
+    Settings,
+    tolerance,
+)
+from unrolled.ops.kernels import native
+
+HEADS, WIDTH = 8, 64
+COMPARE_ALL_UP_TO = 4096  # tokens; beyond, the first and the last head are compared
+RESULTS = ("o", "dq", "dk", "dv")
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+DEVICES = {"native": "cpu", "triton": "cuda", "flex": "cuda"}
+"""Where those of our backends run that do not run everywhere."""
+
+
+class Inputs(NamedTuple):
+    """q, k, v and the gradient of the output, all `[1,N,H,D]`; q and k are positive, as features are."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_o: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        """Round them."""
+        return Inputs(*(x.to(dtype) for x in self))
+
+
+def random_inputs(length: int, settings: Settings) -> Inputs:
+    """Draw inputs: features elu(x) + 1 of normal numbers, values and output gradients normal."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v, grad_o = (torch.randn(1, length, HEADS, WIDTH, generator=generator) for _ in range(4))
+    positive = torch.nn.functional.elu
+    return Inputs(*(x.to(settings.device) for x in (positive(q) + 1, positive(k) + 1, v, grad_o)))
+
+
+def loading(backend: str, attention: Function) -> Callable[[], Function]:
+    """Return what gives `attention`, which runs one of our backends, where that backend is installed."""
+
+    def load() -> Function:
+        if backend == "native" and (why := native.missing()):
+            raise MissingError(why)
+        return attention
+
+    return load
+
+
+def contender(
+    name: str,
+    load: Callable[[], Function],
+    inputs: Inputs,
+    *,
+    gradients: bool,
+    definition: str,
+    ours: bool = False,
+    heads_first: bool = False,
+    threads: int | None = None,
+    device: str | None = None,
+) -> Contender:
+    """Make a contender of a function of q, k and v.
+
+    Args:
+        name: see `Contender`.
+        load: imports the function.
+        inputs: what it gets.
+        gradients: whether the job is forward and backward.
+        definition: see `Contender`.
+        ours: see `Contender`.
+        heads_first: whether the function wants `[B,H,N,D]`.
+        threads: see `Contender`.
+        device: "cpu" or "cuda" where it runs on that only.
+    """
+
+    def prepare() -> Callable[[], Sequence[Tensor]]:
+        if device not in (None, inputs.q.device.type):
+            absent = device == "cuda" and not torch.cuda.is_available()
+            raise NotMeasuredError("no CUDA device" if absent else f"it runs on --device {device}")
+        function = load()
+
+        def arranged(x: Tensor) -> Tensor:
+            return x.transpose(1, 2).contiguous() if heads_first else x
+
+        *qkv, grad_o = (arranged(x) for x in inputs)
+        if not gradients:
+
+            def forward() -> list[Tensor]:
+                with torch.inference_mode():
+                    return [back(function(*qkv))]
+
+            return forward
+        leaves = [x.clone().requires_grad_() for x in qkv]
+
+        def both() -> list[Tensor]:
+            o = function(*leaves)
+            return [back(x) for x in (o, *torch.autograd.grad(o, leaves, grad_o))]
+
+        return both
+
+    def back(x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if heads_first else x
+
+    return Contender(name, prepare, definition, ours, threads)
+
+
+def define(
+    inputs: Inputs,
+    *,
+    gradients: bool,
+    operations: float,
+    softmax: bool,
+    left: int | None = None,
+    right: int | None = 0,
+    normalize: bool = True,
+) -> Definition:
+    """Define attention of `inputs`; the options are those of `definitions.attention`, `operations` of a head.
+
+    Its cost in fp64 is quadratic, so of long sequences it has the first and the last head only.
+    """
+    length = inputs.q.shape[1]
+    heads = slice(None, None, HEADS - 1 if length > COMPARE_ALL_UP_TO else None)
+    reach = length if left is None else min(length, left + 1 + (right or 0))
+
+    def compared(x: Tensor) -> Tensor:
+        return x[:, :, heads]
+
+    def compute() -> list[Tensor]:
+        *qkv, grad_o = map(compared, inputs)
+        leaves = [x.double().requires_grad_(gradients) for x in qkv]
+        o = definitions.attention(*leaves, softmax=softmax, left=left, right=right, normalize=normalize)
+        return definitions.with_gradients(o, leaves, grad_o) if gradients else [o]
+
+    return Definition(
+        compute,
+        RESULTS if gradients else RESULTS[:1],
+        tolerance(inputs.q.dtype, reach + WIDTH),
+        HEADS * operations,
+        (2 if gradients else 1) * 4 * inputs.q.nbytes,
+        compared,
+    )

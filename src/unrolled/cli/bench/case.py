@@ -1,0 +1,150 @@
+"""What a benchmark is made of: cases, their problems, the definitions, and the contenders that are timed."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from unrolled.training._session import cpu_threads
+
+LAMBDA = 8.0
+"""With this, the probability that rounding alone exceeds a `tolerance` is about 1e-14 per number."""
+
+
+class MissingError(Exception):
+    """A contender is not installed here; the message says what is missing."""
+
+
+class NotMeasuredError(Exception):
+    """A contender is left out here on purpose; the message says why."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose.
+
+    Attributes:
+        device: where the operations run.
+        threads: CPU threads of every contender that does not bring its own number.
+        seconds: the budget of one case at one size, shared by its contenders.
+        lengths: instead of the sizes of a case that are sequence lengths.
+        quick: tiny sizes, to see that everything works.
+    """
+
+    device: str = "cpu"
+    threads: int = 1
+    seconds: float = 3.0
+    lengths: tuple[int, ...] | None = None
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The function that a contender has to compute: its results in fp64, and what they need.
+
+    Attributes:
+        compute: the results, by a form that shares no code with any contender.
+        names: of the results.
+        tolerance: the largest error of a right contender, as a part of the largest number of each result.
+        flops: additions, multiplications, divisions and exponentials that the function needs.
+        nbytes: bytes that must be read and written once.
+        compared: takes from a contender's result what `compute` gives; all of it by default.
+    """
+
+    compute: Callable[[], Sequence[Tensor]]
+    names: Sequence[str]
+    tolerance: float
+    flops: float | None = None
+    nbytes: float | None = None
+    compared: Callable[[Tensor], Tensor] = lambda x: x
+
+    @cached_property
+    def results(self) -> list[Tensor]:
+        """What `compute` gives, computed once and on all cores, since nobody times it."""
+        with torch.enable_grad(), cpu_threads(os.cpu_count()):
+            return [x.detach().double() for x in self.compute()]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the job.
+
+    Attributes:
+        name: what the tables call it.
+        prepare: imports, casts and copies what is not to be timed, and returns what is: a function of no
+            arguments that returns its results, in the order of the definition's. It raises `MissingError`,
+            `ImportError` or `NotMeasuredError` where it cannot run.
+        definition: the name of what it computes, among the problem's definitions.
+        ours: whether this project made it; all others are peers.
+        threads: CPU threads, instead of those of the settings.
+    """
+
+    name: str
+    prepare: Callable[[], Callable[[], Sequence[Tensor]]]
+    definition: str
+    ours: bool = False
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case at one size.
+
+    Attributes:
+        contenders: who is timed, in the order of the table.
+        definitions: what they compute, by name.
+        steps: how often a run does the job; times, operations and bytes are told for one.
+        tokens: sequence positions that one job handles, where a reader wants tokens per second.
+        remark: from the medians by contender and the bandwidth of reading (bytes/s), a sentence for under the
+            table, or nothing.
+    """
+
+    contenders: Sequence[Contender]
+    definitions: Mapping[str, Definition]
+    steps: int = 1
+    tokens: int | None = None
+    remark: Callable[[Mapping[str, float], float], str] = lambda medians, reading: ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question that the benchmark answers, at several sizes.
+
+    Attributes:
+        name: what the user types.
+        about: one sentence.
+        axis: what the sizes are; "N" is a sequence length.
+        sizes, quick: where to measure, and where to try it with `quick`.
+        problem: what to do at a size.
+        memory: whether to measure peak memory, each contender in a process of its own.
+    """
+
+    name: str
+    about: str
+    axis: str
+    sizes: tuple[int, ...]
+    quick: tuple[int, ...]
+    problem: Callable[[int, Settings], Problem]
+    memory: bool = False
+
+    def chosen_sizes(self, settings: Settings) -> tuple[int, ...]:
+        """Where to measure with these settings."""
+        if settings.lengths is not None and self.axis == "N":
+            return settings.lengths
+        return self.quick if settings.quick else self.sizes
+
+
+def tolerance(dtype: torch.dtype, terms: int) -> float:
+    """Bound the rounding error of sums of so many terms, made of numbers of this type.
+
+    A sum of n rounded terms in fp32 is off by less than lambda sqrt(n) u with probability
+    1 - 2 exp(-lambda^2 / 2) (Higham and Mary 2019, SIAM J. Sci. Comput. 41, theorem 2.4). In half precision
+    the inputs of each of the four products of attention and its gradient are rounded once more.
+    """
+    single = torch.finfo(torch.float32).eps / 2
+    rounded = 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps / 2
+    return LAMBDA * math.sqrt(terms) * single + rounded

@@ -1,0 +1,19 @@
+"""The registry: every case of the benchmark, by name."""
+
+from unrolled.cli.bench import linear, models, variations, window
+from unrolled.cli.bench.case import Case
+
+CASES: dict[str, Case] = {
+    case.name: case for case in [*linear.CASES, *variations.CASES, *window.CASES, *models.CASES]
+}
+
+
+def find(name: str) -> Case:
+    """Return a case.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in CASES:
+        raise ValueError(f"there is no case {name!r}; the cases are {', '.join(CASES)}")
+    return CASES[name]

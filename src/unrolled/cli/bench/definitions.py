@@ -1,0 +1,95 @@
+"""The functions that contenders must compute, written out in fp64: all pairs of a query and a key, by blocks.
+
+Gradients come from autograd. Each block of queries is recomputed in the backward pass, so that memory stays
+small at lengths where all weights together would not fit.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+ROWS = 256  # queries per block
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax: bool,
+    left: int | None = None,
+    right: int | None = 0,
+    normalize: bool = True,
+) -> Tensor:
+    """o_i = sum_j w_ij v_j / sum_j w_ij over j in [i - left, i + right], with w_ij = q_i . k_j or its exp.
+
+    Args:
+        q, k: `[B,N,H,D]`.
+        v: `[B,N,H,M]`.
+        softmax: w_ij = exp(q_i . k_j / sqrt(D)) instead of q_i . k_j.
+        left, right: how far a query reads; None for all keys on that side. The default is causal.
+        normalize: divide by the sum of the weights.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    N, outputs = q.shape[1], []
+    for first in range(0, N, ROWS):
+        last = min(first + ROWS, N)
+        low = 0 if left is None else max(0, first - left)
+        high = N if right is None else min(N, last + right)
+        i = torch.arange(first, last, device=q.device).unsqueeze(-1)
+        j = torch.arange(low, high, device=q.device)
+        read = torch.ones(last - first, high - low, dtype=torch.bool, device=q.device)
+        if left is not None:
+            read &= j >= i - left
+        if right is not None:
+            read &= j <= i + right
+        block = q[:, first:last], k[:, low:high], v[:, low:high], read, softmax, normalize
+        outputs.append(checkpoint(_block, *block, use_reentrant=False))
+    return torch.cat(outputs, 1)
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, read: Tensor, softmax: bool, normalize: bool) -> Tensor:
+    weights = torch.einsum("bthd,bshd->bhts", q, k)
+    if softmax:
+        scores = (weights / q.shape[-1] ** 0.5).masked_fill(~read, -torch.inf)
+        weights = (scores - scores.amax(-1, keepdim=True).detach()).exp()
+    else:
+        weights = weights * read
+    o = torch.einsum("bhts,bshm->bthm", weights, v)
+    return o / weights.sum(-1).transpose(1, 2).unsqueeze(-1) if normalize else o
+
+
+def with_gradients(output: Tensor, inputs: Sequence[Tensor], grad_output: Tensor) -> list[Tensor]:
+    """Return the output and the gradients of sum(output * grad_output) with respect to the inputs."""
+    return [output.detach(), *torch.autograd.grad(output, inputs, grad_output.to(output))]
+
+
+def decoder(
+    weights: Mapping[str, Tensor], tokens: Tensor, n_layers: int, n_heads: int, softmax: bool
+) -> Tensor:
+    """Logits `[B,N,V]` of a post-norm decoder with gelu and no positions, from the weights of our `Decoder`.
+
+    x <- norm(x + attention(x));  x <- norm(x + W2 gelu(W1 x))    (Vaswani et al. 2017, arXiv 1706.03762, §3)
+    """
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
+
+    x = weights["embedding.weight"][tokens]
+    for layer in range(n_layers):
+        block = f"stack.blocks.{layer}"
+        heads = linear(x, f"{block}.attention.qkv_proj").reshape(*tokens.shape, 3, n_heads, -1)
+        q, k, v = heads.unbind(-3)
+        if not softmax:
+            q, k = F.elu(q) + 1, F.elu(k) + 1
+        attended = attention(q, k, v, softmax=softmax).flatten(-2)
+        x = norm(x + linear(attended, f"{block}.attention.out_proj"), f"{block}.attention_norm")
+        y = linear(F.gelu(linear(x, f"{block}.ff.up")), f"{block}.ff.down")
+        x = norm(x + y, f"{block}.ff_norm")
+    return F.linear(x, weights["head.project.weight"])

@@ -1,0 +1,43 @@
+"""The plots of a benchmark: time and peak memory against the length. Importing this needs matplotlib."""
+
+from collections.abc import Callable, Sequence
+
+from unrolled.cli import plots
+from unrolled.cli._units import brief_time, size
+from unrolled.cli.bench.fits import exponent
+from unrolled.cli.bench.report import Report, Row
+
+Cost = Callable[[Row], float | None]
+
+
+def draw(report: Report, case: str, axis: str) -> dict[str, bytes]:
+    """Draw one case: PNGs by file name, of what was measured at two lengths or more."""
+    if axis != "N":
+        return {}
+    rows = [row for row in report.rows if row.case == case]
+    return {
+        f"{case}-{name}.png": image
+        for name, title, cost, best, tick in (
+            ("time", "time", lambda row: row.median, lambda row: row.least, brief_time),
+            ("memory", "peak memory", lambda row: row.peak_bytes, lambda row: row.peak_bytes, size),
+        )
+        if (image := _draw(rows, f"{case}: {title}", cost, best, tick)) is not None
+    }
+
+
+def _draw(
+    rows: Sequence[Row], title: str, cost: Cost, best: Cost, tick: Callable[[float], str]
+) -> bytes | None:
+    """Draw the cost, with the exponents of the best that was seen, which a busy machine disturbs least."""
+    lines, strong = [], set()
+    for name in dict.fromkeys(row.contender for row in rows):
+        its = [row for row in rows if row.contender == name and cost(row) and best(row)]
+        if len(its) > 1:
+            sizes = [row.size for row in its]
+            power = exponent(sizes, [best(row) or 0 for row in its])
+            told = f"{name}: $N^{{{power:.2f}}}$"
+            lines.append(plots.Line(told, sizes, [cost(row) or 0 for row in its]))
+            strong |= {told} if its[0].ours else set()
+    if not lines:
+        return None
+    return plots.png(plots.against_size(plots.LIGHT, title, "N (tokens)", lines, tick, strong))

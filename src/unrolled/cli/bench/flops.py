@@ -1,0 +1,51 @@
+"""How many operations a function needs, whatever a program spends on it.
+
+An operation is one addition, multiplication, division or exponential; a sum of n terms has n, as it starts
+from 0. Not counted: what a program computes twice to save memory, masked entries, the maximum that keeps a
+softmax in range. A share of the machine's limit that is made of these counts cannot be raised by doing more.
+"""
+
+
+def linear_attention(length: int, width: int, values: int, *, normalize: bool = True) -> int:
+    """Causal linear attention of one head, as its recurrence does it (arXiv 2006.16236, eq. 18-20).
+
+    Per token S += k v^T and q^T S take 2 width * values each; z += k, q . z and the quotient the rest.
+    """
+    return length * (4 * width * values + normalize * (3 * width + values))
+
+
+def linear_attention_gradient(length: int, width: int, values: int) -> int:
+    """The gradients of `linear_attention` from its states, eq. 13-15 of the same paper and the quotient's.
+
+    dq = S g + z d, dS += q g^T, dz += d q, dk = dS v + dz, dv = dS^T k; g and d belong to q^T S and q . z.
+    """
+    return length * (8 * width * values + 5 * width + 3 * values + 1)
+
+
+def pairs_within(length: int, left: int | None, right: int | None) -> int:
+    """How many keys all queries read together, if query i reads keys i - left to i + right (None: all)."""
+
+    def on_one_side(reach: int | None) -> int:  # sum over i of min(i, reach)
+        reach = length - 1 if reach is None else min(reach, length - 1)
+        return reach * (reach + 1) // 2 + (length - 1 - reach) * reach
+
+    return length + on_one_side(left) + on_one_side(right)
+
+
+def softmax_attention(pairs: int, length: int, width: int, values: int) -> int:
+    """Softmax attention of one head: per pair q . k, its scaling, exp, and the sums of weights and values."""
+    return pairs * (2 * width + 2 * values + 3) + length * values
+
+
+def softmax_attention_gradient(pairs: int, length: int, width: int, values: int) -> int:
+    """The gradients of `softmax_attention` from its exponentials and their sums.
+
+    Per pair p = e / sum, dp = do . v, ds = scale p (dp - do . o), and the terms of dv, dq and dk.
+    """
+    return pairs * (4 * width + 4 * values + 4) + length * 2 * values
+
+
+def decoder_matmuls(d_model: int, d_ff: int, n_layers: int, vocab_size: int) -> int:
+    """The matrix products of one token in a decoder, without those of its attention."""
+    per_layer = 4 * d_model * d_model + 2 * d_model * d_ff
+    return 2 * (n_layers * per_layer + d_model * vocab_size)

@@ -1,0 +1,134 @@
+"""What the machine is, and how fast it could be: the limits that every figure is held against."""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unrolled
+from unrolled.cli.bench.case import MissingError, Settings
+from unrolled.cli.measure import take_turns
+from unrolled.ops.kernels import native
+from unrolled.training._session import cpu_threads
+
+BUFFER = 1 << 28  # bytes, far more than the last cache holds
+PEERS = ("pytorch-fast-transformers", "fla-core", "onnxruntime", "triton", "numpy")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The machine's own limits with the chosen number of threads.
+
+    Attributes:
+        flops: operations per second of a register-tiled loop of multiply-adds, or None.
+        flops_missing: why `flops` is None.
+        copying: bytes per second, read and written, of copying memory.
+        reading: bytes per second of a matrix-vector product, which only reads.
+    """
+
+    flops: float | None
+    flops_missing: str
+    copying: float
+    reading: float
+
+
+def limits(settings: Settings) -> Limits:
+    """Measure the limits; the share of one thread in `flops` is that of each further one."""
+    try:
+        flops, why = fma_peak() * settings.threads, ""
+    except MissingError as error:
+        flops, why = None, str(error)
+    if settings.device != "cpu":
+        flops, why = None, "the loop runs on a CPU"
+    size = BUFFER >> 4 if settings.quick else BUFFER
+    source, target = (torch.ones(size // 4, device=settings.device) for _ in range(2))
+    matrix, vector = source.view(-1, 1024), torch.ones(1024, device=settings.device)
+    with torch.inference_mode(), cpu_threads(settings.threads):
+        copying = _seconds(lambda: target.copy_(source), settings)
+        reading = _seconds(lambda: matrix @ vector, settings)
+    return Limits(flops, why, 2 * size / copying, size / reading)
+
+
+def fma_peak() -> float:
+    """Return operations per second of multiply-adds in registers on one thread.
+
+    Raises:
+        MissingError: the native kernels, which have the loop, are not here.
+    """
+    if why := native.missing():
+        raise MissingError(why)
+    return native.fma_peak()
+
+
+def synchronized(run: Callable[[], object], device: str) -> Callable[[], object]:
+    """Make `run` wait for the device."""
+    if not device.startswith("cuda"):
+        return run
+
+    def wait() -> None:
+        run()
+        torch.cuda.synchronize(device)
+
+    return wait
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """Tell what a reader needs to compare: machine, versions, threads, date."""
+    described = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": _memory(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "kernels": native.missing() or native.instruction_set(),
+        "system": platform.platform(terse=True),
+        "device": settings.device,
+        "threads": settings.threads,
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "versions": {
+            "unrolled": unrolled.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: found for name in PEERS if (found := _version(name))},
+        },
+    }
+    if settings.device.startswith("cuda"):
+        described["gpu"] = torch.cuda.get_device_name(settings.device)
+    return described
+
+
+def _seconds(run: Callable[[], object], settings: Settings) -> float:
+    """Return the time of the fastest of several runs."""
+    run = synchronized(run, settings.device)
+    run()
+    return min(take_turns({"": run}, least=3, budget=0.02 if settings.quick else 1.0)[""])
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # not on every system
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,77 @@
+"""Peak memory of a contender, in a process of its own: python -m unrolled.cli.bench.memory QUESTION
+
+It is what the process held at most while the job ran, less what it held just before: inputs and weights are
+not counted, outputs are. On CUDA it is what torch allocated, likewise.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from unrolled.cli.bench import cases
+from unrolled.cli.bench.case import Case, Settings
+
+WARM_UP = 64  # the length of a first run, which brings in what is loaded once
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc would keep blocks of up to 32 MiB for later
+
+
+def peaks(case: Case, contender: str, sizes: Sequence[int], settings: Settings) -> dict[int, int]:
+    """Return bytes by size; nothing where the system does not tell: on a CPU, other systems than Linux.
+
+    Raises:
+        RuntimeError: the process ended with an error, or for want of memory.
+    """
+    if settings.device == "cpu" and not CLEAR.exists():
+        return {}
+    question = json.dumps([case.name, contender, list(sizes), asdict(settings)])
+    command = [sys.executable, "-m", __name__, question]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | RETURN_FREED)
+    if found.returncode:
+        lines = found.stderr.strip().splitlines() or [f"exit code {found.returncode}"]
+        raise RuntimeError(f"the process that measures the memory of {contender} ended: {lines[-1]}")
+    return dict(zip(sizes, json.loads(found.stdout.splitlines()[-1]), strict=True))
+
+
+def peak(run: Callable[[], object], device: str = "cpu") -> int:
+    """Return the bytes that `run` adds at most to what this process holds."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    CLEAR.write_text("5")  # sets the peak back to what is held now
+    before = _held("VmRSS")
+    run()
+    return max(0, _held("VmHWM") - before)
+
+
+def _held(what: str) -> int:
+    return 1024 * int(STATUS.read_text().partition(f"{what}:")[2].split()[0])
+
+
+def main() -> None:
+    """Measure what the parent asks for, and print it as JSON."""
+    case_name, contender, sizes, fields = json.loads(sys.argv[1])
+    settings = Settings(**fields)
+    case = cases.find(case_name)
+    torch.set_num_threads(settings.threads)
+
+    def prepared(size: int) -> Callable[[], object]:
+        contenders = case.problem(size, settings).contenders
+        return next(x for x in contenders if x.name == contender).prepare()
+
+    prepared(WARM_UP)()
+    print(json.dumps([peak(prepared(size), settings.device) for size in sizes]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Cases of whole decoders: a step of generation, a step at a position, and training."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.cli import measure
+from unrolled.cli._units import brief_time, size
+from unrolled.cli.bench import definitions, flops
+from unrolled.cli.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
+from unrolled.cli.bench.peer_models import idiap_encoder, idiap_names
+from unrolled.models import Decoder, DecoderConfig
+from unrolled.ops.state import nbytes
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "d_model": 256,
+    "n_layers": 8,
+    "n_heads": 8,
+    "d_ff": 1024,
+    "norm": "post",  # as the authors' library has it, so that it can run the same weights
+    "positions": "none",
+}
+TINY = {"vocab_size": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32}  # of a quick run
+STEPS = 64
+ROUNDINGS = 4  # of a layer, one after the other: attention, feed-forward and two norms
+
+
+def step(batch: int, settings: Settings) -> Problem:
+    """Generate from an empty state: `STEPS` tokens of each of `batch` sequences."""
+    model = _decoder("linear", settings).eval()
+    tokens = measure.random_tokens(model, STEPS, batch)
+
+    def ours() -> Callable[[], list[Tensor]]:
+        @torch.inference_mode()
+        def run() -> list[Tensor]:
+            state, logits = model.init_state(batch), []
+            for token in tokens.unbind(1):
+                y, state = model.step(token, state)
+                logits.append(y)
+            return [torch.stack(logits, 1)]
+
+        return run
+
+    def idiap() -> Callable[[], list[Tensor]]:
+        encoder = idiap_encoder(model, recurrent=True).eval()
+
+        @torch.inference_mode()
+        def run() -> list[Tensor]:
+            state, logits = None, []
+            for token in tokens.unbind(1):
+                hidden, state = encoder(model.embedding(token), state)
+                logits.append(model.head(hidden))
+            return [torch.stack(logits, 1)]
+
+        return run
+
+    weights = streamed_bytes(model)
+    config, width = model.config, model.config.d_model // model.config.n_heads
+    attention = flops.linear_attention(1, width, width) * config.n_heads * config.n_layers
+    definition = Definition(
+        partial(_logits, model, tokens),
+        ["logits"],
+        _tolerance(model, STEPS),
+        batch * (_matmuls(model) + attention),
+        weights + 2 * nbytes(model.init_state(batch)),
+    )
+    contenders = [
+        Contender("unrolled", ours, "linear", ours=True),
+        Contender("fast-transformers, recurrent", idiap, "linear"),
+    ]
+    return Problem(
+        contenders, {"linear": definition}, steps=STEPS, tokens=batch, remark=partial(_remark, weights)
+    )
+
+
+def streamed_bytes(model: Decoder) -> int:
+    """Count the bytes of weights that every step reads: all but the embedding, of which it reads a row."""
+    return sum(x.nbytes for name, x in model.named_parameters() if not name.startswith("embedding"))
+
+
+def position(length: int, settings: Settings) -> Problem:
+    """Generate after `length` tokens, with linear attention and with softmax and its cache."""
+    contenders, kinds = [], {}
+    for attention in ("linear", "softmax"):
+        model = _decoder(attention, settings).eval()
+        tokens = measure.random_tokens(model, length + measure.WINDOW)
+
+        def prepare(model: Decoder = model) -> Callable[[], list[Tensor]]:
+            with torch.inference_mode():
+                task = measure.stepping(model)(length)
+
+            @torch.inference_mode()
+            def run() -> list[Tensor]:
+                logits: Any = task.run()
+                return [logits]
+
+            return run
+
+        def last(model: Decoder = model, tokens: Tensor = tokens) -> list[Tensor]:
+            return [x[:, -1] for x in _logits(model, tokens)]
+
+        kinds[attention] = Definition(last, ["logits"], _tolerance(model, length))
+        contenders.append(Contender(f"unrolled {attention}", prepare, attention, ours=True))
+    return Problem(contenders, kinds, steps=measure.WINDOW, tokens=1)
+
+
+def training(length: int, settings: Settings) -> Problem:
+    """Run the loss of one sequence and its gradient, with linear attention and with softmax."""
+    contenders, kinds = [], {}
+    for attention in ("linear", "softmax"):
+        model = _decoder(attention, settings)
+        tokens = measure.random_tokens(model, length + 1)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+        def ours(
+            model: Decoder = model, inputs: Tensor = inputs, targets: Tensor = targets
+        ) -> Callable[[], Sequence[Tensor]]:
+            parameters = list(model.parameters())
+
+            def run() -> Sequence[Tensor]:
+                loss = model.loss(inputs, targets)
+                return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+
+            return run
+
+        def compute(
+            model: Decoder = model, inputs: Tensor = inputs, targets: Tensor = targets
+        ) -> Sequence[Tensor]:
+            weights = _doubled(model)
+            logits = _definition(model, weights, inputs)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return [loss.detach(), *torch.autograd.grad(loss, list(weights.values()))]
+
+        names = ["loss", *(f"the gradient of {name}" for name, _ in model.named_parameters())]
+        operations = 3 * length * _matmuls(model) + _attention_operations(model, length)
+        kinds[attention] = Definition(compute, names, _tolerance(model, length), operations)
+        contenders.append(Contender(f"unrolled {attention}", ours, attention, ours=True))
+    contenders.append(_idiap_training(settings, length))
+    return Problem(contenders, kinds, tokens=length)
+
+
+def _idiap_training(settings: Settings, length: int) -> Contender:
+    model = _decoder("linear", settings)
+    tokens = measure.random_tokens(model, length + 1)
+
+    def prepare() -> Callable[[], Sequence[Tensor]]:
+        from fast_transformers.masking import TriangularCausalMask
+
+        encoder, mask = idiap_encoder(model, recurrent=False), TriangularCausalMask(length)
+        theirs = dict(encoder.named_parameters())
+        own = {name: x for name, x in model.named_parameters() if not name.startswith("stack")}
+
+        def run() -> Sequence[Tensor]:
+            hidden = encoder(model.embedding(tokens[:, :-1]), attn_mask=mask)
+            loss = F.cross_entropy(model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+            found = torch.autograd.grad(loss, [*own.values(), *theirs.values()])
+            gradients = dict(zip([*own, *theirs], found, strict=True))
+            ordered = (
+                gradients[name] if name in own else torch.cat([gradients[x] for x in idiap_names(name)])
+                for name, _ in model.named_parameters()
+            )
+            return [loss.detach(), *ordered]
+
+        return run
+
+    return Contender("fast-transformers", prepare, "linear")
+
+
+def _decoder(attention: str, settings: Settings) -> Decoder:
+    shape = SHAPE | TINY if settings.quick else SHAPE
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Decoder(DecoderConfig(attention=attention, **shape)).to(settings.device)
+
+
+def _doubled(model: Decoder) -> dict[str, Tensor]:
+    return {name: x.detach().double().requires_grad_() for name, x in model.named_parameters()}
+
+
+def _definition(model: Decoder, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    config = model.config
+    softmax = config.attention == "softmax"
+    return definitions.decoder(weights, tokens, config.n_layers, config.n_heads, softmax)
+
+
+def _logits(model: Decoder, tokens: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return [_definition(model, _doubled(model), tokens)]
+
+
+def _tolerance(model: Decoder, length: int) -> float:
+    config = model.config
+    return tolerance(torch.float32, (length + config.ff_width) * ROUNDINGS * config.n_layers)
+
+
+def _matmuls(model: Decoder) -> int:
+    config = model.config
+    return flops.decoder_matmuls(config.d_model, config.ff_width, config.n_layers, config.vocab_size)
+
+
+def _attention_operations(model: Decoder, length: int) -> int:
+    config = model.config
+    width = config.d_model // config.n_heads
+    if config.attention == "softmax":
+        sizes = (flops.pairs_within(length, None, 0), length, width, width)
+        per_head = flops.softmax_attention(*sizes) + flops.softmax_attention_gradient(*sizes)
+    else:
+        per_head = flops.linear_attention(length, width, width)
+        per_head += flops.linear_attention_gradient(length, width, width)
+    return config.n_layers * config.n_heads * per_head
+
+
+def _remark(weights: int, medians: Mapping[str, float], reading: float) -> str:
+    if "unrolled" not in medians:
+        return ""
+    seconds = weights / reading
+    share = seconds / medians["unrolled"]
+    return (
+        f"reading {size(weights)} of weights from memory takes {brief_time(seconds)}, {share:.0%} of a step."
+    )
+
+
+CASES = [
+    Case(
+        "step",
+        "One step of a decoder, 8 layers, 8 heads, 256 wide, feed-forward 1,024, 256 outcomes, fp32.",
+        "batch",
+        (1, 16),
+        (1, 2),
+        step,
+    ),
+    Case(
+        "position",
+        "The same step, batch 1, after N tokens: linear attention beside softmax and its cache.",
+        "N",
+        (100, 1000, 4000),
+        (8, 16),
+        position,
+    ),
+    Case(
+        "training",
+        "The loss of one sequence and its gradient in the same decoder: linear attention beside softmax.",
+        "N",
+        (784, 4096),
+        (16, 32),
+        training,
+        memory=True,
+    ),
+]

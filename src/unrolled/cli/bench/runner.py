@@ -1,0 +1,170 @@
+"""Runs a case: every contender is checked before anything is timed, and what is wrong gets no time."""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from unrolled.cli.bench import machine, memory
+from unrolled.cli.bench.case import (
+    Case,
+    Contender,
+    Definition,
+    MissingError,
+    NotMeasuredError,
+    Problem,
+    Settings,
+)
+from unrolled.cli.bench.machine import Limits
+from unrolled.cli.bench.report import Row
+from unrolled.cli.measure import take_turns
+from unrolled.contract import UnsupportedError
+from unrolled.training._session import cpu_threads
+
+LEAST = 3  # timings of each, however long one takes
+
+
+def run_case(
+    case: Case, settings: Settings, limits: Limits, tell: Callable[[str], object] = lambda _: None
+) -> tuple[list[Row], list[str]]:
+    """Check and measure a case at each of its sizes; return the rows and the remarks on them.
+
+    `tell` is called with what happens at the moment.
+    """
+    rows, remarks = [], []
+    for size in case.chosen_sizes(settings):
+        tell(f"{case.name}, {case.axis} = {size:,}")
+        problem = case.problem(size, settings)
+        found = run_problem(problem, settings, limits)
+        rows += [replace(row, case=case.name, size=size) for row in found]
+        medians = {row.contender: row.median for row in found if row.median is not None}
+        if remark := problem.remark(medians, limits.reading):
+            remarks.append(f"{case.axis} = {size:,}: {remark}")
+    if case.memory and not settings.quick:
+        rows, unknown = _with_memory(case, rows, settings, tell)
+        remarks += unknown
+    return rows, remarks
+
+
+def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Row]:
+    """Check and measure one problem; the rows are in the order of its contenders."""
+    rows, runs = {}, {}
+    with cpu_threads(settings.threads):
+        for contender in problem.contenders:
+            rows[contender.name], run = _check(contender, problem, settings)
+            if run is not None:
+                runs[contender.name] = run
+        clocks = time.perf_counter(), time.process_time()
+        seconds = take_turns(runs, least=1 if settings.quick else LEAST, budget=settings.seconds)
+        passed, worked = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
+    medians = {name: median(taken) / problem.steps for name, taken in seconds.items()}
+    peers = [medians[x.name] for x in problem.contenders if x.name in medians and not x.ours]
+    for contender in problem.contenders:
+        if (name := contender.name) in seconds:
+            rows[name] = _timed(rows[name], seconds[name], problem, contender, limits, settings)
+            rows[name] = replace(
+                rows[name], best_peer=min(peers) if peers else None, working=min(1.0, worked / passed)
+            )
+    return list(rows.values())
+
+
+def _check(
+    contender: Contender, problem: Problem, settings: Settings
+) -> tuple[Row, Callable[[], object] | None]:
+    """Compare what a contender computes with its definition; return what to time if that is right."""
+    definition = problem.definitions[contender.definition]
+    row = Row(contender=contender.name, ours=contender.ours, definition=contender.definition)
+    threads = contender.threads or settings.threads
+    torch.set_num_threads(threads)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries that are not ours
+            run = contender.prepare()
+            found = [x.detach() for x in run()]
+    except (MissingError, ImportError, UnsupportedError) as error:
+        return replace(row, status="missing", reason=_sentence(error)), None
+    except NotMeasuredError as error:
+        return replace(row, status="not measured", reason=_sentence(error)), None
+    except Exception as error:  # whatever a peer may raise, the others are still to be measured
+        return replace(row, status="failed", reason=_sentence(error)), None
+    largest, name = largest_error(found, definition)
+    row = replace(row, error=largest, tolerance=definition.tolerance)
+    if largest > definition.tolerance:
+        reason = f"max error {largest:.2g} in {name}, where at most {definition.tolerance:.2g} is rounding"
+        return replace(row, status="wrong", reason=reason), None
+
+    def timed() -> None:
+        torch.set_num_threads(threads)
+        run()
+
+    return row, machine.synchronized(timed, settings.device)
+
+
+def largest_error(found: Sequence[Tensor], definition: Definition) -> tuple[float, str]:
+    """Return the largest error of any result, relative to that result's largest number, and its name."""
+    errors = []
+    parts = map(definition.compared, found)
+    for x, exact, name in zip(parts, definition.results, definition.names, strict=True):
+        if x.shape != exact.shape:
+            return math.inf, f"{name} (of shape {list(x.shape)}, not {list(exact.shape)})"
+        error = float((x.double() - exact).abs().max() / exact.abs().max())
+        errors.append((math.inf if math.isnan(error) else error, name))
+    return max(errors)
+
+
+def _timed(
+    row: Row,
+    seconds: Sequence[float],
+    problem: Problem,
+    contender: Contender,
+    limits: Limits,
+    settings: Settings,
+) -> Row:
+    each = [x / problem.steps for x in seconds]
+    definition = problem.definitions[contender.definition]
+    threads = contender.threads or settings.threads
+    middle = median(each)
+    flops = None if definition.flops is None else definition.flops / middle
+    nbytes = None if definition.nbytes is None else definition.nbytes / middle
+    peak = None if limits.flops is None else limits.flops * threads / settings.threads
+    return replace(
+        row,
+        threads=threads,
+        runs=len(each),
+        median=middle,
+        least=min(each),
+        most=max(each),
+        tokens_per_second=None if problem.tokens is None else problem.tokens / middle,
+        flops=flops,
+        share_of_flops=None if flops is None or peak is None else flops / peak,
+        bandwidth=nbytes,
+        # what more threads may copy was not measured
+        share_of_copying=None if nbytes is None or threads != settings.threads else nbytes / limits.copying,
+    )
+
+
+def _with_memory(
+    case: Case, rows: Sequence[Row], settings: Settings, tell: Callable[[str], object]
+) -> tuple[list[Row], list[str]]:
+    """Add peak memory to the rows that have a time; also return why that could not be."""
+    found: dict[tuple[str, int], int] = {}
+    unknown = []
+    for name in dict.fromkeys(row.contender for row in rows if row.median is not None):
+        tell(f"{case.name}: memory of {name}")
+        sizes = [row.size for row in rows if row.contender == name and row.median is not None]
+        try:
+            peaks = memory.peaks(case, name, sizes, settings)
+        except RuntimeError as error:
+            unknown.append(f"peak memory of {name}: not measured: {error}")
+            continue
+        found |= {(name, size): peak for size, peak in peaks.items()}
+    return [replace(row, peak_bytes=found.get((row.contender, row.size))) for row in rows], unknown
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,93 @@
+"""Cases of sliding-window softmax attention beside dense softmax attention, which reads everything."""
+
+from functools import partial
+
+from unrolled.cli.bench import flops, peers
+from unrolled.cli.bench.attention import (
+    DEVICES,
+    WIDTH,
+    Function,
+    contender,
+    define,
+    loading,
+    random_inputs,
+)
+from unrolled.cli.bench.case import (
+    Case,
+    Contender,
+    NotMeasuredError,
+    Problem,
+    Settings,
+)
+from unrolled.ops.kernels import window as door
+from unrolled.ops.window import window_attention
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+QUICK = (64, 128)
+DENSE_UP_TO = 8192  # beyond, one run takes many seconds
+
+
+def problem(length: int, settings: Settings, *, left: int, right: int, gradients: bool) -> Problem:
+    """Compare our backends and dense attention at one length."""
+    inputs = random_inputs(length, settings)
+    dense_right = 0 if right == 0 else None
+
+    def dense() -> Function:
+        if length > DENSE_UP_TO:
+            raise NotMeasuredError(f"dense attention is measured up to N = {DENSE_UP_TO:,}")
+        return partial(peers.sdpa, causal=right == 0)
+
+    contenders: list[Contender] = [
+        contender(
+            f"unrolled {backend}",
+            loading(backend, partial(window_attention, window_size=(left, right), backend=backend)),
+            inputs,
+            gradients=gradients,
+            definition="window",
+            ours=True,
+            device=DEVICES.get(backend),
+        )
+        for backend in door.BACKENDS
+    ]
+    contenders.append(
+        contender(
+            "torch SDPA, dense",
+            dense,
+            inputs,
+            gradients=gradients,
+            definition="dense",
+            heads_first=True,
+        )
+    )
+    kinds = {
+        name: define(
+            inputs,
+            gradients=gradients,
+            operations=_operations(length, first, last, gradients),
+            softmax=True,
+            left=first,
+            right=last,
+        )
+        for name, first, last in (("window", left, right), ("dense", None, dense_right))
+    }
+    return Problem(contenders, kinds)
+
+
+def _operations(length: int, left: int | None, right: int | None, gradients: bool) -> int:
+    sizes = (flops.pairs_within(length, left, right), length, WIDTH, WIDTH)
+    return flops.softmax_attention(*sizes) + gradients * flops.softmax_attention_gradient(*sizes)
+
+
+CASES = [
+    Case(
+        f"window-{left}-{right}{suffix}",
+        f"Softmax attention to {left} tokens before and {right} after, {what}.",
+        "N",
+        LENGTHS,
+        QUICK,
+        partial(problem, left=left, right=right, gradients=gradients),
+        memory=True,
+    )
+    for left, right in ((128, 0), (128, 128))
+    for gradients, suffix, what in ((False, "", "forward"), (True, "-training", "forward and backward"))
+]

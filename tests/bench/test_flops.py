@@ -1,0 +1,178 @@
+"""The formulas, against programs that count their own operations while they compute the right numbers."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from unrolled import linear_attention
+from unrolled.cli.bench import flops
+from unrolled.models import Decoder, DecoderConfig
+
+N, D, M = 5, 3, 2
+
+
+class Counted(float):
+    """A number that counts the operations it takes part in."""
+
+    count = 0
+
+    def __add__(self, other):
+        Counted.count += 1
+        return Counted(float(self) + float(other))
+
+    def __sub__(self, other):
+        return self + -float(other)
+
+    def __mul__(self, other):
+        Counted.count += 1
+        return Counted(float(self) * float(other))
+
+    def __truediv__(self, other):
+        Counted.count += 1
+        return Counted(float(self) / float(other))
+
+    def exp(self):
+        Counted.count += 1
+        return Counted(math.exp(self))
+
+
+def total(terms):
+    result = Counted(0)
+    for term in terms:
+        result = result + term
+    return result
+
+
+def dot(a, b):
+    return total(x * y for x, y in zip(a, b, strict=True))
+
+
+def numbers(x):
+    return [[Counted(value) for value in row] for row in x.tolist()]
+
+
+def zeros(*sizes):
+    if len(sizes) == 1:
+        return [Counted(0)] * sizes[0]
+    return [zeros(*sizes[1:]) for _ in range(sizes[0])]
+
+
+@pytest.fixture
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.rand(N, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    v, grad_o = (torch.randn(N, M, generator=generator, dtype=torch.float64) for _ in range(2))
+    return q, k, v, grad_o
+
+
+def expected(inputs, attention):
+    *qkv, grad_o = inputs
+    leaves = [x[None, :, None].clone().requires_grad_() for x in qkv]
+    o = attention(*leaves)
+    gradients = torch.autograd.grad(o, leaves, grad_o[None, :, None])
+    return [x.detach()[0, :, 0] for x in (o, *gradients)]
+
+
+def forward_linear(q, k, v, normalize=True):
+    """Return o, and for each token the state S, z, the numerator and the divisor."""
+    S, z, outputs, states = zeros(D, M), zeros(D), [], []
+    for t in range(N):
+        S = [[S[d][m] + k[t][d] * v[t][m] for m in range(M)] for d in range(D)]
+        numerator = [dot(q[t], [S[d][m] for d in range(D)]) for m in range(M)]
+        divisor = Counted(1)
+        if normalize:
+            z = [z[d] + k[t][d] for d in range(D)]
+            divisor = dot(q[t], z)
+            numerator = [x / divisor for x in numerator]
+        outputs.append(numerator)
+        states.append((S, z, divisor))
+    return outputs, states
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_linear_attention(inputs, normalize):
+    Counted.count = 0
+    o, _ = forward_linear(*map(numbers, inputs[:3]), normalize)
+    assert flops.linear_attention(N, D, M, normalize=normalize) == Counted.count
+    exact, *_ = expected(inputs, lambda *x: linear_attention(*x, causal=True, normalize=normalize))
+    torch.testing.assert_close(torch.tensor(o).double(), exact)
+
+
+def test_the_gradient_of_linear_attention(inputs):
+    q, k, v, grad_o = map(numbers, inputs)
+    outputs, states = forward_linear(q, k, v)
+    Counted.count = 0
+    dS, dz = zeros(D, M), zeros(D)
+    dq, dk, dv = [], [], []
+    for t in reversed(range(N)):
+        S, z, divisor = states[t]
+        g = [grad_o[t][m] / divisor for m in range(M)]
+        d = Counted(-dot(grad_o[t], outputs[t])) / divisor
+        dq.insert(0, [dot(S[i], g) + z[i] * d for i in range(D)])
+        dS = [[dS[i][m] + q[t][i] * g[m] for m in range(M)] for i in range(D)]
+        dz = [dz[i] + q[t][i] * d for i in range(D)]
+        dk.insert(0, [dot(dS[i], v[t]) + dz[i] for i in range(D)])
+        dv.insert(0, [dot(k[t], [dS[i][m] for i in range(D)]) for m in range(M)])
+    assert flops.linear_attention_gradient(N, D, M) == Counted.count
+    _, *exact = expected(inputs, lambda *x: linear_attention(*x, causal=True))
+    for found, wanted in zip((dq, dk, dv), exact, strict=True):
+        torch.testing.assert_close(torch.tensor(found).double(), wanted)
+
+
+@pytest.mark.parametrize(("left", "right"), [(None, 0), (2, 0), (1, 2), (None, None), (9, 9)])
+def test_softmax_attention_and_its_gradient(inputs, left, right):
+    q, k, v, grad_o = map(numbers, inputs)
+    read = [
+        [j for j in range(N) if (left is None or j >= i - left) and (right is None or j <= i + right)]
+        for i in range(N)
+    ]
+    pairs = sum(map(len, read))
+    assert flops.pairs_within(N, left, right) == pairs
+    scale = Counted(D**-0.5)
+
+    Counted.count = 0
+    kept, o = [], []
+    for i in range(N):
+        weights = {j: (dot(q[i], k[j]) * scale).exp() for j in read[i]}
+        whole = total(weights.values())
+        o.append([total(weights[j] * v[j][m] for j in read[i]) / whole for m in range(M)])
+        kept.append((weights, whole))
+    assert flops.softmax_attention(pairs, N, D, M) == Counted.count
+
+    Counted.count = 0
+    dq, dk, dv = zeros(N, D), zeros(N, D), zeros(N, M)
+    for i, (weights, whole) in enumerate(kept):
+        mean = dot(grad_o[i], o[i])
+        for j in read[i]:
+            p = weights[j] / whole
+            ds = p * (dot(grad_o[i], v[j]) - mean) * scale
+            dv[j] = [x + p * y for x, y in zip(dv[j], grad_o[i], strict=True)]
+            dq[i] = [x + ds * y for x, y in zip(dq[i], k[j], strict=True)]
+            dk[j] = [x + ds * y for x, y in zip(dk[j], q[i], strict=True)]
+    assert flops.softmax_attention_gradient(pairs, N, D, M) == Counted.count
+
+    mask = torch.zeros(N, N, dtype=torch.bool)
+    for i, keys in enumerate(read):
+        mask[i, keys] = True
+
+    def attention(*qkv):
+        heads = (x.transpose(1, 2) for x in qkv)
+        return torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
+
+    for found, wanted in zip((o, dq, dk, dv), expected(inputs, attention), strict=True):
+        torch.testing.assert_close(torch.tensor(found).double(), wanted)
+
+
+def test_the_products_of_a_decoder():
+    config = DecoderConfig(
+        vocab_size=7, d_model=16, n_layers=3, n_heads=2, d_ff=40, attention="linear", positions="none"
+    )
+    model = Decoder(config)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 10, dtype=torch.long))
+    by_linear = counter.get_flop_counts()["Global"]
+    counted = sum(count for operation, count in by_linear.items() if operation is torch.ops.aten.addmm)
+    head = by_linear[torch.ops.aten.mm]
+    assert 10 * flops.decoder_matmuls(16, 40, 3, 7) == counted + head

@@ -1,0 +1,45 @@
+"""The peers that `make bench` installs run here and are right, so that they are beaten fairly or not at all."""
+
+import pytest
+import torch
+
+from unrolled.cli.bench import cases, peers, runner
+from unrolled.cli.bench.case import Settings
+from unrolled.cli.bench.machine import Limits
+
+SETTINGS = Settings(seconds=0.0, quick=True)
+LIMITS = Limits(flops=None, flops_missing="", copying=1e9, reading=1e9)
+
+
+def statuses(case: str, size: int) -> dict[str, str]:
+    rows = runner.run_problem(cases.find(case).problem(size, SETTINGS), SETTINGS, LIMITS)
+    return {row.contender: row.status for row in rows if not row.ours and "bf16" not in row.contender}
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_the_chunked_lines_take_any_length(length):
+    q, k, v = (torch.rand(1, 2, length, 8, dtype=torch.float64) for _ in range(3))
+    weights = (q @ k.mT).tril()
+    exact = weights @ v / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(peers.chunked(q, k, v), exact)
+
+
+@pytest.mark.oracles
+@pytest.mark.parametrize("case", ["linear-forward", "linear-training"])
+def test_peers_of_linear_attention(case):
+    found = statuses(case, 192)
+    onnx = "ok" if case == "linear-forward" else "not measured"
+    assert found.pop("ONNX Runtime, not normalised") == onnx
+    assert len(found) == 4
+    assert set(found.values()) == {"ok"}
+
+
+@pytest.mark.oracles
+@pytest.mark.parametrize(("case", "size"), [("step", 3), ("training", 20)])
+def test_peers_of_the_decoder_run_its_weights(case, size):
+    assert set(statuses(case, size).values()) == {"ok"}
+
+
+@pytest.mark.oracles
+def test_a_length_that_a_peer_cannot_take_is_told():
+    assert statuses("linear-forward", 100)["fla naive chunk"] == "not measured"

@@ -1,0 +1,94 @@
+"""The registry, and what the command makes of it: which cases there are, one quick run of each, one sentence of errors."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from unrolled.cli import app
+from unrolled.cli.bench import cases
+from unrolled.cli.bench.case import Settings
+from unrolled.cli.bench.report import Report
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_the_list_names_every_case():
+    result = run("--list")
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == list(cases.CASES)
+
+
+def test_what_is_measured():
+    assert cases.CASES.keys() >= {"linear-forward", "linear-training", "step", "training", "alternation"}
+    forward = cases.find("linear-forward").problem(64, Settings())
+    assert [x.name for x in forward.contenders if not x.ours] == [
+        "chunked PyTorch",
+        "fast-transformers",
+        "fla naive chunk",
+        "ONNX Runtime, not normalised",
+        "torch SDPA",
+        "fla chunk_linear_attn, bf16",
+        "fla fused_recurrent_linear_attn, bf16",
+        "SDPA flash, bf16",
+    ]
+
+
+def test_lengths_replace_lengths_and_nothing_else():
+    settings = Settings(lengths=(10, 20))
+    assert cases.find("linear-forward").chosen_sizes(settings) == (10, 20)
+    assert cases.find("step").chosen_sizes(settings) == (1, 16)
+    assert cases.find("linear-forward").chosen_sizes(Settings())[-1] == 16_384
+
+
+def test_a_quick_run_of_everything(tmp_path, monkeypatch):
+    """Every case runs, and every contender that is here is right."""
+    monkeypatch.setattr("unrolled.cli.plots.DPI", 40)
+    result = run("--quick", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = Report.from_json((tmp_path / "results.json").read_text())
+    assert {row.case for row in report.rows} == set(cases.CASES)
+    assert {row.status for row in report.rows} <= {"ok", "missing", "not measured"}
+    plain = [row for row in report.rows if row.contender == "unrolled plain" and "linear" in row.case]
+    assert plain
+    assert all(row.median > 0 and 0 < row.error < row.tolerance for row in plain)
+    step = [row for row in report.rows if row.case == "step" and row.contender == "unrolled"]
+    assert [row.size for row in step] == [1, 2]
+    assert {x.name for x in tmp_path.glob("linear-forward*.png")} == {"linear-forward-time.png"}
+    assert (tmp_path / "results.md").read_text().startswith("# Benchmark\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nothing"], "there is no case 'nothing'; the cases are linear-forward, "),
+        (
+            ["step", "--lengths", "ten"],
+            "--lengths is 'ten', wanted positive integers with commas, as in 256,1024",
+        ),
+        (["step", "--lengths", "0,5"], "--lengths is '0,5', wanted positive"),
+        (["step", "--lengths", ","], "--lengths is ',', wanted positive"),
+        (
+            ["step", "--device", "meta"],
+            "--device is 'meta', wanted cpu or cuda: the others have no clock here",
+        ),
+        (["step", "--device", "nowhere"], "--device nowhere cannot be used here"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_sentence(arguments, sentence, tmp_path):
+    result = run(*arguments, "--quick", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {sentence}")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_case_alone_with_lengths_and_threads(tmp_path):
+    result = run("linear-forward", "--quick", "--lengths", "96,32", "--threads", 2, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["settings"]["threads"] == found["machine"]["threads"] == 2
+    assert {row["case"] for row in found["rows"]} == {"linear-forward"}
+    assert [row["size"] for row in found["rows"] if row["contender"] == "unrolled plain"] == [32, 96]

@@ -1,0 +1,227 @@
+"""A wrong contender is refused, a missing one is told, and what is measured is put into the right terms."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from unrolled.cli import app
+from unrolled.cli.bench import cases, machine, memory, runner
+from unrolled.cli.bench.case import (
+    Case,
+    Contender,
+    Definition,
+    MissingError,
+    NotMeasuredError,
+    Problem,
+    Settings,
+    tolerance,
+)
+from unrolled.cli.bench.machine import Limits
+from unrolled.contract import UnsupportedError
+
+LIMITS = Limits(flops=1e9, flops_missing="", copying=2e9, reading=1e9)
+X = torch.arange(1.0, 101.0)
+
+
+def raising(error):
+    def prepare():
+        raise error
+
+    return prepare
+
+
+def doubling(factor=2.0, add=0.0):
+    return lambda: lambda: [X * factor + add]
+
+
+def problem(*contenders, **options):
+    definition = Definition(lambda: [2 * X.double()], ["y"], 1e-6, flops=100, nbytes=800)
+    return Problem([Contender(*x, "double", **o) for *x, o in contenders], {"double": definition}, **options)
+
+
+def rows(*contenders, **options):
+    before = torch.get_num_threads()
+    found = runner.run_problem(problem(*contenders, **options), Settings(seconds=0.0), LIMITS)
+    assert torch.get_num_threads() == before
+    return {row.contender: row for row in found}
+
+
+def test_what_is_right_gets_a_time_in_terms_of_the_limits():
+    row = rows(("a", doubling(), {"ours": True}), steps=4, tokens=10)["a"]
+    assert (row.status, row.runs, row.threads) == ("ok", runner.LEAST, 1)
+    assert row.least <= row.median <= row.most
+    assert row.flops == 100 / row.median
+    assert row.share_of_flops == row.flops / 1e9
+    assert row.share_of_copying == row.bandwidth / 2e9 == 800 / row.median / 2e9
+    assert row.tokens_per_second == 10 / row.median
+    assert row.error < 1e-7
+    assert 0 < row.working <= 1
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (doubling(2.002), "max error 0.001 in y, where at most 1e-06 is rounding"),
+        (doubling(math.nan), "max error inf in y"),
+        (lambda: lambda: [X[:3]], "max error inf in y (of shape [3], not [100])"),
+    ],
+)
+def test_what_is_wrong_gets_no_time(prepare, words):
+    found = rows(("right", doubling(), {}), ("wrong", prepare, {}))
+    assert found["wrong"].status == "wrong"
+    assert words in found["wrong"].reason
+    assert found["wrong"].median is None
+    assert found["wrong"].runs == 0
+    assert found["right"].median > 0
+
+
+def test_one_wrong_number_among_gradients_is_enough():
+    exact = [X.double(), torch.ones(50).double()]
+    definition = Definition(lambda: exact, ["o", "dq"], 1e-6)
+    spoiled = torch.ones(50)
+    spoiled[-1] += 1e-3
+    error, name = runner.largest_error([X, spoiled], definition)
+    assert error == pytest.approx(1e-3, rel=1e-3)
+    assert name == "dq"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ImportError("No module named 'peer'"), "missing"),
+        (MissingError("peer is 1.0,\n wanted 2.0"), "missing"),
+        (UnsupportedError("not built"), "missing"),
+        (NotMeasuredError("no CUDA device"), "not measured"),
+        (RuntimeError("it broke"), "failed"),
+    ],
+)
+def test_what_cannot_run_is_told_and_the_others_are_measured(error, status):
+    found = rows(("gone", raising(error), {}), ("here", doubling(), {}))
+    assert (found["gone"].status, found["gone"].reason) == (status, " ".join(str(error).split()))
+    assert found["gone"].median is None
+    assert found["here"].median > 0
+
+
+def test_the_best_peer_is_the_fastest_that_is_right_and_not_ours(monkeypatch):
+    times = {"ours": [1.0], "slow": [8.0], "fast": [4.0]}
+    monkeypatch.setattr(runner, "take_turns", lambda runs, **_: {name: times[name] for name in runs})
+    found = rows(
+        ("ours", doubling(), {"ours": True}),
+        ("slow", doubling(), {}),
+        ("fast", doubling(), {}),
+        ("cheat", doubling(1.0), {}),
+    )
+    assert [found[name].best_peer for name in times] == [4.0, 4.0, 4.0]
+    assert found["cheat"].best_peer is None
+
+
+def test_contenders_run_on_their_own_number_of_threads():
+    seen = {}
+
+    def noting(name):
+        def run():
+            seen.setdefault(name, set()).add(torch.get_num_threads())
+            return [2 * X]
+
+        return lambda: run
+
+    found = rows(("one", noting("one"), {}), ("two", noting("two"), {"threads": 2}))
+    assert seen == {"one": {1}, "two": {2}}
+    assert found["two"].threads == 2
+    assert found["two"].share_of_flops == found["two"].flops / 2e9
+    assert found["two"].share_of_copying is None  # what two threads may copy was not measured
+
+
+@pytest.fixture
+def wrong_case(monkeypatch):
+    """A case with a contender that is a little wrong, in the place of all others."""
+    case = Case(
+        "doubling",
+        "Twice a number.",
+        "N",
+        (1, 2),
+        (1, 2),
+        lambda size, settings: problem(("right", doubling(), {}), ("cheat", doubling(2.002), {"ours": True})),
+    )
+    monkeypatch.setitem(cases.CASES, "doubling", case)
+    return case
+
+
+def test_the_command_refuses_to_print_a_speed_for_a_wrong_result(wrong_case, tmp_path):
+    result = CliRunner().invoke(app, ["bench", "doubling", "--quick", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "| all | cheat | wrong: max error 0.001 in y" in result.stdout
+    assert "| 1 | right |" in result.stdout
+    assert "| 1 | cheat |" not in result.stdout
+    assert result.stderr.endswith("refused: cheat (doubling)\n")
+    assert (tmp_path / "results.json").exists()
+
+
+def test_remarks_are_told_with_their_size(wrong_case):
+    noted = dataclasses.replace(
+        wrong_case,
+        problem=lambda size, settings: problem(
+            ("a", doubling(), {}), remark=lambda medians, reading: f"{sorted(medians)} at {reading:g}"
+        ),
+    )
+    found, remarks = runner.run_case(noted, Settings(quick=True, seconds=0.0), LIMITS)
+    assert remarks == ["N = 1: ['a'] at 1e+09", "N = 2: ['a'] at 1e+09"]
+    assert [(row.case, row.size) for row in found] == [("doubling", 1), ("doubling", 2)]
+
+
+def test_a_tolerance_is_far_below_a_wrong_answer_and_above_rounding():
+    for terms in (64, 4096, 65_536):
+        x = torch.rand(terms, generator=torch.Generator().manual_seed(terms)) + 0.5
+        one_by_one = x.cumsum(0)[-1]
+        error = abs(float(one_by_one) / float(x.double().sum()) - 1)
+        assert error < tolerance(torch.float32, terms) < 1 / 512
+    assert tolerance(torch.float32, 64) < tolerance(torch.bfloat16, 64) < 0.02
+
+
+def test_the_limits_without_and_with_native_kernels(monkeypatch):
+    settings = Settings(threads=2, quick=True)
+    monkeypatch.setattr(machine.native, "missing", lambda: "no compiler was found")
+    found = machine.limits(settings)
+    assert found.flops is None
+    assert found.flops_missing == "no compiler was found"
+    assert found.copying > 1e8
+    assert found.reading > 1e8
+    monkeypatch.setattr(machine.native, "missing", lambda: None)
+    monkeypatch.setattr(machine.native, "fma_peak", lambda: 5e10)
+    assert machine.limits(settings).flops == 1e11  # of two threads
+
+
+def test_the_machine_is_described():
+    described = machine.describe(Settings(threads=3))
+    assert described["threads"] == 3
+    assert described["versions"].keys() >= {"unrolled", "python", "torch", "numpy"}
+    assert described["processor"]
+
+
+@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not tell the peak of a process")
+def test_peak_memory_is_what_a_job_adds_to_what_is_held():
+    held = torch.ones(30_000_000)  # 120 MB that do not count
+
+    def job():
+        return [held[:10_000_000] + 1]
+
+    assert memory.peak(job) == pytest.approx(40e6, rel=0.05)
+    job()
+    assert memory.peak(lambda: None) < 2e6  # what came before does not count either
+
+
+@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not tell the peak of a process")
+def test_peak_memory_in_a_process_of_its_own():
+    case = cases.find("linear-forward")
+    found = memory.peaks(case, "unrolled plain", [1024, 2048], Settings())
+    output = 8 * 64 * 4  # bytes of a token
+    assert 1024 * output < found[1024] < found[2048] < 2048 * 20 * output
+
+
+@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not tell the peak of a process")
+def test_an_end_of_that_process_is_told():
+    with pytest.raises(RuntimeError, match="measures the memory of nobody ended: StopIteration"):
+        memory.peaks(cases.find("linear-forward"), "nobody", [64], Settings())
