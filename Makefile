@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # One thread per process: the tests run side by side, and oversubscribed threads only slow them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: demo test test-oracles check format docs bench clean
+.PHONY: demo test test-oracles test-native test-neon check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
@@ -16,6 +16,22 @@ test: $(VENV)/installed
 
 test-oracles: $(VENV)/oracles
 	$(PYTEST) -m oracles -rs
+
+# The kernels without Python, under the address and undefined-behaviour sanitizers; new memory holds NaN.
+test-native:
+	cmake -S native -B build/sanitized -DUNROLLED_CHECK=ON -DCMAKE_BUILD_TYPE=Debug \
+		-DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+	cmake --build build/sanitized --parallel
+	ASAN_OPTIONS=max_malloc_fill_size=1000000000:malloc_fill_byte=255 \
+		ctest --test-dir build/sanitized --output-on-failure
+
+# The same program for 64-bit Arm, emulated: wants g++-aarch64-linux-gnu and qemu-user.
+test-neon:
+	cmake -S native -B build/neon -DUNROLLED_CHECK=ON \
+		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+		"-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/aarch64-linux-gnu"
+	cmake --build build/neon --parallel
+	ctest --test-dir build/neon --output-on-failure
 
 check: $(VENV)/installed
 	$(BIN)/ruff check
@@ -34,12 +50,12 @@ bench: $(VENV)/oracles
 	$(BIN)/unrolled bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/installed: pyproject.toml constraints.txt $(wildcard native/*) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -50,5 +66,5 @@ $(VENV)/oracles: $(VENV)/installed
 	PATH=$$(echo $$PATH | tr ':' '\n' | while read d; do [ -e "$$d/nvcc" ] || printf '%s:' "$$d"; done) \
 		$(CURDIR)/$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps pytorch-fast-transformers==0.4.0
 	$(BIN)/python -m pip install --quiet --no-deps fla-core==0.6.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt einops triton==3.9.0 'transformers>=5,<6' onnx onnxruntime
+	$(BIN)/python -m pip install --quiet -c constraints.txt einops 'transformers>=5,<6' onnx onnxruntime
 	touch $@

@@ -9,7 +9,7 @@ from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype
 
 
-def supports(q: Tensor) -> bool:
+def supports(q: Tensor, v: Tensor) -> bool:
     """Whether this form can run: always."""
     return True
 

@@ -305,17 +305,16 @@ def test_every_run_gives_the_same_bits(run):
 
 def test_what_the_kernels_cannot_do_is_not_supported(run, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    inputs, offsets, _ = Case(lengths=(3, 4)).make()
-    wide, double = Case(R=257).make()[0], Inputs(*(x.double() for x in inputs))
-    assert not linear_triton.supports(inputs, offsets)  # on a CPU
+    q, v, wide = torch.rand(1, 3, 2, 5), torch.rand(1, 3, 2, 7), torch.rand(1, 3, 2, 257)
+    assert not linear_triton.supports(q, v)  # on a CPU
 
     def supports(*arguments):
         function = linear_triton.supports
         return function(*on_gpu(arguments)) if ON_GPU else run(function, *arguments)
 
-    assert supports(inputs, offsets)
-    assert not supports(wide, None)
-    assert not supports(double, offsets)
+    assert supports(q, v)
+    assert not supports(wide, v)
+    assert not supports(q.double(), v.double())
 
 
 def test_importing_it_does_not_import_triton():

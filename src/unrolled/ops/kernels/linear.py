@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unrolled.ops import linear_chunked, linear_packed
 from unrolled.ops.checks import transforming
-from unrolled.ops.kernels import linear_native
+from unrolled.ops.kernels import linear_native, linear_triton
 from unrolled.ops.kernels.door import check_backend, choose, differentiable_gradients, prefers
 from unrolled.ops.linear_chunked import Inputs
 
@@ -18,8 +18,8 @@ from unrolled.ops.linear_chunked import Inputs
 class Form(Protocol):
     """What each implementation offers, as functions of a module."""
 
-    def supports(self, q: Tensor) -> bool:
-        """Whether it can run inputs of this type, on this device."""
+    def supports(self, q: Tensor, v: Tensor) -> bool:
+        """Whether it can run inputs of this type and these widths, on this device."""
 
     def forward(
         self, inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
@@ -40,7 +40,11 @@ class Form(Protocol):
         """Compute the gradients of the inputs; an absent `log_decay` gets an empty one."""
 
 
-FORMS: dict[str, Form] = {"native": linear_native, "plain": linear_packed}  # the fastest first
+FORMS: dict[str, Form] = {  # the fastest first
+    "triton": linear_triton,
+    "native": linear_native,
+    "plain": linear_packed,
+}
 BACKENDS = tuple(FORMS)
 
 
@@ -66,7 +70,7 @@ def linear_attention_step(
     tensors = (q, k, v, kv, k_sum, log_decay)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     eager = not (torch.compiler.is_compiling() or transforming() or differentiable)
-    if eager and prefers("native") and linear_native.supports(q):
+    if eager and prefers("native") and linear_native.supports(q, v):
         return linear_native.step(*tensors, normalize)
     return linear_chunked.step(*tensors, normalize)
 
@@ -84,7 +88,7 @@ def _forward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = Inputs(q, k, v, log_decay, kv, k_sum)
-    form: Form = choose(FORMS, backend, q, q)
+    form: Form = choose(FORMS, backend, q, q, v)
     o, kv_end, k_sum_end, den = form.forward(inputs, cu_seqlens, causal, normalize)
     return o.contiguous(), kv_end.contiguous(), k_sum_end.contiguous(), den.contiguous()
 
@@ -106,7 +110,7 @@ def _backward(
     backend: str | None,
 ) -> list[Tensor]:
     grads, inputs = (grad_o, grad_kv, grad_k_sum), Inputs(q, k, v, log_decay, kv, k_sum)
-    form: Form = choose(FORMS, backend, q, q)
+    form: Form = choose(FORMS, backend, q, q, v)
     return [g.contiguous() for g in form.backward(*grads, inputs, cu_seqlens, den, causal, normalize)]
 
 

@@ -46,7 +46,7 @@ class _Step(ctypes.Structure):
     ]
 
 
-def supports(q: Tensor) -> bool:
+def supports(q: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run inputs of this type, on this device."""
     return q.device.type == "cpu" and q.dtype in TYPES and native.available()
 

@@ -33,11 +33,10 @@ OLDEST_TRITON = (3, 3)  # the first with tuples as arguments
 OLDEST_GPU = (8, 0)  # Ampere, the first with tf32
 
 
-def supports(inputs: Inputs, cu_seqlens: Tensor | None) -> bool:
+def supports(q: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run this: widths up to 256 of up to 32 bits, on CUDA or in the interpreter."""
-    q, k, v, *_ = inputs
     return (
-        all(x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in (q, k, v))
+        q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and all(0 < x.shape[-1] <= WIDEST for x in (q, v))
         and _reaches(q.device)
     )
