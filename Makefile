@@ -13,6 +13,7 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(PYTEST) -n auto
+	TRITON_INTERPRET=1 $(PYTEST) -n auto tests/test_contract.py
 
 test-oracles: $(VENV)/oracles
 	$(PYTEST) -m oracles -rs

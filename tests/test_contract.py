@@ -1,5 +1,6 @@
 """Every file in `attention/` keeps the contract, on every path that the kernels can take."""
 
+import os
 from contextlib import ExitStack
 
 import pytest
@@ -16,13 +17,18 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["plain", *native.instruction_sets()])
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(params=["triton"] if INTERPRETED else ["plain", *native.instruction_sets()])
 def path(request):
-    """The plain form, and the native one on each instruction set of this machine."""
+    """The plain form and the native one on each instruction set of this machine, or Triton, interpreted."""
     with ExitStack() as stack:
-        stack.enter_context(prefer("plain" if request.param == "plain" else "native"))
-        if request.param != "plain":
+        if request.param in native.instruction_sets():
+            stack.enter_context(prefer("native"))
             stack.enter_context(native.use(request.param))
+        else:
+            stack.enter_context(prefer(request.param))
         yield
 
 
