@@ -13,15 +13,15 @@ Int saved_floats(const Linear& x) {
     return slots * x.groups * state_floats(x, Layout::TRANSPOSED);
 }
 
-float* saved_state(const Linear& x, const LinearGradients& out, const Sequence& s, Int t, Int group) {
+float* saved_state(const Linear& x, const LinearGradients& out, const Sequence& s, Item i) {
     const Int C = chunk_length(x);
     const Int first = x.offsets ? s.first_key / C + s.index : s.batch * ceil_div(x.keys, C);
-    return out.states + ((first + t / C) * x.groups + group) * state_floats(x, Layout::TRANSPOSED);
+    return out.states + ((first + i.token / C) * x.groups + i.group) * state_floats(x, Layout::TRANSPOSED);
 }
 
-void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, Int t, Int group, State state) {
+void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, Item i, State state) {
     if (x.log_decay)
-        std::memcpy(saved_state(x, out, s, t, group), state.kv.at,
+        std::memcpy(saved_state(x, out, s, i), state.kv.at,
                     (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
 }
 
@@ -50,7 +50,8 @@ class QueryGradients {
     // The queries [i, i + n) of a chunk, or without `chunk`, which read `state` alone. `sums` holds the cumulated
     // keys (D K)_i of the chunk.
     void find(const Sequence& s, Int token, Int i, Int n, Int head, State state, const KeyChunk* chunk,
-              Rows values_T, Rows sums) {
+              Rows values_T, Rows sums, Ahead& ahead) {
+        ahead.ask(x_.values);
         const Rows q = rows_.read(x_.q, s.batch, token + i, head, n);
         for (Int a = 0; a < n; ++a) read_gradient(x_, out_, s.batch, token + i + a, head, g_.at + a * g_.row);
         const float* from_start = chunk && chunk->gates.from_start ? chunk->gates.from_start + i : nullptr;
@@ -124,6 +125,18 @@ void cumulate_keys(const Linear& x, const KeyChunk& chunk, Rows sums) {
     }
 }
 
+// The queries of an item, their gradients, and how much `find` will ask for them.
+Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const Sequence& s, Item i, bool write) {
+    const Int per_group = x.heads / x.groups, token = s.first_query + i.token;
+    const Tensor d_q = contiguous(out.d_q, x.queries, x.heads, x.features);
+    for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
+        if (write) add_rows(ahead, d_q, x.type, s.batch, token, h, i.n, x.features);
+        add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
+        add_rows(ahead, out.o, x.type, s.batch, token, h, i.n, x.values);
+    }
+    return per_group * ceil_div(i.n, TILE_ROWS) * x.values;
+}
+
 void causal_query_task(const Linear& x, const LinearGradients& out, const Task& task, const States& states) {
     Workspace memory;
     KeyChunk chunk(x, true, true, memory);
@@ -131,16 +144,23 @@ void causal_query_task(const Linear& x, const LinearGradients& out, const Task& 
     const Rows values_T = memory.rows(round_up(x.values), chunk.longest);
     const Rows sums = memory.rows(chunk.longest, round_up(x.features));
     const Sequence& s = task.sequence;
-    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), [&](Int t, Int n, Int g) {
-        const State state = states.of(s.index, task.segment, g);
-        save_state(x, out, s, t, g, state);
-        chunk.read(s, s.first_key + t, n, g);
-        transpose(n, x.values, chunk.values.at, chunk.values.row, values_T);
+    Ahead ahead;
+    const auto prepare = [&](Ahead& next, Item i) {
+        const Int work = add_queries(next, x, out, s, i, true);
+        add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
+        next.over(work + ceil_div(x.values, TILE_ROWS) * i.n);
+    };
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
+        const State state = states.of(s.index, task.segment, i.group);
+        save_state(x, out, s, i, state);
+        chunk.read(s, s.first_key + i.token, i.n, i.group);
+        transpose(i.n, x.values, chunk.values.at, chunk.values.row, values_T);
         if (x.normalize) cumulate_keys(x, chunk, sums);
-        for_rows(x, g, n, [&](Int head, Int i, Int rows) {
-            queries.find(s, chunk.token, i, rows, head, state, &chunk, values_T, sums);
+        for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
+            queries.find(s, chunk.token, row, n, head, state, &chunk, values_T, sums, ahead);
         });
-        chunk.enter_transposed(state);
+        chunk.enter_transposed(state, ahead);
     });
 }
 
@@ -149,9 +169,12 @@ void bidirectional_query_task(const Linear& x, const LinearGradients& out, const
     Workspace memory;
     QueryGradients queries(x, out, memory);
     const Sequence& s = task.sequence;
-    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), [&](Int t, Int n, Int g) {
-        for_rows(x, g, n, [&](Int head, Int i, Int rows) {
-            queries.find(s, s.first_query + t, i, rows, head, states.of(s.index, segments, g), nullptr, {}, {});
+    Ahead ahead;
+    const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i, true)); };
+    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare, [&](Item i) {
+        const State state = states.of(s.index, segments, i.group);
+        for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
+            queries.find(s, s.first_query + i.token, row, n, head, state, nullptr, {}, {}, ahead);
         });
     });
 }
@@ -176,10 +199,10 @@ class QueryChunk {
     }
 
     // dS += (exp(b) Q)^T G and dz += (exp(b) Q)^T dden. Scales G.
-    void give(State gradient, const float* from_start) const {
+    void give(State gradient, const float* from_start, Ahead& ahead) const {
         if (from_start)
             for (Int i = 0; i < n; ++i) scale_row(g.at + i * g.row, x_.values, from_start[i]);
-        multiply(x_.features, x_.values, n, {q.at, 1, q.row}, g, gradient.kv, true);
+        multiply(x_.features, x_.values, n, {q.at, 1, q.row}, g, gradient.kv, true, ahead);
         for (Int r = 0; r < x_.features && x_.normalize; r += WIDTH) {
             Vec total{};
             for (Int i = 0; i < n; ++i)
@@ -218,11 +241,12 @@ class KeyGradients {
           d_gates_((double*)memory.floats(2 * chunk.longest)) {}
 
     // `gradient` is that of the state after the chunk, and becomes that of the state before it.
-    void find(const Sequence& s, Int t, Int n, Int group, State gradient) {
-        chunk.read(s, s.first_key + t, n, group);
+    void find(const Sequence& s, Item i, State gradient, Ahead& ahead) {
+        const Int n = i.n, group = i.group;
+        chunk.read(s, s.first_key + i.token, n, group);
         if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
-        read_through_state(gradient);
-        if (x_.log_decay) through_gates(s, t, group, gradient);
+        read_through_state(gradient, ahead);
+        if (x_.log_decay) through_gates(s, i, gradient);
         scale_row(gradient.kv.at, chunk.gates.from_start ? state_floats(x_, Layout::PLAIN) : 0, chunk.gates.through);
         const Int per_group = x_.heads / x_.groups;
         if (x_.causal)
@@ -230,7 +254,7 @@ class KeyGradients {
                 queries_.read(s, chunk.token, n, h);
                 read_by_queries();
                 if (x_.log_decay) read_gates(s, h);
-                queries_.give(gradient, chunk.gates.from_start);
+                queries_.give(gradient, chunk.gates.from_start, ahead);
             }
         write(s, group);
     }
@@ -239,11 +263,13 @@ class KeyGradients {
 
   private:
     // dK = to_end (V dS^T + dz), dV = to_end K dS: the keys are read through the state after the chunk.
-    void read_through_state(State gradient) {
+    void read_through_state(State gradient, Ahead& ahead) {
         const float* to_end = chunk.gates.to_end;
         transpose(x_.features, x_.values, gradient.kv.at, gradient.kv.row, gradient_T_);
-        multiply(chunk.n, x_.features, x_.values, {chunk.values.at, chunk.values.row, 1}, gradient_T_, d_k_, false);
-        multiply(chunk.n, x_.values, x_.features, {chunk.keys.at, chunk.keys.row, 1}, gradient.kv, d_v_, false);
+        multiply(chunk.n, x_.features, x_.values, {chunk.values.at, chunk.values.row, 1}, gradient_T_, d_k_, false,
+                 ahead);
+        multiply(chunk.n, x_.values, x_.features, {chunk.keys.at, chunk.keys.row, 1}, gradient.kv, d_v_, false,
+                 ahead);
         for (Int j = 0; j < chunk.n; ++j) {
             float *d_k = d_k_.at + j * d_k_.row, *d_v = d_v_.at + j * d_v_.row;
             for (Int r = 0; r < x_.features; r += WIDTH) store(d_k + r, load(d_k + r) + load(gradient.k_sum + r));
@@ -255,9 +281,9 @@ class KeyGradients {
 
     // What reaches the gates through the state: gate t scales what the keys before t give to it, and the state
     // before the chunk.
-    void through_gates(const Sequence& s, Int t, Int group, State gradient) {
+    void through_gates(const Sequence& s, Item i, State gradient) {
         double before = 0;
-        const float* saved = saved_state(x_, out_, s, t, group);
+        const float* saved = saved_state(x_, out_, s, i);
         const State state = state_at(x_, Layout::TRANSPOSED, const_cast<float*>(saved));
         for (Int m = 0; m < x_.values; ++m)
             before += dot(state.kv.at + m * state.kv.row, gradient_T_.at + m * gradient_T_.row, x_.features);
@@ -347,15 +373,20 @@ void give_segment(const Linear& x, const LinearGradients& out, const Task& task,
     QueryChunk queries(x, out, memory);
     Gates gates(x, chunk_length(x), memory);
     const Sequence& s = task.sequence;
-    for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), [&](Int t, Int n, Int g) {
-        const State gradient = gradients.of(s.index, task.segment, g);
+    Ahead ahead;
+    const auto prepare = [&](Ahead& next, Item i) {
+        add_queries(next, x, out, s, i, false);
+        next.over(per_group * ceil_div(x.features, TILE_ROWS) * i.n);
+    };
+    for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare, [&](Item i) {
+        const State gradient = gradients.of(s.index, task.segment, i.group);
         if (x.causal && x.log_decay) {
-            gates.read(s.batch, s.first_key + t, n, g);
+            gates.read(s.batch, s.first_key + i.token, i.n, i.group);
             scale_row(gradient.kv.at, state_floats(x, Layout::PLAIN), gates.through);
         }
-        for (Int h = g * per_group; h < (g + 1) * per_group; ++h) {
-            queries.read(s, s.first_query + t, n, h);
-            queries.give(gradient, x.causal ? gates.from_start : nullptr);
+        for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
+            queries.read(s, s.first_query + i.token, i.n, h);
+            queries.give(gradient, x.causal ? gates.from_start : nullptr, ahead);
         }
     });
 }
@@ -396,8 +427,19 @@ void key_task(const Linear& x, const LinearGradients& out, const Task& task, con
     Workspace memory;
     KeyGradients keys(x, out, memory);
     const Sequence& s = task.sequence;
-    for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), [&](Int t, Int n, Int g) {
-        keys.find(s, t, n, g, gradients.of(s.index, task.segment + 1, g));
+    Ahead ahead;
+    const auto prepare = [&](Ahead& next, Item i) {
+        const Int token = s.first_key + i.token;
+        add_rows(next, contiguous(out.d_v, x.keys, x.groups, x.values), x.type, s.batch, token, i.group, i.n, x.values);
+        add_rows(next, contiguous(out.d_k, x.keys, x.groups, x.features), x.type, s.batch, token, i.group, i.n, x.features);
+        if (x.causal) add_queries(next, x, out, s, i, false);
+        add_rows(next, x.v, x.type, s.batch, token, i.group, i.n, x.values);
+        add_rows(next, x.k, x.type, s.batch, token, i.group, i.n, x.features);
+        next.over(ceil_div(i.n, TILE_ROWS) * (x.features + x.values) +
+                  (x.causal ? x.heads / x.groups * ceil_div(x.features, TILE_ROWS) * i.n : 0));
+    };
+    for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
+        keys.find(s, i, gradients.of(s.index, task.segment + 1, i.group), ahead);
     });
     if (task.first)
         for (Int g = task.first_head; g < task.last_head; ++g)
@@ -408,8 +450,8 @@ void run(const Linear& x, const LinearGradients& out) {
     Workspace memory;
     const Plan plan(x, x.causal || !x.log_decay);
     const States states(x, plan, Layout::TRANSPOSED, memory), gradients(x, plan, Layout::PLAIN, memory);
-    find_states(x, plan, states, !x.causal, [&](const Sequence& s, Int t, Int group, State state) {
-        if (!x.causal) save_state(x, out, s, t, group, state);
+    find_states(x, plan, states, !x.causal, [&](const Sequence& s, Item i, State state) {
+        if (!x.causal) save_state(x, out, s, i, state);
     });
     parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const Task task(x, plan, i);

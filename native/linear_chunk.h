@@ -187,7 +187,7 @@ struct KeyChunk {
 
     // S' = through S + (to_end K)^T V and z' = through z + (to_end K)^T 1, given the transposed keys, which it
     // scales.
-    void enter(State state, Rows keys_T) const {
+    void enter(State state, Rows keys_T, Ahead& ahead) const {
         if (gates.to_end) {
             for (Int r = 0; r < x_.features; ++r)
                 for (Int j = 0; j < n; j += WIDTH) {
@@ -196,17 +196,17 @@ struct KeyChunk {
                 }
             scale_row(state.kv.at, state_floats(x_, Layout::PLAIN), gates.through);
         }
-        multiply(x_.features, x_.values, n, {keys_T.at, keys_T.row, 1}, values, state.kv, true);
+        multiply(x_.features, x_.values, n, {keys_T.at, keys_T.row, 1}, values, state.kv, true, ahead);
         enter_sum(state.k_sum, gates.to_end);
     }
 
     // The same for the transposed state. Scales the keys, which must have been copied.
-    void enter_transposed(State state) const {
+    void enter_transposed(State state, Ahead& ahead) const {
         if (gates.to_end) {
             for (Int j = 0; j < n; ++j) scale_row(keys.at + j * keys.row, x_.features, gates.to_end[j]);
             scale_row(state.kv.at, state_floats(x_, Layout::TRANSPOSED), gates.through);
         }
-        multiply(x_.values, x_.features, n, {values.at, 1, values.row}, keys, state.kv, true);
+        multiply(x_.values, x_.features, n, {values.at, 1, values.row}, keys, state.kv, true, ahead);
         enter_sum(state.k_sum, nullptr);
     }
 

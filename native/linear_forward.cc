@@ -19,10 +19,11 @@ class QueryRows {
     // The queries [i, i + n) of a chunk whose first is `token`, reading `state` and the keys of `chunk` up to
     // themselves, or `state` alone.
     void attend(const Sequence& s, Int token, Int i, Int n, Int head, State state, const KeyChunk* chunk,
-                Rows keys_T) {
+                Rows keys_T, Ahead& ahead) {
         const Rows q = rows_.read(x_.q, s.batch, token + i, head, n);
         const Int keys = chunk ? i + n : 0;
         const float* from_start = chunk && chunk->gates.from_start ? chunk->gates.from_start + i : nullptr;
+        ahead.ask(x_.features);
         if (chunk) {
             multiply_few_rows(n, keys, x_.features, {q.at, q.row, 1}, keys_T, scores_, false);
             for (Int a = 0; a < n; ++a) mask(scores_.at + a * scores_.row, i + a, keys, chunk->gates);
@@ -38,6 +39,7 @@ class QueryRows {
             }
         const bool direct = usable(x_.type, x_.values);
         const Rows o = direct ? Rows{(float*)out_.o + row * x_.values, x_.heads * x_.values} : o_;
+        ahead.ask(x_.features);
         for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH)
             with_tile(n, x_.values - m, [&](auto tile) {
                 tile.add_product({q.at, q.row, 1}, state.kv.at + m, state.kv.row, x_.features);
@@ -79,20 +81,37 @@ class QueryRows {
     float* decay_;
 };
 
+// The queries and outputs of an item, and how much `attend` will ask for them.
+Int add_queries(Ahead& ahead, const Linear& x, const LinearOutputs& out, const Sequence& s, Item i) {
+    const Int per_group = x.heads / x.groups, token = s.first_query + i.token;
+    for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
+        add_rows(ahead, contiguous(out.o, x.queries, x.heads, x.values), x.type, s.batch, token, h, i.n, x.values);
+        add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
+    }
+    return per_group * ceil_div(i.n, TILE_ROWS) * 2 * x.features;
+}
+
 void causal_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states) {
     Workspace memory;
     KeyChunk chunk(x, false, true, memory);
     QueryRows queries(x, out, memory);
     const Rows keys_T = memory.rows(round_up(x.features), chunk.longest);
     const Sequence& s = task.sequence;
-    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), [&](Int t, Int n, Int g) {
-        const State state = states.of(s.index, task.segment, g);
-        chunk.read(s, s.first_key + t, n, g);
-        transpose(n, x.features, chunk.keys.at, chunk.keys.row, keys_T);
-        for_rows(x, g, n, [&](Int head, Int i, Int rows) {
-            queries.attend(s, chunk.token, i, rows, head, state, &chunk, keys_T);
+    Ahead ahead;
+    const auto prepare = [&](Ahead& next, Item i) {
+        const Int work = add_queries(next, x, out, s, i);
+        add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
+        add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        next.over(work + ceil_div(x.features, TILE_ROWS) * i.n);
+    };
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
+        const State state = states.of(s.index, task.segment, i.group);
+        chunk.read(s, s.first_key + i.token, i.n, i.group);
+        transpose(i.n, x.features, chunk.keys.at, chunk.keys.row, keys_T);
+        for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
+            queries.attend(s, chunk.token, row, n, head, state, &chunk, keys_T, ahead);
         });
-        chunk.enter(state, keys_T);
+        chunk.enter(state, keys_T, ahead);
     });
 }
 
@@ -101,9 +120,12 @@ void bidirectional_task(const Linear& x, const LinearOutputs& out, const Task& t
     Workspace memory;
     QueryRows queries(x, out, memory);
     const Sequence& s = task.sequence;
-    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), [&](Int t, Int n, Int g) {
-        for_rows(x, g, n, [&](Int head, Int i, Int rows) {
-            queries.attend(s, s.first_query + t, i, rows, head, states.of(s.index, segments, g), nullptr, {});
+    Ahead ahead;
+    const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i)); };
+    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare, [&](Item i) {
+        const State state = states.of(s.index, segments, i.group);
+        for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
+            queries.attend(s, s.first_query + i.token, row, n, head, state, nullptr, {}, ahead);
         });
     });
 }
@@ -112,7 +134,7 @@ void run(const Linear& x, const LinearOutputs& out) {
     Workspace memory;
     const Plan plan(x, true);
     const States states(x, plan, Layout::PLAIN, memory);
-    find_states(x, plan, states, !x.causal, [](const Sequence&, Int, Int, State) {});
+    find_states(x, plan, states, !x.causal, [](const Sequence&, Item, State) {});
     parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const Task task(x, plan, i);
         if (x.causal) causal_task(x, out, task, states);

@@ -94,17 +94,30 @@ inline float gates_through(const Linear& x, const Task& task, Int head) {
 
 enum class Order { FORWARDS, BACKWARDS };
 
-// Calls `f(token, count, head)` for every chunk of the tokens [from, to) and each head of a task.
-template <typename F>
-inline void for_chunks(const Linear& x, const Task& task, Order order, Int from, Int to, F&& f) {
-    const Int most = chunk_length(x), chunks = ceil_div(to - from, most);
-    for (Int i = 0; i < chunks; ++i) {
-        const Int t = from + (order == Order::FORWARDS ? i : chunks - 1 - i) * most;
-        for (Int g = task.first_head; g < task.last_head; ++g) f(t, min(most, to - t), g);
+// One chunk of the tokens of a task, for one of its key heads.
+struct Item {
+    Int token, n, group;  // tokens are counted from the first of the sequence
+};
+
+// Calls `f(item)` for every chunk of the tokens [from, to) and each head of a task, and before it
+// `prepare(ahead, item)` with the item after it, whose rows `f` then asks for.
+template <typename P, typename F>
+inline void for_chunks(const Linear& x, const Task& task, Order order, Int from, Int to, Ahead& ahead, P&& prepare,
+                       F&& f) {
+    const Int most = chunk_length(x), heads = task.last_head - task.first_head;
+    const Int items = ceil_div(to - from, most) * heads;
+    const auto item = [&](Int i) {
+        const Int t = from + (order == Order::FORWARDS ? i / heads : (items - 1 - i) / heads) * most;
+        return Item{t, min(most, to - t), task.first_head + i % heads};
+    };
+    for (Int i = 0; i < items; ++i) {
+        ahead.clear();
+        if (i + 1 < items) prepare(ahead, item(i + 1));
+        f(item(i));
     }
 }
 
-// Lets the keys of a task's segment enter `states` at the next slot, after `before_chunk(token, head, state)`.
+// Lets the keys of a task's segment enter `states` at the next slot, after `before_chunk(sequence, item, state)`.
 template <typename F>
 inline void enter_segment(const Linear& x, const Task& task, const States& states, F&& before_chunk) {
     Workspace memory;
@@ -112,13 +125,19 @@ inline void enter_segment(const Linear& x, const Task& task, const States& state
     KeyChunk chunk(x, transposed, true, memory);
     const Rows keys_T = memory.rows(round_up(x.features), chunk.longest);
     const Sequence& s = task.sequence;
-    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), [&](Int t, Int n, Int g) {
-        const State state = states.of(s.index, task.segment + 1, g);
-        before_chunk(s, t, g, state);
-        chunk.read(s, s.first_key + t, n, g);
-        if (transposed) return chunk.enter_transposed(state);
-        transpose(n, x.features, chunk.keys.at, chunk.keys.row, keys_T);
-        chunk.enter(state, keys_T);
+    Ahead ahead;
+    const auto prepare = [&](Ahead& next, Item i) {
+        add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
+        next.over(ceil_div(transposed ? x.values : x.features, TILE_ROWS) * i.n);
+    };
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
+        const State state = states.of(s.index, task.segment + 1, i.group);
+        before_chunk(s, i, state);
+        chunk.read(s, s.first_key + i.token, i.n, i.group);
+        if (transposed) return chunk.enter_transposed(state, ahead);
+        transpose(i.n, x.features, chunk.keys.at, chunk.keys.row, keys_T);
+        chunk.enter(state, keys_T, ahead);
     });
 }
 

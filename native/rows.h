@@ -90,6 +90,15 @@ inline const char* address(const Tensor& x, Int type, Int batch, Int token, Int 
     return (const char*)x.at + (batch * x.batch + token * x.token + head * x.head) * size_of(type);
 }
 
+// Asks for rows of a tensor, or of a contiguous one [batch, tokens, heads, width] that is written.
+inline void add_rows(Ahead& ahead, const Tensor& x, Int type, Int batch, Int token, Int head, Int n, Int width) {
+    ahead.add(address(x, type, batch, token, head), x.token * size_of(type), n, width * size_of(type));
+}
+
+inline Tensor contiguous(const void* at, Int tokens, Int heads, Int width) {
+    return {at, tokens * heads * width, heads * width, width};
+}
+
 // Whether rows of `width` elements can be used where they lie: they are floats in whole vectors.
 inline bool usable(Int type, Int width) { return type == FLOAT32 && width % WIDTH == 0; }
 

@@ -1,0 +1,45 @@
+// Rows that are needed soon are asked for while others are being multiplied. They lie too far apart for the
+// processor to see them coming, and it stands still when too many are asked for at once.
+#pragma once
+
+#include "simd.h"
+
+namespace UNROLLED_ISA {
+
+class Ahead {
+  public:
+    void clear() { parts_ = 0, lines_ = 0, at_ = 0; }
+
+    // `rows` of `bytes` each, `stride` bytes apart.
+    void add(const void* rows, int64_t stride, int64_t n, int64_t bytes) {
+        if (parts_ == MOST || n <= 0 || bytes <= 0) return;
+        part_[parts_++] = {(const char*)rows, stride, n, bytes};
+        lines_ += n * ((bytes + LINE - 1) / LINE);
+    }
+
+    // The work over which to spread the asking, in any unit.
+    void over(int64_t work) { rate_ = (float)lines_ / (float)(work > 0 ? work : 1), due_ = 0; }
+
+    // Called before a part of that work.
+    void ask(int64_t work) {
+        for (due_ += rate_ * (float)work; due_ >= 1 && parts_; --due_) {
+            Part& part = part_[parts_ - 1];
+            __builtin_prefetch(part.rows + at_);
+            if ((at_ += LINE) < part.bytes) continue;
+            at_ = 0, part.rows += part.stride;
+            if (--part.n == 0) --parts_;
+        }
+    }
+
+  private:
+    static constexpr int64_t LINE = 64, MOST = 16;
+    struct Part {
+        const char* rows;
+        int64_t stride, n, bytes;
+    };
+    Part part_[MOST];
+    int64_t parts_ = 0, lines_ = 0, at_ = 0;
+    float rate_ = 0, due_ = 0;
+};
+
+}  // namespace UNROLLED_ISA
