@@ -280,11 +280,10 @@ class Block {
 
     // The lanes of the vector at `lane` that read a key.
     IntVec readers(Int row, Int lane) const {
-        const Span lanes = in_block(s_.queries_of(x_, keys_.position(row)));
-        IntVec at;
-        for (int i = 0; i < WIDTH; ++i) at[i] = i;
-        at += (int32_t)lane;
-        return (at >= (int32_t)lanes.first) & (at < (int32_t)lanes.end);
+        IntVec ahead;  // of the first key that a lane reads
+        for (int i = 0; i < WIDTH; ++i) ahead[i] = -i;
+        ahead += (int32_t)(keys_.position(row) - (queries.first + lane + s_.keys - s_.queries - x_.left));
+        return (ahead >= 0) & (ahead <= (int32_t)(x_.left + x_.right));
     }
 
     Span queries{0, 0}, group{0, 0};

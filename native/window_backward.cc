@@ -120,33 +120,36 @@ class Backward {
 
     // P = exp(s - lse) for the vector of queries at `lane`; if `sum`, P dP is added to delta.
     void weigh(Int lane, bool sum) {
-        const Sight sight = block_.sight(lane);
+        const Rows s = lane_of(scores_, lane), d_p = lane_of(d_scores_, lane);
         const Vec lse = load(lse_ + lane);
         Vec delta = load(delta_ + lane);
-        Block::for_sight(sight, [&](Int row, bool all) {
-            Vec p = exp(load(at(scores_, row, lane)) - lse);
+        Block::for_sight(block_.sight(lane), [&](Int row, bool all) {
+            Vec p = exp_of_negative(load(s.at + row * s.row) - lse);
             if (!all) p = select(block_.readers(row, lane), p, Vec{});
-            store(at(scores_, row, lane), p);
-            delta += p * load(at(d_scores_, row, lane));
+            store(s.at + row * s.row, p);
+            delta += p * load(d_p.at + row * d_p.row);
         });
         if (sum) store(delta_ + lane, delta);
     }
 
     // dS = P (dP - delta), and zeros out of sight.
     void through_softmax(Int lane) {
-        const Sight sight = block_.sight(lane);
+        const Rows p = lane_of(scores_, lane), d_s = lane_of(d_scores_, lane);
         const Vec delta = load(delta_ + lane);
-        for (Int row = block_.group.first; row < sight.some.first; ++row) clear(row, lane);
-        for (Int row = sight.some.first; row < sight.some.end; ++row) {
-            float* d_score = at(d_scores_, row, lane);
-            store(d_score, load(at(scores_, row, lane)) * (load(d_score) - delta));
-        }
-        for (Int row = sight.some.end; row < block_.group.end; ++row) clear(row, lane);
+        const auto clear = [&](Int row) {
+            store(p.at + row * p.row, Vec{});
+            store(d_s.at + row * d_s.row, Vec{});
+        };
+        const Span some = block_.sight(lane).some;
+        for (Int row = block_.group.first; row < some.first; ++row) clear(row);
+        for (Int row = some.first; row < some.end; ++row)
+            store(d_s.at + row * d_s.row, load(p.at + row * p.row) * (load(d_s.at + row * d_s.row) - delta));
+        for (Int row = some.end; row < block_.group.end; ++row) clear(row);
     }
 
-    void clear(Int row, Int lane) {
-        store(at(scores_, row, lane), Vec{});
-        store(at(d_scores_, row, lane), Vec{});
+    // The vectors at `lane` of the scores, to be counted by rows of the keys.
+    Rows lane_of(Rows scores, Int lane) const {
+        return {scores.at - block_.group.first * scores.row + lane, scores.row};
     }
 
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.

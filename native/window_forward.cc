@@ -60,29 +60,27 @@ class Forward {
     // P = exp(s - max s) for the vector of queries at `lane`, where max s is that of the groups up to this one.
     void weigh(Int lane) {
         const Sight sight = block_.sight(lane);
+        const Rows s{scores_.at - block_.group.first * scores_.row + lane, scores_.row};
         const Vec before = load(tops_ + lane);
         Vec top = before;
         block_.for_sight(sight, [&](Int row, bool all) {
-            float* at = score(row, lane);
-            Vec s = load(at);
-            if (!all) store(at, s = select(block_.readers(row, lane), s, broadcast(-__builtin_inff())));
-            top = max(top, s);
+            Vec x = load(s.at + row * s.row);
+            if (!all) store(s.at + row * s.row, x = select(block_.readers(row, lane), x, broadcast(-__builtin_inff())));
+            top = max(top, x);
         });
-        const Vec factor = exp(before - top);
+        const Vec factor = exp_of_negative(before - top);
         Vec total = load(totals_ + lane) * factor;
-        for (Int row = block_.group.first; row < sight.some.first; ++row) store(score(row, lane), Vec{});
+        for (Int row = block_.group.first; row < sight.some.first; ++row) store(s.at + row * s.row, Vec{});
         for (Int row = sight.some.first; row < sight.some.end; ++row) {
-            const Vec p = exp(load(score(row, lane)) - top);
-            store(score(row, lane), p);
+            const Vec p = exp_of_negative(load(s.at + row * s.row) - top);
+            store(s.at + row * s.row, p);
             total += p;
         }
-        for (Int row = sight.some.end; row < block_.group.end; ++row) store(score(row, lane), Vec{});
+        for (Int row = sight.some.end; row < block_.group.end; ++row) store(s.at + row * s.row, Vec{});
         store(tops_ + lane, top);
         store(totals_ + lane, total);
         store(factors_ + lane, factor);
     }
-
-    float* score(Int row, Int lane) const { return scores_.at + (row - block_.group.first) * scores_.row + lane; }
 
     void write(Int i, Int row) const {
         const bool nothing = totals_[i] == 0;
