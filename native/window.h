@@ -99,6 +99,13 @@ class Tasks {
     Int stretch_, size_ = 0;
 };
 
+// Asks for a row: those of one head lie far apart, where no hardware looks ahead.
+template <bool to_write>
+inline void prefetch(const void* row, Int bytes) {
+    asm volatile("");  // GCC drops calls of functions without effects, and to ask is none
+    for (Int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, to_write, 2);
+}
+
 // The keys and values that the current queries of a task read, as rows of floats one after the other. Padded keys
 // are left out.
 class Keys {
@@ -139,6 +146,15 @@ class Keys {
             read_row(x_.type, address(x_.v, x_.type, s.batch, s.first_key + next_, task_.group), x_.values, v(all.end).at);
             for (int i = 2; i < pieces_; ++i) std::memset(at(i, all.end).at, 0, (size_t)piece_[i].row * 4);
             position_[all.end++] = (int32_t)next_;
+        }
+    }
+
+    // Asks for some of the keys that come next, `from` keys ahead.
+    void prefetch_next(Int from, Int n) const {
+        const Sequence& s = task_.sequence;
+        for (Int t = next_ + from; t < min(next_ + from + n, task_.keys.end); ++t) {
+            prefetch<false>(address(x_.k, x_.type, s.batch, s.first_key + t, task_.group), x_.features * size_of(x_.type));
+            prefetch<false>(address(x_.v, x_.type, s.batch, s.first_key + t, task_.group), x_.values * size_of(x_.type));
         }
     }
 

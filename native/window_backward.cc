@@ -16,12 +16,17 @@ float* partial(const Window& x, const Task& task, Int position) {
     return task.partial + (position - task.keys.first) * partial_floats(x);
 }
 
-void write_gradients(const Window& x, const WindowGradients& out, const Task& task, Int position, const float* d_k,
-                     const float* d_v) {
+// Where the gradient of a key, or of its value, is written.
+char* d_key(const Window& x, void* at, Int width, const Task& task, Int position) {
     const Sequence& s = task.sequence;
     const Int row = (s.batch * x.keys + s.first_key + position) * x.groups + task.group;
-    write_row(x.type, d_k, x.features, (char*)out.d_k + row * x.features * size_of(x.type));
-    write_row(x.type, d_v, x.values, (char*)out.d_v + row * x.values * size_of(x.type));
+    return (char*)at + row * width * size_of(x.type);
+}
+
+void write_gradients(const Window& x, const WindowGradients& out, const Task& task, Int position, const float* d_k,
+                     const float* d_v) {
+    write_row(x.type, d_k, x.features, d_key(x, out.d_k, x.features, task, position));
+    write_row(x.type, d_v, x.values, d_key(x, out.d_v, x.values, task, position));
 }
 
 // Whether the queries of a neighbouring task read a key of this one.
@@ -82,14 +87,14 @@ class Backward {
                 weigh(lane, once);
                 through_softmax(lane);
             }
-            give(first);
+            give(head, first);
             first = false;
         });
         for (Int i = 0; i < block_.n; ++i) {
             float* d_q = d_q_.at + i * d_q_.row;
             if (first) std::memset(d_q, 0, (size_t)d_q_.row * 4);
             scale_row(d_q, x_.features, (float)x_.scale);
-            write_row(x_.type, d_q, x_.features, (char*)out_.d_q + row_of(i, head) * x_.features * size_of(x_.type));
+            write_row(x_.type, d_q, x_.features, d_query(i, head));
         }
     }
 
@@ -152,8 +157,24 @@ class Backward {
         return {scores.at - block_.group.first * scores.row + lane, scores.row};
     }
 
+    // Asks for the rows that will be written, and for those that the next block will read.
+    void prefetch_next(Int from, Int n, Int head) const {
+        const Sequence& s = task_.sequence;
+        const Int size = size_of(x_.type), first = block_.queries.first + from;
+        for (Int i = from; i < from + n; ++i) prefetch<true>(d_query(i, head), x_.features * size);
+        for (Int t = first + BLOCK; t < min(first + BLOCK + n, task_.queries.end); ++t) {
+            prefetch<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
+            prefetch<false>(address(out_.o, x_.type, s.batch, s.first_query + t, head), x_.values * size);
+        }
+        keys_.prefetch_next(from, n);
+        for (Int row = keys_.all.first + from; row < min(keys_.all.first + from + n, keys_.all.end); ++row) {
+            prefetch<true>(d_key(x_, out_.d_k, x_.features, task_, keys_.position(row)), x_.features * size);
+            prefetch<true>(d_key(x_, out_.d_v, x_.values, task_, keys_.position(row)), x_.values * size);
+        }
+    }
+
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
-    void give(bool first) {
+    void give(Int head, bool first) {
         block_.for_keys([&](Int row, Int rows, Span lanes) {
             multiply_few_rows(rows, x_.values, lanes.size(), {at(scores_, row, lanes.first), scores_.row, 1},
                               {g_.at(lanes.first), g_.rows.row}, keys_.d_v(row), true);
@@ -161,6 +182,7 @@ class Backward {
                               {q_.at(lanes.first), q_.rows.row}, keys_.d_k(row), true);
         });
         block_.for_queries([&](Int i, Int n, Span rows) {
+            prefetch_next(i, n, head);
             multiply_few_rows(n, x_.features, rows.size(), {at(d_scores_, rows.first, i), 1, d_scores_.row},
                               keys_.k(rows.first), {d_q_.at + i * d_q_.row, d_q_.row}, !first);
         });
@@ -173,6 +195,10 @@ class Backward {
     Int row_of(Int i, Int head) const {
         const Sequence& s = task_.sequence;
         return (s.batch * x_.queries + s.first_query + block_.queries.first + i) * x_.heads + head;
+    }
+
+    char* d_query(Int i, Int head) const {
+        return (char*)out_.d_q + row_of(i, head) * x_.features * size_of(x_.type);
     }
 
     const Window& x_;

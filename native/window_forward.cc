@@ -48,13 +48,14 @@ class Forward {
             for (Int lane = 0; lane < block_.n; lane += WIDTH) weigh(lane);
             for (Int i = 0; i < block_.n && !first; ++i) scale_row(o_.at + i * o_.row, x_.values, factors_[i]);
             block_.for_queries([&](Int i, Int n, Span rows) {
+                prefetch_next(i, n, head);
                 multiply_few_rows(n, x_.values, rows.size(),
                                   {scores_.at + (rows.first - block_.group.first) * scores_.row + i, 1, scores_.row},
                                   keys_.v(rows.first), {o_.at + i * o_.row, o_.row}, !first);
             });
             first = false;
         });
-        for (Int i = 0; i < block_.n; ++i) write(i, ((batch * x_.queries) + token + i) * x_.heads + head);
+        for (Int i = 0; i < block_.n; ++i) write(i, row_of(block_.queries.first + i, head));
     }
 
     // P = exp(s - max s) for the vector of queries at `lane`, where max s is that of the groups up to this one.
@@ -82,12 +83,28 @@ class Forward {
         store(factors_ + lane, factor);
     }
 
+    // Asks for the rows that will be written, and for those that the next block will read.
+    void prefetch_next(Int from, Int n, Int head) const {
+        const Sequence& s = task_.sequence;
+        const Int first = block_.queries.first + from, size = size_of(x_.type);
+        for (Int t = first; t < first + n; ++t) prefetch<true>(output(row_of(t, head)), x_.values * size);
+        for (Int t = first + BLOCK; t < min(first + BLOCK + n, task_.queries.end); ++t)
+            prefetch<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
+        keys_.prefetch_next(from, n);
+    }
+
+    Int row_of(Int query, Int head) const {
+        const Sequence& s = task_.sequence;
+        return (s.batch * x_.queries + s.first_query + query) * x_.heads + head;
+    }
+    char* output(Int row) const { return (char*)out_.o + row * x_.values * size_of(x_.type); }
+
     void write(Int i, Int row) const {
         const bool nothing = totals_[i] == 0;
         float* o = o_.at + i * o_.row;
         if (nothing) std::memset(o, 0, (size_t)o_.row * 4);
         else scale_row(o, x_.values, 1 / totals_[i]);
-        write_row(x_.type, o, x_.values, (char*)out_.o + row * x_.values * size_of(x_.type));
+        write_row(x_.type, o, x_.values, output(row));
         out_.lse[row] = nothing ? -__builtin_inff() : tops_[i] + __builtin_logf(totals_[i]);
     }
 
