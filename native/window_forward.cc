@@ -72,10 +72,15 @@ class Forward {
         const Vec factor = exp_of_negative(before - top);
         Vec total = load(totals_ + lane) * factor;
         for (Int row = block_.group.first; row < sight.some.first; ++row) store(s.at + row * s.row, Vec{});
-        for (Int row = sight.some.first; row < sight.some.end; ++row) {
-            const Vec p = exp_of_negative(load(s.at + row * s.row) - top);
-            store(s.at + row * s.row, p);
-            total += p;
+        for (Int row = sight.some.first; row < sight.some.end;) {
+            const Int end = min(row + 32, sight.some.end);
+            Vec part{};  // many terms, added one by one, would lose digits
+            for (; row < end; ++row) {
+                const Vec p = exp_of_negative(load(s.at + row * s.row) - top);
+                store(s.at + row * s.row, p);
+                part += p;
+            }
+            total += part;
         }
         for (Int row = sight.some.end; row < block_.group.end; ++row) store(s.at + row * s.row, Vec{});
         store(tops_ + lane, top);
