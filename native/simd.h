@@ -81,7 +81,7 @@ __attribute__((always_inline)) inline Vec exp_of_negative(Vec x) {
     constexpr float taylor[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
     for (float c : taylor) y = y * r + broadcast(c);
     // The lowest bits of `shifted` are those of n.
-    y *= (Vec)(((IntVec)shifted << 23) + (127 << 23));
+    y *= (Vec)(((BitVec)shifted << 23) + (127u << 23));
     return select(x < broadcast(-87.3f), Vec{}, y);
 }
 

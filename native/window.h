@@ -142,8 +142,8 @@ class Keys {
         for (; next_ < keys.end; ++next_) {
             const Sequence& s = task_.sequence;
             if (x_.padding && x_.padding[s.batch * x_.keys + s.first_key + next_]) continue;
-            read_row(x_.type, address(x_.k, x_.type, s.batch, s.first_key + next_, task_.group), x_.features, k(all.end).at);
-            read_row(x_.type, address(x_.v, x_.type, s.batch, s.first_key + next_, task_.group), x_.values, v(all.end).at);
+            read_row(x_.type, address_of(x_.k, next_), x_.features, k(all.end).at);
+            read_row(x_.type, address_of(x_.v, next_), x_.values, v(all.end).at);
             for (int i = 2; i < pieces_; ++i) std::memset(at(i, all.end).at, 0, (size_t)piece_[i].row * 4);
             position_[all.end++] = (int32_t)next_;
         }
@@ -151,10 +151,9 @@ class Keys {
 
     // Asks for some of the keys that come next, `from` keys ahead.
     void prefetch_next(Int from, Int n) const {
-        const Sequence& s = task_.sequence;
         for (Int t = next_ + from; t < min(next_ + from + n, task_.keys.end); ++t) {
-            prefetch<false>(address(x_.k, x_.type, s.batch, s.first_key + t, task_.group), x_.features * size_of(x_.type));
-            prefetch<false>(address(x_.v, x_.type, s.batch, s.first_key + t, task_.group), x_.values * size_of(x_.type));
+            prefetch<false>(address_of(x_.k, t), x_.features * size_of(x_.type));
+            prefetch<false>(address_of(x_.v, t), x_.values * size_of(x_.type));
         }
     }
 
@@ -163,6 +162,11 @@ class Keys {
   private:
     Rows at(int piece, Int row) const {
         return {piece_[piece].at + row * piece_[piece].row, piece_[piece].row};
+    }
+
+    const char* address_of(const Tensor& tensor, Int position) const {
+        const Sequence& s = task_.sequence;
+        return address(tensor, x_.type, s.batch, s.first_key + position, task_.group);
     }
 
     // The first row at `position` or after it.
@@ -245,6 +249,7 @@ class Block {
             f();
         }
     }
+    Int most_keys() const { return min(MOST_KEYS, keys_.capacity()); }
     Int groups() const { return ceil_div(keys_.all.size(), MOST_KEYS); }
 
     // A row of `scores` for each key of the group: the product of its row in `keys` with the lanes of `queries_T`

@@ -44,8 +44,8 @@ class Backward {
           block_(x, task, keys_),
           q_(x.features, memory),
           g_(x.values, memory),
-          scores_(memory.rows(min(MOST_KEYS, keys_.capacity()), BLOCK)),
-          d_scores_(memory.rows(min(MOST_KEYS, keys_.capacity()), BLOCK)),
+          scores_(memory.rows(block_.most_keys(), BLOCK)),
+          d_scores_(memory.rows(block_.most_keys(), BLOCK)),
           d_q_(memory.rows(BLOCK, round_up(x.features))),
           lse_(memory.floats(BLOCK)),
           delta_(memory.floats(BLOCK)) {}
@@ -125,36 +125,36 @@ class Backward {
 
     // P = exp(s - lse) for the vector of queries at `lane`; if `sum`, P dP is added to delta.
     void weigh(Int lane, bool sum) {
-        const Rows s = lane_of(scores_, lane), d_p = lane_of(d_scores_, lane);
+        const Int first = block_.group.first;
+        float *const s = scores_.at + lane, *const d_p = d_scores_.at + lane;
         const Vec lse = load(lse_ + lane);
         Vec delta = load(delta_ + lane);
         Block::for_sight(block_.sight(lane), [&](Int row, bool all) {
-            Vec p = exp_of_negative(load(s.at + row * s.row) - lse);
+            const Int at = (row - first) * BLOCK;
+            Vec p = exp_of_negative(load(s + at) - lse);
             if (!all) p = select(block_.readers(row, lane), p, Vec{});
-            store(s.at + row * s.row, p);
-            delta += p * load(d_p.at + row * d_p.row);
+            store(s + at, p);
+            delta += p * load(d_p + at);
         });
         if (sum) store(delta_ + lane, delta);
     }
 
     // dS = P (dP - delta), and zeros out of sight.
     void through_softmax(Int lane) {
-        const Rows p = lane_of(scores_, lane), d_s = lane_of(d_scores_, lane);
+        const Int first = block_.group.first;
+        float *const p = scores_.at + lane, *const d_s = d_scores_.at + lane;
         const Vec delta = load(delta_ + lane);
-        const auto clear = [&](Int row) {
-            store(p.at + row * p.row, Vec{});
-            store(d_s.at + row * d_s.row, Vec{});
-        };
         const Span some = block_.sight(lane).some;
-        for (Int row = block_.group.first; row < some.first; ++row) clear(row);
-        for (Int row = some.first; row < some.end; ++row)
-            store(d_s.at + row * d_s.row, load(p.at + row * p.row) * (load(d_s.at + row * d_s.row) - delta));
+        const auto clear = [&](Int row) {
+            store(p + (row - first) * BLOCK, Vec{});
+            store(d_s + (row - first) * BLOCK, Vec{});
+        };
+        for (Int row = first; row < some.first; ++row) clear(row);
+        for (Int row = some.first; row < some.end; ++row) {
+            const Int at = (row - first) * BLOCK;
+            store(d_s + at, load(p + at) * (load(d_s + at) - delta));
+        }
         for (Int row = some.end; row < block_.group.end; ++row) clear(row);
-    }
-
-    // The vectors at `lane` of the scores, to be counted by rows of the keys.
-    Rows lane_of(Rows scores, Int lane) const {
-        return {scores.at - block_.group.first * scores.row + lane, scores.row};
     }
 
     // Asks for the rows that will be written, and for those that the next block will read.
@@ -189,7 +189,7 @@ class Backward {
     }
 
     float* at(Rows scores, Int row, Int lane) const {
-        return scores.at + (row - block_.group.first) * scores.row + lane;
+        return scores.at + (row - block_.group.first) * BLOCK + lane;
     }
 
     Int row_of(Int i, Int head) const {

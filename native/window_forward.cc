@@ -16,7 +16,7 @@ class Forward {
           keys_(x, task, memory, false),
           block_(x, task, keys_),
           q_(x.features, memory),
-          scores_(memory.rows(min(MOST_KEYS, keys_.capacity()), BLOCK)),
+          scores_(memory.rows(block_.most_keys(), BLOCK)),
           o_(memory.rows(BLOCK, round_up(x.values))),
           tops_(memory.floats(BLOCK)),
           totals_(memory.floats(BLOCK)),
@@ -61,28 +61,29 @@ class Forward {
     // P = exp(s - max s) for the vector of queries at `lane`, where max s is that of the groups up to this one.
     void weigh(Int lane) {
         const Sight sight = block_.sight(lane);
-        const Rows s{scores_.at - block_.group.first * scores_.row + lane, scores_.row};
+        const Int first = block_.group.first;
+        const auto s = [&](Int row) { return scores_.at + (row - first) * BLOCK + lane; };
         const Vec before = load(tops_ + lane);
         Vec top = before;
         block_.for_sight(sight, [&](Int row, bool all) {
-            Vec x = load(s.at + row * s.row);
-            if (!all) store(s.at + row * s.row, x = select(block_.readers(row, lane), x, broadcast(-__builtin_inff())));
+            Vec x = load(s(row));
+            if (!all) store(s(row), x = select(block_.readers(row, lane), x, broadcast(-__builtin_inff())));
             top = max(top, x);
         });
         const Vec factor = exp_of_negative(before - top);
         Vec total = load(totals_ + lane) * factor;
-        for (Int row = block_.group.first; row < sight.some.first; ++row) store(s.at + row * s.row, Vec{});
+        for (Int row = first; row < sight.some.first; ++row) store(s(row), Vec{});
         for (Int row = sight.some.first; row < sight.some.end;) {
             const Int end = min(row + 32, sight.some.end);
             Vec part{};  // many terms, added one by one, would lose digits
             for (; row < end; ++row) {
-                const Vec p = exp_of_negative(load(s.at + row * s.row) - top);
-                store(s.at + row * s.row, p);
+                const Vec p = exp_of_negative(load(s(row)) - top);
+                store(s(row), p);
                 part += p;
             }
             total += part;
         }
-        for (Int row = sight.some.end; row < block_.group.end; ++row) store(s.at + row * s.row, Vec{});
+        for (Int row = sight.some.end; row < block_.group.end; ++row) store(s(row), Vec{});
         store(tops_ + lane, top);
         store(totals_ + lane, total);
         store(factors_ + lane, factor);

@@ -56,7 +56,9 @@ class Case:
             options["cu_seqlens"] = offsets.cumsum(0, dtype=torch.int32)
         rounded = [x.to(self.dtype).to(self.computed_in or self.dtype) for x in qkv]
         if self.disturbance:
-            rounded = [x * (1 + self.disturbance * torch.randn(x.shape, generator=generator).sign()) for x in rounded]
+            rounded = [
+                x * (1 + self.disturbance * torch.randn(x.shape, generator=generator).sign()) for x in rounded
+            ]
         return [x.requires_grad_() for x in rounded], options
 
 

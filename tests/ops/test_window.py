@@ -1,7 +1,6 @@
 """Window attention: the block form owes equality to the definition, and its cost to the window alone."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from unrolled import softmax_attention, window_attention, window_attention_refer
 from unrolled.ops import window_blocks
 from unrolled.ops.packing import unpack
 from unrolled.ops.window_blocks import BLOCK, Inputs
+
 
 def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
     for x, y in zip(found, wanted, strict=True):

@@ -61,10 +61,10 @@ def backward(
     problem, _kept = _problem(inputs, cu_seqlens, window_size, scale)
     q, k, v, padding = inputs
     grad_o, grad_lse, lse = _readable(grad_o), grad_lse.contiguous(), lse.contiguous()
-    all_read = padding is None and q.shape[1] >= k.shape[1]
-    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-    if not all_read:
-        d_k.zero_(), d_v.zero_()
+    every_key_is_read = padding is None and q.shape[1] >= k.shape[1]
+    new = torch.empty if every_key_is_read else torch.zeros
+    d_q = torch.empty(q.shape, dtype=q.dtype)
+    d_k, d_v = (new(x.shape, dtype=x.dtype) for x in (k, v))
     arriving = (view(grad_o), address(grad_lse), address(lse))
     native.call("window_backward", problem, _Gradients(*arriving, *map(address, (d_q, d_k, d_v))))
     return d_q, d_k, d_v
