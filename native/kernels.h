@@ -13,6 +13,8 @@ void EXPORTED(linear_forward)(const Linear*, const LinearOutputs*);
 void EXPORTED(linear_backward)(const Linear*, const LinearGradients*);
 int64_t EXPORTED(linear_saved_floats)(const Linear*);
 void EXPORTED(linear_step)(const LinearStep*);
+void EXPORTED(window_forward)(const Window*, const WindowOutputs*);
+void EXPORTED(window_backward)(const Window*, const WindowGradients*);
 double EXPORTED(fma_peak)(double seconds);
 #pragma GCC visibility pop
 }

@@ -47,3 +47,25 @@ struct LinearStep {
     void* o;
     float *kv_after, *k_sum_after;
 };
+
+// Sliding-window attention: query i of T reads the keys j of S with i + S - T - left <= j <= i + S - T + right.
+// Neither side is longer than the keys or the queries. `offsets` as above.
+struct Window {
+    int64_t sequences, queries, keys, heads, groups, features, values, left, right;
+    int32_t type, threads;
+    double scale;
+    const int32_t* offsets;
+    const uint8_t* padding;     // [batch, keys], 1 for a key that is not read; or null
+    Tensor q, k, v;
+};
+
+struct WindowOutputs {
+    void* o;                    // [batch, queries, heads, values]
+    float* lse;                 // [batch, queries, heads]
+};
+
+struct WindowGradients {
+    Tensor o;                   // what arrives
+    const float *d_lse, *lse;
+    void *d_q, *d_k, *d_v;      // what leaves, contiguous; d_k and d_v are zeros, and stay so where no query reads
+};

@@ -99,7 +99,8 @@ inline void with_tile(int64_t rows, int64_t cols, F&& f) {
 // C = A B, or C += A B if `add`, for A [rows, depth] of at most TILE_ROWS rows and B [depth, cols].
 inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add) {
     for (int64_t j = 0; j < cols; j += TILE_VECS * WIDTH)
-        with_tile(rows, cols - j, [&](auto tile) {
+        // Inlined, or else the tile would pass through memory.
+        with_tile(rows, cols - j, [&](auto tile) __attribute__((always_inline)) {
             tile.add_product(a, b.at + j, b.row, depth);
             if (add)
                 tile.add_to(c.at + j, c.row);

@@ -71,6 +71,20 @@ inline Vec exp(Vec x) {
     return select(tiny, Vec{}, y);
 }
 
+// The same to about two units in the last place, in half the time, for x <= 88.
+__attribute__((always_inline)) inline Vec exp_of_negative(Vec x) {
+    const Vec shifted = x * broadcast(1.44269504f) + broadcast(12582912.0f);
+    const Vec n = shifted - broadcast(12582912.0f);
+    Vec r = x - n * broadcast(0.693145752f);
+    r = r - n * broadcast(1.42860677e-6f);
+    Vec y = broadcast(1.0f / 720);
+    constexpr float taylor[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
+    for (float c : taylor) y = y * r + broadcast(c);
+    // The lowest bits of `shifted` are those of n.
+    y *= (Vec)(((BitVec)shifted << 23) + (127u << 23));
+    return select(x < broadcast(-87.3f), Vec{}, y);
+}
+
 // The sixteen bits of each lane as a float, and back with rounding to nearest even.
 template <Type type>
 inline Vec widen(HalfVec x) {

@@ -1,8 +1,7 @@
 """Window attention: the block form owes equality to the definition, and its cost to the window alone."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,71 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from window_cases import PADDINGS, Case, outputs_and_gradients
 
 from unrolled import softmax_attention, window_attention, window_attention_reference
 from unrolled.ops import window_blocks
 from unrolled.ops.packing import unpack
 from unrolled.ops.window_blocks import BLOCK, Inputs
-
-PADDINGS = ("none", "left", "right", "scattered", "whole row")
-
-
-@dataclass(frozen=True)
-class Case:
-    T: int = 70
-    S: int = 70
-    window: tuple[int, int] = (5, 3)
-    B: int = 2
-    G: int = 2
-    heads_per_group: int = 2
-    D: int = 5
-    M: int = 7
-    padding: str = "none"
-    scale: float | None = None
-    lengths: tuple[int, ...] | None = None  # packs B = 1
-    seed: int = 0
-    dtype: torch.dtype = torch.float64  # that the inputs are rounded to
-    computed_in: torch.dtype | None = None  # another one, if given
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        packed = self.lengths is not None
-        return (1, sum(self.lengths), sum(self.lengths)) if packed else (self.B, self.T, self.S)
-
-    def tensors(self) -> tuple[list[Tensor], dict]:
-        """Leaves q, k, v, and the other arguments."""
-        B, T, S = self.sizes
-        generator = torch.Generator().manual_seed(self.seed)
-        H = self.G * self.heads_per_group
-        shapes = ((B, T, H, self.D), (B, S, self.G, self.D), (B, S, self.G, self.M))
-        qkv = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
-        options: dict = {"window_size": self.window, "scale": self.scale}
-        if self.padding != "none":
-            place, cut = torch.arange(S), torch.randint(0, S + 1, (B, 1), generator=generator)
-            options["key_padding_mask"] = {
-                "left": place < cut,
-                "right": place >= cut,
-                "scattered": torch.rand(B, S, generator=generator) < 0.4,
-                "whole row": (torch.arange(B) == 0).unsqueeze(1).expand(B, S),
-            }[self.padding]
-        if self.lengths is not None:
-            offsets = torch.tensor([0, *self.lengths], dtype=torch.int32)
-            options["cu_seqlens"] = offsets.cumsum(0, dtype=torch.int32)
-        rounded = [x.to(self.dtype).to(self.computed_in or self.dtype) for x in qkv]
-        return [x.requires_grad_() for x in rounded], options
-
-
-def outputs_and_gradients(form: Callable, case: Case) -> list[Tensor]:
-    """Output and lse, and the gradients of q, k and v through both."""
-    qkv, options = case.tensors()
-    o, lse = form(*qkv, **options, return_lse=True)
-    generator = torch.Generator().manual_seed(case.seed + 1)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (o, lse)]
-    total = (o * weights[0]).sum() + (lse.masked_fill(lse == -math.inf, 0) * weights[1]).sum()
-    gradients = [torch.zeros_like(x) for x in qkv]
-    if total.requires_grad:
-        gradients = torch.autograd.grad(total, qkv, allow_unused=True, materialize_grads=True)
-    return [o.detach(), lse.detach(), *gradients]
 
 
 def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:

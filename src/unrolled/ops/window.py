@@ -80,11 +80,11 @@ def window_attention(
             all of that side, so `(-1, 0)` is causal attention and `(-1, -1)` full attention.
         key_padding_mask: `[B,S]`, True = padding: such a key is never read, but keeps its position.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S). An unbounded side
-            costs time proportional to the row, not to its sequences.
+            costs time proportional to each sequence in the C++ kernels, to the row in the other forms.
         scale: factor of the scores, 1/sqrt(D) by default.
         return_lse: also return the logarithm of the sum that the softmax divides by.
-        backend: "plain" for the PyTorch form, "flex" for torch's flex_attention on CUDA; for tests and
-            benchmarks, the default takes the fastest.
+        backend: "plain" for the PyTorch form, "native" for the C++ kernels of a CPU (not in fp64),
+            "flex" for torch's flex_attention on CUDA; for tests and benchmarks, None takes the fastest.
 
     Returns:
         `o [B,T,H,M]` in the type of `v`, and with `return_lse` the natural logarithm `lse [B,T,H]` in fp32

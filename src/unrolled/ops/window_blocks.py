@@ -128,7 +128,7 @@ def backward(
 
 def _blocks(T: int, S: int, window_size: tuple[int, int]) -> tuple[int, Iterator[Block]]:
     """Count the first queries, which come before all keys and read nothing, and cut the rest into blocks."""
-    left, right = _bounded(window_size, T, S)
+    left, right = bounded(window_size, T, S)
     unread = max(0, T - S - right) if S else T
 
     def cut() -> Iterator[Block]:
@@ -139,7 +139,7 @@ def _blocks(T: int, S: int, window_size: tuple[int, int]) -> tuple[int, Iterator
     return unread, cut()
 
 
-def _bounded(window_size: tuple[int, int], T: int, S: int) -> tuple[int, int]:
+def bounded(window_size: tuple[int, int], T: int, S: int) -> tuple[int, int]:
     """Replace an unbounded side by one that reaches every key from every query."""
     left, right = window_size
     return S if left < 0 else left, T if right < 0 else right
@@ -149,7 +149,7 @@ def _scores(x: Heads, block: Block, T: int, S: int, window_size: tuple[int, int]
     """`[X,P*C,K]`, minus infinity for the keys that a query may not read."""
     begin, end, low, high = block
     scores = _rows(x.q, block) @ x.k[:, low:high].mT
-    left, right = _bounded(window_size, T, S)
+    left, right = bounded(window_size, T, S)
     first, last = begin + S - T, end - 1 + S - T
     if last - left <= low and high - 1 <= first + right and x.padding is None and x.segments is None:
         return scores

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unrolled.ops import window_blocks
 from unrolled.ops.checks import transforming
-from unrolled.ops.kernels import window_flex
+from unrolled.ops.kernels import window_flex, window_native
 from unrolled.ops.kernels.door import check_backend, choose, differentiable_gradients
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.window_blocks import Inputs
@@ -41,7 +41,11 @@ class Form(Protocol):
         """Compute the gradients of `q`, `k` and `v`."""
 
 
-FORMS: dict[str, Form] = {"flex": window_flex, "plain": window_blocks}  # the fastest first
+FORMS: dict[str, Form] = {  # the fastest first
+    "flex": window_flex,
+    "native": window_native,
+    "plain": window_blocks,
+}
 BACKENDS = tuple(FORMS)
 
 

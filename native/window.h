@@ -1,0 +1,325 @@
+// Sliding-window attention, one block of queries of one head at a time: what the forward and the backward pass
+// share. The formulas are those of `ops/window_blocks.py`.
+//
+// Scores are held transposed, a row for each key and a lane for each query: maxima and sums over the keys are then
+// vertical, the queries that read a key are neighbouring lanes, and a padded key is a row that is left out.
+#pragma once
+
+#include "rows.h"
+
+namespace UNROLLED_ISA {
+namespace window {
+
+// Queries of a block, a multiple of every WIDTH.
+constexpr Int BLOCK = 64;
+
+// Keys whose scores are held at once.
+constexpr Int MOST_KEYS = 1024;
+
+struct Span {
+    Int first, end;
+
+    Int size() const { return max(0, end - first); }
+    Span within(Span other) const {
+        const Int from = min(max(first, other.first), other.end);
+        return {from, max(from, min(end, other.end))};
+    }
+};
+
+// Where a sequence lies.
+struct Sequence {
+    Int batch, first_query, queries, first_key, keys;
+
+    // The keys that a query reads; both bounds grow with the query.
+    Span keys_of(const Window& x, Int query) const {
+        const Int at = query + keys - queries;
+        return Span{at - x.left, at + x.right + 1}.within({0, keys});
+    }
+    // The queries that read a key.
+    Span queries_of(const Window& x, Int key) const {
+        const Int at = key + queries - keys;
+        return Span{at - x.right, at + x.left + 1}.within({0, queries});
+    }
+    // The keys that some of several queries read.
+    Span keys_of(const Window& x, Span some) const {
+        return some.size() ? Span{keys_of(x, some.first).first, keys_of(x, some.end - 1).end} : Span{0, 0};
+    }
+};
+
+inline Sequence sequence_at(const Window& x, Int index) {
+    if (!x.offsets) return {index, 0, x.queries, 0, x.keys};
+    const Int first = x.offsets[index], n = x.offsets[index + 1] - first;
+    return {0, first, n, first, n};
+}
+
+// A stretch of the queries of a sequence, for the heads that read one key head. The stretches of a sequence follow
+// one another in the list of tasks.
+struct Task {
+    Sequence sequence;
+    Int group;
+    Span queries, keys;
+    bool first, last;
+    float* partial;  // scratch of the backward pass
+};
+
+class Tasks {
+  public:
+    Tasks(const Window& x, Workspace& memory) : threads(x.threads) {
+        Int length = 0, n = 0;
+        for (Int i = 0; i < x.sequences; ++i) length += sequence_at(x, i).queries;
+        const Int reach = min(x.keys, x.left + x.right + 1), per_pair = x.features + x.values;
+        // Below this much work a second thread costs more than it gives.
+        if ((double)length * (double)(x.heads * reach * per_pair) < 1 << 20) threads = 1;
+        // So long that each thread gets two stretches or more.
+        stretch_ = threads == 1 ? max(1, length) : max(4 * BLOCK, ceil_div(length * x.groups, 2 * threads));
+        stretch_ = ceil_div(stretch_, BLOCK) * BLOCK;
+        for (Int i = 0; i < x.sequences; ++i) n += x.groups * stretches(sequence_at(x, i));
+        tasks_ = (Task*)memory.floats(n * (Int)sizeof(Task) / 4);
+        for (Int i = 0; i < x.sequences; ++i)
+            for (Int g = 0; g < x.groups; ++g) add(x, sequence_at(x, i), g);
+    }
+
+    Int size() const { return size_; }
+    Task& operator[](Int i) const { return tasks_[i]; }
+
+    int threads;
+
+  private:
+    Int stretches(const Sequence& s) const { return ceil_div(s.queries, stretch_); }
+
+    void add(const Window& x, const Sequence& s, Int group) {
+        for (Int t = 0; t < s.queries; t += stretch_) {
+            const Span queries{t, min(s.queries, t + stretch_)};
+            const bool last = queries.end == s.queries;
+            tasks_[size_++] = {s, group, queries, s.keys_of(x, queries), t == 0, last, nullptr};
+        }
+    }
+
+    Task* tasks_;
+    Int stretch_, size_ = 0;
+};
+
+// Asks for a row: those of one head lie far apart, where no hardware looks ahead.
+template <bool to_write>
+inline void prefetch(const void* row, Int bytes) {
+    asm volatile("");  // GCC drops calls of functions without effects, and to ask is none
+    for (Int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, to_write, 2);
+}
+
+// The keys and values that the current queries of a task read, as rows of floats one after the other. Padded keys
+// are left out.
+class Keys {
+  public:
+    Keys(const Window& x, const Task& task, Workspace& memory, bool gradients)
+        : x_(x),
+          task_(task),
+          capacity_(min(task.keys.size(), 2 * (BLOCK + x.left + x.right))),
+          next_(task.keys.first) {
+        const Int widths[] = {x.features, x.values, x.features, x.values};
+        pieces_ = gradients ? 4 : 2;
+        for (int i = 0; i < pieces_; ++i) piece_[i] = memory.rows(capacity_, round_up(widths[i]));
+        position_ = (int32_t*)memory.floats(capacity_);
+    }
+
+    // From a row on.
+    Rows k(Int row = 0) const { return at(0, row); }
+    Rows v(Int row = 0) const { return at(1, row); }
+    Rows d_k(Int row = 0) const { return at(2, row); }
+    Rows d_v(Int row = 0) const { return at(3, row); }
+
+    Int position(Int row) const { return position_[row]; }
+    Int capacity() const { return capacity_; }
+
+    // The rows of the keys between two positions.
+    Span rows(Span positions) const { return {row_from(positions.first), row_from(positions.end)}; }
+
+    // Drops what lies before `keys`, after `leave(row)`, and reads what is missing of them.
+    template <typename F>
+    void move_to(Span keys, F&& leave) {
+        while (all.first < all.end && position_[all.first] < keys.first) leave(all.first++);
+        next_ = max(next_, keys.first);
+        if (all.end + Span{next_, keys.end}.size() > capacity_) move_to_front();
+        for (; next_ < keys.end; ++next_) {
+            const Sequence& s = task_.sequence;
+            if (x_.padding && x_.padding[s.batch * x_.keys + s.first_key + next_]) continue;
+            read_row(x_.type, address_of(x_.k, next_), x_.features, k(all.end).at);
+            read_row(x_.type, address_of(x_.v, next_), x_.values, v(all.end).at);
+            for (int i = 2; i < pieces_; ++i) std::memset(at(i, all.end).at, 0, (size_t)piece_[i].row * 4);
+            position_[all.end++] = (int32_t)next_;
+        }
+    }
+
+    // Asks for some of the keys that come next, `from` keys ahead.
+    void prefetch_next(Int from, Int n) const {
+        for (Int t = next_ + from; t < min(next_ + from + n, task_.keys.end); ++t) {
+            prefetch<false>(address_of(x_.k, t), x_.features * size_of(x_.type));
+            prefetch<false>(address_of(x_.v, t), x_.values * size_of(x_.type));
+        }
+    }
+
+    Span all{0, 0};
+
+  private:
+    Rows at(int piece, Int row) const {
+        return {piece_[piece].at + row * piece_[piece].row, piece_[piece].row};
+    }
+
+    const char* address_of(const Tensor& tensor, Int position) const {
+        const Sequence& s = task_.sequence;
+        return address(tensor, x_.type, s.batch, s.first_key + position, task_.group);
+    }
+
+    // The first row at `position` or after it.
+    Int row_from(Int position) const {
+        Int low = all.first, high = all.end;
+        if (!x_.padding) return low < high ? min(max(position - position_[low], 0) + low, high) : low;
+        while (low < high) {
+            const Int middle = (low + high) / 2;
+            if (position_[middle] < position) low = middle + 1;
+            else high = middle;
+        }
+        return low;
+    }
+
+    void move_to_front() {
+        const size_t n = (size_t)all.size() * 4;
+        for (int i = 0; i < pieces_; ++i) std::memmove(piece_[i].at, at(i, all.first).at, n * (size_t)piece_[i].row);
+        std::memmove(position_, position_ + all.first, n);
+        all = {0, all.size()};
+    }
+
+    const Window& x_;
+    const Task& task_;
+    Int capacity_, next_;
+    int pieces_;
+    Rows piece_[4];
+    int32_t* position_;
+};
+
+// Rows of a block of queries and, for the scores, their transpose; zeros up to the next whole vector of queries.
+class QueryRows {
+  public:
+    QueryRows(Int width, Workspace& memory)
+        : width_(width),
+          rows(memory.rows(BLOCK, round_up(width))),
+          transposed(memory.rows(round_up(width), BLOCK)) {}
+
+    float* at(Int i) const { return rows.at + i * rows.row; }
+
+    // Calls `read(i, row)` for each of `n` rows.
+    template <typename F>
+    void read(Int n, F&& read) const {
+        for (Int i = 0; i < n; ++i) read(i, at(i));
+        std::memset(at(n), 0, (size_t)((round_up(n) - n) * rows.row) * 4);
+        transpose(round_up(n), width_, rows.at, rows.row, transposed);
+    }
+
+  private:
+    Int width_;
+
+  public:
+    Rows rows, transposed;
+};
+
+inline void scale_row(float* row, Int n, float factor) {
+    for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
+}
+
+// Rows of keys that some, and that all, queries of one vector read.
+struct Sight {
+    Span some, all;
+};
+
+// The scores of a block of queries and of the keys in reach, in groups of at most MOST_KEYS.
+class Block {
+  public:
+    Block(const Window& x, const Task& task, const Keys& keys) : x_(x), s_(task.sequence), keys_(keys) {}
+
+    // Continues with other queries.
+    void begin(Span others) {
+        queries = others;
+        n = others.size();
+    }
+
+    // Calls `f` with one `group` of the keys after the other.
+    template <typename F>
+    void for_groups(F&& f) {
+        for (Int row = keys_.all.first; row < keys_.all.end; row += MOST_KEYS) {
+            group = {row, min(keys_.all.end, row + MOST_KEYS)};
+            f();
+        }
+    }
+    Int most_keys() const { return min(MOST_KEYS, keys_.capacity()); }
+    Int groups() const { return ceil_div(keys_.all.size(), MOST_KEYS); }
+
+    // A row of `scores` for each key of the group: the product of its row in `keys` with the lanes of `queries_T`
+    // that read it.
+    void multiply_keys(Rows keys, Int depth, Rows queries_T, Rows scores) const {
+        for_keys([&](Int row, Int rows, Span lanes) {
+            const Int first = lanes.first / WIDTH * WIDTH;
+            multiply_few_rows(rows, lanes.end - first, depth, {keys.at + row * keys.row, keys.row, 1},
+                              {queries_T.at + first, queries_T.row},
+                              {scores.at + (row - group.first) * scores.row + first, scores.row}, false);
+        });
+    }
+
+    // `f(row, rows, lanes)` for the keys of the group tile by tile, with the queries that read some of them.
+    template <typename F>
+    void for_keys(F&& f) const {
+        for (Int row = group.first; row < group.end; row += TILE_ROWS) {
+            const Int rows = min(TILE_ROWS, group.end - row);
+            const Span lanes{s_.queries_of(x_, keys_.position(row)).first,
+                             s_.queries_of(x_, keys_.position(row + rows - 1)).end};
+            f(row, rows, in_block(lanes));
+        }
+    }
+
+    // `f(i, queries, keys)` for the queries of the block tile by tile, with the rows of the group that some read.
+    template <typename F>
+    void for_queries(F&& f) const {
+        for (Int i = 0; i < n; i += TILE_ROWS) {
+            const Int count = min(TILE_ROWS, n - i), first = queries.first + i;
+            f(i, count, keys_.rows(s_.keys_of(x_, {first, first + count})).within(group));
+        }
+    }
+
+    // What the queries of the vector at `lane` read of the group.
+    Sight sight(Int lane) const {
+        const Span first = s_.keys_of(x_, queries.first + lane);
+        const Span last = s_.keys_of(x_, min(queries.first + lane + WIDTH, queries.end) - 1);
+        const Span some = keys_.rows({first.first, last.end}).within(group);
+        return {some, keys_.rows({last.first, first.end}).within(some)};
+    }
+
+    // `f(row, all)` for the rows in sight; `all` says whether every query of the vector reads them.
+    template <typename F>
+    static void for_sight(Sight sight, F&& f) {
+        for (Int row = sight.some.first; row < sight.all.first; ++row) f(row, false);
+        for (Int row = sight.all.first; row < sight.all.end; ++row) f(row, true);
+        for (Int row = sight.all.end; row < sight.some.end; ++row) f(row, false);
+    }
+
+    // The lanes of the vector at `lane` that read a key.
+    IntVec readers(Int row, Int lane) const {
+        IntVec ahead;  // of the first key that a lane reads
+        for (int i = 0; i < WIDTH; ++i) ahead[i] = -i;
+        ahead += (int32_t)(keys_.position(row) - (queries.first + lane + s_.keys - s_.queries - x_.left));
+        return (ahead >= 0) & (ahead <= (int32_t)(x_.left + x_.right));
+    }
+
+    Span queries{0, 0}, group{0, 0};
+    Int n = 0;
+
+  private:
+    Span in_block(Span q) const {
+        const Span found = q.within(queries);
+        return {found.first - queries.first, found.end - queries.first};
+    }
+
+    const Window& x_;
+    const Sequence& s_;
+    const Keys& keys_;
+};
+
+}  // namespace window
+}  // namespace UNROLLED_ISA

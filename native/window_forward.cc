@@ -1,0 +1,138 @@
+// Sliding-window attention, forward: a softmax over groups of keys, which are all the keys unless they are many.
+#include "kernels.h"
+#include "window.h"
+
+namespace UNROLLED_ISA {
+namespace {
+
+using namespace window;
+
+class Forward {
+  public:
+    Forward(const Window& x, const WindowOutputs& out, const Task& task, Workspace& memory)
+        : x_(x),
+          out_(out),
+          task_(task),
+          keys_(x, task, memory, false),
+          block_(x, task, keys_),
+          q_(x.features, memory),
+          scores_(memory.rows(block_.most_keys(), BLOCK)),
+          o_(memory.rows(BLOCK, round_up(x.values))),
+          tops_(memory.floats(BLOCK)),
+          totals_(memory.floats(BLOCK)),
+          factors_(memory.floats(BLOCK)) {}
+
+    void run() {
+        const Int per_group = x_.heads / x_.groups;
+        for (Int t = task_.queries.first; t < task_.queries.end; t += BLOCK) {
+            block_.begin({t, min(task_.queries.end, t + BLOCK)});
+            keys_.move_to(task_.sequence.keys_of(x_, block_.queries), [](Int) {});
+            for (Int h = task_.group * per_group; h < (task_.group + 1) * per_group; ++h) attend(h);
+        }
+    }
+
+  private:
+    void attend(Int head) {
+        const Int batch = task_.sequence.batch, token = task_.sequence.first_query + block_.queries.first;
+        q_.read(block_.n, [&](Int i, float* row) {
+            read_row(x_.type, address(x_.q, x_.type, batch, token + i, head), x_.features, row);
+            scale_row(row, x_.features, (float)x_.scale);
+        });
+        for (Int lane = 0; lane < BLOCK; lane += WIDTH) {
+            store(tops_ + lane, broadcast(-__FLT_MAX__));
+            store(totals_ + lane, Vec{});
+        }
+        bool first = true;
+        block_.for_groups([&] {
+            block_.multiply_keys(keys_.k(), x_.features, q_.transposed, scores_);
+            for (Int lane = 0; lane < block_.n; lane += WIDTH) weigh(lane);
+            for (Int i = 0; i < block_.n && !first; ++i) scale_row(o_.at + i * o_.row, x_.values, factors_[i]);
+            block_.for_queries([&](Int i, Int n, Span rows) {
+                prefetch_next(i, n, head);
+                multiply_few_rows(n, x_.values, rows.size(),
+                                  {scores_.at + (rows.first - block_.group.first) * scores_.row + i, 1, scores_.row},
+                                  keys_.v(rows.first), {o_.at + i * o_.row, o_.row}, !first);
+            });
+            first = false;
+        });
+        for (Int i = 0; i < block_.n; ++i) write(i, row_of(block_.queries.first + i, head));
+    }
+
+    // P = exp(s - max s) for the vector of queries at `lane`, where max s is that of the groups up to this one.
+    void weigh(Int lane) {
+        const Sight sight = block_.sight(lane);
+        const Int first = block_.group.first;
+        const auto s = [&](Int row) { return scores_.at + (row - first) * BLOCK + lane; };
+        const Vec before = load(tops_ + lane);
+        Vec top = before;
+        block_.for_sight(sight, [&](Int row, bool all) {
+            Vec x = load(s(row));
+            if (!all) store(s(row), x = select(block_.readers(row, lane), x, broadcast(-__builtin_inff())));
+            top = max(top, x);
+        });
+        const Vec factor = exp_of_negative(before - top);
+        Vec total = load(totals_ + lane) * factor;
+        for (Int row = first; row < sight.some.first; ++row) store(s(row), Vec{});
+        for (Int row = sight.some.first; row < sight.some.end;) {
+            const Int end = min(row + 32, sight.some.end);
+            Vec part{};  // many terms, added one by one, would lose digits
+            for (; row < end; ++row) {
+                const Vec p = exp_of_negative(load(s(row)) - top);
+                store(s(row), p);
+                part += p;
+            }
+            total += part;
+        }
+        for (Int row = sight.some.end; row < block_.group.end; ++row) store(s(row), Vec{});
+        store(tops_ + lane, top);
+        store(totals_ + lane, total);
+        store(factors_ + lane, factor);
+    }
+
+    // Asks for the rows that will be written, and for those that the next block will read.
+    void prefetch_next(Int from, Int n, Int head) const {
+        const Sequence& s = task_.sequence;
+        const Int first = block_.queries.first + from, size = size_of(x_.type);
+        for (Int t = first; t < first + n; ++t) prefetch<true>(output(row_of(t, head)), x_.values * size);
+        for (Int t = first + BLOCK; t < min(first + BLOCK + n, task_.queries.end); ++t)
+            prefetch<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
+        keys_.prefetch_next(from, n);
+    }
+
+    Int row_of(Int query, Int head) const {
+        const Sequence& s = task_.sequence;
+        return (s.batch * x_.queries + s.first_query + query) * x_.heads + head;
+    }
+    char* output(Int row) const { return (char*)out_.o + row * x_.values * size_of(x_.type); }
+
+    void write(Int i, Int row) const {
+        const bool nothing = totals_[i] == 0;
+        float* o = o_.at + i * o_.row;
+        if (nothing) std::memset(o, 0, (size_t)o_.row * 4);
+        else scale_row(o, x_.values, 1 / totals_[i]);
+        write_row(x_.type, o, x_.values, output(row));
+        out_.lse[row] = nothing ? -__builtin_inff() : tops_[i] + __builtin_logf(totals_[i]);
+    }
+
+    const Window& x_;
+    const WindowOutputs& out_;
+    const Task& task_;
+    Keys keys_;
+    Block block_;
+    QueryRows q_;
+    Rows scores_, o_;
+    float *tops_, *totals_, *factors_;
+};
+
+}  // namespace
+}  // namespace UNROLLED_ISA
+
+void EXPORTED(window_forward)(const Window* x, const WindowOutputs* out) {
+    using namespace UNROLLED_ISA;
+    Workspace memory;
+    const window::Tasks tasks(*x, memory);
+    parallel_for(tasks.size(), tasks.threads, [&](Int i) {
+        Workspace own;
+        Forward(*x, *out, tasks[i], own).run();
+    });
+}
