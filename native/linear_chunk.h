@@ -141,10 +141,6 @@ class HeadRows {
     Rows buffer_;
 };
 
-inline void scale_row(float* row, Int n, float factor) {
-    for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
-}
-
 inline float dot(const float* a, const float* b, Int n) {
     Vec total{};
     for (Int i = 0; i < n; i += WIDTH) total += load(a + i) * load(b + i);

@@ -107,6 +107,10 @@ inline void read_rows(const Tensor& x, Int type, Int batch, Int token, Int head,
         read_row(type, address(x, type, batch, token + i, head), width, to.at + i * to.row);
 }
 
+inline void scale_row(float* row, Int n, float factor) {
+    for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
+}
+
 // B = the transpose of A [rows, cols]; whole squares of four, so that B has its rows and columns rounded up.
 inline void transpose(Int rows, Int cols, const float* a, Int a_row, Rows b) {
     for (Int i = 0; i < rows; i += 4)

@@ -221,10 +221,6 @@ class QueryRows {
     Rows rows, transposed;
 };
 
-inline void scale_row(float* row, Int n, float factor) {
-    for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
-}
-
 // Rows of keys that some, and that all, queries of one vector read.
 struct Sight {
     Span some, all;

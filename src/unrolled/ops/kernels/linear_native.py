@@ -8,7 +8,7 @@ from torch import Tensor
 from unrolled.ops import linear_packed
 from unrolled.ops.checks import check_offsets
 from unrolled.ops.kernels import native
-from unrolled.ops.kernels.native import TYPES, TensorView, address, view
+from unrolled.ops.kernels.native import TYPES, TensorView, address, readable, view
 from unrolled.ops.linear_chunked import Inputs
 
 _INT, _FLAG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
@@ -73,7 +73,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute what `linear_chunked.backward` and `linear_packed.backward` do."""
     problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
-    grad_o, grad_kv, grad_k_sum = _readable(grad_o), grad_kv.contiguous(), grad_k_sum.contiguous()
+    grad_o, grad_kv, grad_k_sum = readable(grad_o), grad_kv.contiguous(), grad_k_sum.contiguous()
     d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum = linear_packed.like_gradients(grad_kv, grad_k_sum, inputs)
     gated = inputs.log_decay is not None
     d_gates = torch.empty(d_log_decay.shape, dtype=torch.double) if gated else None
@@ -92,7 +92,7 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `o [B,H,M]` and the new state from one token of each and the state `kv`, `k_sum`."""
     (B, H, R), (_, G, M) = q.shape, v.shape
-    q, k, v, kv, k_sum = _readable(q), _readable(k), _readable(v), kv.contiguous(), k_sum.contiguous()
+    q, k, v, kv, k_sum = readable(q), readable(k), readable(v), kv.contiguous(), k_sum.contiguous()
     log_decay = None if log_decay is None else log_decay.double().contiguous()
     o, kv_after, k_sum_after = v.new_empty(B, H, M), torch.empty_like(kv), torch.empty_like(k_sum)
     sizes = (B, H, G, R, M, TYPES[q.dtype], normalize, torch.get_num_threads(), 0)
@@ -111,7 +111,7 @@ def _problem(
     if cu_seqlens is not None:
         check_offsets(cu_seqlens.tolist(), T)  # wrong ones would read and write anywhere
         N, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    q, k, v = readable(q), readable(k), readable(v)
     log_decay, kv, k_sum = (
         None if x is None else x.to(dtype).contiguous()
         for x, dtype in ((log_decay, torch.double), (kv, torch.float32), (k_sum, torch.float32))
@@ -120,8 +120,3 @@ def _problem(
     views = (view(q), view(k), view(v))
     problem = _Linear(*sizes, address(cu_seqlens), *views, *map(address, (log_decay, kv, k_sum)))
     return problem, (cu_seqlens, q, k, v, log_decay, kv, k_sum)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Any strides will do, but for those of the last axis."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -80,6 +80,11 @@ def view(x: Tensor) -> TensorView:
     return TensorView(x.data_ptr(), (batch, token[0] if token else 0, head))
 
 
+def readable(x: Tensor) -> Tensor:
+    """Copy a tensor whose last axis is not contiguous; any other strides will do."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def address(x: Tensor | None) -> int | None:
     """Where a contiguous tensor lies; nowhere if it is absent."""
     return None if x is None else x.data_ptr()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unrolled.ops.checks import check_offsets
 from unrolled.ops.kernels import native
-from unrolled.ops.kernels.native import TYPES, TensorView, address, view
+from unrolled.ops.kernels.native import TYPES, TensorView, address, readable, view
 from unrolled.ops.window_blocks import Inputs, bounded
 
 _INT, _FLAG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
@@ -60,7 +60,7 @@ def backward(
     """Compute what `window_blocks.backward` does."""
     problem, _kept = _problem(inputs, cu_seqlens, window_size, scale)
     q, k, v, padding = inputs
-    grad_o, grad_lse, lse = _readable(grad_o), grad_lse.contiguous(), lse.contiguous()
+    grad_o, grad_lse, lse = readable(grad_o), grad_lse.contiguous(), lse.contiguous()
     every_key_is_read = padding is None and q.shape[1] >= k.shape[1]
     new = torch.empty if every_key_is_read else torch.zeros
     d_q = torch.empty(q.shape, dtype=q.dtype)
@@ -80,14 +80,9 @@ def _problem(
     if cu_seqlens is not None:
         check_offsets(cu_seqlens.tolist(), T)  # wrong ones would read and write anywhere
         N, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    q, k, v = readable(q), readable(k), readable(v)
     padding = None if padding is None else padding.contiguous()
     left, right = bounded(window_size, T, S)
     sizes = (N, T, S, H, G, D, M, min(left, S), min(right, T), TYPES[q.dtype], torch.get_num_threads(), scale)
     problem = _Window(*sizes, address(cu_seqlens), address(padding), view(q), view(k), view(v))
     return problem, (cu_seqlens, padding, q, k, v)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Any strides will do, but for those of the last axis."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
