@@ -1,26 +1,6 @@
-// Checks the kernels without Python: under sanitizers, and on machines that are only emulated. Compares linear
-// attention and its gradients with their definitions, written out over pairs of tokens in double precision.
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-#include <vector>
-
-#include "kernels.h"
+#include "check.h"
 
 namespace {
-
-using Doubles = std::vector<double>;
-using Floats = std::vector<float>;
-
-std::mt19937 generator(0);
-
-Floats random_floats(int64_t n, double low, double high) {
-    std::uniform_real_distribution<float> draw((float)low, (float)high);
-    Floats x((size_t)n);
-    for (float& value : x) value = draw(generator);
-    return x;
-}
 
 struct Case {
     int64_t B, T, S, H, G, R, M;
@@ -28,21 +8,7 @@ struct Case {
     int threads;
 };
 
-int failures = 0;
-
-void compare(const char* what, const Case& c, const Floats& found, const Doubles& wanted) {
-    double error = 0, size = 0;
-    for (size_t i = 0; i < wanted.size(); ++i) {
-        const double difference = std::fabs(found[i] - wanted[i]);
-        error = difference <= error ? error : difference;  // NaN is an error too
-        size = std::fmax(size, std::fabs(wanted[i]));
-    }
-    if (error <= 2e-5 * (1 + size)) return;
-    ++failures;
-    std::printf("%s is off by %g of %g: B=%ld T=%ld S=%ld H=%ld G=%ld R=%ld M=%ld causal=%d normalize=%d gated=%d threads=%d\n",
-                what, error, size, (long)c.B, (long)c.T, (long)c.S, (long)c.H, (long)c.G, (long)c.R, (long)c.M,
-                c.causal, c.normalize, c.gated, c.threads);
-}
+Tally tally;
 
 // All tensors of a problem [batch, tokens, heads, width], and of its gradients.
 struct Problem {
@@ -179,11 +145,14 @@ Results definition(const Problem& p) {
     return r;
 }
 
-Tensor view(const Floats& x, int64_t tokens, int64_t heads, int64_t width) {
-    return {x.data(), tokens * heads * width, heads * width, width};
+void begin(const char* what, const Case& c) {
+    tally.begin("%s B=%ld T=%ld S=%ld H=%ld G=%ld R=%ld M=%ld causal=%d normalize=%d gated=%d threads=%d", what,
+                (long)c.B, (long)c.T, (long)c.S, (long)c.H, (long)c.G, (long)c.R, (long)c.M, c.causal, c.normalize,
+                c.gated, c.threads);
 }
 
 void check_sequence(const Case& c) {
+    begin("sequence", c);
     const Problem p(c);
     const Results wanted = definition(p);
     const Linear x = {c.B, c.T, c.S, c.H, c.G, c.R, c.M, FLOAT32, c.causal, c.normalize, c.threads, nullptr,
@@ -193,9 +162,9 @@ void check_sequence(const Case& c) {
     Floats divisor((size_t)(c.B * c.T * c.H), NAN);
     const LinearOutputs out = {o.data(), kv.data(), k_sum.data(), divisor.data()};
     EXPORTED(linear_forward)(&x, &out);
-    compare("o", c, o, wanted.o);
-    compare("kv", c, kv, wanted.kv);
-    compare("k_sum", c, k_sum, wanted.k_sum);
+    tally.compare("o", o, wanted.o);
+    tally.compare("kv", kv, wanted.kv);
+    tally.compare("k_sum", k_sum, wanted.k_sum);
     Floats d_q(p.q.size(), NAN), d_k(p.k.size(), NAN), d_v(p.v.size(), NAN), d_kv(kv), d_k_sum(k_sum);
     Floats d_divisor(divisor), read(divisor), states((size_t)(c.gated ? EXPORTED(linear_saved_floats)(&x) : 0), NAN);
     Doubles d_log_decay(p.log_decay.size(), NAN);
@@ -203,16 +172,17 @@ void check_sequence(const Case& c) {
                                        divisor.data(), d_q.data(), d_k.data(), d_v.data(), d_log_decay.data(),
                                        d_kv.data(), d_k_sum.data(), d_divisor.data(), read.data(), states.data()};
     EXPORTED(linear_backward)(&x, &gradients);
-    compare("d_q", c, d_q, wanted.d_q);
-    compare("d_k", c, d_k, wanted.d_k);
-    compare("d_v", c, d_v, wanted.d_v);
-    compare("d_kv", c, d_kv, wanted.d_kv);
-    compare("d_k_sum", c, d_k_sum, wanted.d_k_sum);
-    if (c.gated) compare("d_log_decay", c, Floats(d_log_decay.begin(), d_log_decay.end()), wanted.d_log_decay);
+    tally.compare("d_q", d_q, wanted.d_q);
+    tally.compare("d_k", d_k, wanted.d_k);
+    tally.compare("d_v", d_v, wanted.d_v);
+    tally.compare("d_kv", d_kv, wanted.d_kv);
+    tally.compare("d_k_sum", d_k_sum, wanted.d_k_sum);
+    if (c.gated) tally.compare("d_log_decay", Floats(d_log_decay.begin(), d_log_decay.end()), wanted.d_log_decay);
 }
 
 // One step is a sequence of one token.
 void check_step(const Case& c) {
+    begin("step", c);
     const Problem p(c);
     const Results wanted = definition(p);
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
@@ -221,15 +191,14 @@ void check_step(const Case& c) {
                           c.gated ? p.log_decay.data() : nullptr, p.kv.data(), p.k_sum.data(),
                           o.data(), kv.data(), k_sum.data()};
     EXPORTED(linear_step)(&x);
-    compare("step o", c, o, wanted.o);
-    compare("step kv", c, kv, wanted.kv);
-    compare("step k_sum", c, k_sum, wanted.k_sum);
+    tally.compare("o", o, wanted.o);
+    tally.compare("kv", kv, wanted.kv);
+    tally.compare("k_sum", k_sum, wanted.k_sum);
 }
 
 }  // namespace
 
 int main() {
-    int cases = 0;
     for (int flags = 0; flags < 8; ++flags)
         for (int threads : {1, 3}) {
             const bool causal = flags & 1, normalize = flags & 2, gated = flags & 4;
@@ -237,13 +206,10 @@ int main() {
                 for (int64_t width : {1, 7, 16, 33}) {
                     check_sequence({2, T, T, 4, 2, width, 20, causal, normalize, gated, threads});
                     if (!causal) check_sequence({1, T, 40, 1, 1, 9, width, causal, normalize, gated, threads});
-                    cases += causal ? 1 : 2;
                 }
             // Enough work to be shared out: one head, so that the sequence itself is cut.
             check_sequence({1, 260, 260, 1, 1, 64, 65, causal, normalize, gated, threads});
             check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads});
-            cases += 2;
         }
-    std::printf("%d cases, %d failures\n", cases, failures);
-    return failures != 0;
+    return tally.end();
 }

@@ -1,0 +1,55 @@
+// Checks the kernels without Python: under sanitizers, and on machines that are only emulated. Each program
+// compares one operation and its gradients with the definition, written out in double precision.
+#pragma once
+
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "../kernels.h"
+
+using Doubles = std::vector<double>;
+using Floats = std::vector<float>;
+
+inline Floats random_floats(int64_t n, double low, double high) {
+    static std::mt19937 generator(0);
+    std::uniform_real_distribution<float> draw((float)low, (float)high);
+    Floats x((size_t)n);
+    for (float& value : x) value = draw(generator);
+    return x;
+}
+
+// A contiguous tensor [batch, tokens, heads, width].
+inline Tensor view(const Floats& x, int64_t tokens, int64_t heads, int64_t width) {
+    return {x.data(), tokens * heads * width, heads * width, width};
+}
+
+struct Tally {
+    int cases = 0, failures = 0;
+    char what[200] = "";
+
+    void begin(const char* format, ...) {
+        ++cases;
+        va_list arguments;
+        va_start(arguments, format);
+        std::vsnprintf(what, sizeof what, format, arguments);
+        va_end(arguments);
+    }
+    void compare(const char* name, const Floats& found, const Doubles& wanted) {
+        double error = 0, size = 0;
+        for (size_t i = 0; i < wanted.size(); ++i) {
+            const double difference = found[i] == wanted[i] ? 0 : std::fabs(found[i] - wanted[i]);
+            error = difference <= error ? error : difference;  // NaN is an error too
+            size = std::isinf(wanted[i]) ? size : std::fmax(size, std::fabs(wanted[i]));
+        }
+        if (error <= 2e-5 * (1 + size)) return;
+        ++failures;
+        std::printf("%s is off by %g of %g: %s\n", name, error, size, what);
+    }
+    int end() const {
+        std::printf("%d cases, %d failures\n", cases, failures);
+        return failures != 0;
+    }
+};
