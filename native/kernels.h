@@ -13,6 +13,8 @@ void EXPORTED(linear_forward)(const Linear*, const LinearOutputs*);
 void EXPORTED(linear_backward)(const Linear*, const LinearGradients*);
 int64_t EXPORTED(linear_saved_floats)(const Linear*);
 void EXPORTED(linear_step)(const LinearStep*);
+void EXPORTED(dense)(const Dense*);
+void EXPORTED(block_step)(const BlockStep*);
 double EXPORTED(fma_peak)(double seconds);
 #pragma GCC visibility pop
 }
