@@ -216,7 +216,7 @@ void check_step(const Case& c) {
     const Problem p(c);
     const Results wanted = definition(p);
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
-    const LinearStep x = {c.B, c.H, c.G, c.R, c.M, FLOAT32, c.normalize, c.threads,
+    const LinearStep x = {c.B, c.H, c.G, c.R, c.M, FLOAT32, c.normalize, c.threads, GIVEN,
                           view(p.q, 1, c.H, c.R), view(p.k, 1, c.G, c.R), view(p.v, 1, c.G, c.M),
                           c.gated ? p.log_decay.data() : nullptr, p.kv.data(), p.k_sum.data(),
                           o.data(), kv.data(), k_sum.data()};
@@ -224,6 +224,41 @@ void check_step(const Case& c) {
     compare("step o", c, o, wanted.o);
     compare("step kv", c, kv, wanted.kv);
     compare("step k_sum", c, k_sum, wanted.k_sum);
+}
+
+// A linear layer of c.B rows, R wide to M wide.
+void check_dense(const Case& c) {
+    const Floats x = random_floats(c.B * c.R, -1, 1), bias = random_floats(c.M, -1, 1);
+    const Floats weights = random_floats(c.M * c.R, -1, 1);
+    Floats y((size_t)(c.B * c.M), NAN);
+    Doubles wanted;
+    for (int64_t b = 0; b < c.B; ++b)
+        for (int64_t m = 0; m < c.M; ++m) {
+            double total = bias[m];
+            for (int64_t r = 0; r < c.R; ++r) total += (double)x[b * c.R + r] * weights[m * c.R + r];
+            wanted.push_back(total);
+        }
+    const Dense d = {c.B, c.R, c.M, FLOAT32, c.threads, x.data(), weights.data(), bias.data(), y.data()};
+    EXPORTED(dense)(&d);
+    compare("dense", c, y, wanted);
+}
+
+// A block whose layers all give 0, pre-norm: it hands on what it was given, whatever the layers are.
+void check_block(const Case& c, int32_t activation) {
+    const int64_t width = 48, hidden = 32, up = activation == SWIGLU ? 2 * hidden : hidden;
+    const int64_t qkv = (c.H + c.G) * c.R + c.G * c.M;
+    const Floats x = random_floats(c.B * width, -1, 1), ones(width, 1), zeros((size_t)(width * (qkv + up + hidden)));
+    const Floats out((size_t)(width * c.H * c.M));
+    const Floats before((size_t)(c.B * c.G * c.R * c.M));
+    Floats kv(before.size(), NAN), k_sum((size_t)(c.B * c.G * c.R), NAN), y(x.size(), NAN);
+    const LinearStep attention = {c.B, c.H, c.G, c.R, c.M, FLOAT32, 1, c.threads, ELU_FEATURES, {}, {}, {},
+                                  nullptr, before.data(), before.data(), nullptr, kv.data(), k_sum.data()};
+    const Layer none = {zeros.data(), nullptr};
+    const BlockStep b = {width, hidden, 1, 0, activation, 1e-5f, {ones.data(), nullptr}, {ones.data(), nullptr},
+                         none, {out.data(), nullptr}, none, none, attention, x.data(), y.data()};
+    EXPORTED(block_step)(&b);
+    compare("block", c, y, Doubles(x.begin(), x.end()));
+    compare("block k_sum", c, k_sum, Doubles(k_sum.size(), 1));  // elu(0) + 1
 }
 
 }  // namespace
@@ -244,6 +279,14 @@ int main() {
             check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads});
             cases += 2;
         }
+    for (int64_t B : {1, 3, 4, 9, 17, 32})
+        for (int64_t width : {1, 7, 16, 33, 200})
+            for (int threads : {1, 3}) {
+                check_dense({B, 1, 1, 1, 1, width, 21, false, false, false, threads});
+                check_dense({B, 1, 1, 1, 1, 600, 350 + width, false, false, false, threads});
+                check_block({B, 1, 1, 4, 2, width, 20, false, false, false, threads}, GELU + (int32_t)B % 3);
+                cases += 3;
+            }
     std::printf("%d cases, %d failures\n", cases, failures);
     return failures != 0;
 }

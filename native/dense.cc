@@ -51,12 +51,16 @@ template <Type type>
 void multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Rows x, Rows y) {
     constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
     Workspace memory;
-    const Rows block = memory.rows(TILE_ROWS, round_up(inputs)), out = memory.rows(TILE_ROWS, round_up(rows));
+    const Rows widened = memory.rows(TILE_ROWS, round_up(inputs)), out = memory.rows(TILE_ROWS, round_up(rows));
     for (Int i = 0; i < outputs; i += TILE_ROWS) {
         const Int n = min(TILE_ROWS, outputs - i);
-        for (Int j = 0; j < n; ++j)
-            read_row<type>(weights + (i + j) * inputs * SIZE, inputs, block.at + j * block.row);
-        const char* next = weights + (i + n) * inputs * SIZE;
+        const char *here = weights + i * inputs * SIZE, *next = here + n * inputs * SIZE;
+        Left block{(const float*)here, inputs, 1};
+        if (type != FLOAT32) {
+            block = {widened.at, widened.row, 1};
+            for (Int j = 0; j < n; ++j)
+                read_row<type>(here + j * inputs * SIZE, inputs, widened.at + j * widened.row);
+        }
         const Int left = (outputs - i - n) * inputs * SIZE;
         for (Int k = 0; k < inputs; k += DEPTH) {
             // The next block is fetched a part at a time, while this one is computed with.
