@@ -15,6 +15,8 @@ int64_t EXPORTED(linear_saved_floats)(const Linear*);
 void EXPORTED(linear_step)(const LinearStep*);
 void EXPORTED(window_forward)(const Window*, const WindowOutputs*);
 void EXPORTED(window_backward)(const Window*, const WindowGradients*);
+void EXPORTED(dense)(const Dense*);
+void EXPORTED(block_step)(const BlockStep*);
 double EXPORTED(fma_peak)(double seconds);
 #pragma GCC visibility pop
 }

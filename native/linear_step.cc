@@ -17,6 +17,17 @@ void store_first(float* at, Int n, Vec x) {
     else std::memcpy(at, &x, (size_t)n * 4);
 }
 
+// phi(x), as `ops/feature_maps.py` defines it; a NaN stays one.
+void map_features(Int map, Int n, float* at) {
+    for (Int i = 0; i < n && map != GIVEN; i += WIDTH) {
+        const Vec x = load(at + i);
+        const IntVec negative = x < Vec{};
+        if (map == ELU_FEATURES) store(at + i, select(negative, exp(x), x + broadcast(1)));
+        else if (map == RELU_FEATURES) store(at + i, select(negative, Vec{}, x));
+        else store(at + i, select(negative, Vec{}, x * x));
+    }
+}
+
 // One key head, and the query heads that read it. `key` and `queries` hold R floats a row, the others M.
 void step_head(const LinearStep& x, Int head, float gate, const float* key, const float* value, Rows queries,
                Rows o) {
@@ -64,6 +75,8 @@ void run(const LinearStep& x) {
             read_row(type, address(x.v, type, batch, 0, group), M, value);
             for (Int p = 0; p < P; ++p)
                 read_row(type, address(x.q, type, batch, 0, group * P + p), R, queries.at + p * queries.row);
+            map_features(x.feature_map, R, key);
+            for (Int p = 0; p < P; ++p) map_features(x.feature_map, R, queries.at + p * queries.row);
             const float gate = x.log_decay ? (float)__builtin_exp(x.log_decay[head]) : 1;
             step_head(x, head, gate, key, value, queries, o);
             for (Int p = 0; p < P; ++p)

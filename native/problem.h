@@ -38,9 +38,11 @@ struct LinearGradients {
     float* states;              // scratch for every state between chunks, only with gates
 };
 
+enum FeatureMap : int32_t { GIVEN, ELU_FEATURES, RELU_FEATURES, SQUARED_RELU_FEATURES };  // what q and k go through first
+
 struct LinearStep {
     int64_t batch, heads, groups, features, values;
-    int32_t type, normalize, threads;
+    int32_t type, normalize, threads, feature_map;
     Tensor q, k, v;             // [batch, heads, width], without a token axis
     const double* log_decay;    // [batch, groups], or null
     const float *kv, *k_sum;
@@ -68,4 +70,33 @@ struct WindowGradients {
     Tensor o;                   // what arrives
     const float *d_lse, *lse;
     void *d_q, *d_k, *d_v;      // what leaves, contiguous; d_k and d_v are zeros, and stay so where no query reads
+};
+
+struct Dense {
+    int64_t rows, inputs, outputs;
+    int32_t type, threads;
+    const void *x, *weights, *bias;  // [rows, inputs], [outputs, inputs], [outputs] or null; contiguous
+    void* y;                         // [rows, outputs]
+};
+
+enum Activation : int32_t { GELU, RELU, SWIGLU };
+
+struct Norm {
+    const float *weight, *bias;  // bias may be null
+};
+
+struct Layer {
+    const float *weights, *bias;  // bias may be null
+};
+
+// Everything in floats, contiguous, and whole vectors of any instruction set wide.
+struct BlockStep {
+    int64_t width, hidden;       // of the residual stream, and between the two layers of the feed-forward one
+    int32_t pre_norm, root_mean_square, activation;
+    float epsilon;
+    Norm attention_norm, feed_forward_norm;
+    Layer qkv, out, up, down;
+    LinearStep attention;        // without q, k, v and o, which stay inside
+    const float* x;              // [batch, width]
+    float* y;
 };

@@ -186,7 +186,7 @@ void check_step(const Case& c) {
     const Problem p(c);
     const Results wanted = definition(p);
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
-    const LinearStep x = {c.B, c.H, c.G, c.R, c.M, FLOAT32, c.normalize, c.threads,
+    const LinearStep x = {c.B, c.H, c.G, c.R, c.M, FLOAT32, c.normalize, c.threads, GIVEN,
                           view(p.q, 1, c.H, c.R), view(p.k, 1, c.G, c.R), view(p.v, 1, c.G, c.M),
                           c.gated ? p.log_decay.data() : nullptr, p.kv.data(), p.k_sum.data(),
                           o.data(), kv.data(), k_sum.data()};

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from linear_cases import Case, assert_error_at_most_twice_that_of, outputs_and_gradients
 from torch import Tensor
 
-from unrolled.ops.feature_maps import Elu
+from unrolled.ops.feature_maps import Elu, make_feature_map
 from unrolled.ops.linear import (
     LinearState,
     linear_attention,
@@ -423,3 +423,36 @@ def test_offsets_that_do_not_rise_to_the_end_are_refused(offsets):
     one_row = {name: x[:1] for name, x in inputs().items()}
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 5"):
         linear_attention(**one_row, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", ["elu", "relu", "squared_relu", "polynomial"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_step_maps_its_features_itself(name, dtype):
+    torch.manual_seed(0)
+    phi = make_feature_map(name, 5)
+    q, k, v = (torch.randn(2, heads, 5).to(dtype) * 9 for heads in (4, 2, 2))
+    q[0, 0, 0], k[1, 1, 1] = -40.0, 0.0
+    kept = torch.promote_types(dtype, torch.float32)
+    before = torch.rand(2, 2, phi.feature_dim, 5, dtype=kept)
+    state = LinearState(before, before.sum(-1))
+    o, after = linear_attention_step(q, k, v, state, feature_map=phi)
+    wanted, wanted_after = linear_attention_step(phi.phi_q(q), phi.phi_k(k), v, state)
+    torch.testing.assert_close(o, wanted)
+    torch.testing.assert_close(tuple(after), tuple(wanted_after), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["elu", "relu", "squared_relu"])
+def test_a_step_does_not_map_nan_to_a_number(name):
+    state = LinearState(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4))
+    q, v = torch.ones(1, 1, 4), torch.ones(1, 1, 4)
+    k = torch.tensor([[[1.0, torch.nan, -1.0, 2.0]]])
+    o, after = linear_attention_step(q, k, v, state, feature_map=make_feature_map(name, 4))
+    assert o.isnan().all()
+    assert after.k_sum.isnan().tolist() == [[[False, True, False, False]]]
+
+
+def test_a_feature_map_of_another_width_is_refused():
+    state = LinearState(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4))
+    x = torch.ones(1, 1, 4)
+    with pytest.raises(ValueError, match="feature_map takes heads 3 wide"):
+        linear_attention_step(x, x, x, state, feature_map=Elu(3))

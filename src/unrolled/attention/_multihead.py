@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
+from unrolled.ops.dense import Linear
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding
 from unrolled.ops.precision import accumulation_dtype
 
@@ -66,8 +67,8 @@ class MultiHeadAttention(nn.Module):
             self.n_kv_heads * self.head_dim,
             self.n_kv_heads * self.value_dim,
         ]
-        self.qkv_proj = nn.Linear(d_model, sum(self._widths), bias=bias)
-        self.out_proj = nn.Linear(n_heads * self.value_dim, d_model, bias=bias)
+        self.qkv_proj = Linear(d_model, sum(self._widths), bias=bias)
+        self.out_proj = Linear(n_heads * self.value_dim, d_model, bias=bias)
 
     def attend(
         self,
@@ -195,7 +196,11 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if key is None:
-            q, k, v = self.qkv_proj(query).split(self._widths, dim=-1)
+            qkv, heads = self.qkv_proj(query), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+            if self.head_dim == self.value_dim:  # one view, then the heads
+                q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split_with_sizes(heads, -2)
+                return q, k, v
+            q, k, v = qkv.split_with_sizes(self._widths, -1)
         else:
             bias = self.qkv_proj.bias
             weights = torch.split(self.qkv_proj.weight, self._widths)
@@ -261,5 +266,5 @@ class MultiHeadAttention(nn.Module):
 
     def _check_rows(self, state: Any, batch: int) -> None:
         position = getattr(state, "position", None)
-        if position is not None and shape(position) != [batch]:
+        if position is not None and position.shape != (batch,):
             raise ValueError(f"state is that of {position.numel()} rows, but the input has {batch}")

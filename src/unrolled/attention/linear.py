@@ -26,7 +26,8 @@ from torch import Tensor
 from unrolled.attention._multihead import MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.feature_maps import FeatureMap, make_feature_map
-from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+from unrolled.ops.kernels import linear as kernels
+from unrolled.ops.linear import LinearState, check_state, linear_attention
 from unrolled.ops.linear_chunked import safe_divide
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype
@@ -172,18 +173,21 @@ class LinearAttention(MultiHeadAttention):
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, *, positions: Tensor | None
     ) -> tuple[Tensor, LinearAttentionState]:
         """Run one step of the recurrence."""
-        q, k = self.feature_map.phi_q(q), self.feature_map.phi_k(k)
-        before = LinearState(state.kv, state.k_sum)
+        kv, k_sum, position = state
         if positions is None:
-            o, after = linear_attention_step(q, k, v, before)
+            # What `linear_attention_step` does, without the checks that the projection makes superfluous.
+            sizes = (q.shape[0], self.n_kv_heads, self.feature_map.feature_dim, self.value_dim)
+            check_state(state, sizes, accumulation_dtype(q.dtype))
+            o, kv, k_sum = kernels.linear_attention_step(q, k, v, kv, k_sum, None, True, self.feature_map)
         else:
-            o, after = rotary_linear_attention(
+            q, k = self.feature_map.phi_q(q), self.feature_map.phi_k(k)
+            o, (kv, k_sum) = rotary_linear_attention(
                 q.unsqueeze(1),
                 k.unsqueeze(1),
                 v.unsqueeze(1),
                 positions.unsqueeze(1),
                 causal=True,
-                state=before,
+                state=LinearState(kv, k_sum),
             )
             o = o.squeeze(1)
-        return o, LinearAttentionState(*after, state.position + 1)
+        return o, LinearAttentionState(kv, k_sum, position + 1)

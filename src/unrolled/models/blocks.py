@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from unrolled import attention
 from unrolled.contract import UnsupportedError
+from unrolled.models import fused
 from unrolled.models.config import Activation, TransformerConfig
+from unrolled.ops.dense import Linear
 
 INIT_STD = 0.02  # of every weight that starts random
 
@@ -21,8 +23,8 @@ class FeedForward(nn.Module):
     def __init__(self, d_model: int, d_ff: int, activation: Activation) -> None:
         super().__init__()
         self.activation = activation
-        self.up = nn.Linear(d_model, 2 * d_ff if activation == "swiglu" else d_ff)
-        self.down = nn.Linear(d_ff, d_model)
+        self.up = Linear(d_model, 2 * d_ff if activation == "swiglu" else d_ff)
+        self.down = Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_model] -> [..., d_model]."""
@@ -68,6 +70,9 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """[B, d_model] -> [B, d_model], from a state to a state."""
+        done = fused.step(self, x, state)
+        if done is not None:
+            return done
         y, state = self.attention.step(self._before(x), state)
         return self._after(x, y), state
 
@@ -75,11 +80,14 @@ class Block(nn.Module):
         return self.attention_norm(x) if self.pre else x
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self.dropout(attended)
+        x = x + self._dropped(attended)
         if self.pre:
-            return cast(Tensor, x + self.dropout(self.ff(self.ff_norm(x))))
+            return x + self._dropped(self.ff(self.ff_norm(x)))
         x = self.attention_norm(x)
-        return cast(Tensor, self.ff_norm(x + self.dropout(self.ff(x))))
+        return cast(Tensor, self.ff_norm(x + self._dropped(self.ff(x))))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.dropout(x)) if self.training else x
 
 
 class Stack(nn.Module):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
+from unrolled.ops.dense import Linear, linear
 
 
 def mean_nll(nll: Tensor, target: Tensor) -> Tensor:
@@ -31,13 +32,13 @@ class Categorical(nn.Module):
     ) -> None:
         super().__init__()
         self.levels = levels
-        self.project = nn.Linear(d_model, levels, bias=bias) if tied is None else None
+        self.project = Linear(d_model, levels, bias=bias) if tied is None else None
         self.__dict__["tied"] = tied  # not as a sub-module: the table has one name in the state_dict
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits: [..., d_model] -> [..., levels]."""
         if self.project is None:
-            return F.linear(hidden, self.tied.weight[: self.levels])
+            return linear(hidden, self.tied.weight[: self.levels])
         logits: Tensor = self.project(hidden)
         return logits
 
@@ -74,7 +75,7 @@ class LogisticMixture(nn.Module):
     def __init__(self, d_model: int, levels: int, n_mixtures: int) -> None:
         super().__init__()
         self.levels = levels
-        self.project = nn.Linear(d_model, 3 * n_mixtures)
+        self.project = Linear(d_model, 3 * n_mixtures)
 
     def reset_bias(self) -> None:
         """Spread the components evenly over the range, each as wide as its share, with equal weights."""
@@ -106,7 +107,7 @@ class LogisticMixture(nn.Module):
     def _mixture(self, hidden: Tensor) -> Tensor:
         """The parameters, in at least fp32: bf16 would move means by up to a quarter of a level of 256."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(*map(_at_least_fp32, (hidden, self.project.weight, self.project.bias)))
+            return linear(*map(_at_least_fp32, (hidden, self.project.weight, self.project.bias)))
 
     def _log_prob(self, parameters: Tensor, level: Tensor) -> Tensor:
         """Log-probability of `level` [...] under `parameters` [..., 3 K], broadcast against each other.

@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -78,6 +79,20 @@ def transforming() -> bool:
         return False
     forward_mode: int = forward_ad._current_level
     return forward_mode >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def inferring(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors, and nothing records, traces or transforms what is done to them.
+
+    Only then may a kernel run that is no operator of torch's.
+    """
+    if torch.compiler.is_compiling() or transforming() or torch._C._get_tracing_state():
+        return False
+    recording = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (type(x) not in (Tensor, Parameter) or (recording and x.requires_grad)):
+            return False
+    return True
 
 
 def shape(x: Tensor) -> list[int]:

@@ -14,7 +14,7 @@ RFA-Gate (Peng et al. 2021, arXiv 2103.02143), whose caller also scales the keys
 """
 
 from itertools import pairwise
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from unrolled.ops.checks import (
     may_read,
     shape,
 )
+from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.kernels import linear as kernels
 from unrolled.ops.linear_chunked import LOWEST_GATE, Inputs, decay_between, safe_divide
 from unrolled.ops.masks import without_padding
@@ -143,6 +144,7 @@ def linear_attention_step(
     *,
     log_decay: Tensor | None = None,
     normalize: bool = True,
+    feature_map: FeatureMap | None = None,
 ) -> tuple[Tensor, LinearState]:
     """One token of the recurrence: the new key and value enter the state, then the query reads it.
 
@@ -155,18 +157,22 @@ def linear_attention_step(
         state: `kv [B,G,R,M]`, `k_sum [B,G,R]`; it is not changed.
         log_decay: `[B,G]`, at most 0.
         normalize: divide by q . z'.
+        feature_map: what makes features of q and k, which are then given before it, D wide.
 
     Returns:
         `o [B,H,M]` in the type of `v`, and the new state.
     """
     check_step(q, k, v)
-    _check_state(state, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), k.shape[0])
+    (B, G, D), M, R = k.shape, v.shape[2], k.shape[2]
+    if feature_map is not None:
+        R = feature_map.feature_dim
+        if feature_map.head_dim != D:
+            raise ValueError(f"feature_map takes heads {feature_map.head_dim} wide, but q and k are {D}")
+    check_state(state, (B, G, R, M), accumulation_dtype(q.dtype, k.dtype, v.dtype))
     if log_decay is not None:
         _check_log_decay(log_decay, k.shape[:2], "[B, G]")
-    out_dtype = v.dtype
-    q, k, v = promoted(q, k, v)
-    o, kv, k_sum = kernels.linear_attention_step(q, k, v, *state, log_decay, normalize)
-    return o.to(out_dtype), LinearState(kv, k_sum)
+    o, kv, k_sum = kernels.linear_attention_step(q, k, v, *state, log_decay, normalize, feature_map)
+    return o, LinearState(kv, k_sum)
 
 
 def linear_attention_reference(
@@ -276,7 +282,8 @@ def _check_and_mask(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
     if state is not None:
-        _check_state(state, q, k, v, B if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype))
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, S)
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
@@ -297,11 +304,10 @@ def _check_log_decay(log_decay: Tensor, wanted: torch.Size, axes: str) -> None:
         )
 
 
-def _check_state(state: LinearState, q: Tensor, k: Tensor, v: Tensor, batch: int) -> None:
-    G, R, M = k.shape[2], k.shape[3], v.shape[3]
-    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    for name, x, wanted in (("kv", state.kv, [batch, G, R, M]), ("k_sum", state.k_sum, [batch, G, R])):
-        if shape(x) != wanted:
-            raise ValueError(f"state.{name} has shape {shape(x)}, but these inputs want {wanted}")
+def check_state(state: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Require `kv` of `sizes` [B,G,R,M] and `k_sum` [B,G,R] of this type."""
+    for name, x, wanted in (("kv", state.kv, sizes), ("k_sum", state.k_sum, sizes[:3])):
+        if x.shape != wanted:
+            raise ValueError(f"state.{name} has shape {shape(x)}, but these inputs want {list(wanted)}")
         if x.dtype != dtype:
             raise ValueError(f"state.{name} is {x.dtype}, but these inputs want {dtype}")

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import linear_chunked, linear_packed
-from unrolled.ops.checks import transforming
+from unrolled.ops.checks import inferring, transforming
+from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.kernels import linear_native, linear_triton
 from unrolled.ops.kernels.door import check_backend, choose, differentiable_gradients, prefers
 from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.precision import promoted
 
 
 class Form(Protocol):
@@ -60,19 +62,31 @@ def linear_attention(
 
 
 def linear_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    k_sum: Tensor,
+    log_decay: Tensor | None,
+    normalize: bool,
+    feature_map: FeatureMap | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `o` and the new state for one checked token of one type.
+    """Compute `o` and the new state for one checked token, whose q and k a `feature_map` has yet to map.
 
     The kernels have no gradient and are no torch operators, whose dispatch would cost more than they do: they
     run in eager inference. Otherwise the plain form does, which `torch.compile` fuses.
     """
-    tensors = (q, k, v, kv, k_sum, log_decay)
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    eager = not (torch.compiler.is_compiling() or transforming() or differentiable)
-    if eager and prefers("native") and linear_native.supports(q, v):
-        return linear_native.step(*tensors, normalize)
-    return linear_chunked.step(*tensors, normalize)
+    native = inferring(q, k, v, kv, k_sum, log_decay) and prefers("native") and linear_native.supports(q, v)
+    if native and q.dtype == k.dtype == v.dtype and type(feature_map) in linear_native.FEATURE_MAPS:
+        return linear_native.step(q, k, v, kv, k_sum, log_decay, normalize, feature_map)
+    if feature_map is not None:
+        q, k = feature_map.phi_q(q), feature_map.phi_k(k)
+    out_dtype = v.dtype
+    q, k, v = promoted(q, k, v)
+    native = native and linear_native.supports(q, v)
+    form = linear_native.step if native else linear_chunked.step
+    o, kv, k_sum = form(q, k, v, kv, k_sum, log_decay, normalize)
+    return o.to(out_dtype), kv, k_sum
 
 
 def _forward(

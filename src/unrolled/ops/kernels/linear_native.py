@@ -7,9 +7,13 @@ from torch import Tensor
 
 from unrolled.ops import linear_packed
 from unrolled.ops.checks import check_offsets
+from unrolled.ops.feature_maps import Elu, FeatureMap, Relu, SquaredRelu
 from unrolled.ops.kernels import native
 from unrolled.ops.kernels.native import TYPES, TensorView, address, readable, view
 from unrolled.ops.linear_chunked import Inputs
+
+# What the step can do to q and k first.
+FEATURE_MAPS: dict[type[FeatureMap | None], int] = {type(None): 0, Elu: 1, Relu: 2, SquaredRelu: 3}
 
 _INT, _FLAG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 
@@ -37,11 +41,13 @@ class _Gradients(ctypes.Structure):
     ]
 
 
-class _Step(ctypes.Structure):
+class Step(ctypes.Structure):
+    """`LinearStep` of `native/problem.h`."""
+
     _fields_ = [
         *((name, _INT) for name in ("batch", "heads", "groups", "features", "values")),
-        *((name, _FLAG) for name in ("type", "normalize", "threads", "unused")),
-        *((name, TensorView) for name in "qkv"),
+        *((name, _FLAG) for name in ("type", "normalize", "threads", "feature_map")),
+        *((f"{x}_{name}", _INT) for x in "qkv" for name in ("at", "batch", "token", "head")),
         *((name, _POINTER) for name in ("log_decay", "kv", "k_sum", "o", "kv_after", "k_sum_after")),
     ]
 
@@ -88,16 +94,32 @@ def backward(
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    k_sum: Tensor,
+    log_decay: Tensor | None,
+    normalize: bool,
+    feature_map: FeatureMap | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `o [B,H,M]` and the new state from one token of each and the state `kv`, `k_sum`."""
     (B, H, R), (_, G, M) = q.shape, v.shape
     q, k, v, kv, k_sum = readable(q), readable(k), readable(v), kv.contiguous(), k_sum.contiguous()
     log_decay = None if log_decay is None else log_decay.double().contiguous()
-    o, kv_after, k_sum_after = v.new_empty(B, H, M), torch.empty_like(kv), torch.empty_like(k_sum)
-    sizes = (B, H, G, R, M, TYPES[q.dtype], normalize, torch.get_num_threads(), 0)
-    tensors = map(address, (log_decay, kv, k_sum, o, kv_after, k_sum_after))
-    native.call("linear_step", _Step(*sizes, view(q), view(k), view(v), *tensors))
+    o = torch.empty(B, H, M, dtype=v.dtype)
+    kv_after, k_sum_after = torch.empty_like(kv), torch.empty_like(k_sum)
+    sizes, threads = (B, H, G, R, M), torch.get_num_threads()
+    (q_batch, q_head, _), (k_batch, k_head, _), (v_batch, v_head, _) = q.stride(), k.stride(), v.stride()
+    step = Step(
+        *(*sizes, TYPES[q.dtype], normalize, threads, FEATURE_MAPS[type(feature_map)]),
+        *(q.data_ptr(), q_batch, 0, q_head),
+        *(k.data_ptr(), k_batch, 0, k_head),
+        *(v.data_ptr(), v_batch, 0, v_head),
+        *(address(log_decay), kv.data_ptr(), k_sum.data_ptr()),
+        *(o.data_ptr(), kv_after.data_ptr(), k_sum_after.data_ptr()),
+    )
+    native.call("linear_step", step)
     return o, kv_after, k_sum_after
 
 

@@ -1,0 +1,179 @@
+"""A step of a whole block in one kernel: equal to the layers one after the other, and when those run instead."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from unrolled.models import Decoder, DecoderConfig, fused
+from unrolled.ops.kernels import native
+from unrolled.ops.kernels.door import prefer
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Memory that is handed out uninitialised holds NaN, which a value left out does not survive."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fusions(monkeypatch):
+    """Record for each block whether the kernel computed it."""
+    found, step = [], fused.step
+
+    def record(*arguments):
+        done = step(*arguments)
+        found.append(done is not None)
+        return done
+
+    monkeypatch.setattr(fused, "step", record)
+    return found
+
+
+def decoder(**options):
+    torch.manual_seed(0)
+    shape = {"d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 48, "max_length": 64}
+    model = Decoder(DecoderConfig(vocab_size=11, **(shape | options))).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def logits(model, rows=2):
+    torch.manual_seed(1)
+    state, found = model.init_state(rows), []
+    for token in torch.randint(11, (STEPS, rows)):
+        y, state = model.step(token, state)
+        found.append(y)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@pytest.mark.parametrize(
+    ("norm", "norm_type"), [*itertools.product(["pre", "post"], ["layernorm", "rmsnorm"])]
+)
+def test_it_equals_the_layers_one_after_the_other(norm, norm_type, instruction_set, fusions):
+    activations, rows_of = ("gelu", "relu", "swiglu"), (1, 3, 12)
+    feature_maps = itertools.cycle(["elu", "relu", "squared_relu", "elu"])
+    for (activation, rows), feature_map in zip(
+        itertools.product(activations, rows_of), feature_maps, strict=False
+    ):
+        model = decoder(
+            n_layers=1,
+            norm=norm,
+            norm_type=norm_type,
+            activation=activation,
+            n_kv_heads=2 if rows == 3 else 4,
+            attention_options={"linear": {"feature_map": feature_map}},
+        )
+        with torch.inference_mode():
+            with native.use(instruction_set):
+                found = logits(model, rows)
+            with prefer("plain"):
+                plain, exact = logits(model, rows), logits(model.double(), rows)
+        bound = 4 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
+        assert (found - exact).abs().max() <= bound, (activation, feature_map, rows)
+    assert sum(fusions) == len(fusions) // 3 == STEPS * 9
+
+
+def test_a_state_is_never_changed(fusions):
+    model, token = decoder(), torch.tensor([3])
+    with torch.inference_mode():
+        _, state = model.step(token, model.init_state(1))
+        before = [x.clone() for layer in state.layers for x in layer]
+        model.step(token, state)
+    assert all(fusions)
+    assert all(torch.equal(a, b) for a, b in zip(before, (x for s in state.layers for x in s), strict=True))
+
+
+def test_hooks_see_every_layer(fusions):
+    model, seen = decoder(), []
+    for block in model.stack.blocks:
+        block.ff.up.register_forward_hook(lambda *_: seen.append(1))
+    with torch.inference_mode():
+        logits(model)
+    assert len(seen) == 2 * STEPS
+    assert not any(fusions)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def replace_a_layer(model):
+    model.stack.blocks[0].ff.up = Doubled(32, 48)
+
+
+def replace_a_norm(model):
+    model.stack.blocks[0].ff_norm = nn.LayerNorm(32, eps=0.5)
+
+
+def become_double(model):
+    model.double()
+
+
+def drop_out(model):
+    model.train()
+
+
+def use_strided_weights(model):
+    weight = model.stack.blocks[0].ff.up.weight
+    weight.data = weight.data.mT.contiguous().mT
+
+
+@pytest.mark.parametrize(
+    "change", [replace_a_layer, replace_a_norm, become_double, drop_out, use_strided_weights]
+)
+def test_a_block_that_is_another_one_takes_the_layers(change, fusions):
+    model = decoder(n_layers=1, dropout=0.5)
+    change(model)
+    with torch.inference_mode():
+        torch.manual_seed(2)
+        found = logits(model)
+        with prefer("plain"):
+            torch.manual_seed(2)
+            wanted = logits(model)
+    assert not any(fusions)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"positions": "rotary"},
+        {"attention": "softmax"},
+        {"d_model": 24},
+        {"attention_options": {"linear": {"feature_map": "polynomial"}}},
+    ],
+)
+def test_other_blocks_take_the_layers(options, fusions):
+    model = decoder(**options)
+    with torch.inference_mode():
+        found = logits(model)
+        with prefer("plain"):
+            torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+    assert not any(fusions)
+
+
+def test_gradients_take_the_layers(fusions):
+    model = decoder()
+    logits(model).sum().backward()
+    assert not any(fusions)
+    assert all(x.grad is not None for x in model.stack.parameters())
+
+
+def test_a_state_of_other_sizes_is_refused():
+    model = decoder()
+    state = model.init_state(2)
+    wrong = state.layers[0]._replace(kv=torch.zeros(2, 4, 8, 7))
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"state\.kv has shape"):
+        model.step(torch.tensor([1, 2]), state._replace(layers=(wrong, state.layers[1])))
