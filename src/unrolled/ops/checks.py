@@ -88,6 +88,8 @@ def inferring(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or transforming() or torch._C._get_tracing_state():
         return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False  # somebody counts, records or replaces torch's operators
     recording = torch.is_grad_enabled()
     for x in tensors:
         if x is not None and (type(x) not in (Tensor, Parameter) or (recording and x.requires_grad)):

@@ -48,6 +48,7 @@ FORMS: dict[str, Form] = {  # the fastest first
     "plain": linear_packed,
 }
 BACKENDS = tuple(FORMS)
+STEPS = {"triton": linear_triton, "native": linear_native}  # those with a step of their own, likewise
 
 
 def linear_attention(
@@ -76,16 +77,17 @@ def linear_attention_step(
     The kernels have no gradient and are no torch operators, whose dispatch would cost more than they do: they
     run in eager inference. Otherwise the plain form does, which `torch.compile` fuses.
     """
-    native = inferring(q, k, v, kv, k_sum, log_decay) and prefers("native") and linear_native.supports(q, v)
-    if native and q.dtype == k.dtype == v.dtype and type(feature_map) in linear_native.FEATURE_MAPS:
+    eager = inferring(q, k, v, kv, k_sum, log_decay)
+    fusible = q.dtype == k.dtype == v.dtype and type(feature_map) in linear_native.FEATURE_MAPS
+    if eager and fusible and prefers("native") and linear_native.supports(q, v):
         return linear_native.step(q, k, v, kv, k_sum, log_decay, normalize, feature_map)
     if feature_map is not None:
         q, k = feature_map.phi_q(q), feature_map.phi_k(k)
     out_dtype = v.dtype
     q, k, v = promoted(q, k, v)
-    native = native and linear_native.supports(q, v)
-    form = linear_native.step if native else linear_chunked.step
-    o, kv, k_sum = form(q, k, v, kv, k_sum, log_decay, normalize)
+    kernels = (form for name, form in STEPS.items() if prefers(name) and form.supports(q, v))
+    form = next(kernels, linear_chunked) if eager else linear_chunked
+    o, kv, k_sum = form.step(q, k, v, kv, k_sum, log_decay, normalize)
     return o.to(out_dtype), kv, k_sum
 
 

@@ -23,7 +23,7 @@ _in_use: str | None = None
 
 
 class TensorView(ctypes.Structure):
-    """A tensor `[batch, tokens, heads, width]`, or without tokens, whose last axis is contiguous."""
+    """A tensor `[batch, tokens, heads, width]` whose last axis is contiguous."""
 
     _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3)]
 
@@ -75,9 +75,8 @@ def call(name: str, *arguments: ctypes.Structure) -> int:
 
 
 def view(x: Tensor) -> TensorView:
-    """Describe a tensor of three or four axes whose last one is contiguous."""
-    batch, *token, head, _ = x.stride()
-    return TensorView(x.data_ptr(), (batch, token[0] if token else 0, head))
+    """Describe a tensor of four axes whose last one is contiguous."""
+    return TensorView(x.data_ptr(), x.stride()[:3])
 
 
 def readable(x: Tensor) -> Tensor:
