@@ -230,11 +230,13 @@ class KeyGradients {
           out_(out),
           queries_(x, out, memory),
           gradient_T_{memory.zeros(round_up(x.values) * round_up(x.features)), round_up(x.features)},
+          values_T_(memory.rows(round_up(x.values), chunk.longest)),
+          d_k_T_(memory.rows(round_up(x.features), chunk.longest)),
           q_T_(memory.rows(round_up(x.features), chunk.longest)),
           g_T_(memory.rows(round_up(x.values), chunk.longest)),
           scores_(memory.rows(TILE_ROWS, chunk.longest)),
           d_scores_(memory.rows(TILE_ROWS, chunk.longest)),
-          d_k_(memory.rows(chunk.longest, round_up(x.features))),
+          d_k_{memory.zeros(chunk.longest * round_up(x.features)), round_up(x.features)},
           d_v_(memory.rows(chunk.longest, round_up(x.values))),
           decay_(memory.floats(chunk.longest)),
           pairs_(memory.floats(chunk.longest)),
@@ -262,12 +264,14 @@ class KeyGradients {
     KeyChunk chunk;
 
   private:
-    // dK = to_end (V dS^T + dz), dV = to_end K dS: the keys are read through the state after the chunk.
+    // dK = to_end (V dS^T + dz), dV = to_end K dS: the keys are read through the state after the chunk. dK comes
+    // out of dS V^T transposed, as it takes less to transpose than dS.
     void read_through_state(State gradient, Ahead& ahead) {
         const float* to_end = chunk.gates.to_end;
-        transpose(x_.features, x_.values, gradient.kv.at, gradient.kv.row, gradient_T_);
-        multiply(chunk.n, x_.features, x_.values, {chunk.values.at, chunk.values.row, 1}, gradient_T_, d_k_, false,
+        transpose(chunk.n, x_.values, chunk.values.at, chunk.values.row, values_T_);
+        multiply(x_.features, chunk.n, x_.values, {gradient.kv.at, gradient.kv.row, 1}, values_T_, d_k_T_, false,
                  ahead);
+        transpose(x_.features, chunk.n, d_k_T_.at, d_k_T_.row, d_k_);
         multiply(chunk.n, x_.values, x_.features, {chunk.keys.at, chunk.keys.row, 1}, gradient.kv, d_v_, false,
                  ahead);
         for (Int j = 0; j < chunk.n; ++j) {
@@ -283,6 +287,7 @@ class KeyGradients {
     // before the chunk.
     void through_gates(const Sequence& s, Item i, State gradient) {
         double before = 0;
+        transpose(x_.features, x_.values, gradient.kv.at, gradient.kv.row, gradient_T_);
         const float* saved = saved_state(x_, out_, s, i);
         const State state = state_at(x_, Layout::TRANSPOSED, const_cast<float*>(saved));
         for (Int m = 0; m < x_.values; ++m)
@@ -360,7 +365,7 @@ class KeyGradients {
     const Linear& x_;
     const LinearGradients& out_;
     QueryChunk queries_;
-    Rows gradient_T_, q_T_, g_T_, scores_, d_scores_, d_k_, d_v_;
+    Rows gradient_T_, values_T_, d_k_T_, q_T_, g_T_, scores_, d_scores_, d_k_, d_v_;
     float *decay_, *pairs_;
     double* d_gates_;
 };
@@ -435,7 +440,7 @@ void key_task(const Linear& x, const LinearGradients& out, const Task& task, con
         if (x.causal) add_queries(next, x, out, s, i, false);
         add_rows(next, x.v, x.type, s.batch, token, i.group, i.n, x.values);
         add_rows(next, x.k, x.type, s.batch, token, i.group, i.n, x.features);
-        next.over(ceil_div(i.n, TILE_ROWS) * (x.features + x.values) +
+        next.over(ceil_div(i.n, TILE_ROWS) * x.features + ceil_div(x.features, TILE_ROWS) * x.values +
                   (x.causal ? x.heads / x.groups * ceil_div(x.features, TILE_ROWS) * i.n : 0));
     };
     for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
