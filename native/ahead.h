@@ -22,10 +22,15 @@ class Ahead {
 
     // Called before a part of that work.
     void ask(int64_t work) {
-        for (due_ += rate_ * (float)work; due_ >= 1 && parts_; --due_) {
+        due_ += rate_ * (float)work;
+        int64_t lines = (int64_t)due_;
+        due_ -= (float)lines;
+        while (lines > 0 && parts_) {
             Part& part = part_[parts_ - 1];
-            __builtin_prefetch(part.rows + at_);
-            if ((at_ += LINE) < part.bytes) continue;
+            const char *at = part.rows + at_, *end = part.rows + part.bytes;
+            for (; lines > 0 && at < end; at += LINE, --lines) __builtin_prefetch(at);
+            at_ = at - part.rows;
+            if (at < end) return;
             at_ = 0, part.rows += part.stride;
             if (--part.n == 0) --parts_;
         }
