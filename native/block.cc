@@ -1,19 +1,22 @@
-// One token through a whole transformer block with linear attention: what `models/blocks.py` computes in steps.
-// A token is so little work that handing it back to Python between the layers would take longer than they do.
+// One token through a whole transformer block with linear attention: what `models/blocks.py` computes in
+// steps. A token is so little work that handing it back to Python between the layers would take longer than
+// they do.
 #include "kernels.h"
 #include "rows.h"
 
 namespace UNROLLED_ISA {
 namespace {
 
-// x times the normal distribution function, 1 - erfc(x / sqrt 2) / 2. erfc(z) exp(z^2) is t times a polynomial
-// of t = 1 / (1 + 0.45 z), fitted to a relative error of 4e-8; below 0 the tail comes out of it undiminished.
+// x times the normal distribution function, 1 - erfc(x / sqrt 2) / 2. erfc(z) exp(z^2) is t times a
+// polynomial of t = 1 / (1 + 0.45 z), fitted to a relative error of 4e-8; below 0 the tail comes out of it
+// undiminished.
 Vec gelu(Vec x) {
     const IntVec negative = x < Vec{};
     const Vec z = select(negative, Vec{} - x, x) * broadcast(0.707106781f);
     const Vec t = broadcast(1) / (broadcast(1) + broadcast(0.45f) * z);
-    constexpr float coefficients[] = {-0.0208304711f, 0.095888935f,  -0.151200205f, 0.0720099658f, -0.0115948254f,
-                                      0.0600995347f,  0.0876052976f, 0.114137575f,  0.126941517f,  0.126942664f};
+    constexpr float coefficients[] = {-0.0208304711f, 0.095888935f,  -0.151200205f, 0.0720099658f,
+                                      -0.0115948254f, 0.0600995347f, 0.0876052976f, 0.114137575f,
+                                      0.126941517f,   0.126942664f};
     Vec p = broadcast(coefficients[0]);
     for (int i = 1; i < 10; ++i) p = p * t + broadcast(coefficients[i]);
     const Vec tail = exp(Vec{} - z * z) * t * p;

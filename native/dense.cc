@@ -1,5 +1,5 @@
-// y = x W^T + b for a few rows x, as in a step of generation. Reading the weights is most of the work, so they
-// are read once, in the order in which they lie in memory: the hardware fetches such a stream ahead.
+// y = x W^T + b for a few rows x, as in a step of generation. Reading the weights is most of the work, so
+// they are read once, in the order in which they lie in memory: the hardware fetches such a stream ahead.
 #include "kernels.h"
 #include "rows.h"
 
@@ -51,7 +51,8 @@ template <Type type>
 void multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Rows x, Rows y) {
     constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
     Workspace memory;
-    const Rows widened = memory.rows(TILE_ROWS, round_up(inputs)), out = memory.rows(TILE_ROWS, round_up(rows));
+    const Rows widened = memory.rows(TILE_ROWS, round_up(inputs)),
+               out = memory.rows(TILE_ROWS, round_up(rows));
     for (Int i = 0; i < outputs; i += TILE_ROWS) {
         const Int n = min(TILE_ROWS, outputs - i);
         const char *here = weights + i * inputs * SIZE, *next = here + n * inputs * SIZE;

@@ -1,5 +1,6 @@
-// Linear attention, backward: one pass forwards for the queries, one backwards for the keys, the values and the
-// gates. Only the states between chunks are kept, and those only with gates; everything else is recomputed.
+// Linear attention, backward: one pass forwards for the queries, one backwards for the keys, the values and
+// the gates. Only the states between chunks are kept, and those only with gates; everything else is
+// recomputed.
 #include "kernels.h"
 #include "linear_plan.h"
 
@@ -21,8 +22,7 @@ float* saved_state(const Linear& x, const LinearGradients& out, const Sequence& 
 
 void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, Item i, State state) {
     if (x.log_decay)
-        std::memcpy(saved_state(x, out, s, i), state.kv.at,
-                    (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
+        std::memcpy(saved_state(x, out, s, i), state.kv.at, (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
 }
 
 bool divisible(float divisor) { return __builtin_fabsf(divisor) >= __FLT_MIN__; }
@@ -47,8 +47,8 @@ class QueryGradients {
           d_q_(memory.rows(TILE_ROWS, round_up(x.features))),
           decay_(memory.floats(chunk_length(x))) {}
 
-    // The queries [i, i + n) of a chunk, or without `chunk`, which read `state` alone. `sums` holds the cumulated
-    // keys (D K)_i of the chunk.
+    // The queries [i, i + n) of a chunk, or without `chunk`, which read `state` alone. `sums` holds the
+    // cumulated keys (D K)_i of the chunk.
     void find(const Sequence& s, Int token, Int i, Int n, Int head, State state, const KeyChunk* chunk,
               Rows values_T, Rows sums, Ahead& ahead) {
         ahead.ask(x_.values);
@@ -71,11 +71,13 @@ class QueryGradients {
             for (Int a = 0; a < n; ++a)
                 out_.read[row + a * x_.heads] = dot(q.at + a * q.row, d_q_.at + a * d_q_.row, x_.features);
         if (chunk)
-            multiply_few_rows(n, x_.features, keys, {d_scores_.at, d_scores_.row, 1}, chunk->keys, d_q_, true);
+            multiply_few_rows(n, x_.features, keys, {d_scores_.at, d_scores_.row, 1}, chunk->keys, d_q_,
+                              true);
         for (Int a = 0; a < n; ++a) {
             float* d_q = d_q_.at + a * d_q_.row;
             if (x_.normalize)
-                normalizer(q.at + a * q.row, row + a * x_.heads, state.k_sum, from_start ? from_start + a : nullptr,
+                normalizer(q.at + a * q.row, row + a * x_.heads, state.k_sum,
+                           from_start ? from_start + a : nullptr,
                            chunk ? sums.at + (i + a) * sums.row : nullptr, d_q);
             write_row(x_.type, d_q, x_.features,
                       (char*)out_.d_q + (row + a * x_.heads) * x_.features * size_of(x_.type));
@@ -126,7 +128,8 @@ void cumulate_keys(const Linear& x, const KeyChunk& chunk, Rows sums) {
 }
 
 // The queries of an item, their gradients, and how much `find` will ask for them.
-Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const Sequence& s, Item i, bool write) {
+Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const Sequence& s, Item i,
+                bool write) {
     const Int per_group = x.heads / x.groups, token = s.first_query + i.token;
     const Tensor d_q = contiguous(out.d_q, x.queries, x.heads, x.features);
     for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
@@ -164,19 +167,20 @@ void causal_query_task(const Linear& x, const LinearGradients& out, const Task& 
     });
 }
 
-void bidirectional_query_task(const Linear& x, const LinearGradients& out, const Task& task, const States& states,
-                              Int segments) {
+void bidirectional_query_task(const Linear& x, const LinearGradients& out, const Task& task,
+                              const States& states, Int segments) {
     Workspace memory;
     QueryGradients queries(x, out, memory);
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i, true)); };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare, [&](Item i) {
-        const State state = states.of(s.index, segments, i.group);
-        for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
-            queries.find(s, s.first_query + i.token, row, n, head, state, nullptr, {}, {}, ahead);
-        });
-    });
+    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
+               [&](Item i) {
+                   const State state = states.of(s.index, segments, i.group);
+                   for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
+                       queries.find(s, s.first_query + i.token, row, n, head, state, nullptr, {}, {}, ahead);
+                   });
+               });
 }
 
 // The queries of one chunk of one head: Q, exp(b) G and, for the keys of the same chunk, G and dden.
@@ -194,7 +198,8 @@ class QueryChunk {
         q = rows_.read(x_.q, s.batch, token, head, n);
         for (Int i = 0; i < n; ++i) {
             read_gradient(x_, out_, s.batch, token + i, head, g.at + i * g.row);
-            d_divisor[i] = x_.normalize ? out_.d_divisor[(s.batch * x_.queries + token + i) * x_.heads + head] : 0;
+            d_divisor[i] =
+                x_.normalize ? out_.d_divisor[(s.batch * x_.queries + token + i) * x_.heads + head] : 0;
         }
     }
 
@@ -206,7 +211,8 @@ class QueryChunk {
         for (Int r = 0; r < x_.features && x_.normalize; r += WIDTH) {
             Vec total{};
             for (Int i = 0; i < n; ++i)
-                total += load(q.at + i * q.row + r) * broadcast(d_divisor[i] * (from_start ? from_start[i] : 1));
+                total +=
+                    load(q.at + i * q.row + r) * broadcast(d_divisor[i] * (from_start ? from_start[i] : 1));
             store(gradient.k_sum + r, load(gradient.k_sum + r) + total);
         }
     }
@@ -249,7 +255,8 @@ class KeyGradients {
         if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
         read_through_state(gradient, ahead);
         if (x_.log_decay) through_gates(s, i, gradient);
-        scale_row(gradient.kv.at, chunk.gates.from_start ? state_floats(x_, Layout::PLAIN) : 0, chunk.gates.through);
+        scale_row(gradient.kv.at, chunk.gates.from_start ? state_floats(x_, Layout::PLAIN) : 0,
+                  chunk.gates.through);
         const Int per_group = x_.heads / x_.groups;
         if (x_.causal)
             for (Int h = group * per_group; h < (group + 1) * per_group; ++h) {
@@ -264,27 +271,28 @@ class KeyGradients {
     KeyChunk chunk;
 
   private:
-    // dK = to_end (V dS^T + dz), dV = to_end K dS: the keys are read through the state after the chunk. dK comes
-    // out of dS V^T transposed, as it takes less to transpose than dS.
+    // dK = to_end (V dS^T + dz), dV = to_end K dS: the keys are read through the state after the chunk. dK
+    // comes out of dS V^T transposed, as it takes less to transpose than dS.
     void read_through_state(State gradient, Ahead& ahead) {
         const float* to_end = chunk.gates.to_end;
         transpose(chunk.n, x_.values, chunk.values.at, chunk.values.row, values_T_);
-        multiply(x_.features, chunk.n, x_.values, {gradient.kv.at, gradient.kv.row, 1}, values_T_, d_k_T_, false,
-                 ahead);
+        multiply(x_.features, chunk.n, x_.values, {gradient.kv.at, gradient.kv.row, 1}, values_T_, d_k_T_,
+                 false, ahead);
         transpose(x_.features, chunk.n, d_k_T_.at, d_k_T_.row, d_k_);
-        multiply(chunk.n, x_.values, x_.features, {chunk.keys.at, chunk.keys.row, 1}, gradient.kv, d_v_, false,
-                 ahead);
+        multiply(chunk.n, x_.values, x_.features, {chunk.keys.at, chunk.keys.row, 1}, gradient.kv, d_v_,
+                 false, ahead);
         for (Int j = 0; j < chunk.n; ++j) {
             float *d_k = d_k_.at + j * d_k_.row, *d_v = d_v_.at + j * d_v_.row;
-            for (Int r = 0; r < x_.features; r += WIDTH) store(d_k + r, load(d_k + r) + load(gradient.k_sum + r));
+            for (Int r = 0; r < x_.features; r += WIDTH)
+                store(d_k + r, load(d_k + r) + load(gradient.k_sum + r));
             if (!to_end) continue;
             scale_row(d_k, x_.features, to_end[j]);
             scale_row(d_v, x_.values, to_end[j]);
         }
     }
 
-    // What reaches the gates through the state: gate t scales what the keys before t give to it, and the state
-    // before the chunk.
+    // What reaches the gates through the state: gate t scales what the keys before t give to it, and the
+    // state before the chunk.
     void through_gates(const Sequence& s, Item i, State gradient) {
         double before = 0;
         transpose(x_.features, x_.values, gradient.kv.at, gradient.kv.row, gradient_T_);
@@ -317,16 +325,18 @@ class KeyGradients {
         transpose(n, x_.values, g.at, g.row, g_T_);
         for (Int j = 0; j < n; j += TILE_ROWS) {
             const Int rows = min(TILE_ROWS, n - j), from = j / WIDTH * WIDTH;
-            const float *key = chunk.keys.at + j * chunk.keys.row, *value = chunk.values.at + j * chunk.values.row;
-            multiply_few_rows(rows, n - from, x_.features, {key, chunk.keys.row, 1}, {q_T_.at + from, q_T_.row},
-                              {scores_.at + from, scores_.row}, false);
-            multiply_few_rows(rows, n - from, x_.values, {value, chunk.values.row, 1}, {g_T_.at + from, g_T_.row},
-                              {d_scores_.at + from, d_scores_.row}, false);
-            for (Int a = 0; a < rows; ++a) mask(j + a, from, scores_.at + a * scores_.row, d_scores_.at + a * d_scores_.row);
-            multiply_few_rows(rows, x_.features, n - j, {d_scores_.at + j, d_scores_.row, 1}, {q.at + j * q.row, q.row},
-                              {d_k_.at + j * d_k_.row, d_k_.row}, true);
-            multiply_few_rows(rows, x_.values, n - j, {scores_.at + j, scores_.row, 1}, {g.at + j * g.row, g.row},
-                              {d_v_.at + j * d_v_.row, d_v_.row}, true);
+            const float *key = chunk.keys.at + j * chunk.keys.row,
+                        *value = chunk.values.at + j * chunk.values.row;
+            multiply_few_rows(rows, n - from, x_.features, {key, chunk.keys.row, 1},
+                              {q_T_.at + from, q_T_.row}, {scores_.at + from, scores_.row}, false);
+            multiply_few_rows(rows, n - from, x_.values, {value, chunk.values.row, 1},
+                              {g_T_.at + from, g_T_.row}, {d_scores_.at + from, d_scores_.row}, false);
+            for (Int a = 0; a < rows; ++a)
+                mask(j + a, from, scores_.at + a * scores_.row, d_scores_.at + a * d_scores_.row);
+            multiply_few_rows(rows, x_.features, n - j, {d_scores_.at + j, d_scores_.row, 1},
+                              {q.at + j * q.row, q.row}, {d_k_.at + j * d_k_.row, d_k_.row}, true);
+            multiply_few_rows(rows, x_.values, n - j, {scores_.at + j, scores_.row, 1},
+                              {g.at + j * g.row, g.row}, {d_v_.at + j * d_v_.row, d_v_.row}, true);
         }
     }
 
@@ -370,8 +380,8 @@ class KeyGradients {
     double* d_gates_;
 };
 
-// Lets the queries of a task's segment give to the gradient of the state before it, when causal, or to that of
-// the state which they all read.
+// Lets the queries of a task's segment give to the gradient of the state before it, when causal, or to that
+// of the state which they all read.
 void give_segment(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
     Workspace memory;
     const Int per_group = x.heads / x.groups;
@@ -383,17 +393,18 @@ void give_segment(const Linear& x, const LinearGradients& out, const Task& task,
         add_queries(next, x, out, s, i, false);
         next.over(per_group * ceil_div(x.features, TILE_ROWS) * i.n);
     };
-    for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare, [&](Item i) {
-        const State gradient = gradients.of(s.index, task.segment, i.group);
-        if (x.causal && x.log_decay) {
-            gates.read(s.batch, s.first_key + i.token, i.n, i.group);
-            scale_row(gradient.kv.at, state_floats(x, Layout::PLAIN), gates.through);
-        }
-        for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
-            queries.read(s, s.first_query + i.token, i.n, h);
-            queries.give(gradient, x.causal ? gates.from_start : nullptr, ahead);
-        }
-    });
+    for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
+               [&](Item i) {
+                   const State gradient = gradients.of(s.index, task.segment, i.group);
+                   if (x.causal && x.log_decay) {
+                       gates.read(s.batch, s.first_key + i.token, i.n, i.group);
+                       scale_row(gradient.kv.at, state_floats(x, Layout::PLAIN), gates.through);
+                   }
+                   for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
+                       queries.read(s, s.first_query + i.token, i.n, h);
+                       queries.give(gradient, x.causal ? gates.from_start : nullptr, ahead);
+                   }
+               });
 }
 
 // Fills `gradients`, all but that of the state before the first segment.
@@ -418,7 +429,8 @@ void find_gradients(const Linear& x, const LinearGradients& out, const Plan& pla
                               gradients.of(n, task.segment + 1, g));
     }
     if (x.causal) return;
-    // Every key is read through the state after the last one. Gates, if any, are met in the one segment there is.
+    // Every key is read through the state after the last one. Gates, if any, are met in the one segment there
+    // is.
     for (Int i = 0; i < plan.tasks(x); ++i) {
         const Task task(x, plan, i);
         for (Int g = task.first_head; g < task.last_head && !task.last; ++g)
@@ -435,17 +447,18 @@ void key_task(const Linear& x, const LinearGradients& out, const Task& task, con
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
         const Int token = s.first_key + i.token;
-        add_rows(next, contiguous(out.d_v, x.keys, x.groups, x.values), x.type, s.batch, token, i.group, i.n, x.values);
-        add_rows(next, contiguous(out.d_k, x.keys, x.groups, x.features), x.type, s.batch, token, i.group, i.n, x.features);
+        add_rows(next, contiguous(out.d_v, x.keys, x.groups, x.values), x.type, s.batch, token, i.group, i.n,
+                 x.values);
+        add_rows(next, contiguous(out.d_k, x.keys, x.groups, x.features), x.type, s.batch, token, i.group,
+                 i.n, x.features);
         if (x.causal) add_queries(next, x, out, s, i, false);
         add_rows(next, x.v, x.type, s.batch, token, i.group, i.n, x.values);
         add_rows(next, x.k, x.type, s.batch, token, i.group, i.n, x.features);
         next.over(ceil_div(i.n, TILE_ROWS) * x.features + ceil_div(x.features, TILE_ROWS) * x.values +
                   (x.causal ? x.heads / x.groups * ceil_div(x.features, TILE_ROWS) * i.n : 0));
     };
-    for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
-        keys.find(s, i, gradients.of(s.index, task.segment + 1, i.group), ahead);
-    });
+    for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare,
+               [&](Item i) { keys.find(s, i, gradients.of(s.index, task.segment + 1, i.group), ahead); });
     if (task.first)
         for (Int g = task.first_head; g < task.last_head; ++g)
             write_state(x, gradients.of(s.index, 1, g), s.index * x.groups + g, out.d_kv, out.d_k_sum);
@@ -464,8 +477,7 @@ void run(const Linear& x, const LinearGradients& out) {
         else bidirectional_query_task(x, out, task, states, plan.segments);
     });
     find_gradients(x, out, plan, gradients);
-    parallel_for(plan.tasks(x), plan.threads,
-                 [&](Int i) { key_task(x, out, Task(x, plan, i), gradients); });
+    parallel_for(plan.tasks(x), plan.threads, [&](Int i) { key_task(x, out, Task(x, plan, i), gradients); });
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
-// Linear attention, one chunk of one head at a time: what the forward and the backward pass share. The formulas
-// are those of `ops/linear_chunked.py`, and so are the names.
+// Linear attention, one chunk of one head at a time: what the forward and the backward pass share. The
+// formulas are those of `ops/linear_chunked.py`, and so are the names.
 #pragma once
 
 #include "rows.h"
 
 namespace UNROLLED_ISA {
 
-// Tokens of a chunk, a multiple of every WIDTH. Inside a chunk the work per token grows with its length; between
-// chunks a state is read and written, which no longer fits the first cache when it is wide.
+// Tokens of a chunk, a multiple of every WIDTH. Inside a chunk the work per token grows with its length;
+// between chunks a state is read and written, which no longer fits the first cache when it is wide.
 inline Int chunk_length(const Linear& x) { return x.features * x.values <= 64 * 64 ? 16 : 32; }
 
 // S [features, values], or its transpose [values, features], and z [features]; all in whole vectors.
@@ -24,20 +24,24 @@ inline Int kv_floats(const Linear& x, Layout layout) {
     return layout == Layout::PLAIN ? (R + 3) / 4 * 4 * round_up(M) : M * round_up(R);
 }
 
-inline Int state_floats(const Linear& x, Layout layout) { return kv_floats(x, layout) + round_up(x.features); }
+inline Int state_floats(const Linear& x, Layout layout) {
+    return kv_floats(x, layout) + round_up(x.features);
+}
 
 inline State state_at(const Linear& x, Layout layout, float* at) {
     return {{at, round_up(layout == Layout::PLAIN ? x.values : x.features)}, at + kv_floats(x, layout)};
 }
 
-inline void read_state(const Linear& x, Layout layout, const float* kv, const float* k_sum, Int head, State to) {
+inline void read_state(const Linear& x, Layout layout, const float* kv, const float* k_sum, Int head,
+                       State to) {
     const Int R = x.features, M = x.values;
     std::memset(to.kv.at, 0, (size_t)state_floats(x, layout) * 4);
     if (kv)
         for (Int r = 0; r < R; ++r) {
             const float* from = kv + (head * R + r) * M;
             if (layout == Layout::PLAIN) read_row(FLOAT32, from, M, to.kv.at + r * to.kv.row);
-            else for (Int m = 0; m < M; ++m) to.kv.at[m * to.kv.row + r] = from[m];
+            else
+                for (Int m = 0; m < M; ++m) to.kv.at[m * to.kv.row + r] = from[m];
         }
     if (k_sum) read_row(FLOAT32, k_sum + head * R, R, to.k_sum);
 }
@@ -155,7 +159,8 @@ inline Vec keep(Int first, Int end, Int at, Vec x) {
     return select((lane >= (int32_t)first) & (lane < (int32_t)end), x, Vec{});
 }
 
-// Runs `f(head, i, n)` over the query heads that read key head `group`, and their `count` tokens tile by tile.
+// Runs `f(head, i, n)` over the query heads that read key head `group`, and their `count` tokens tile by
+// tile.
 template <typename F>
 inline void for_rows(const Linear& x, Int group, Int count, F&& f) {
     const Int per_group = x.heads / x.groups;
@@ -181,8 +186,8 @@ struct KeyChunk {
         gates.read(s.batch, token, n, group);
     }
 
-    // S' = through S + (to_end K)^T V and z' = through z + (to_end K)^T 1, given the transposed keys, which it
-    // scales.
+    // S' = through S + (to_end K)^T V and z' = through z + (to_end K)^T 1, given the transposed keys, which
+    // it scales.
     void enter(State state, Rows keys_T, Ahead& ahead) const {
         if (gates.to_end) {
             for (Int r = 0; r < x_.features; ++r)

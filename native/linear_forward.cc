@@ -45,7 +45,8 @@ class QueryRows {
                 tile.add_product({q.at, q.row, 1}, state.kv.at + m, state.kv.row, x_.features);
                 if (from_start) tile.scale_rows(from_start);
                 if (chunk)
-                    tile.add_product({scores_.at, scores_.row, 1}, chunk->values.at + m, chunk->values.row, keys);
+                    tile.add_product({scores_.at, scores_.row, 1}, chunk->values.at + m, chunk->values.row,
+                                     keys);
                 if (x_.normalize) tile.scale_rows(factors);
                 tile.write(o.at + m, o.row);
             });
@@ -85,7 +86,8 @@ class QueryRows {
 Int add_queries(Ahead& ahead, const Linear& x, const LinearOutputs& out, const Sequence& s, Item i) {
     const Int per_group = x.heads / x.groups, token = s.first_query + i.token;
     for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
-        add_rows(ahead, contiguous(out.o, x.queries, x.heads, x.values), x.type, s.batch, token, h, i.n, x.values);
+        add_rows(ahead, contiguous(out.o, x.queries, x.heads, x.values), x.type, s.batch, token, h, i.n,
+                 x.values);
         add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
     }
     return per_group * ceil_div(i.n, TILE_ROWS) * 2 * x.features;
@@ -122,12 +124,13 @@ void bidirectional_task(const Linear& x, const LinearOutputs& out, const Task& t
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i)); };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare, [&](Item i) {
-        const State state = states.of(s.index, segments, i.group);
-        for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
-            queries.attend(s, s.first_query + i.token, row, n, head, state, nullptr, {}, ahead);
-        });
-    });
+    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
+               [&](Item i) {
+                   const State state = states.of(s.index, segments, i.group);
+                   for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
+                       queries.attend(s, s.first_query + i.token, row, n, head, state, nullptr, {}, ahead);
+                   });
+               });
 }
 
 void run(const Linear& x, const LinearOutputs& out) {

@@ -47,7 +47,9 @@ struct Task {
     Int to(Int length) const { return cut(segment + 1, length); }
 
   private:
-    Int cut(Int i, Int length) const { return min(length, ceil_div(length, chunk_) * i / segments_ * chunk_); }
+    Int cut(Int i, Int length) const {
+        return min(length, ceil_div(length, chunk_) * i / segments_ * chunk_);
+    }
 
     Int segments_, chunk_;
 };
@@ -102,8 +104,8 @@ struct Item {
 // Calls `f(item)` for every chunk of the tokens [from, to) and each head of a task, and before it
 // `prepare(ahead, item)` with the item after it, whose rows `f` then asks for.
 template <typename P, typename F>
-inline void for_chunks(const Linear& x, const Task& task, Order order, Int from, Int to, Ahead& ahead, P&& prepare,
-                       F&& f) {
+inline void for_chunks(const Linear& x, const Task& task, Order order, Int from, Int to, Ahead& ahead,
+                       P&& prepare, F&& f) {
     const Int most = chunk_length(x), heads = task.last_head - task.first_head;
     const Int items = ceil_div(to - from, most) * heads;
     const auto item = [&](Int i) {
@@ -117,7 +119,8 @@ inline void for_chunks(const Linear& x, const Task& task, Order order, Int from,
     }
 }
 
-// Lets the keys of a task's segment enter `states` at the next slot, after `before_chunk(sequence, item, state)`.
+// Lets the keys of a task's segment enter `states` at the next slot, after `before_chunk(sequence, item,
+// state)`.
 template <typename F>
 inline void enter_segment(const Linear& x, const Task& task, const States& states, F&& before_chunk) {
     Workspace memory;
@@ -143,14 +146,17 @@ inline void enter_segment(const Linear& x, const Task& task, const States& state
 
 // Fills `states`, that after the last segment only if `with_last`.
 template <typename F>
-inline void find_states(const Linear& x, const Plan& plan, const States& states, bool with_last, F&& before_chunk) {
+inline void find_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
+                        F&& before_chunk) {
     parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const Task task(x, plan, i);
         const Int n = task.sequence.index;
         const bool enters = with_last || !task.last;
         for (Int g = task.first_head; g < task.last_head; ++g) {
             if (task.first) states.read(n, 0, g, x.kv, x.k_sum);
-            if (enters) states.read(n, task.segment + 1, g, task.first ? x.kv : nullptr, task.first ? x.k_sum : nullptr);
+            if (enters)
+                states.read(n, task.segment + 1, g, task.first ? x.kv : nullptr,
+                            task.first ? x.k_sum : nullptr);
         }
         if (enters) enter_segment(x, task, states, before_chunk);
     });

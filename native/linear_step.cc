@@ -56,7 +56,8 @@ void step_head(const LinearStep& x, Int head, float gate, const float* key, cons
         float divisor = 0;
         for (Int r = 0; r < R; ++r) divisor += queries.at[p * queries.row + r] * k_sum_after[r];
         const float factor = __builtin_fabsf(divisor) < __FLT_MIN__ ? 0 : 1 / divisor;
-        for (Int m = 0; m < M; m += WIDTH) store(o.at + p * o.row + m, load(o.at + p * o.row + m) * broadcast(factor));
+        for (Int m = 0; m < M; m += WIDTH)
+            store(o.at + p * o.row + m, load(o.at + p * o.row + m) * broadcast(factor));
     }
 }
 

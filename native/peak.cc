@@ -1,4 +1,5 @@
-// The machine's limit: how fast the register tile of `product.h` multiplies matrices that lie in the first cache.
+// The machine's limit: how fast the register tile of `product.h` multiplies matrices that lie in the first
+// cache.
 #include <ctime>
 
 #include "kernels.h"
@@ -7,7 +8,8 @@
 double EXPORTED(fma_peak)(double seconds) {
     using namespace UNROLLED_ISA;
     constexpr int64_t DEPTH = 64, REPEATS = 256;
-    static float left[TILE_ROWS * DEPTH], right[DEPTH * TILE_VECS * WIDTH], out[TILE_ROWS * TILE_VECS * WIDTH];
+    static float left[TILE_ROWS * DEPTH], right[DEPTH * TILE_VECS * WIDTH],
+        out[TILE_ROWS * TILE_VECS * WIDTH];
     double best = 0, spent = 0;
     while (spent < seconds) {
         timespec start, end;
@@ -19,7 +21,8 @@ double EXPORTED(fma_peak)(double seconds) {
             asm volatile("" : : "r"(out) : "memory");  // every product counts: none may be left out
         }
         clock_gettime(CLOCK_MONOTONIC, &end);
-        const double took = (double)(end.tv_sec - start.tv_sec) + 1e-9 * (double)(end.tv_nsec - start.tv_nsec);
+        const double took =
+            (double)(end.tv_sec - start.tv_sec) + 1e-9 * (double)(end.tv_nsec - start.tv_nsec);
         const double rate = 2.0 * TILE_ROWS * TILE_VECS * WIDTH * DEPTH * REPEATS / took;
         if (rate > best) best = rate;
         spent += took;

@@ -5,8 +5,8 @@
 
 namespace UNROLLED_ISA {
 
-// Rows and vectors of the tile of C that stays in registers: 24 of the 32 registers of AVX-512 and NEON, 12 or
-// 8 of the 16 of AVX2 and SSE; the rest hold a row of B and an element of A.
+// Rows and vectors of the tile of C that stays in registers: 24 of the 32 registers of AVX-512 and NEON, 12
+// or 8 of the 16 of AVX2 and SSE; the rest hold a row of B and an element of A.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int TILE_ROWS = 6, TILE_VECS = 4;
 #elif defined(__AVX__)
@@ -102,20 +102,20 @@ inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Left a,
         // Inlined, or else the tile would pass through memory.
         with_tile(rows, cols - j, [&](auto tile) __attribute__((always_inline)) {
             tile.add_product(a, b.at + j, b.row, depth);
-            if (add)
-                tile.add_to(c.at + j, c.row);
-            else
-                tile.write(c.at + j, c.row);
+            if (add) tile.add_to(c.at + j, c.row);
+            else tile.write(c.at + j, c.row);
         });
 }
 
 // The same for any number of rows. The sum over `depth` is formed before it is added to C: the sum of a long
 // sequence then rounds once per chunk, not once per token.
-inline void multiply(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add, Ahead& ahead) {
+inline void multiply(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add,
+                     Ahead& ahead) {
     for (int64_t i = 0; i < rows; i += TILE_ROWS) {
         ahead.ask(depth);
         const int64_t n = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
-        multiply_few_rows(n, cols, depth, {a.at + i * a.row, a.row, a.col}, b, {c.at + i * c.row, c.row}, add);
+        multiply_few_rows(n, cols, depth, {a.at + i * a.row, a.row, a.col}, b, {c.at + i * c.row, c.row},
+                          add);
     }
 }
 

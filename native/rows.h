@@ -91,7 +91,8 @@ inline const char* address(const Tensor& x, Int type, Int batch, Int token, Int 
 }
 
 // Asks for rows of a tensor, or of a contiguous one [batch, tokens, heads, width] that is written.
-inline void add_rows(Ahead& ahead, const Tensor& x, Int type, Int batch, Int token, Int head, Int n, Int width) {
+inline void add_rows(Ahead& ahead, const Tensor& x, Int type, Int batch, Int token, Int head, Int n,
+                     Int width) {
     ahead.add(address(x, type, batch, token, head), x.token * size_of(type), n, width * size_of(type));
 }
 

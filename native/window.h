@@ -1,8 +1,9 @@
-// Sliding-window attention, one block of queries of one head at a time: what the forward and the backward pass
-// share. The formulas are those of `ops/window_blocks.py`.
+// Sliding-window attention, one block of queries of one head at a time: what the forward and the backward
+// pass share. The formulas are those of `ops/window_blocks.py`.
 //
-// Scores are held transposed, a row for each key and a lane for each query: maxima and sums over the keys are then
-// vertical, the queries that read a key are neighbouring lanes, and a padded key is a row that is left out.
+// Scores are held transposed, a row for each key and a lane for each query: maxima and sums over the keys are
+// then vertical, the queries that read a key are neighbouring lanes, and a padded key is a row that is left
+// out.
 #pragma once
 
 #include "rows.h"
@@ -52,8 +53,8 @@ inline Sequence sequence_at(const Window& x, Int index) {
     return {0, first, n, first, n};
 }
 
-// A stretch of the queries of a sequence, for the heads that read one key head. The stretches of a sequence follow
-// one another in the list of tasks.
+// A stretch of the queries of a sequence, for the heads that read one key head. The stretches of a sequence
+// follow one another in the list of tasks.
 struct Task {
     Sequence sequence;
     Int group;
@@ -106,8 +107,8 @@ inline void prefetch(const void* row, Int bytes) {
     for (Int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, to_write, 2);
 }
 
-// The keys and values that the current queries of a task read, as rows of floats one after the other. Padded keys
-// are left out.
+// The keys and values that the current queries of a task read, as rows of floats one after the other. Padded
+// keys are left out.
 class Keys {
   public:
     Keys(const Window& x, const Task& task, Workspace& memory, bool gradients)
@@ -183,7 +184,8 @@ class Keys {
 
     void move_to_front() {
         const size_t n = (size_t)all.size() * 4;
-        for (int i = 0; i < pieces_; ++i) std::memmove(piece_[i].at, at(i, all.first).at, n * (size_t)piece_[i].row);
+        for (int i = 0; i < pieces_; ++i)
+            std::memmove(piece_[i].at, at(i, all.first).at, n * (size_t)piece_[i].row);
         std::memmove(position_, position_ + all.first, n);
         all = {0, all.size()};
     }
@@ -196,7 +198,8 @@ class Keys {
     int32_t* position_;
 };
 
-// Rows of a block of queries and, for the scores, their transpose; zeros up to the next whole vector of queries.
+// Rows of a block of queries and, for the scores, their transpose; zeros up to the next whole vector of
+// queries.
 class QueryRows {
   public:
     QueryRows(Int width, Workspace& memory)
@@ -248,8 +251,8 @@ class Block {
     Int most_keys() const { return min(MOST_KEYS, keys_.capacity()); }
     Int groups() const { return ceil_div(keys_.all.size(), MOST_KEYS); }
 
-    // A row of `scores` for each key of the group: the product of its row in `keys` with the lanes of `queries_T`
-    // that read it.
+    // A row of `scores` for each key of the group: the product of its row in `keys` with the lanes of
+    // `queries_T` that read it.
     void multiply_keys(Rows keys, Int depth, Rows queries_T, Rows scores) const {
         for_keys([&](Int row, Int rows, Span lanes) {
             const Int first = lanes.first / WIDTH * WIDTH;
@@ -270,7 +273,8 @@ class Block {
         }
     }
 
-    // `f(i, queries, keys)` for the queries of the block tile by tile, with the rows of the group that some read.
+    // `f(i, queries, keys)` for the queries of the block tile by tile, with the rows of the group that some
+    // read.
     template <typename F>
     void for_queries(F&& f) const {
         for (Int i = 0; i < n; i += TILE_ROWS) {

@@ -1,6 +1,6 @@
-// Sliding-window attention, backward: one walk along the queries, in which every score is computed once and gives
-// to dQ, dK and dV. Only a query with more than MOST_KEYS keys has its scores computed twice, as delta must be
-// known before the rest.
+// Sliding-window attention, backward: one walk along the queries, in which every score is computed once and
+// gives to dQ, dK and dV. Only a query with more than MOST_KEYS keys has its scores computed twice, as delta
+// must be known before the rest.
 #include "kernels.h"
 #include "window.h"
 
@@ -23,15 +23,16 @@ char* d_key(const Window& x, void* at, Int width, const Task& task, Int position
     return (char*)at + row * width * size_of(x.type);
 }
 
-void write_gradients(const Window& x, const WindowGradients& out, const Task& task, Int position, const float* d_k,
-                     const float* d_v) {
+void write_gradients(const Window& x, const WindowGradients& out, const Task& task, Int position,
+                     const float* d_k, const float* d_v) {
     write_row(x.type, d_k, x.features, d_key(x, out.d_k, x.features, task, position));
     write_row(x.type, d_v, x.values, d_key(x, out.d_v, x.values, task, position));
 }
 
 // Whether the queries of a neighbouring task read a key of this one.
 bool shared(const Task& task, Int position) {
-    return (!task.first && position < (&task)[-1].keys.end) || (!task.last && position >= (&task)[1].keys.first);
+    return (!task.first && position < (&task)[-1].keys.end) ||
+           (!task.last && position >= (&task)[1].keys.first);
 }
 
 class Backward {
@@ -178,7 +179,8 @@ class Backward {
         block_.for_keys([&](Int row, Int rows, Span lanes) {
             multiply_few_rows(rows, x_.values, lanes.size(), {at(scores_, row, lanes.first), scores_.row, 1},
                               {g_.at(lanes.first), g_.rows.row}, keys_.d_v(row), true);
-            multiply_few_rows(rows, x_.features, lanes.size(), {at(d_scores_, row, lanes.first), d_scores_.row, 1},
+            multiply_few_rows(rows, x_.features, lanes.size(),
+                              {at(d_scores_, row, lanes.first), d_scores_.row, 1},
                               {q_.at(lanes.first), q_.rows.row}, keys_.d_k(row), true);
         });
         block_.for_queries([&](Int i, Int n, Span rows) {
@@ -236,7 +238,8 @@ void run(const Window& x, const WindowGradients& out) {
     for (Int i = 0; i < tasks.size(); ++i) partials += tasks[i].keys.size() * partial_floats(x);
     // What tasks do not share is never written, and takes no memory.
     float* at = tasks.threads > 1 ? memory.floats(partials) : nullptr;
-    for (Int i = 0; i < tasks.size() && at; at += tasks[i++].keys.size() * partial_floats(x)) tasks[i].partial = at;
+    for (Int i = 0; i < tasks.size() && at; at += tasks[i++].keys.size() * partial_floats(x))
+        tasks[i].partial = at;
     parallel_for(tasks.size(), tasks.threads, [&](Int i) {
         Workspace own;
         Backward(x, out, tasks[i], own).run();

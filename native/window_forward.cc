@@ -1,4 +1,5 @@
-// Sliding-window attention, forward: a softmax over groups of keys, which are all the keys unless they are many.
+// Sliding-window attention, forward: a softmax over groups of keys, which are all the keys unless they are
+// many.
 #include "kernels.h"
 #include "window.h"
 
@@ -46,19 +47,22 @@ class Forward {
         block_.for_groups([&] {
             block_.multiply_keys(keys_.k(), x_.features, q_.transposed, scores_);
             for (Int lane = 0; lane < block_.n; lane += WIDTH) weigh(lane);
-            for (Int i = 0; i < block_.n && !first; ++i) scale_row(o_.at + i * o_.row, x_.values, factors_[i]);
+            for (Int i = 0; i < block_.n && !first; ++i)
+                scale_row(o_.at + i * o_.row, x_.values, factors_[i]);
             block_.for_queries([&](Int i, Int n, Span rows) {
                 prefetch_next(i, n, head);
-                multiply_few_rows(n, x_.values, rows.size(),
-                                  {scores_.at + (rows.first - block_.group.first) * scores_.row + i, 1, scores_.row},
-                                  keys_.v(rows.first), {o_.at + i * o_.row, o_.row}, !first);
+                multiply_few_rows(
+                    n, x_.values, rows.size(),
+                    {scores_.at + (rows.first - block_.group.first) * scores_.row + i, 1, scores_.row},
+                    keys_.v(rows.first), {o_.at + i * o_.row, o_.row}, !first);
             });
             first = false;
         });
         for (Int i = 0; i < block_.n; ++i) write(i, row_of(block_.queries.first + i, head));
     }
 
-    // P = exp(s - max s) for the vector of queries at `lane`, where max s is that of the groups up to this one.
+    // P = exp(s - max s) for the vector of queries at `lane`, where max s is that of the groups up to this
+    // one.
     void weigh(Int lane) {
         const Sight sight = block_.sight(lane);
         const Int first = block_.group.first;

@@ -5,7 +5,8 @@ namespace {
 Tally tally;
 
 void check_dense(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
-    tally.begin("dense rows=%ld inputs=%ld outputs=%ld threads=%d", (long)rows, (long)inputs, (long)outputs, threads);
+    tally.begin("dense rows=%ld inputs=%ld outputs=%ld threads=%d", (long)rows, (long)inputs, (long)outputs,
+                threads);
     const Floats x = random_floats(rows * inputs, -1, 1), bias = random_floats(outputs, -1, 1);
     const Floats weights = random_floats(outputs * inputs, -1, 1);
     Floats y((size_t)(rows * outputs), NAN);
@@ -16,24 +17,43 @@ void check_dense(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
             for (int64_t i = 0; i < inputs; ++i) total += (double)x[r * inputs + i] * weights[o * inputs + i];
             wanted.push_back(total);
         }
-    const Dense d = {rows, inputs, outputs, FLOAT32, threads, x.data(), weights.data(), bias.data(), y.data()};
+    const Dense d = {rows,     inputs,         outputs,     FLOAT32, threads,
+                     x.data(), weights.data(), bias.data(), y.data()};
     EXPORTED(dense)(&d);
     tally.compare("y", y, wanted);
 }
 
 // A block whose layers all give 0, pre-norm: it hands on what it was given, whatever the layers are.
 void check_block(int64_t rows, int64_t features, int32_t activation, int threads) {
-    tally.begin("block rows=%ld features=%ld activation=%d threads=%d", (long)rows, (long)features, activation, threads);
-    const int64_t width = 48, hidden = 32, H = 4, G = 2, M = 20, up = activation == SWIGLU ? 2 * hidden : hidden;
+    tally.begin("block rows=%ld features=%ld activation=%d threads=%d", (long)rows, (long)features,
+                activation, threads);
+    const int64_t width = 48, hidden = 32, H = 4, G = 2, M = 20,
+                  up = activation == SWIGLU ? 2 * hidden : hidden;
     const int64_t qkv = (H + G) * features + G * M;
-    const Floats x = random_floats(rows * width, -1, 1), ones(width, 1), zeros((size_t)(width * (qkv + up + hidden)));
+    const Floats x = random_floats(rows * width, -1, 1), ones(width, 1),
+                 zeros((size_t)(width * (qkv + up + hidden)));
     const Floats out((size_t)(width * H * M)), before((size_t)(rows * G * features * M));
     Floats kv(before.size(), NAN), k_sum((size_t)(rows * G * features), NAN), y(x.size(), NAN);
-    const LinearStep attention = {rows, H, G, features, M, FLOAT32, 1, threads, ELU_FEATURES, {}, {}, {},
-                                  nullptr, before.data(), before.data(), nullptr, kv.data(), k_sum.data()};
+    const LinearStep attention = {rows,    H,         G,           features,      M,
+                                  FLOAT32, 1,         threads,     ELU_FEATURES,  {},
+                                  {},      {},        nullptr,     before.data(), before.data(),
+                                  nullptr, kv.data(), k_sum.data()};
     const Layer none = {zeros.data(), nullptr};
-    const BlockStep b = {width, hidden, 1, 0, activation, 1e-5f, {ones.data(), nullptr}, {ones.data(), nullptr},
-                         none, {out.data(), nullptr}, none, none, attention, x.data(), y.data()};
+    const BlockStep b = {width,
+                         hidden,
+                         1,
+                         0,
+                         activation,
+                         1e-5f,
+                         {ones.data(), nullptr},
+                         {ones.data(), nullptr},
+                         none,
+                         {out.data(), nullptr},
+                         none,
+                         none,
+                         attention,
+                         x.data(),
+                         y.data()};
     EXPORTED(block_step)(&b);
     tally.compare("y", y, Doubles(x.begin(), x.end()));
     tally.compare("k_sum", k_sum, Doubles(k_sum.size(), 1));  // elu(0) + 1

@@ -44,7 +44,8 @@ Results definition(const Problem& p) {
     for (int64_t b = 0; b < B; ++b)
         for (int64_t g = 0; g < G; ++g) {
             const float *kv = p.kv.data() + (b * G + g) * R * M, *k_sum = p.k_sum.data() + (b * G + g) * R;
-            const float *grad_kv = p.grad_kv.data() + (b * G + g) * R * M, *grad_k_sum = p.grad_k_sum.data() + (b * G + g) * R;
+            const float *grad_kv = p.grad_kv.data() + (b * G + g) * R * M,
+                        *grad_k_sum = p.grad_k_sum.data() + (b * G + g) * R;
             const auto key = [&](int64_t j) { return p.k.data() + ((b * S + j) * G + g) * R; };
             const auto value = [&](int64_t j) { return p.v.data() + ((b * S + j) * G + g) * M; };
             double* d_log = r.d_log_decay.data() + b * S * G + g;
@@ -146,18 +147,33 @@ Results definition(const Problem& p) {
 }
 
 void begin(const char* what, const Case& c) {
-    tally.begin("%s B=%ld T=%ld S=%ld H=%ld G=%ld R=%ld M=%ld causal=%d normalize=%d gated=%d threads=%d", what,
-                (long)c.B, (long)c.T, (long)c.S, (long)c.H, (long)c.G, (long)c.R, (long)c.M, c.causal, c.normalize,
-                c.gated, c.threads);
+    tally.begin("%s B=%ld T=%ld S=%ld H=%ld G=%ld R=%ld M=%ld causal=%d normalize=%d gated=%d threads=%d",
+                what, (long)c.B, (long)c.T, (long)c.S, (long)c.H, (long)c.G, (long)c.R, (long)c.M, c.causal,
+                c.normalize, c.gated, c.threads);
 }
 
 void check_sequence(const Case& c) {
     begin("sequence", c);
     const Problem p(c);
     const Results wanted = definition(p);
-    const Linear x = {c.B, c.T, c.S, c.H, c.G, c.R, c.M, FLOAT32, c.causal, c.normalize, c.threads, nullptr,
-                      view(p.q, c.T, c.H, c.R), view(p.k, c.S, c.G, c.R), view(p.v, c.S, c.G, c.M),
-                      c.gated ? p.log_decay.data() : nullptr, p.kv.data(), p.k_sum.data()};
+    const Linear x = {c.B,
+                      c.T,
+                      c.S,
+                      c.H,
+                      c.G,
+                      c.R,
+                      c.M,
+                      FLOAT32,
+                      c.causal,
+                      c.normalize,
+                      c.threads,
+                      nullptr,
+                      view(p.q, c.T, c.H, c.R),
+                      view(p.k, c.S, c.G, c.R),
+                      view(p.v, c.S, c.G, c.M),
+                      c.gated ? p.log_decay.data() : nullptr,
+                      p.kv.data(),
+                      p.k_sum.data()};
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
     Floats divisor((size_t)(c.B * c.T * c.H), NAN);
     const LinearOutputs out = {o.data(), kv.data(), k_sum.data(), divisor.data()};
@@ -166,18 +182,30 @@ void check_sequence(const Case& c) {
     tally.compare("kv", kv, wanted.kv);
     tally.compare("k_sum", k_sum, wanted.k_sum);
     Floats d_q(p.q.size(), NAN), d_k(p.k.size(), NAN), d_v(p.v.size(), NAN), d_kv(kv), d_k_sum(k_sum);
-    Floats d_divisor(divisor), read(divisor), states((size_t)(c.gated ? EXPORTED(linear_saved_floats)(&x) : 0), NAN);
+    Floats d_divisor(divisor), read(divisor),
+        states((size_t)(c.gated ? EXPORTED(linear_saved_floats)(&x) : 0), NAN);
     Doubles d_log_decay(p.log_decay.size(), NAN);
-    const LinearGradients gradients = {view(p.grad_o, c.T, c.H, c.M), p.grad_kv.data(), p.grad_k_sum.data(),
-                                       divisor.data(), d_q.data(), d_k.data(), d_v.data(), d_log_decay.data(),
-                                       d_kv.data(), d_k_sum.data(), d_divisor.data(), read.data(), states.data()};
+    const LinearGradients gradients = {view(p.grad_o, c.T, c.H, c.M),
+                                       p.grad_kv.data(),
+                                       p.grad_k_sum.data(),
+                                       divisor.data(),
+                                       d_q.data(),
+                                       d_k.data(),
+                                       d_v.data(),
+                                       d_log_decay.data(),
+                                       d_kv.data(),
+                                       d_k_sum.data(),
+                                       d_divisor.data(),
+                                       read.data(),
+                                       states.data()};
     EXPORTED(linear_backward)(&x, &gradients);
     tally.compare("d_q", d_q, wanted.d_q);
     tally.compare("d_k", d_k, wanted.d_k);
     tally.compare("d_v", d_v, wanted.d_v);
     tally.compare("d_kv", d_kv, wanted.d_kv);
     tally.compare("d_k_sum", d_k_sum, wanted.d_k_sum);
-    if (c.gated) tally.compare("d_log_decay", Floats(d_log_decay.begin(), d_log_decay.end()), wanted.d_log_decay);
+    if (c.gated)
+        tally.compare("d_log_decay", Floats(d_log_decay.begin(), d_log_decay.end()), wanted.d_log_decay);
 }
 
 // One step is a sequence of one token.
@@ -186,10 +214,24 @@ void check_step(const Case& c) {
     const Problem p(c);
     const Results wanted = definition(p);
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
-    const LinearStep x = {c.B, c.H, c.G, c.R, c.M, FLOAT32, c.normalize, c.threads, GIVEN,
-                          view(p.q, 1, c.H, c.R), view(p.k, 1, c.G, c.R), view(p.v, 1, c.G, c.M),
-                          c.gated ? p.log_decay.data() : nullptr, p.kv.data(), p.k_sum.data(),
-                          o.data(), kv.data(), k_sum.data()};
+    const LinearStep x = {c.B,
+                          c.H,
+                          c.G,
+                          c.R,
+                          c.M,
+                          FLOAT32,
+                          c.normalize,
+                          c.threads,
+                          GIVEN,
+                          view(p.q, 1, c.H, c.R),
+                          view(p.k, 1, c.G, c.R),
+                          view(p.v, 1, c.G, c.M),
+                          c.gated ? p.log_decay.data() : nullptr,
+                          p.kv.data(),
+                          p.k_sum.data(),
+                          o.data(),
+                          kv.data(),
+                          k_sum.data()};
     EXPORTED(linear_step)(&x);
     tally.compare("o", o, wanted.o);
     tally.compare("kv", kv, wanted.kv);
@@ -205,7 +247,8 @@ int main() {
             for (int64_t T : {0, 1, 15, 33, 70})
                 for (int64_t width : {1, 7, 16, 33}) {
                     check_sequence({2, T, T, 4, 2, width, 20, causal, normalize, gated, threads});
-                    if (!causal) check_sequence({1, T, 40, 1, 1, 9, width, causal, normalize, gated, threads});
+                    if (!causal)
+                        check_sequence({1, T, 40, 1, 1, 9, width, causal, normalize, gated, threads});
                 }
             // Enough work to be shared out: one head, so that the sequence itself is cut.
             check_sequence({1, 260, 260, 1, 1, 64, 65, causal, normalize, gated, threads});

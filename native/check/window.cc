@@ -12,8 +12,9 @@ Tally tally;
 
 void check(const Case& c) {
     const auto [B, T, S, H, G, D, M, left, right, padded, threads] = c;
-    tally.begin("B=%ld T=%ld S=%ld H=%ld G=%ld D=%ld M=%ld left=%ld right=%ld padded=%d threads=%d", (long)B, (long)T,
-                (long)S, (long)H, (long)G, (long)D, (long)M, (long)left, (long)right, padded, threads);
+    tally.begin("B=%ld T=%ld S=%ld H=%ld G=%ld D=%ld M=%ld left=%ld right=%ld padded=%d threads=%d", (long)B,
+                (long)T, (long)S, (long)H, (long)G, (long)D, (long)M, (long)left, (long)right, padded,
+                threads);
     const double scale = 1 / std::sqrt((double)D);
     const Floats q = random_floats(B * T * H * D, -2, 2), k = random_floats(B * S * G * D, -2, 2);
     const Floats v = random_floats(B * S * G * M, -1, 1);
@@ -33,7 +34,8 @@ void check(const Case& c) {
                 for (int64_t j = 0; j < S; ++j) {
                     if (j < at - left || j > at + right || padding[(size_t)(b * S + j)]) continue;
                     double score = 0;
-                    for (int64_t d = 0; d < D; ++d) score += scale * query[d] * k[((b * S + j) * G + g) * D + d];
+                    for (int64_t d = 0; d < D; ++d)
+                        score += scale * query[d] * k[((b * S + j) * G + g) * D + d];
                     weights.push_back(std::exp(score));
                     keys.push_back((b * S + j) * G + g);
                     total += weights.back();
@@ -59,8 +61,23 @@ void check(const Case& c) {
                     }
             }
 
-    const Window x = {B, T, S, H, G, D, M, left, right, FLOAT32, threads, scale, nullptr,
-                      padded ? padding.data() : nullptr, view(q, T, H, D), view(k, S, G, D), view(v, S, G, M)};
+    const Window x = {B,
+                      T,
+                      S,
+                      H,
+                      G,
+                      D,
+                      M,
+                      left,
+                      right,
+                      FLOAT32,
+                      threads,
+                      scale,
+                      nullptr,
+                      padded ? padding.data() : nullptr,
+                      view(q, T, H, D),
+                      view(k, S, G, D),
+                      view(v, S, G, M)};
     Floats found_o(o.size(), NAN), found_lse(lse.size(), NAN), found_q(q.size(), NAN);
     const WindowOutputs out = {found_o.data(), found_lse.data()};
     EXPORTED(window_forward)(&x, &out);
@@ -68,7 +85,7 @@ void check(const Case& c) {
     tally.compare("lse", found_lse, lse);
     Floats found_k(k.size(), 0), found_v(v.size(), 0);
     const WindowGradients gradients = {view(grad_o, T, H, M), grad_lse.data(), found_lse.data(),
-                                       found_q.data(), found_k.data(), found_v.data()};
+                                       found_q.data(),        found_k.data(),  found_v.data()};
     EXPORTED(window_backward)(&x, &gradients);
     tally.compare("d_q", found_q, d_q);
     tally.compare("d_k", found_k, d_k);
