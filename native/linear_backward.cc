@@ -25,14 +25,11 @@ void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, 
         std::memcpy(saved_state(x, out, s, i), state.kv.at, (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
 }
 
-bool divisible(float divisor) { return __builtin_fabsf(divisor) >= __FLT_MIN__; }
-
 // G = dO / den, in whole vectors.
 void read_gradient(const Linear& x, const LinearGradients& out, Int batch, Int token, Int head, float* g) {
     read_row(x.type, address(out.o, x.type, batch, token, head), x.values, g);
     if (!x.normalize) return;
-    const float divisor = out.divisor[(batch * x.queries + token) * x.heads + head];
-    scale_row(g, x.values, divisible(divisor) ? 1 / divisor : 0);
+    divide_row(g, x.values, out.divisor[(batch * x.queries + token) * x.heads + head]);
 }
 
 // dQ of some query rows of one head, and what the other pass needs of them.
@@ -44,8 +41,7 @@ class QueryGradients {
           rows_(x.type, x.features, TILE_ROWS, memory),
           g_(memory.rows(TILE_ROWS, round_up(x.values))),
           d_scores_(memory.rows(TILE_ROWS, chunk_length(x))),
-          d_q_(memory.rows(TILE_ROWS, round_up(x.features))),
-          decay_(memory.floats(chunk_length(x))) {}
+          d_q_(memory.rows(TILE_ROWS, round_up(x.features))) {}
 
     // The queries [i, i + n) of a chunk, or without `chunk`, which read `state` alone. `sums` holds the
     // cumulated keys (D K)_i of the chunk.
@@ -58,7 +54,7 @@ class QueryGradients {
         const Int keys = chunk ? i + n : 0;
         if (chunk) {
             multiply_few_rows(n, keys, x_.values, {g_.at, g_.row, 1}, values_T, d_scores_, false);
-            for (Int a = 0; a < n; ++a) mask(d_scores_.at + a * d_scores_.row, i + a, keys, chunk->gates);
+            for (Int a = 0; a < n; ++a) chunk->gates.weigh(d_scores_.at + a * d_scores_.row, i + a, keys);
         }
         for (Int r = 0; r < x_.features; r += TILE_VECS * WIDTH)
             with_tile(n, x_.features - r, [&](auto tile) {
@@ -85,15 +81,6 @@ class QueryGradients {
     }
 
   private:
-    void mask(float* d_scores, Int i, Int keys, const Gates& gates) {
-        if (gates.from_start) gates.row(i, keys, decay_);
-        for (Int j = 0; j < keys; j += WIDTH) {
-            Vec x = load(d_scores + j);
-            if (gates.from_start) x *= load(decay_ + j);
-            store(d_scores + j, keep(0, i + 1, j, x));
-        }
-    }
-
     // dden = -(q . dQ') / den and dQ = dQ' + dden (sums + exp(b) z)
     void normalizer(const float* q, Int row, const float* k_sum, const float* from_start, const float* sums,
                     float* d_q) const {
@@ -113,7 +100,6 @@ class QueryGradients {
     const LinearGradients& out_;
     HeadRows rows_;
     Rows g_, d_scores_, d_q_;
-    float* decay_;
 };
 
 // (D K)_i = a_i (D K)_{i-1} + k_i for the rows of a chunk.
@@ -237,7 +223,7 @@ class KeyGradients {
           queries_(x, out, memory),
           gradient_T_{memory.zeros(round_up(x.values) * round_up(x.features)), round_up(x.features)},
           values_T_(memory.rows(round_up(x.values), chunk.longest)),
-          d_k_T_(memory.rows(round_up(x.features), chunk.longest)),
+          d_k_T_{memory.zeros(round_up(x.features) * chunk.longest), chunk.longest},
           q_T_(memory.rows(round_up(x.features), chunk.longest)),
           g_T_(memory.rows(round_up(x.values), chunk.longest)),
           scores_(memory.rows(TILE_ROWS, chunk.longest)),

@@ -85,6 +85,14 @@ inline void exp_of_differences(double sign, const double* b, double base, Int n,
     }
 }
 
+// Keeps the lanes [first, end) of a vector whose own first lane is number `at`, and clears the others.
+inline Vec keep(Int first, Int end, Int at, Vec x) {
+    IntVec lane;
+    for (int i = 0; i < WIDTH; ++i) lane[i] = i;
+    lane += (int32_t)at;
+    return select((lane >= (int32_t)first) & (lane < (int32_t)end), x, Vec{});
+}
+
 // The decays of one chunk, b being the cumulated logarithms of its gates. Absent when there are no gates.
 class Gates {
   public:
@@ -93,6 +101,7 @@ class Gates {
         b_ = (double*)memory.zeros(2 * longest);
         logs_ = (double*)memory.zeros(2 * longest);
         gate = memory.floats(longest);
+        decay_ = memory.floats(longest);
         from_start = memory.floats(longest);
         to_end = memory.floats(longest);
     }
@@ -114,6 +123,16 @@ class Gates {
     void row(Int i, Int n, float* out) const { exp_of_differences(-1, b_, b_[i], n, out); }
     void column(Int j, Int n, float* out) const { exp_of_differences(1, b_, b_[j], n, out); }
 
+    // Multiplies a row of scores by D_ij for j <= i, and clears the rest of the `keys`.
+    void weigh(float* scores, Int i, Int keys) const {
+        if (from_start) row(i, keys, decay_);
+        for (Int j = 0; j < keys; j += WIDTH) {
+            Vec x = load(scores + j);
+            if (from_start) x *= load(decay_ + j);
+            store(scores + j, keep(0, i + 1, j, x));
+        }
+    }
+
     float* gate = nullptr;        // a
     float* from_start = nullptr;  // exp(b)
     float* to_end = nullptr;      // exp(b_C - b)
@@ -122,6 +141,7 @@ class Gates {
   private:
     const Linear& x_;
     double *logs_ = nullptr, *b_ = nullptr;
+    float* decay_ = nullptr;
 };
 
 // Rows of one head as floats in whole vectors: where they lie, if possible, else in a copy.
@@ -149,14 +169,6 @@ inline float dot(const float* a, const float* b, Int n) {
     Vec total{};
     for (Int i = 0; i < n; i += WIDTH) total += load(a + i) * load(b + i);
     return sum(total);
-}
-
-// Keeps the lanes [first, end) of a vector whose own first lane is number `at`, and clears the others.
-inline Vec keep(Int first, Int end, Int at, Vec x) {
-    IntVec lane;
-    for (int i = 0; i < WIDTH; ++i) lane[i] = i;
-    lane += (int32_t)at;
-    return select((lane >= (int32_t)first) & (lane < (int32_t)end), x, Vec{});
 }
 
 // Runs `f(head, i, n)` over the query heads that read key head `group`, and their `count` tokens tile by

@@ -13,8 +13,7 @@ class QueryRows {
           out_(out),
           rows_(x.type, x.features, TILE_ROWS, memory),
           scores_(memory.rows(TILE_ROWS, chunk_length(x))),
-          o_(memory.rows(TILE_ROWS, round_up(x.values))),
-          decay_(memory.floats(chunk_length(x))) {}
+          o_(memory.rows(TILE_ROWS, round_up(x.values))) {}
 
     // The queries [i, i + n) of a chunk whose first is `token`, reading `state` and the keys of `chunk` up to
     // themselves, or `state` alone.
@@ -26,7 +25,7 @@ class QueryRows {
         ahead.ask(x_.features);
         if (chunk) {
             multiply_few_rows(n, keys, x_.features, {q.at, q.row, 1}, keys_T, scores_, false);
-            for (Int a = 0; a < n; ++a) mask(scores_.at + a * scores_.row, i + a, keys, chunk->gates);
+            for (Int a = 0; a < n; ++a) chunk->gates.weigh(scores_.at + a * scores_.row, i + a, keys);
         }
         float factors[TILE_ROWS];
         const Int row = (s.batch * x_.queries + token + i) * x_.heads + head;
@@ -35,7 +34,7 @@ class QueryRows {
                 const float d = divisor(q.at + a * q.row, scores_.at + a * scores_.row, keys, state,
                                         from_start ? from_start[a] : 1);
                 out_.divisor[row + a * x_.heads] = d;
-                factors[a] = __builtin_fabsf(d) < __FLT_MIN__ ? 0 : 1 / d;
+                factors[a] = divisible(d) ? 1 / d : 0;
             }
         const bool direct = usable(x_.type, x_.values);
         const Rows o = direct ? Rows{(float*)out_.o + row * x_.values, x_.heads * x_.values} : o_;
@@ -50,6 +49,9 @@ class QueryRows {
                 if (x_.normalize) tile.scale_rows(factors);
                 tile.write(o.at + m, o.row);
             });
+        for (Int a = 0; a < n && x_.normalize; ++a)
+            if (!divisible(out_.divisor[row + a * x_.heads]))
+                std::memset(o.at + a * o.row, 0, (size_t)x_.values * 4);
         if (direct) return;
         for (Int a = 0; a < n; ++a)
             write_row(x_.type, o.at + a * o.row, x_.values,
@@ -57,16 +59,6 @@ class QueryRows {
     }
 
   private:
-    // P_ij = (q_i . k_j) D_ij for j <= i, else 0.
-    void mask(float* scores, Int i, Int keys, const Gates& gates) {
-        if (gates.from_start) gates.row(i, keys, decay_);
-        for (Int j = 0; j < keys; j += WIDTH) {
-            Vec x = load(scores + j);
-            if (gates.from_start) x *= load(decay_ + j);
-            store(scores + j, keep(0, i + 1, j, x));
-        }
-    }
-
     // P 1 + exp(b) q . z
     float divisor(const float* q, const float* scores, Int keys, State state, float from_start) const {
         Vec read{}, total{};
@@ -79,7 +71,6 @@ class QueryRows {
     const LinearOutputs& out_;
     HeadRows rows_;
     Rows scores_, o_;
-    float* decay_;
 };
 
 // The queries and outputs of an item, and how much `attend` will ask for them.

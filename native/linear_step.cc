@@ -22,8 +22,11 @@ void map_features(Int map, Int n, float* at) {
     for (Int i = 0; i < n && map != GIVEN; i += WIDTH) {
         const Vec x = load(at + i);
         const IntVec negative = x < Vec{};
-        if (map == ELU_FEATURES) store(at + i, select(negative, exp(x), x + broadcast(1)));
-        else if (map == RELU_FEATURES) store(at + i, select(negative, Vec{}, x));
+        if (map == ELU_FEATURES) {
+            const Vec root = exp(x * broadcast(0.5f));  // its square may be subnormal, which exp never is
+            const Vec y = select(x < broadcast(-80), root * root, exp(x));
+            store(at + i, select(negative, y, x + broadcast(1)));
+        } else if (map == RELU_FEATURES) store(at + i, select(negative, Vec{}, x));
         else store(at + i, select(negative, Vec{}, x * x));
     }
 }
@@ -55,9 +58,7 @@ void step_head(const LinearStep& x, Int head, float gate, const float* key, cons
     for (Int p = 0; p < P && x.normalize; ++p) {
         float divisor = 0;
         for (Int r = 0; r < R; ++r) divisor += queries.at[p * queries.row + r] * k_sum_after[r];
-        const float factor = __builtin_fabsf(divisor) < __FLT_MIN__ ? 0 : 1 / divisor;
-        for (Int m = 0; m < M; m += WIDTH)
-            store(o.at + p * o.row + m, load(o.at + p * o.row + m) * broadcast(factor));
+        divide_row(o.at + p * o.row, M, divisor);
     }
 }
 

@@ -112,6 +112,15 @@ inline void scale_row(float* row, Int n, float factor) {
     for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
 }
 
+// Too small a divisor counts as nothing to attend to, and gives zeros whatever it would divide; NaN stays
+// NaN.
+inline bool divisible(float divisor) { return !(__builtin_fabsf(divisor) < __FLT_MIN__); }
+
+inline void divide_row(float* row, Int n, float divisor) {
+    if (divisible(divisor)) scale_row(row, n, 1 / divisor);
+    else std::memset(row, 0, (size_t)n * 4);
+}
+
 // B = the transpose of A [rows, cols]; whole squares of four, so that B has its rows and columns rounded up.
 inline void transpose(Int rows, Int cols, const float* a, Int a_row, Rows b) {
     for (Int i = 0; i < rows; i += 4)

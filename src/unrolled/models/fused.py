@@ -1,7 +1,7 @@
 """A step of a whole block in one kernel, where one fits: eager inference with linear attention on a CPU.
 
 Layer by layer, a token spends more time in Python than it takes to read the weights. The kernel computes what
-`Block.step` does; a block with hooks, with replaced layers or of another type is left to that.
+`Block.step` does; a block with hooks or with layers of another type or another shape is left to that.
 """
 
 from collections.abc import Iterable
@@ -25,31 +25,34 @@ def step(block: "Block", x: Tensor, state: Any) -> tuple[Tensor, LinearAttention
     # The dictionaries of a module are asked here since its attributes take ten times as long to find.
     parts = block._modules
     attention: Any = parts["attention"]
-    if type(attention) is not LinearAttention or type(state) is not LinearAttentionState or attention.rotary:
+    if type(attention) is not LinearAttention or type(state) is not LinearAttentionState:
+        return None
+    if attention.rotary or not attention.causal:
         return None
     ff: Any = parts["ff"]
     first: Any = parts["attention_norm"]
     second: Any = parts["ff_norm"]
     linears: list[Any] = [attention._modules[name] for name in ("qkv_proj", "out_proj")]
     linears += [ff._modules[name] for name in ("up", "down")]
-    if type(first) is not type(second) or first.eps != second.eps or {*map(type, linears)} != {Linear}:
+    if type(first) not in (nn.LayerNorm, nn.RMSNorm) or type(second) is not type(first):
+        return None
+    if first.eps is None or first.eps != second.eps or {*map(type, linears)} != {Linear}:
         return None
     feature_map: Any = attention._modules["feature_map"]
-    if _hooked((attention, feature_map, ff, first, second, *linears)):
+    if _changed((attention, feature_map, ff, first, second, *linears)):
         return None
     weights = []
     for layer in (first, second, *linears):
-        weights += [layer._parameters["weight"], layer._parameters.get("bias")]
+        weights += [layer._parameters.get("weight"), layer._parameters.get("bias")]
     kv, k_sum, position = state
     if not inferring(x, kv, k_sum, *weights) or torch.is_autocast_enabled(x.device.type):
         return None
-    if position.shape != x.shape[:1] or (block.training and block.dropout.p):
+    if position.shape != x.shape[:1] or (block.dropout.training and block.dropout.p):
         return None
     options = block_native.Options(
         attention.n_heads,
         attention.n_kv_heads,
         attention.value_dim,
-        linears[3].in_features,
         block.pre,
         type(first) is nn.RMSNorm,
         first.eps,
@@ -62,8 +65,8 @@ def step(block: "Block", x: Tensor, state: Any) -> tuple[Tensor, LinearAttention
     return y, LinearAttentionState(kv, k_sum, position + 1)
 
 
-def _hooked(modules: Iterable[Any]) -> bool:
-    """Whether somebody wants to see what goes into these modules or comes out."""
+def _changed(modules: Iterable[Any]) -> bool:
+    """Whether these modules have another `forward`, or hooks to see what goes into them or comes out."""
     if _global_forward_hooks or _global_forward_pre_hooks:
         return True
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)

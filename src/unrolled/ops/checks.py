@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils._device import DeviceContext
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -88,11 +89,15 @@ def inferring(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or transforming() or torch._C._get_tracing_state():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False  # somebody counts, records or replaces torch's operators
+    # Somebody may count, record or replace torch's operators; a default device does not.
+    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+    if torch._C._len_torch_dispatch_stack() or any(type(mode) is not DeviceContext for mode in modes):
+        return False
     recording = torch.is_grad_enabled()
     for x in tensors:
-        if x is not None and (type(x) not in (Tensor, Parameter) or (recording and x.requires_grad)):
+        if x is None:
+            continue
+        if type(x) not in (Tensor, Parameter) or x.is_neg() or (recording and x.requires_grad):
             return False
     return True
 

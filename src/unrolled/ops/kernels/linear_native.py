@@ -9,52 +9,56 @@ from unrolled.ops import linear_packed
 from unrolled.ops.checks import check_offsets
 from unrolled.ops.feature_maps import Elu, FeatureMap, Relu, SquaredRelu
 from unrolled.ops.kernels import native
-from unrolled.ops.kernels.native import TYPES, TensorView, address, readable, view
+from unrolled.ops.kernels.native import FLAG, INT, POINTER, TYPES, TensorView, address, readable, view
 from unrolled.ops.linear_chunked import Inputs
 
 # What the step can do to q and k first.
 FEATURE_MAPS: dict[type[FeatureMap | None], int] = {type(None): 0, Elu: 1, Relu: 2, SquaredRelu: 3}
 
-_INT, _FLAG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 
+class Linear(ctypes.Structure):
+    """`Linear` of `native/problem.h`."""
 
-class _Linear(ctypes.Structure):
     _fields_ = [
-        *((name, _INT) for name in ("sequences", "queries", "keys", "heads", "groups", "features", "values")),
-        *((name, _FLAG) for name in ("type", "causal", "normalize", "threads")),
-        ("offsets", _POINTER),
+        *((name, INT) for name in ("sequences", "queries", "keys", "heads", "groups", "features", "values")),
+        *((name, FLAG) for name in ("type", "causal", "normalize", "threads")),
+        ("offsets", POINTER),
         *((name, TensorView) for name in "qkv"),
-        *((name, _POINTER) for name in ("log_decay", "kv", "k_sum")),
+        *((name, POINTER) for name in ("log_decay", "kv", "k_sum")),
     ]
 
 
-class _Outputs(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in ("o", "kv", "k_sum", "divisor")]
+class LinearOutputs(ctypes.Structure):
+    """`LinearOutputs` of `native/problem.h`."""
+
+    _fields_ = [(name, POINTER) for name in ("o", "kv", "k_sum", "divisor")]
 
 
-class _Gradients(ctypes.Structure):
+class LinearGradients(ctypes.Structure):
+    """`LinearGradients` of `native/problem.h`."""
+
     _fields_ = [
         ("o", TensorView),
-        *((name, _POINTER) for name in ("kv", "k_sum", "divisor")),
-        *((name, _POINTER) for name in ("d_q", "d_k", "d_v", "d_log_decay", "d_kv", "d_k_sum")),
-        *((name, _POINTER) for name in ("d_divisor", "read", "states")),
+        *((name, POINTER) for name in ("kv", "k_sum", "divisor")),
+        *((name, POINTER) for name in ("d_q", "d_k", "d_v", "d_log_decay", "d_kv", "d_k_sum")),
+        *((name, POINTER) for name in ("d_divisor", "read", "states")),
     ]
 
 
-class Step(ctypes.Structure):
+class LinearStep(ctypes.Structure):
     """`LinearStep` of `native/problem.h`."""
 
     _fields_ = [
-        *((name, _INT) for name in ("batch", "heads", "groups", "features", "values")),
-        *((name, _FLAG) for name in ("type", "normalize", "threads", "feature_map")),
-        *((f"{x}_{name}", _INT) for x in "qkv" for name in ("at", "batch", "token", "head")),
-        *((name, _POINTER) for name in ("log_decay", "kv", "k_sum", "o", "kv_after", "k_sum_after")),
+        *((name, INT) for name in ("batch", "heads", "groups", "features", "values")),
+        *((name, FLAG) for name in ("type", "normalize", "threads", "feature_map")),
+        *((f"{x}_{name}", INT) for x in "qkv" for name in ("at", "batch", "token", "head")),
+        *((name, POINTER) for name in ("log_decay", "kv", "k_sum", "o", "kv_after", "k_sum_after")),
     ]
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run inputs of this type, on this device."""
-    return q.device.type == "cpu" and q.dtype in TYPES and native.available()
+    return q.is_cpu and q.dtype in TYPES and q.shape[-2] > 0 and native.available()
 
 
 def forward(
@@ -63,7 +67,7 @@ def forward(
     """Compute what `linear_chunked.forward` and `linear_packed.forward` do."""
     problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
     outputs = linear_packed.like_outputs(inputs, cu_seqlens, normalize)
-    native.call("linear_forward", problem, _Outputs(*map(address, outputs)))
+    native.call("linear_forward", problem, LinearOutputs(*map(address, outputs)))
     return outputs
 
 
@@ -83,11 +87,12 @@ def backward(
     d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum = linear_packed.like_gradients(grad_kv, grad_k_sum, inputs)
     gated = inputs.log_decay is not None
     d_gates = torch.empty(d_log_decay.shape, dtype=torch.double) if gated else None
-    d_divisor, read = torch.empty(2, *inputs.q.shape[:3])
-    states = torch.empty(native.call("linear_saved_floats", problem)) if gated else None
+    d_divisor, read = torch.empty(2, *inputs.q.shape[:3], dtype=torch.float32)
+    saved = native.call("linear_saved_floats", problem) if gated else 0
+    states = torch.empty(saved, dtype=torch.float32)
     arriving = (view(grad_o), *map(address, (grad_kv, grad_k_sum, divisor)))
     leaving = map(address, (d_q, d_k, d_v, d_gates, d_kv, d_k_sum, d_divisor, read, states))
-    native.call("linear_backward", problem, _Gradients(*arriving, *leaving))
+    native.call("linear_backward", problem, LinearGradients(*arriving, *leaving))
     if d_gates is not None:
         d_log_decay = d_gates.to(d_log_decay.dtype)
     return d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum
@@ -107,17 +112,16 @@ def step(
     (B, H, R), (_, G, M) = q.shape, v.shape
     q, k, v, kv, k_sum = readable(q), readable(k), readable(v), kv.contiguous(), k_sum.contiguous()
     log_decay = None if log_decay is None else log_decay.double().contiguous()
-    o = torch.empty(B, H, M, dtype=v.dtype)
+    o = v.new_empty(B, H, M)
     kv_after, k_sum_after = torch.empty_like(kv), torch.empty_like(k_sum)
     sizes, threads = (B, H, G, R, M), torch.get_num_threads()
     (q_batch, q_head, _), (k_batch, k_head, _), (v_batch, v_head, _) = q.stride(), k.stride(), v.stride()
-    step = Step(
+    step = LinearStep(
         *(*sizes, TYPES[q.dtype], normalize, threads, FEATURE_MAPS[type(feature_map)]),
-        *(q.data_ptr(), q_batch, 0, q_head),
-        *(k.data_ptr(), k_batch, 0, k_head),
-        *(v.data_ptr(), v_batch, 0, v_head),
-        *(address(log_decay), kv.data_ptr(), k_sum.data_ptr()),
-        *(o.data_ptr(), kv_after.data_ptr(), k_sum_after.data_ptr()),
+        *(address(q), q_batch, 0, q_head),
+        *(address(k), k_batch, 0, k_head),
+        *(address(v), v_batch, 0, v_head),
+        *map(address, (log_decay, kv, k_sum, o, kv_after, k_sum_after)),
     )
     native.call("linear_step", step)
     return o, kv_after, k_sum_after
@@ -125,7 +129,7 @@ def step(
 
 def _problem(
     inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
-) -> tuple[_Linear, tuple[Tensor | None, ...]]:
+) -> tuple[Linear, tuple[Tensor | None, ...]]:
     """Describe the problem; the tensors own the memory it points at, and are kept until it is solved."""
     q, k, v, log_decay, kv, k_sum = inputs
     (B, T, H, R), (_, S, G, M) = q.shape, v.shape
@@ -140,5 +144,5 @@ def _problem(
     )
     sizes = (N, T, S, H, G, R, M, TYPES[q.dtype], causal, normalize, torch.get_num_threads())
     views = (view(q), view(k), view(v))
-    problem = _Linear(*sizes, address(cu_seqlens), *views, *map(address, (log_decay, kv, k_sum)))
+    problem = Linear(*sizes, address(cu_seqlens), *views, *map(address, (log_decay, kv, k_sum)))
     return problem, (cu_seqlens, q, k, v, log_decay, kv, k_sum)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+INT, FLAG, FLOAT, POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 _RESULTS = {"fma_peak": ctypes.c_double, "linear_saved_floats": ctypes.c_int64}
 
 _in_use: str | None = None
@@ -71,12 +72,13 @@ def fma_peak(seconds: float = 0.2) -> float:
 
 def call(name: str, *arguments: ctypes.Structure) -> int:
     """Run a kernel on the instruction set in use; returns its number, if it has one."""
-    return int(_function(name, instruction_set())(*map(ctypes.byref, arguments)) or 0)
+    function = _function(name, instruction_set(), *map(type, arguments))
+    return int(function(*map(ctypes.byref, arguments)) or 0)
 
 
 def view(x: Tensor) -> TensorView:
     """Describe a tensor of four axes whose last one is contiguous."""
-    return TensorView(x.data_ptr(), x.stride()[:3])
+    return TensorView(address(x), x.stride()[:3])
 
 
 def readable(x: Tensor) -> Tensor:
@@ -86,7 +88,11 @@ def readable(x: Tensor) -> Tensor:
 
 def address(x: Tensor | None) -> int | None:
     """Where a contiguous tensor lies; nowhere if it is absent."""
-    return None if x is None else x.data_ptr()
+    if x is None:
+        return None
+    if not x.is_cpu:
+        raise ValueError(f"a tensor is on {x.device}, but all of them must be on the CPU, like q")
+    return x.data_ptr()
 
 
 @cache
@@ -94,7 +100,7 @@ def _library() -> Any:
     """Load the library; the reason as a string if that fails."""
     found = sorted(Path(__file__).parent.glob("unrolled_native.*"))
     if not found:
-        return "unrolled was installed without a C++ compiler"
+        return "the C++ kernels were not built when unrolled was installed"
     try:
         library = ctypes.CDLL(str(found[0]))
     except OSError as error:
@@ -104,10 +110,16 @@ def _library() -> Any:
 
 
 @cache
-def _function(name: str, instruction_set: str) -> Any:
+def _function(name: str, instruction_set: str, *structs: type[ctypes.Structure]) -> Any:
     library = _library()
     if isinstance(library, str):
         raise RuntimeError(library)
-    function = library[f"{name}_{instruction_set}"]
+    try:
+        function = library[f"{name}_{instruction_set}"]
+        sizes = [INT.in_dll(library, f"sizeof_{struct.__name__}").value for struct in structs]
+    except (AttributeError, ValueError):
+        sizes = None
+    if sizes != [ctypes.sizeof(struct) for struct in structs]:
+        raise RuntimeError("the library of CPU kernels is of another version; install unrolled again")
     function.restype = _RESULTS.get(name)
     return function

@@ -7,29 +7,33 @@ from torch import Tensor
 
 from unrolled.ops.checks import check_offsets
 from unrolled.ops.kernels import native
-from unrolled.ops.kernels.native import TYPES, TensorView, address, readable, view
+from unrolled.ops.kernels.native import FLAG, INT, POINTER, TYPES, TensorView, address, readable, view
 from unrolled.ops.window_blocks import Inputs, bounded
 
-_INT, _FLAG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 
+class Window(ctypes.Structure):
+    """`Window` of `native/problem.h`."""
 
-class _Window(ctypes.Structure):
     _fields_ = [
-        *((name, _INT) for name in ("sequences", "queries", "keys", "heads", "groups", "features", "values")),
-        *((name, _INT) for name in ("left", "right")),
-        *((name, _FLAG) for name in ("type", "threads")),
+        *((name, INT) for name in ("sequences", "queries", "keys", "heads", "groups", "features", "values")),
+        *((name, INT) for name in ("left", "right")),
+        *((name, FLAG) for name in ("type", "threads")),
         ("scale", ctypes.c_double),
-        *((name, _POINTER) for name in ("offsets", "padding")),
+        *((name, POINTER) for name in ("offsets", "padding")),
         *((name, TensorView) for name in "qkv"),
     ]
 
 
-class _Outputs(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in ("o", "lse")]
+class WindowOutputs(ctypes.Structure):
+    """`WindowOutputs` of `native/problem.h`."""
+
+    _fields_ = [(name, POINTER) for name in ("o", "lse")]
 
 
-class _Gradients(ctypes.Structure):
-    _fields_ = [("o", TensorView), *((name, _POINTER) for name in ("d_lse", "lse", "d_q", "d_k", "d_v"))]
+class WindowGradients(ctypes.Structure):
+    """`WindowGradients` of `native/problem.h`."""
+
+    _fields_ = [("o", TensorView), *((name, POINTER) for name in ("d_lse", "lse", "d_q", "d_k", "d_v"))]
 
 
 def supports(inputs: Inputs) -> bool:
@@ -43,8 +47,8 @@ def forward(
     """Compute what `window_blocks.forward` does."""
     problem, _kept = _problem(inputs, cu_seqlens, window_size, scale)
     B, T, H, _ = inputs.q.shape
-    o, lse = inputs.v.new_empty(B, T, H, inputs.v.shape[3]), torch.empty(B, T, H)
-    native.call("window_forward", problem, _Outputs(address(o), address(lse)))
+    o, lse = inputs.v.new_empty(B, T, H, inputs.v.shape[3]), inputs.q.new_empty(B, T, H, dtype=torch.float32)
+    native.call("window_forward", problem, WindowOutputs(address(o), address(lse)))
     return o, lse
 
 
@@ -66,13 +70,13 @@ def backward(
     d_q = torch.empty(q.shape, dtype=q.dtype)
     d_k, d_v = (new(x.shape, dtype=x.dtype) for x in (k, v))
     arriving = (view(grad_o), address(grad_lse), address(lse))
-    native.call("window_backward", problem, _Gradients(*arriving, *map(address, (d_q, d_k, d_v))))
+    native.call("window_backward", problem, WindowGradients(*arriving, *map(address, (d_q, d_k, d_v))))
     return d_q, d_k, d_v
 
 
 def _problem(
     inputs: Inputs, cu_seqlens: Tensor | None, window_size: tuple[int, int], scale: float
-) -> tuple[_Window, tuple[Tensor | None, ...]]:
+) -> tuple[Window, tuple[Tensor | None, ...]]:
     """Describe the problem; the tensors own the memory it points at, and are kept until it is solved."""
     q, k, v, padding = inputs
     (B, T, H, D), (_, S, G, M) = q.shape, v.shape
@@ -84,5 +88,5 @@ def _problem(
     padding = None if padding is None else padding.contiguous()
     left, right = bounded(window_size, T, S)
     sizes = (N, T, S, H, G, D, M, min(left, S), min(right, T), TYPES[q.dtype], torch.get_num_threads(), scale)
-    problem = _Window(*sizes, address(cu_seqlens), address(padding), view(q), view(k), view(v))
+    problem = Window(*sizes, address(cu_seqlens), address(padding), view(q), view(k), view(v))
     return problem, (cu_seqlens, padding, q, k, v)
