@@ -6,9 +6,13 @@
 
 namespace UNROLLED_ISA {
 
-// Tokens of a chunk, a multiple of every WIDTH. Inside a chunk the work per token grows with its length;
-// between chunks a state is read and written, which no longer fits the first cache when it is wide.
-inline Int chunk_length(const Linear& x) { return x.features * x.values <= 64 * 64 ? 16 : 32; }
+// Tokens of a chunk, a multiple of every WIDTH. Between chunks a state is read and written. If causal, the
+// work per token inside a chunk grows with its length; a short one then pays, unless the state is too wide
+// for the first cache.
+inline Int chunk_length(const Linear& x) {
+    if (!x.causal) return 64;
+    return x.features * x.values <= 64 * 64 ? 16 : 32;
+}
 
 // S [features, values], or its transpose [values, features], and z [features]; all in whole vectors.
 struct State {
