@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from unrolled.models import Decoder, DecoderConfig, fused
+from unrolled.models.blocks import FeedForward
 from unrolled.ops.kernels import native
 from unrolled.ops.kernels.door import prefer
 
@@ -125,13 +126,71 @@ def drop_out(model):
     model.train()
 
 
+def drop_out_of_blocks_only(model):
+    model.stack.blocks[0].dropout.train()
+
+
 def use_strided_weights(model):
     weight = model.stack.blocks[0].ff.up.weight
     weight.data = weight.data.mT.contiguous().mT
 
 
+class DoubledLayers(FeedForward):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OtherNorm(nn.RMSNorm):
+    pass
+
+
+def subclass_a_layer(model):
+    model.stack.blocks[0].ff.__class__ = DoubledLayers
+
+
+def subclass_the_norms(model):
+    block = model.stack.blocks[0]
+    block.attention_norm, block.ff_norm = OtherNorm(32), OtherNorm(32)
+
+
+def replace_a_forward(model):
+    up = model.stack.blocks[0].ff.up
+    up.forward = lambda x: -nn.functional.linear(x, up.weight, up.bias)
+
+
+def prune(model):
+    ff = model.stack.blocks[0].ff
+    ff.up.weight, ff.up.bias = nn.Parameter(ff.up.weight[:16]), nn.Parameter(ff.up.bias[:16])
+    ff.down.weight = nn.Parameter(ff.down.weight[:, :20])  # not a whole number of vectors
+    ff.up.weight = nn.Parameter(torch.cat([ff.up.weight, ff.up.weight[:4]]))
+    ff.up.bias = nn.Parameter(torch.cat([ff.up.bias, ff.up.bias[:4]]))
+
+
+def drop_the_scale_of_a_norm(model):
+    model.stack.blocks[0].ff_norm = nn.LayerNorm(32, elementwise_affine=False)
+
+
+def drop_the_norms(model):
+    block = model.stack.blocks[0]
+    block.attention_norm, block.ff_norm = nn.Identity(), nn.Identity()
+
+
 @pytest.mark.parametrize(
-    "change", [replace_a_layer, replace_a_norm, become_double, drop_out, use_strided_weights]
+    "change",
+    [
+        replace_a_layer,
+        replace_a_norm,
+        become_double,
+        drop_out,
+        drop_out_of_blocks_only,
+        use_strided_weights,
+        subclass_a_layer,
+        subclass_the_norms,
+        replace_a_forward,
+        prune,
+        drop_the_scale_of_a_norm,
+        drop_the_norms,
+    ],
 )
 def test_a_block_that_is_another_one_takes_the_layers(change, fusions):
     model = decoder(n_layers=1, dropout=0.5)

@@ -1,5 +1,6 @@
 """The C++ kernels of linear attention, on every instruction set that this machine can run."""
 
+import ctypes
 from dataclasses import replace
 from functools import partial
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import Case, assert_error_at_most_twice_that_of, errors
+from linear_cases import Case, assert_error_at_most_twice_that_of, errors, outputs_and_gradients
 from torch import Tensor
 
 from unrolled.ops.kernels import native
@@ -182,6 +183,40 @@ def test_one_step_of_many_rows_uses_the_threads(threads):
     together = linear_attention_step(q, k, v, state)
     assert torch.equal(alone[0], together[0])
     assert all(map(torch.equal, alone[1], together[1]))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_type_of_new_tensors_does_not_matter(default):
+    case = Case(T=300, S=300, R=16, M=16, dtype=torch.float32)
+    wanted = outputs_and_gradients(form, case)
+    torch.set_default_dtype(default)
+    try:
+        found = outputs_and_gradients(form, case)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_no_query_heads_and_no_divisor_are_no_accident():
+    k, state = torch.rand(2, 2, 64), LinearState(torch.full((2, 2, 64, 64), torch.inf), torch.zeros(2, 2, 64))
+    assert linear_attention_step(torch.rand(2, 0, 64), k, k, state)[0].shape == (2, 0, 64)
+    o, _ = linear_attention_step(torch.zeros(2, 2, 64), k, k, state)
+    assert torch.equal(o, torch.zeros_like(o))
+
+
+def test_tensors_elsewhere_are_refused():
+    q, k = torch.rand(1, 2, 8), torch.rand(1, 2, 8, device="meta")
+    state = LinearState(torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8))
+    with pytest.raises(ValueError, match="a tensor is on meta, but all of them must be on the CPU"):
+        linear_attention_step(q, k, q, state)
+
+
+def test_a_library_of_other_sources_is_refused():
+    class LinearStep(ctypes.Structure):
+        _fields_ = (("batch", ctypes.c_int64),)
+
+    with pytest.raises(RuntimeError, match="of another version; install unrolled again"):
+        native.call("linear_step", LinearStep())
 
 
 def test_an_unknown_instruction_set_is_refused():
