@@ -23,29 +23,9 @@ from unrolled.ops.linear import (
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("instruction_set", "poisoned_memory")
 form = partial(linear_attention, backend="native")
 plain = partial(linear_attention, backend="plain")
-
-
-@pytest.fixture(params=native.instruction_sets(), autouse=True, scope="module")
-def instruction_set(request):
-    with native.use(request.param):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Memory that is handed out uninitialised holds NaN, which a value left out does not survive."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 flags = st.booleans()

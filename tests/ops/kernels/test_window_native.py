@@ -15,30 +15,10 @@ from unrolled.ops.kernels import native
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("instruction_set", "poisoned_memory")
 form = partial(window_attention, backend="native")
 plain = partial(window_attention, backend="plain")
 others = [plain, window_attention_reference]
-
-
-@pytest.fixture(params=native.instruction_sets(), autouse=True, scope="module")
-def instruction_set(request):
-    with native.use(request.param):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Memory that is handed out uninitialised holds NaN, which a value left out does not survive."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 sides = st.sampled_from([-1, 0, 1, 5, 16, 63, 64, 300])

@@ -1,0 +1,29 @@
+"""What the tests of the C++ kernels share; each of them asks for it."""
+
+import pytest
+import torch
+
+from unrolled.ops.kernels import native
+
+
+@pytest.fixture(params=native.instruction_sets(), scope="module")
+def instruction_set(request):
+    """Every instruction set that this machine can run."""
+    with native.use(request.param):
+        yield
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Memory that is handed out uninitialised holds NaN, which a value left out does not survive."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def threads():
+    """Set the number of threads, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
