@@ -240,9 +240,10 @@ class KeyGradients {
         chunk.read(s, s.first_key + i.token, n, group);
         if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
         read_through_state(gradient, ahead);
-        if (x_.log_decay) through_gates(s, i, gradient);
-        scale_row(gradient.kv.at, chunk.gates.from_start ? state_floats(x_, Layout::PLAIN) : 0,
-                  chunk.gates.through);
+        if (x_.log_decay) {
+            through_gates(s, i, gradient);
+            scale_row(gradient.kv.at, state_floats(x_, Layout::PLAIN), chunk.gates.through);
+        }
         const Int per_group = x_.heads / x_.groups;
         if (x_.causal)
             for (Int h = group * per_group; h < (group + 1) * per_group; ++h) {

@@ -73,11 +73,7 @@ def supports(
         return False
     shapes += [(B, groups, features, values), (B, groups, features), (B, width)]
     for tensor, shape in zip((*weights, kv, k_sum, x), shapes, strict=True):
-        if tensor is None:
-            continue
-        if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_cpu:
-            return False
-        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        if tensor is not None and not dense_native.fits(tensor, shape, torch.float32):
             return False
     return prefers("native") and native.available()
 

@@ -1,6 +1,7 @@
 """Linear layers of a few rows on a CPU: hands the tensors to the C++ kernel, mirroring its struct."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,14 +32,15 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.shape[-1] == inputs
         and x.is_cpu
         and x.layout is torch.strided
-        and _fits(weight, weight.shape, dtype)
-        and (bias is None or _fits(bias, weight.shape[:1], dtype))
+        and fits(weight, weight.shape, dtype)
+        and (bias is None or fits(bias, weight.shape[:1], dtype))
         and prefers("native")
         and native.available()
     )
 
 
-def _fits(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+def fits(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a kernel may read a tensor as an array of this shape and type."""
     strided = x.layout is torch.strided
     return x.is_cpu and strided and x.dtype == dtype and x.shape == shape and x.is_contiguous()
 
