@@ -1,6 +1,6 @@
 """What multi-head mechanisms share: projections, the three verbs, and refusing what is not supported."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,35 @@ from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_pad
 from unrolled.ops.precision import accumulation_dtype
 
 
+class Heads(NamedTuple):
+    """What a mechanism attends with: `q [B,T,H,D]`, `k [B,S,G,D]`, `v [B,S,G,M]`; in a step, without T and S.
+
+    `positions [B,T]` is there if the module is `positional`, and `gates` is what `MultiHeadAttention.gates`
+    made of the input.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor | None = None
+    gates: Any = None
+
+
+class Masks(NamedTuple):
+    """Which keys may be read; see `MultiHeadAttention.forward`. What a mechanism does not support is None."""
+
+    key_padding_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
 class MultiHeadAttention(nn.Module):
     """Projects to heads, attends by the mechanism's own forms, and projects back.
 
     A mechanism derives from this class, declares `supports` and defines `attend`; one that can run as a
-    recurrence also declares `state_type` and defines `init_state`, `prefill_heads` and `step_heads`.
+    recurrence also declares `state_type` and defines `init_state`, `prefill_heads` and `step_heads`. One that
+    reads more from its input than queries, keys and values overrides `gates`, one whose output is normalised
+    or gated `merge_heads`, and one that wants to know positions sets `positional`.
 
     Args:
         d_model: width of the inputs and of the output.
@@ -33,7 +57,7 @@ class MultiHeadAttention(nn.Module):
         UnsupportedError: the mechanism is not causal, or only causal.
     """
 
-    supports: ClassVar[Supports]
+    supports: Supports  # of the class with its default options; an instance may state its own
     state_type: ClassVar[type] = tuple
 
     def __init__(
@@ -55,6 +79,7 @@ class MultiHeadAttention(nn.Module):
         if n_heads < 1 or (head_dim is None and d_model % n_heads):
             raise ValueError(f"d_model is {d_model}, but must be a multiple of n_heads = {n_heads}")
         self.d_model, self.n_heads, self.causal, self.rotary = d_model, n_heads, causal, rotary
+        self.positional = rotary
         self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if self.n_kv_heads < 1 or n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads is {n_kv_heads}, but must divide n_heads = {n_heads}")
@@ -70,38 +95,25 @@ class MultiHeadAttention(nn.Module):
         self.qkv_proj = Linear(d_model, sum(self._widths), bias=bias)
         self.out_proj = Linear(n_heads * self.value_dim, d_model, bias=bias)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Tensor | None,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor:
-        """Attend `q [B,T,H,D]` to `k [B,S,G,D]`, `v [B,S,G,M]`: `[B,T,H,M]`; if rotary, `positions [B,T]`."""
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel: `[B,T,H,M]`."""
         raise NotImplementedError
 
-    def prefill_heads(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Any,
-        *,
-        positions: Tensor | None,
-        key_padding_mask: Tensor | None,
-    ) -> tuple[Tensor, Any]:
+    def prefill_heads(self, heads: Heads, state: Any, key_padding_mask: Tensor | None) -> tuple[Tensor, Any]:
         """Attend causally to the state and to the new tokens: `[B,T,H,M]` and the new state."""
         raise NotImplementedError
 
-    def step_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, positions: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        """Do the same for one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `[B,H,M]`. `positions [B]`."""
+    def step_heads(self, heads: Heads, state: Any) -> tuple[Tensor, Any]:
+        """Do the same for one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `[B,H,M]`."""
         raise NotImplementedError
+
+    def gates(self, x: Tensor) -> Any:
+        """Read from the input `[...,d_model]` what is wanted beside q, k and v; by default nothing."""
+        return None
+
+    def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
+        """Turn what the heads gave, `o [...,H,M]`, into the output; `x [...,d_model]` is the input."""
+        return self.out_proj(o.flatten(-2))  # type: ignore[no-any-return]
 
     def init_state(self, batch_size: int) -> Any:
         """Make the state of `batch_size` sequences that have not begun."""
@@ -146,24 +158,17 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(
                     f"key has shape {shape(key)}, but query {shape(query)} wants [{query.shape[0]}, S, ...]"
                 )
+        if self.rotary and key is not None:
+            raise UnsupportedError(
+                "rotary positions say nothing between two sequences; use rotary=False for cross-attention"
+            )
         q, k, v = self._project(query, key, value)
         positions = None
-        if self.rotary:
-            if key is not None:
-                raise UnsupportedError(
-                    "rotary positions say nothing between two sequences; use rotary=False for cross-attention"
-                )
+        if self.positional and key is None:
             positions = self._positions(query, key_padding_mask, cu_seqlens)
-        o = self.attend(
-            q,
-            k,
-            v,
-            positions=positions,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            cu_seqlens=cu_seqlens,
-        )
-        return self._merge(o)
+        heads = Heads(q, k, v, positions, self.gates(query))
+        o = self.attend(heads, Masks(key_padding_mask, attn_mask, cu_seqlens))
+        return self.merge_heads(o, query)
 
     def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """Run over `x [B,T,d_model]` in parallel, continuing from `state`: `[B,T,d_model]` and the new state.
@@ -176,11 +181,11 @@ class MultiHeadAttention(nn.Module):
         self._check_rows(state, x.shape[0])
         self._refuse("padding", key_padding_mask, "key_padding_mask")
         positions = None
-        if self.rotary:
+        if self.positional:
             positions = state.position.unsqueeze(1) + self._positions(x, key_padding_mask, None)
-        q, k, v = self._project(x, None, None)
-        o, state = self.prefill_heads(q, k, v, state, positions=positions, key_padding_mask=key_padding_mask)
-        return self._merge(o), state
+        heads = Heads(*self._project(x, None, None), positions, self.gates(x))
+        o, state = self.prefill_heads(heads, state, key_padding_mask)
+        return self.merge_heads(o, x), state
 
     def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Run one token `x_t [B,d_model]`: `[B,d_model]` and the new state. `state` is not changed."""
@@ -188,9 +193,10 @@ class MultiHeadAttention(nn.Module):
         if x_t.dim() != 2 or x_t.shape[-1] != self.d_model:
             raise ValueError(f"x_t has shape {shape(x_t)}, but must be [B, {self.d_model}]")
         self._check_rows(state, x_t.shape[0])
-        q, k, v = self._project(x_t, None, None)
-        o, state = self.step_heads(q, k, v, state, positions=state.position if self.rotary else None)
-        return self._merge(o), state
+        positions = state.position if self.positional else None
+        heads = Heads(*self._project(x_t, None, None), positions, self.gates(x_t))
+        o, state = self.step_heads(heads, state)
+        return self.merge_heads(o, x_t), state
 
     def _project(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
@@ -212,9 +218,6 @@ class MultiHeadAttention(nn.Module):
             k.unflatten(-1, (self.n_kv_heads, self.head_dim)),
             v.unflatten(-1, (self.n_kv_heads, self.value_dim)),
         )
-
-    def _merge(self, o: Tensor) -> Tensor:
-        return self.out_proj(o.flatten(-2))  # type: ignore[no-any-return]
 
     def _positions(self, x: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         B, T = x.shape[:2]

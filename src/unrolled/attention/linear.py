@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.attention._multihead import MultiHeadAttention
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.feature_maps import FeatureMap, make_feature_map
 from unrolled.ops.kernels import linear as kernels
@@ -116,25 +116,16 @@ class LinearAttention(MultiHeadAttention):
             )
         self.feature_map = feature_map
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Tensor | None,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor:
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = self.feature_map.phi_q(q), self.feature_map.phi_k(k)
-        if positions is None:
+        q, k = self.feature_map.phi_q(heads.q), self.feature_map.phi_k(heads.k)
+        causal, padding, cu_seqlens = self.causal, masks.key_padding_mask, masks.cu_seqlens
+        if heads.positions is None:
             return linear_attention(
-                q, k, v, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
+                q, k, heads.v, causal=causal, key_padding_mask=padding, cu_seqlens=cu_seqlens
             )
         o, _ = rotary_linear_attention(
-            q, k, v, positions, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
+            q, k, heads.v, heads.positions, causal=causal, key_padding_mask=padding, cu_seqlens=cu_seqlens
         )
         return o
 
@@ -146,33 +137,25 @@ class LinearAttention(MultiHeadAttention):
         return LinearAttentionState(kv, k_sum, like.new_zeros(batch_size, dtype=torch.long))
 
     def prefill_heads(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: LinearAttentionState,
-        *,
-        positions: Tensor | None,
-        key_padding_mask: Tensor | None,
+        self, heads: Heads, state: LinearAttentionState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, LinearAttentionState]:
         """Attend in parallel, from a state to a state."""
-        q, k = self.feature_map.phi_q(q), self.feature_map.phi_k(k)
+        q, k, v = self.feature_map.phi_q(heads.q), self.feature_map.phi_k(heads.k), heads.v
         before = LinearState(state.kv, state.k_sum)
-        if positions is None:
+        if heads.positions is None:
             o, after = linear_attention(
                 q, k, v, causal=True, key_padding_mask=key_padding_mask, state=before, return_state=True
             )
         else:
             o, after = rotary_linear_attention(
-                q, k, v, positions, causal=True, key_padding_mask=key_padding_mask, state=before
+                q, k, v, heads.positions, causal=True, key_padding_mask=key_padding_mask, state=before
             )
         seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
         return o, LinearAttentionState(*after, state.position + seen)
 
-    def step_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, *, positions: Tensor | None
-    ) -> tuple[Tensor, LinearAttentionState]:
+    def step_heads(self, heads: Heads, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
         """Run one step of the recurrence."""
+        q, k, v, positions, _ = heads
         kv, k_sum, position = state
         if positions is None:
             # What `linear_attention_step` does, without the checks that the projection makes superfluous.

@@ -16,7 +16,7 @@ eq. 34), and the cache holds rotated keys.
 
 from torch import Tensor
 
-from unrolled.attention._multihead import MultiHeadAttention
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.positions import rotary
 from unrolled.ops.softmax import KVCache, empty_cache, softmax_attention, softmax_prefill, softmax_step
@@ -36,29 +36,12 @@ class SoftmaxAttention(MultiHeadAttention):
     )
     state_type = KVCache
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Tensor | None,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor:
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
+        q, k, v, positions, _ = heads
         if positions is not None:
             q, k = rotary(q, positions), rotary(k, positions)
-        return softmax_attention(
-            q,
-            k,
-            v,
-            causal=self.causal,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            cu_seqlens=cu_seqlens,
-        )
+        return softmax_attention(q, k, v, causal=self.causal, **masks._asdict())
 
     def init_state(self, batch_size: int) -> KVCache:
         """Make the cache of `batch_size` sequences that have not begun: empty."""
@@ -66,24 +49,17 @@ class SoftmaxAttention(MultiHeadAttention):
         return empty_cache(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def prefill_heads(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KVCache,
-        *,
-        positions: Tensor | None,
-        key_padding_mask: Tensor | None,
+        self, heads: Heads, state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Attend in parallel to the cache and to the new tokens."""
+        q, k, v, positions, _ = heads
         if positions is not None:
             q, k = rotary(q, positions), rotary(k, positions)
         return softmax_prefill(q, k, v, state, key_padding_mask=key_padding_mask)
 
-    def step_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, *, positions: Tensor | None
-    ) -> tuple[Tensor, KVCache]:
+    def step_heads(self, heads: Heads, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend from one token to the whole cache."""
+        q, k, v, positions, _ = heads
         if positions is not None:
             place = positions.unsqueeze(1)
             q, k = rotary(q.unsqueeze(1), place).squeeze(1), rotary(k.unsqueeze(1), place).squeeze(1)

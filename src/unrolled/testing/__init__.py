@@ -144,7 +144,7 @@ def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> lis
     mechanism = attention.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
     sizes = {name: options.pop(name) for name in ("d_model", "n_heads") if name in options}
     make = Maker(mechanism, options, **sizes)
-    supports: Supports = mechanism.supports  # type: ignore[attr-defined]
+    supports = make.supports
     ran = []
     for check in checks(supports):
         try:

@@ -42,6 +42,16 @@ class Maker:
                     parameter.add_(0.1 * torch.randn_like(parameter))
         return module.to(dtype).eval()
 
+    @property
+    def supports(self) -> Supports:
+        """The claims with these options: where they change what is possible, the instance says so."""
+        for causal in (True, False):
+            try:
+                return self(causal=causal).supports  # type: ignore[no-any-return]
+            except UnsupportedError:
+                continue
+        raise AssertionError("neither causal=True nor causal=False was accepted: nothing can be run")
+
     def input(
         self, batch: int, length: int, *, seed: int = 0, dtype: torch.dtype = torch.float64, grad: bool = True
     ) -> Tensor:
