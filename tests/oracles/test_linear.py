@@ -5,22 +5,12 @@ Both are run in fp32, the only type that the first one knows.
 
 import pytest
 import torch
+from agreement import assert_agree, gradients
 
 from unrolled.ops.feature_maps import Elu
 from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
 
 pytestmark = pytest.mark.oracles
-
-
-def gradients(output, inputs):
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-    return torch.autograd.grad((output * weights).sum(), inputs)
-
-
-def assert_agree(ours, theirs):
-    """To 1e-5 of the largest value: sums over all tokens that are not normalised are far above 1."""
-    scale = max(1.0, float(theirs.detach().abs().max()))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * scale)
 
 
 def random_inputs(T=150, H=2, D=8, M=5):
@@ -42,9 +32,12 @@ def test_idiap_fast_transformers(causal):
     phi = Elu(q.shape[-1])
     padding = torch.arange(T) >= torch.tensor([[T], [T - 20]])
     ours = linear_attention(phi.phi(q), phi.phi(k), v, causal=causal, key_padding_mask=padding)
-    assert_agree(ours, theirs)
-    for x, y in zip(gradients(ours, (q, k, v)), gradients(theirs, (q, k, v)), strict=True):
-        assert_agree(x, y)
+    assert_agree(
+        ours, theirs, f"linear attention, causal={causal}", library="pytorch-fast-transformers 0.4.0"
+    )
+    found, wanted = gradients(ours, (q, k, v)), gradients(theirs, (q, k, v))
+    for name, x, y in zip("qkv", found, wanted, strict=True):
+        assert_agree(x, y, f"gradient of {name}")
 
 
 def test_idiap_recurrent_step():
@@ -55,7 +48,7 @@ def test_idiap_recurrent_step():
     for t in range(20):
         y, memory = theirs(q[:, t], k[:, t], v[:, t], memory)
         o, state = linear_attention_step(phi.phi(q[:, t]), phi.phi(k[:, t]), v[:, t], state)
-        assert_agree(o, y)
+        assert_agree(o, y, f"step {t}")
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -66,9 +59,10 @@ def test_fla_naive_reference(normalize):
     theirs = naive.naive_recurrent_linear_attn(phi.phi(q), phi.phi(k), v, scale=1.0, normalize=normalize)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     ours = linear_attention(phi.phi(q), phi.phi(k), v, causal=True, normalize=normalize)
-    assert_agree(ours, theirs)
-    for x, y in zip(gradients(ours, (q, k, v)), gradients(theirs, (q, k, v)), strict=True):
-        assert_agree(x, y)
+    assert_agree(ours, theirs, f"linear attention, normalize={normalize}", library="fla-core 0.6.0")
+    found, wanted = gradients(ours, (q, k, v)), gradients(theirs, (q, k, v))
+    for name, x, y in zip("qkv", found, wanted, strict=True):
+        assert_agree(x, y, f"gradient of {name}")
 
 
 def test_fla_gated_naive_reference():
@@ -77,4 +71,4 @@ def test_fla_gated_naive_reference():
     gates = -torch.rand(2, 100, 2)
     theirs, _ = naive.naive_recurrent_simple_gla(q, k, v, gates, scale=1.0)
     ours = linear_attention(q, k, v, causal=True, log_decay=gates, normalize=False)
-    assert_agree(ours, theirs)
+    assert_agree(ours, theirs, "linear attention with gates", library="fla-core 0.6.0")
