@@ -87,13 +87,14 @@ class MultiHeadAttention(nn.Module):
         self.value_dim = self.head_dim if value_dim is None else value_dim
         if self.head_dim < 1 or self.value_dim < 1:
             raise ValueError(f"head_dim is {head_dim} and value_dim {value_dim}, but both must be at least 1")
-        self._widths = [
-            n_heads * self.head_dim,
-            self.n_kv_heads * self.head_dim,
-            self.n_kv_heads * self.value_dim,
-        ]
+        q_width, k_width, v_width = self.head_widths()
+        self._widths = [n_heads * q_width, self.n_kv_heads * k_width, self.n_kv_heads * v_width]
         self.qkv_proj = Linear(d_model, sum(self._widths), bias=bias)
         self.out_proj = Linear(n_heads * self.value_dim, d_model, bias=bias)
+
+    def head_widths(self) -> tuple[int, int, int]:
+        """Widths per head of queries, keys and values; those of the first two differ if they never meet."""
+        return self.head_dim, self.head_dim, self.value_dim
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel: `[B,T,H,M]`."""
@@ -201,9 +202,10 @@ class MultiHeadAttention(nn.Module):
     def _project(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        widths = self.head_widths()
         if key is None:
             qkv, heads = self.qkv_proj(query), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-            if self.head_dim == self.value_dim:  # one view, then the heads
+            if len(set(widths)) == 1:  # one view, then the heads
                 q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split_with_sizes(heads, -2)
                 return q, k, v
             q, k, v = qkv.split_with_sizes(self._widths, -1)
@@ -214,9 +216,9 @@ class MultiHeadAttention(nn.Module):
             inputs = (query, key, key if value is None else value)
             q, k, v = (nn.functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
         return (
-            q.unflatten(-1, (self.n_heads, self.head_dim)),
-            k.unflatten(-1, (self.n_kv_heads, self.head_dim)),
-            v.unflatten(-1, (self.n_kv_heads, self.value_dim)),
+            q.unflatten(-1, (self.n_heads, widths[0])),
+            k.unflatten(-1, (self.n_kv_heads, widths[1])),
+            v.unflatten(-1, (self.n_kv_heads, widths[2])),
         )
 
     def _positions(self, x: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -2,8 +2,8 @@ r"""DeltaNet: a linear memory that is corrected, not added to: what a key alread
 
     S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t
 
-In two moves: decay, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves what k_t reads towards v_t, which
-is one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Queries and keys are of length 1,
+In two moves: decay, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves what k_t reads towards v_t,
+one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Queries and keys are of length 1,
 q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is b = max_beta sigmoid(W_b x).
 
 DeltaNet has a = 1. Gated DeltaNet (`gated=True`) forgets, log a = -exp(A) softplus(W_a x + c) with A and c
