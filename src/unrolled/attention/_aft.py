@@ -1,44 +1,80 @@
-r"""The weighted averages of attention free transformers, without an object of size [T,S,D].
+r"""The weighted averages of attention free transformers and their biases.
 
     o_t = sum_j exp(k_j + w_tj) v_j / sum_j exp(k_j + w_tj)        element by element of k_j and v_j
 
-Biases w_tj differ from 0 inside a window, |t - j| < s. Every term of every sum here is positive, which loses no
-digits, where the shorter "all keys, plus (e^w - 1) times those in the window" subtracts.
+Nothing here is of size [T,S,D], but for the definition. Biases w_tj differ from 0 inside a window only,
+|t - j| < s. Every term of every sum is positive, which loses no digits, where the shorter "all keys, plus
+exp(w) - 1 times those in the window" subtracts.
 
-Keys before the window: sums that grow by a token per step. They are scaled by exp(-m_t) with the running
-maximum m_t = max_{j <= t} k_j, so that they follow S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(k_t - m_t) [v_t, 1].
+Keys that have left the window: sums that grow by a key per step. They are scaled by exp(-m_t) with the
+running maximum m_t = max_{j <= t} k_j, and follow S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(k_t - m_t) [v_t, 1].
 
-Keys inside the window: exp(w) exp(k) is a product of matrices, but exp(k_j - m_t) depends on both t and j, and
-no constant can stand for m_t where the keys rise steeply. So the pairs j < t are taken by halves, halves of
-halves, and so on: the keys of a left half, scaled by the maximum at its end, meet the queries of the right half,
-whose own maximum is no lower. All factors are at most 1, none depends on what follows t, and the work is that
-of the matrix products.
+Keys inside it: exp(w) exp(k) is a product of matrices, but exp(k_j - m_t) depends on both t and j, and no
+constant can stand for m_t where the keys rise steeply. So the pairs j < t are taken by halves, halves of
+halves and so on: the keys of a left half, scaled by the maximum at its end, meet the queries of the right
+half, whose own maximum is no lower. All factors are at most 1, none depends on what follows t, and no pair is
+met twice.
 
-The two maxima, of k and of w, may belong to different keys. Where the biases of a query differ by so much (60
-in fp32) that the product of all scaled factors might vanish, the definition is computed instead. That is
-decided by looking at the biases, on a CPU and uncompiled; elsewhere such averages lose digits.
+Biases are scaled by their maximum, which may belong to another key than that of k. Where they differ by so
+much (60 in fp32) that all products of scaled factors might vanish, the definition is computed instead. That
+is decided by looking at the biases, on a CPU and uncompiled; elsewhere such averages lose digits. The
+definition is also the fastest form of a few tokens.
 """
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from unrolled.ops.checks import may_read
 from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.precision import accumulation_dtype
 
 LOWEST = -1e30  # below every key, and yet it may be subtracted from itself
+FEW = 16  # tokens
 
 Pairs = tuple[Tensor, Tensor]
 """Rows `[n,r]` and keys `[n,c]`: in each of n blocks, all r rows meet all c keys."""
 
 
-class Bias(Protocol):
-    """Biases between positions: `[B,n,r]` and `[B,n,c]` to `[B,n,H,r,c]`; B and H may be 1."""
+class FactorizedBias(nn.Module):
+    """w_tj = a_t . b_j for positions up to `max_length` (arXiv 2105.14103, section 3.2)."""
 
-    def __call__(self, rows: Tensor, keys: Tensor) -> Tensor: ...
+    def __init__(self, max_length: int, rank: int):
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(max_length, rank).normal_(std=0.01))
+        self.b = nn.Parameter(torch.empty(max_length, rank).normal_(std=0.01))
+
+    def forward(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """Positions `[B,n,r]` and `[B,n,c]` to biases `[B,n,1,r,c]`."""
+        dtype = accumulation_dtype(self.a.dtype)
+        return (self.a.to(dtype)[rows] @ self.b.to(dtype)[keys].mT).unsqueeze(2)
+
+
+class ConvolutionBias(nn.Module):
+    """A bias for each head and distance, normalised over the window (arXiv 2105.14103, AFT-conv)."""
+
+    def __init__(self, n_heads: int, window: int, last: int):
+        super().__init__()
+        self.last = last  # place in the window of the distance 0
+        self.taps = nn.Parameter(torch.empty(n_heads, window).normal_())
+        self.gamma = nn.Parameter(torch.zeros(n_heads, 1))
+        self.beta = nn.Parameter(torch.zeros(n_heads, 1))
+
+    def forward(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """Positions `[B,n,r]` and `[B,n,c]` to biases `[B,n,H,r,c]`."""
+        dtype = accumulation_dtype(self.taps.dtype)
+        taps = self.taps.to(dtype)
+        centred = taps - taps.mean(-1, keepdim=True)
+        deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        w = self.gamma.to(dtype) * centred / deviation + self.beta.to(dtype)
+        place = (self.last - rows.unsqueeze(-1) + keys.unsqueeze(-2)).clamp(0, w.shape[1] - 1)
+        return w[:, place].movedim(0, 2)
+
+
+Bias = FactorizedBias | ConvolutionBias
 
 
 class Keys(NamedTuple):
@@ -82,10 +118,10 @@ def average_causal(
     """The averages over all keys up to each one from number `first` on, and over the `old` ones.
 
     Returns:
-        `[B,L-first,H,M]`, and the sums over the old keys and over the first 0, 1, ... of the new ones, as many as
-        leave a window that ends at the last.
+        `[B,L-first,H,M]`, and the sums over the old keys and the first 0, 1, ... of the new ones, up to those
+        that have left a window which ends after the last.
     """
-    k, values, positions = _prepared(keys)
+    keys, k, values = _prepared(keys)
     L = k.shape[1]
     top = torch.maximum(k.detach().cummax(1).values, old.k_max.unsqueeze(1))
     leaving = max(0, L - max(0, window - 1))
@@ -101,23 +137,27 @@ def average_causal(
     far = far * (before.index_select(1, left.clamp(min=0)) - top[:, first:]).exp().unsqueeze(-2)
     if bias is None:
         return _divided(far), after
-    pairs = earlier_pairs(L, first, window, k.device)
-    near, peak, spread = _near(k, values, top, bias, positions, positions, pairs, window)
-    if spread > _limit(k.dtype):
+    if L <= FEW:
         return _explicit(keys, bias, window, old, True)[:, first:], after
-    far = far * (-peak[:, first:]).exp()[..., None, None]
+    pairs = earlier_pairs(L, first, window, k.device)
+    near, peak, too_far_apart = _near(k, values, top, bias, keys.positions, keys.positions, pairs, window)
+    if too_far_apart:
+        return _explicit(keys, bias, window, old, True)[:, first:], after
+    far = far * (-peak).exp()[..., None, None]
     return _divided(near[:, first:] + far), after
 
 
 def average_bidirectional(keys: Keys, bias: Bias, window: int) -> Tensor:
     """The averages over all keys, for each of their positions: `[B,L,H,M]`."""
-    k, values, positions = _prepared(keys)
+    keys, k, values = _prepared(keys)
     L = k.shape[1]
+    if L <= FEW:
+        return _explicit(keys, bias, window, None, False)
     top = k.detach().amax(1, keepdim=True)
     earlier = earlier_pairs(L, 0, window, k.device)
     pairs = earlier + [(right, left) for left, right in earlier[1:]]
-    near, peak, spread = _near(k, values, top, bias, positions, positions, pairs, window)
-    if spread > _limit(k.dtype):
+    near, peak, too_far_apart = _near(k, values, top, bias, keys.positions, keys.positions, pairs, window)
+    if too_far_apart:
         return _explicit(keys, bias, window, None, False)
     weighed = (k - top).exp().unsqueeze(-2) * values
     before = pad(weighed.cumsum(1), (0, 0, 0, 0, 0, 0, 1, 0))
@@ -130,22 +170,23 @@ def average_bidirectional(keys: Keys, bias: Bias, window: int) -> Tensor:
 
 def average_full(keys: Keys, bias: Bias, rows: Tensor) -> Tensor:
     """The averages over all keys, every one with its bias, for rows at positions `[1,T]`: `[B,T,H,M]`."""
-    k, values, positions = _prepared(keys)
+    keys, k, values = _prepared(keys)
     T, S = rows.shape[1], k.shape[1]
-    pairs = [(torch.arange(T, device=k.device)[None], torch.arange(S, device=k.device)[None])]
-    top = k.detach().amax(1, keepdim=True)
-    near, _, spread = _near(k, values, top, bias, rows, positions, pairs, T + S)
-    if spread > _limit(k.dtype):
-        w = bias(rows[:, None], positions[:, None]).squeeze(1)
-        return average_reference(keys.k, keys.v, w, _counted(keys)[:, None, None])
-    return _divided(near)
+    if T * S > FEW * FEW:
+        pairs = [(torch.arange(T, device=k.device)[None], torch.arange(S, device=k.device)[None])]
+        top = k.detach().amax(1, keepdim=True)
+        near, _, too_far_apart = _near(k, values, top, bias, rows, keys.positions, pairs, T + S)
+        if not too_far_apart:
+            return _divided(near)
+    w = bias(rows[:, None], keys.positions[:, None]).squeeze(1)
+    return average_reference(keys.k, keys.v, w, _counted(keys)[:, None, None])
 
 
 def linear_scan(a: Tensor, b: Tensor) -> Tensor:
     """x_t = a_t x_{t-1} + b_t along axis 1, from x_{-1} = 0; `a` broadcasts to `b`.
 
-    Two steps are one of the same kind: x_t = a_t a_{t-1} x_{t-2} + (a_t b_{t-1} + b_t). So the odd steps are a
-    sequence half as long, which gives the even ones: O(T) in all, and in 2 log2(T) operations.
+    Two steps are one of the same kind: x_t = a_t a_{t-1} x_{t-2} + (a_t b_{t-1} + b_t). So the odd steps are
+    a sequence half as long, which then gives the even ones: O(T) in all, one behind the other 2 log2(T).
     """
     T = b.shape[1]
     if T < 2:
@@ -160,8 +201,8 @@ def linear_scan(a: Tensor, b: Tensor) -> Tensor:
 def earlier_pairs(L: int, first: int, window: int, device: torch.device) -> list[Pairs]:
     """Cut the pairs of rows >= `first` and keys at most row, and inside the window, into blocks.
 
-    Each row with itself comes first; then, for c = 1, 2, 4, ..., right halves of 2c with left halves. Rows may
-    lie behind the last one, and pairs outside the window.
+    Each row with itself comes first; then, for c = 1, 2, 4, ..., the right halves of every 2c with their left
+    halves. Some rows may lie behind the last one, and some pairs outside the window.
     """
     itself = torch.arange(first, L, device=device).unsqueeze(1)
     pairs, c = [(itself, itself)], 1
@@ -186,41 +227,37 @@ def _near(
     key_positions: Tensor,
     pairs: list[Pairs],
     window: int,
-) -> tuple[Tensor, Tensor, float]:
-    """Sums over the window, `[B,R,H,2,M]` times exp(-peak - top); `peak [B,R,H]`, a row's largest bias or 0.
+) -> tuple[Tensor, Tensor, bool]:
+    """Sums over the window, `[B,R,H,2,M]` times exp(-peak - top); `peak [B,1,H]`, the largest bias or 0.
 
-    Also how far below its row's peak a bias lies at most, where that may be read.
+    Also whether biases are so far apart that these sums may have lost their digits, where that may be read.
     """
     (B, L, H, _), R, M = k.shape, row_positions.shape[1], values.shape[-1]
     biases = []
     for rows, keys in pairs:
-        inside = (rows.unsqueeze(-1) - keys.unsqueeze(-2)).abs() < window
-        inside &= (keys < L).unsqueeze(-2)
         w = bias(row_positions[:, rows.clamp(max=R - 1)], key_positions[:, keys.clamp(max=L - 1)])
-        biases.append(w.to(k.dtype).masked_fill(~inside.unsqueeze(1), -math.inf))
-    # What is meant for rows behind the last one goes to a row of its own, number R.
-    targets = [rows.clamp(max=R) for rows, _ in pairs]
-    with torch.no_grad():
-        peak = k.new_zeros(biases[0].shape[0], R + 1, biases[0].shape[2])
-        for rows, w in zip(targets, biases, strict=True):
-            highest = w.amax(-1).transpose(2, 3).flatten(1, 2)
-            peak[:, rows.flatten()] = torch.maximum(peak[:, rows.flatten()], highest)
-    peaks = [peak[:, rows].transpose(2, 3).unsqueeze(-1) for rows in targets]
-    spread = 0.0
-    if may_read(peak):
-        below = (p - w.detach() for p, w in zip(peaks, biases, strict=True))
-        spread = max(float(x.masked_fill(x == math.inf, 0).amax()) if x.numel() else 0.0 for x in below)
+        outside = (rows.unsqueeze(-1) - keys.unsqueeze(-2)).abs() >= window
+        biases.append(w.masked_fill((outside | (keys >= L).unsqueeze(-2)).unsqueeze(1), -math.inf))
     total = k.new_zeros(B, R + 1, H, 2, M)
-    for (_, keys), rows, w, p in zip(pairs, targets, biases, peaks, strict=True):
+    with torch.no_grad():
+        peak = torch.stack([w.amax((1, 3, 4)) for w in biases]).amax(0).clamp(min=0)[:, None, :, None, None]
+        too_far_apart = may_read(peak) and any(_spread(w, peak) > _limit(k.dtype) for w in biases)
+    for (rows, keys), w in zip(pairs, biases, strict=True):
         keys = keys.clamp(max=L - 1)
-        reference = top if top.shape[1] == 1 else top.index_select(1, keys[:, -1])
-        reference = reference.unsqueeze(2)
+        reference = (top if top.shape[1] == 1 else top.index_select(1, keys[:, -1])).unsqueeze(2)
         weighed = (_take(k, keys) - reference).exp().unsqueeze(-2) * _take(values, keys)
-        sums = torch.einsum("bnhrj,bnjhim->bnrhim", (w - p).exp(), weighed)
+        sums = torch.einsum("bnhrj,bnjhim->bnrhim", (w - peak).exp(), weighed)
         if top.shape[1] > 1:
             sums = sums * (reference - _take(top, rows.clamp(max=L - 1))).exp().unsqueeze(-2)
-        total.index_add_(1, rows.flatten(), sums.flatten(1, 2))
-    return total[:, :R], peak[:, :R], spread
+        # What is meant for rows behind the last one goes to a row of its own, which is dropped.
+        total.index_add_(1, rows.clamp(max=R).flatten(), sums.flatten(1, 2))
+    return total[:, :R], peak[:, :, :, 0, 0], too_far_apart
+
+
+def _spread(w: Tensor, peak: Tensor) -> float:
+    """How far below the peak a bias lies at most."""
+    below = (peak - w).masked_fill(w == -math.inf, 0)
+    return float(below.amax()) if below.numel() else 0.0
 
 
 def _explicit(keys: Keys, bias: Bias, window: int, old: OldSums | None, causal: bool) -> Tensor:
@@ -248,15 +285,15 @@ def with_old(k: Tensor, v: Tensor, old: OldSums) -> tuple[Tensor, Tensor]:
     )
 
 
-def _prepared(keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, and [v, 1] `[B,L,H,2,M]`, of which nothing that does not count is left; and positions."""
+def _prepared(keys: Keys) -> tuple[Keys, Tensor, Tensor]:
+    """The keys, k and [v, 1] `[B,L,H,2,M]`: what does not count adds nothing and stands at position 0."""
     k, v, valid, positions = keys
     values = torch.stack([v, torch.ones_like(v)], dim=-2)
-    if valid is not None:
-        k = k.masked_fill(~valid[..., None, None], LOWEST)
-        values = values.masked_fill(~valid[..., None, None, None], 0)
-        positions = positions.masked_fill(~valid, 0)
-    return k, values, positions
+    if valid is None:
+        return keys, k, values
+    k = k.masked_fill(~valid[..., None, None], LOWEST)
+    values = values.masked_fill(~valid[..., None, None, None], 0)
+    return keys._replace(positions=positions.masked_fill(~valid, 0)), k, values
 
 
 def _counted(keys: Keys) -> Tensor:
@@ -265,7 +302,7 @@ def _counted(keys: Keys) -> Tensor:
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """`x [B,L,...]` at `index [n,c]`: `[B,n,c,...]`."""
-    return x.index_select(1, index.flatten()).unflatten(1, index.shape)
+    return x.index_select(1, index.flatten()).reshape(x.shape[0], *index.shape, *x.shape[2:])
 
 
 def _divided(sums: Tensor) -> Tensor:

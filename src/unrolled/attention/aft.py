@@ -1,28 +1,28 @@
-r"""Attention free transformer (AFT): a weighted average per element, and a query that gates it.
+r"""Attention free transformer (AFT): a weighted average per element, gated by a query.
 
     y_t = sigmoid(q_t) * sum_j exp(k_j + w_tj) * v_j / sum_j exp(k_j + w_tj)
 
-All products are element by element; there is no product of queries with keys. Causal attention sums over
-j <= t, bidirectional attention over all j. The biases w say how much position t wants of position j:
+All products are element by element; queries never meet keys. Causal attention sums over j <= t, bidirectional
+attention over all j. The biases w say how much position t wants of position j:
 
-    position_bias  biases                                         state per token generated
-    "full"         w_tj = a_t . b_j                               all keys and values
-    "local"        the same where |t - j| < window, else 0        sums, and the last window - 1 keys and values
-    "simple"       0                                              sums
-    "conv"         one per head and distance, in a window         sums, and the last window - 1 keys and values
+    position_bias  w_tj                                      state
+    "full"         a_t . b_j                                 all keys and values
+    "local"        the same where |t - j| < window, else 0   sums, and the last window - 1 keys and values
+    "simple"       0                                         sums
+    "conv"         one per head and distance, in a window    sums, and the last window - 1 keys and values
 
-A bias of 0 outside the window keeps every key in sight. With "conv" a head has one key for all its values, and
-w = gamma (c - mean(c)) / std(c) + beta over the window; gamma and beta begin at 0. Its window is `window` wide:
-it ends at t when causal, and is centred on t otherwise.
+A bias of 0 outside the window keeps every key in sight. With "conv" a head has one key for all its values,
+and w = gamma (c - mean(c)) / std(c) + beta over a window of `window` positions, which ends at t when causal
+and is centred on t otherwise; gamma and beta begin at 0.
 
-Zhai et al. 2021, "An Attention Free Transformer", arXiv 2105.14103: eq. 2 (AFT-full), 4 (local), 5 (simple),
-6-8 (conv); section 3.2 for the factorised w = a b^T, drawn with a standard deviation of 0.01.
+Zhai et al. 2021, "An Attention Free Transformer", arXiv 2105.14103: eq. 2 (AFT-full), and section 3 for the
+other three and for the factors a and b, which are drawn with a standard deviation of 0.01.
 
-Cost for d = n_heads head_dim elements: "full" time O(T^2 d), memory O(T^2 + T d log T); the others time and
-memory O(T d) for a given window. Per generated token: "full" O(T d), else O(window d).
-Cannot: attend by content of query and key together. "full" and "local" have biases for `max_length` positions.
-"local" and "conv" cannot read another sequence, for positions of two sequences have no distance; only "full"
-takes an `attn_mask`, at the price of memory O(B T S d).
+Cost for d = n_heads head_dim elements: "full" time O(T^2 d), memory O(T^2 + T d log T); the others, for a
+given window, time and memory O(T d). Per generated token: "full" O(T d), the others O(window d).
+Cannot: attend by query and key together. "full" and "local" have biases for `max_length` positions. "local"
+and "conv" cannot read another sequence, for two sequences have no distances. Only "full" takes an
+`attn_mask`, at the price of memory O(B T S d).
 Equals softmax attention: never. It is softmax attention with d heads one element wide and scores k_j + w_tj.
 """
 
@@ -30,10 +30,14 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 
 from unrolled.attention._aft import (
     LOWEST,
+    Bias,
+    ConvolutionBias,
+    FactorizedBias,
     Keys,
     OldSums,
     average_bidirectional,
@@ -66,47 +70,12 @@ class AFTState(NamedTuple):
     position: Tensor
 
 
-class FactorizedBias(nn.Module):
-    """w_tj = a_t . b_j for positions up to `max_length` (arXiv 2105.14103, section 3.2)."""
-
-    def __init__(self, max_length: int, rank: int):
-        super().__init__()
-        self.a = nn.Parameter(torch.empty(max_length, rank).normal_(std=0.01))
-        self.b = nn.Parameter(torch.empty(max_length, rank).normal_(std=0.01))
-
-    def forward(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Positions `[B,n,r]` and `[B,n,c]` to biases `[B,n,1,r,c]`."""
-        dtype = accumulation_dtype(self.a.dtype)
-        return (self.a.to(dtype)[rows] @ self.b.to(dtype)[keys].mT).unsqueeze(2)
-
-
-class ConvolutionBias(nn.Module):
-    """A bias for each head and distance, normalised over the window (arXiv 2105.14103, eq. 7 and 8)."""
-
-    def __init__(self, n_heads: int, window: int, last: int):
-        super().__init__()
-        self.last = last  # place in the window of the distance 0
-        self.taps = nn.Parameter(torch.empty(n_heads, window).normal_())
-        self.gamma = nn.Parameter(torch.zeros(n_heads, 1))
-        self.beta = nn.Parameter(torch.zeros(n_heads, 1))
-
-    def forward(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Positions `[B,n,r]` and `[B,n,c]` to biases `[B,n,H,r,c]`."""
-        dtype = accumulation_dtype(self.taps.dtype)
-        taps = self.taps.to(dtype)
-        centred = taps - taps.mean(-1, keepdim=True)
-        deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        w = self.gamma.to(dtype) * centred / deviation + self.beta.to(dtype)
-        place = (self.last - rows.unsqueeze(-1) + keys.unsqueeze(-2)).clamp(0, w.shape[1] - 1)
-        return w[:, place].movedim(0, 2)
-
-
 class AFT(MultiHeadAttention):
     """AFT-full, -local, -simple and -conv.
 
     Args:
-        d_model, n_heads, causal, head_dim, bias: see `MultiHeadAttention`. Only with "conv" and an `attn_mask`
-            do heads mean anything: else there are n_heads head_dim elements, each on its own.
+        d_model, n_heads, causal, head_dim, bias: see `MultiHeadAttention`. But for "conv" and an `attn_mask`
+            heads mean nothing: there are n_heads head_dim elements, each on its own.
         position_bias: "full", "local", "simple" or "conv".
         window: "local": keys less than this far away have a bias (32 by default); "conv": width of the window
             (15 by default), odd unless causal.
@@ -151,25 +120,28 @@ class AFT(MultiHeadAttention):
         )
         super().__init__(d_model, n_heads, **shared)
         if self.rotary:
-            raise UnsupportedError("aft has no products of queries and keys to rotate; its biases know positions")
+            raise UnsupportedError(
+                "aft has no products to rotate; its biases tell positions, so use rotary=False"
+            )
         if self.n_kv_heads != n_heads or self.value_dim != self.head_dim:
             raise ValueError(
-                f"aft works element by element, but with n_kv_heads = {self.n_kv_heads} and value_dim = "
-                f"{self.value_dim} its {n_heads} heads of width {self.head_dim} have not as many keys or values"
+                f"n_kv_heads is {self.n_kv_heads} and value_dim {self.value_dim}, but aft works element by "
+                f"element and wants as many as of the queries, {n_heads} and {self.head_dim}"
             )
         if window is not None and position_bias not in WINDOWS:
             raise ValueError(f"window is {window}, but {position_bias!r} has none; local and conv have")
-        if max_length < 1 or bias_rank < 1 or (window is not None and window < 1):
-            raise ValueError(
-                f"max_length is {max_length}, bias_rank {bias_rank} and window {window}, but must be at least 1"
-            )
-        self.positional = True
+        for name, size in (("window", window), ("max_length", max_length), ("bias_rank", bias_rank)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} is {size}, but must be at least 1")
         window = WINDOWS.get(position_bias, 0) if window is None else window
+        self.positional = True
         self.max_length = max_length if position_bias in ("full", "local") else None
-        self.bias: FactorizedBias | ConvolutionBias | None = None
+        self.bias: Bias | None = None
         if position_bias == "conv":
             if not self.causal and window % 2 == 0:
-                raise ValueError(f"window is {window}, but must be odd to be centred; causal windows need not be")
+                raise ValueError(
+                    f"window is {window}, but must be odd to be centred; causal windows need not be"
+                )
             self.bias = ConvolutionBias(n_heads, window, window - 1 if self.causal else window // 2)
             window = window if self.causal else window // 2 + 1
         elif not simple:
@@ -186,12 +158,14 @@ class AFT(MultiHeadAttention):
         if masks.cu_seqlens is None:
             return self._gated(q, v, self._attend(q, k, v, positions is not None, masks))
         if masks.attn_mask is not None:
-            raise UnsupportedError("aft takes attn_mask or cu_seqlens, not both; put packing into the attn_mask")
+            raise UnsupportedError(
+                "aft takes attn_mask or cu_seqlens, not both; put packing into the attn_mask"
+            )
         o = v.new_zeros(q.shape)
         for _, tokens, padding in length_buckets(masks.cu_seqlens, q.shape[1]):
-            part = [without_padding(x[0, tokens], padding) for x in (q, k, v)]
-            o_part = self._attend(*part, itself=True, masks=Masks(key_padding_mask=padding))
-            o[0, tokens[~padding]] = self._gated(part[0], v, o_part)[~padding]
+            q_part, k_part, v_part = (without_padding(x[0, tokens], padding) for x in (q, k, v))
+            average = self._attend(q_part, k_part, v_part, True, Masks(key_padding_mask=padding))
+            o[0, tokens[~padding]] = self._gated(q_part, v, average)[~padding]
         return o
 
     def _gated(self, q: Tensor, v: Tensor, average: Tensor) -> Tensor:
@@ -218,7 +192,7 @@ class AFT(MultiHeadAttention):
             rows = number if itself else torch.arange(T, device=k.device).expand(1, T)
             self._check_length(rows)
         with without_autocast(q.device):
-            if S == 0:
+            if S == 0 or T == 0:
                 return v.new_zeros(q.shape)
             if masks.attn_mask is not None:
                 return self._masked(k, v, rows.clamp(min=0), number.clamp(min=0), padding, masks.attn_mask)
@@ -230,7 +204,6 @@ class AFT(MultiHeadAttention):
             average = self._average(keys, T)
             if padding is None and (T == S or not self.causal):
                 return average
-            rows = rows.clamp(max=average.shape[1] - 1)
             return _pick(average, rows.clamp(min=0).expand(B, -1)).masked_fill((rows < 0)[..., None, None], 0)
 
     def _average(self, keys: Keys, T: int) -> Tensor:
@@ -249,17 +222,17 @@ class AFT(MultiHeadAttention):
         self, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, padding: Tensor | None, attn_mask: Tensor
     ) -> Tensor:
         """By the definition, with the biases of `rows [B,T]` and `keys [B,S]` and any mask."""
-        assert self.bias is not None
+        assert self.bias is not None  # only "full" takes an attn_mask
         (B, S), T = k.shape[:2], rows.shape[1]
         check_attn_mask(attn_mask, (B, self.n_heads, T, S))
-        w = self.bias(*_alike(rows[:, None], keys[:, None])).squeeze(1)
+        w = self.bias(rows[:, None], keys[:, None]).squeeze(1)
         if attn_mask.is_floating_point():
             attn_mask, added = attn_mask > -math.inf, attn_mask
             w = w + added.masked_fill(~attn_mask, 0)
         allowed = attn_mask if padding is None else attn_mask & ~padding[:, None, None]
         if self.causal:
             allowed = allowed & causal_mask(T, S, k.device)
-        allowed = allowed.broadcast_to(*torch.broadcast_shapes(allowed.shape, (1, 1, T, S)))
+        allowed = allowed & allowed.new_ones(1, 1, T, S)
         return average_reference(k, v, w, allowed)
 
     def init_state(self, batch_size: int) -> AFTState:
@@ -282,6 +255,8 @@ class AFT(MultiHeadAttention):
         k, v = k.to(state.k.dtype), v.to(state.k.dtype)
         self._check_state(state, k, v)
         (B, T), W = q.shape[:2], state.k.shape[1]
+        if T == 0:
+            return v.new_zeros(q.shape, dtype=heads.v.dtype), state
         new = torch.arange(T, device=k.device).expand(B, T)
         rows, seen = new, torch.full((B,), T, device=k.device)
         if key_padding_mask is not None:
@@ -292,7 +267,9 @@ class AFT(MultiHeadAttention):
             rows, seen = (~key_padding_mask).cumsum(1) - 1, (~key_padding_mask).sum(1)
         self._check_length((state.position + seen - 1).unsqueeze(1))
         valid = torch.cat([self._recent(state), new < seen.unsqueeze(1)], dim=1)
-        positions = state.position.unsqueeze(1) - W + torch.arange(W + T, device=k.device)
+        positions = torch.arange(-W, T, device=k.device).unsqueeze(0)
+        if self.max_length is not None:  # else only distances matter, the same in all rows
+            positions = state.position.unsqueeze(1) + positions
         keys = Keys(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid, positions)
         with without_autocast(q.device):
             old = OldSums(state.k_max, state.sums)
@@ -309,12 +286,12 @@ class AFT(MultiHeadAttention):
 
     def step_heads(self, heads: Heads, state: AFTState) -> tuple[Tensor, AFTState]:
         """Average the sums, the keys in the window and the new one."""
-        q, k, v, _, _ = (x if x is None else x.unsqueeze(1) for x in heads)
+        q, k, v = (x.unsqueeze(1) for x in heads[:3])
         k, v = k.to(state.k.dtype), v.to(state.k.dtype)
         self._check_state(state, k, v)
         self._check_length(state.position.unsqueeze(1))
         k_all, v_all = torch.cat([state.k, k], dim=1), torch.cat([state.v, v], dim=1)
-        valid = torch.nn.functional.pad(self._recent(state), (0, 1), value=True)
+        valid = pad(self._recent(state), (0, 1), value=True)
         k_max, sums, W = state.k_max, state.sums, state.k.shape[1]
         with without_autocast(q.device):
             w = k.new_zeros(1, 1, 1, W + 1)
@@ -322,10 +299,10 @@ class AFT(MultiHeadAttention):
                 positions = state.position.unsqueeze(1) + torch.arange(-W, 1, device=k.device)
                 positions = positions.masked_fill(~valid, 0).unsqueeze(1)
                 w = self.bias(state.position[:, None, None], positions).squeeze(1)
-            seen = torch.nn.functional.pad(valid, (1, 0), value=True)[:, None, None]
-            w = torch.nn.functional.pad(w, (1, 0))
+            seen = pad(valid, (1, 0), value=True)[:, None, None]
+            w = pad(w, (1, 0))
             average = average_reference(*with_old(k_all, v_all, OldSums(k_max, sums)), w, seen)
-            if W + 1 > max(0, self.window - 1):  # the first key leaves the window
+            if self.window <= W + 1:  # the first key leaves the window
                 k_left = k_all[:, 0].masked_fill(~valid[:, :1, None], LOWEST)
                 k_max = torch.maximum(k_max, k_left.detach())
                 values = torch.stack([v_all[:, 0], torch.ones_like(v_all[:, 0])], dim=-2)
@@ -363,9 +340,3 @@ class AFT(MultiHeadAttention):
 def _pick(x: Tensor, index: Tensor) -> Tensor:
     """`x [B,L,...]` at `index [B,n]`, other places in each row: `[B,n,...]`."""
     return torch.take_along_dim(x, index.reshape(*index.shape, *[1] * (x.dim() - 2)), 1)
-
-
-def _alike(*xs: Tensor) -> tuple[Tensor, ...]:
-    """Give both the larger number of rows."""
-    rows = max(x.shape[0] for x in xs)
-    return tuple(x.expand(rows, *x.shape[1:]) for x in xs)
