@@ -60,6 +60,13 @@ def test_every_form_is_the_definition(B, T, G, P):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+def test_wide_heads_have_longer_chunks_and_the_same_definition():
+    q, k, v, beta, log_decay, state = x = rule_inputs(1, 130, 1, D=66)
+    found = delta_rule(q, k, v, beta, log_decay=log_decay, state=state)
+    for ours, theirs in zip(found, definition(*x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_padding_and_packing_change_nothing(seed):
     q, k, v, beta, log_decay, _ = rule_inputs(B=1, T=80, seed=seed)

@@ -21,8 +21,8 @@ state before it, the C corrections of a chunk solve a triangular system:
     (I + tril(diag(b) K K^T * D, -1)) [U, W] = diag(b) [V, diag(e^L) K]
     N = U - W S        O = diag(e^L) Q S + (Q K^T * D) N        S' = e^(L_C) S + (diag(e^(L_C - L)) K)^T N
 
-Cost per head: in training time O(T (C (C+D+M) + D (D+M))) with C = 64, memory O(T (C+D+M)); per generated
-token time, memory and state O(D M).
+Cost per head: in training time O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)), with C = 32, or 64 for
+heads wider than 64; per generated token time, memory and state O(D M).
 Cannot: read in both directions or from another sequence, nor honour an `attn_mask`. There is no denominator,
 so each head's output is normalised. The short convolutions of the published models are left out.
 Equals softmax attention: never. With b = 1, no decay and orthonormal keys it retrieves each value exactly.
@@ -56,8 +56,6 @@ from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
-
-CHUNK = 64  # tokens
 
 
 class DeltaNetState(NamedTuple):
@@ -173,7 +171,7 @@ def _chunked(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, log_decay: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     (B, T, _, D), (G, M), dtype, exact = q.shape, v.shape[2:], state.dtype, exact_dtype(q.device)
-    n = max(1, math.ceil(T / CHUNK))
+    n = max(1, math.ceil(T / (32 if max(D, M) <= 64 else 64)))  # wider states are best seen less often
     C = max(1, math.ceil(T / n))
     with without_autocast(q.device):
         qs, ks, vs = (split_chunks(x.to(dtype), n, C, G) for x in (q, k, v))
