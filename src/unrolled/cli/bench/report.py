@@ -145,7 +145,10 @@ def _growth(rows: Sequence[Row], name: str, cost: Callable[[Row], float | None])
     """Tell the exponent of a contender's cost, of the best that was seen."""
     found = [(row.size, cost(row)) for row in rows if row.contender == name]
     known = [(n, x) for n, x in found if x]
-    return f"N^{exponent(*zip(*known, strict=True)):.2f}" if len(known) > 1 else ""
+    if len(known) < 2:
+        return ""
+    power = round(exponent(*zip(*known, strict=True)), 2) + 0.0  # not -0.0
+    return f"N^{power:.2f}"
 
 
 COLUMNS: dict[str, Callable[[Row], str | None]] = {
