@@ -110,7 +110,7 @@ def nystrom_reference(q: Tensor, k: Tensor, v: Tensor, n_landmarks: int, iterati
     """One head, as the equations are written: `q [T,D]`, `k [S,D]`, `v [S,M]` to `[T,M]`; m <= T and S."""
 
     def means(x: Tensor) -> Tensor:
-        segment = torch.arange(len(x)) * n_landmarks // len(x)
+        segment = torch.arange(len(x), device=x.device) * n_landmarks // len(x)
         return torch.stack([x[segment == s].mean(0) for s in range(n_landmarks)])
 
     def kernel(q: Tensor, k: Tensor) -> Tensor:
