@@ -1,6 +1,7 @@
 """What multi-head mechanisms share: projections, the three verbs, and refusing what is not supported."""
 
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,13 @@ class MultiHeadAttention(nn.Module):
         self.qkv_proj = Linear(d_model, sum(self._widths), bias=bias)
         self.out_proj = Linear(n_heads * self.value_dim, d_model, bias=bias)
 
+    @classmethod
+    def tie_layers(cls, layers: Sequence[Self]) -> None:
+        """Let the layers of one model, in their order, share what they have in common: by default nothing.
+
+        What is shared keeps the first layer's name in the `state_dict`, and has no other.
+        """
+
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel: `[B,T,H,M]`."""
         raise NotImplementedError
@@ -117,7 +125,7 @@ class MultiHeadAttention(nn.Module):
 
     def init_state(self, batch_size: int) -> Any:
         """Make the state of `batch_size` sequences that have not begun."""
-        raise NotImplementedError
+        raise UnsupportedError(f"{self._name} attention has no recurrent form; call forward instead")
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """The transformer block, and the stack of blocks that the models are made of."""
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -97,6 +98,7 @@ class Stack(nn.Module):
     def __init__(self, config: TransformerConfig, *, causal: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(config, i, causal=causal) for i in range(config.n_layers))
+        tie_layers(block.attention for block in self._blocks())
         self.norm = make_norm(config) if config.norm == "pre" else nn.Identity()
 
     def forward(
@@ -167,6 +169,16 @@ def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn
         )
     except TypeError as error:  # an option that it does not take, or that is set above
         raise ValueError(f"attention_options[{name!r}] does not fit: {error}") from error
+
+
+def tie_layers(layers: Iterable[Any]) -> None:
+    """Let those layers that have the same mechanism share what it shares between the layers of a model."""
+    by_kind: dict[type, list[Any]] = {}
+    for layer in layers:
+        by_kind.setdefault(type(layer), []).append(layer)
+    for kind, alike in by_kind.items():
+        if hasattr(kind, "tie_layers"):
+            kind.tie_layers(alike)
 
 
 def make_norm(config: TransformerConfig) -> nn.Module:
