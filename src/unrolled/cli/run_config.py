@@ -1,7 +1,8 @@
 """What a run is: a YAML file and `key=value` overrides, checked key by key and completed from the data set.
 
     data:  {name: digits}                      a data set and its options
-    model: {n_layers: 4, attention: linear}    fields of `DecoderConfig`
+    model: {n_layers: 4, attention: linear}    fields of `DecoderConfig`, or of `EncoderConfig` where the data
+                                               set has a label for each sequence
     train: {steps: 2000}                       fields of `TrainConfig`
     run_dir: runs/digits                       the folder of the run
 
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 
 from unrolled import data
-from unrolled.models import DecoderConfig
+from unrolled.models import DecoderConfig, EncoderConfig
 from unrolled.models.saving import write_atomically
 from unrolled.training import TrainConfig
 
@@ -33,7 +34,7 @@ class Run:
     run_dir: Path
     dataset: data.Dataset
     data: dict[str, Any]
-    model: DecoderConfig
+    model: DecoderConfig | EncoderConfig
     train: TrainConfig
 
     def save(self) -> None:
@@ -81,7 +82,8 @@ def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
 def resolve(values: Mapping[str, Any]) -> Run:
     """Load the data set and make the configurations.
 
-    `vocab_size`, `start_token` and `max_length` of the model are those of the data set unless given.
+    The model's `max_length`, `vocab_size`, and `start_token` or `n_classes`, are those of the data set unless
+    given.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is impossible.
@@ -91,7 +93,6 @@ def resolve(values: Mapping[str, Any]) -> Run:
     for name, section in sections.items():
         if not isinstance(section, dict):
             raise ValueError(f"{name} must be a section of keys and values, not {section!r}")
-    _check_keys("model.", sections["model"], [field.name for field in fields(DecoderConfig)])
     _check_keys("train.", sections["train"], [field.name for field in fields(TrainConfig)])
     if not isinstance(values.get("run_dir"), str) or not values["run_dir"]:
         raise ValueError("run_dir is missing: name the folder of the run, as in run_dir=runs/first")
@@ -102,17 +103,17 @@ def resolve(values: Mapping[str, Any]) -> Run:
 
     train = TrainConfig(**sections["train"])
     dataset = data.load(name, **options)
-    from_data = {
-        "vocab_size": dataset.vocab_size,
-        "start_token": dataset.start_token,
-        "max_length": dataset.length,
-    }
-    model = DecoderConfig(**(from_data | sections["model"]))
+    classifies = hasattr(dataset, "n_classes")
+    wanted = ("vocab_size", "n_classes" if classifies else "start_token")
+    from_data = {key: getattr(dataset, key) for key in wanted} | {"max_length": dataset.length}
+    config_type: type[DecoderConfig | EncoderConfig] = EncoderConfig if classifies else DecoderConfig
+    _check_keys("model.", sections["model"], [field.name for field in fields(config_type)])
+    model = config_type(**(from_data | sections["model"]))
     if model.positions == "learned" and model.max_length < dataset.length:
         raise ValueError(
             f"model.max_length is {model.max_length}, but the data set {name} needs {dataset.length}"
         )
-    for key in ("vocab_size", "start_token"):
+    for key in wanted:
         if getattr(model, key) < from_data[key]:
             raise ValueError(
                 f"model.{key} is {getattr(model, key)}, but the data set {name} needs {from_data[key]}"
