@@ -117,7 +117,7 @@ class MultiHeadAttention(nn.Module):
 
     def init_state(self, batch_size: int) -> Any:
         """Make the state of `batch_size` sequences that have not begun."""
-        raise NotImplementedError
+        raise UnsupportedError(f"{self._name} attention has no recurrent form; call forward instead")
 
     def forward(
         self,
