@@ -1,11 +1,11 @@
 r"""Perceiver attention: a few latents read all the inputs, and the queries read the latents.
 
-    z_n = sum_j softmax_j(l_n . k_j / sqrt(D)) v_j               each of N learned latents l_n reads the inputs
-    m_n = l_n + W z_n                                            what it learned and what it has read
-    o_i = sum_n softmax_n(q_i . m_n / sqrt(D)) z_n               each query reads the latents back
+    z_n = sum_j softmax_j(l_n . k_j / sqrt(D)) v_j        each of N learned latents l_n reads the inputs
+    m_n = l_n + W z_n                                     what it has learned and what it has read
+    o_i = sum_n softmax_n(q_i . m_n / sqrt(D)) z_n        each query reads the latents
 
-l_n, z_n and m_n exist for each head; W mixes the heads of what one latent has read. So o = A B v with A [T,N],
-B [N,S], both with rows that sum to 1: an attention matrix of rank N at most.
+l_n, z_n and m_n exist for each head, and W mixes the heads of what one latent has read. So o = A B v, where
+the rows of A [T,N] and B [N,S] sum to 1: the matrix of attention has at most the rank N.
 
 This is Perceiver IO cut down to one layer: the inputs are their own output queries, the latents' residual
 stream gives the keys of the second read, and there is nothing between the two reads. The whole architecture,
@@ -34,7 +34,7 @@ from unrolled.ops.softmax import softmax_attention
 
 
 def latent_read(latents: Tensor, k: Tensor, v: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Let latents `[N,H,D]`, or `[B,N,H,D]` given for each row, read `k [B,S,G,D]`, `v [B,S,G,M]`: `[B,N,H,M]`.
+    """Let latents `[N,H,D]`, or for each row `[B,N,H,D]`, read `k [B,S,G,D]` and `v [B,S,G,M]`: `[B,N,H,M]`.
 
     Padding (`key_padding_mask [B,S]`, True = padding) is not read. A latent with nothing to read gives 0.
     """
@@ -74,7 +74,7 @@ def perceiver_attention(
     if weight.shape != (H * D, H * M):
         raise ValueError(f"weight has shape {shape(weight)}, but must be [H D, H M] = [{H * D}, {H * M}]")
     z = latent_read(latents, k, v, key_padding_mask=key_padding_mask)
-    memory = latents + linear(z.flatten(-2), weight).unflatten(-1, (H, D))
+    memory = latents + linear(z.flatten(-2), weight).view(*z.shape[:-1], D)
     # Latents that had nothing to read are nothing to read either.
     nothing = torch.full((B, 1), True, device=k.device) if k.shape[1] == 0 else None
     if key_padding_mask is not None and nothing is None:
@@ -92,17 +92,17 @@ def perceiver_attention_reference(
     *,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `perceiver_attention` does by its definition, with both matrices of weights written out."""
+    """Compute what `perceiver_attention` does by its definition, with both softmaxes written out."""
     H, D = q.shape[-2:]
     k, v = (x.repeat_interleave(H // k.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("...nhd,bshd->bhns", latents, k) / D**0.5
+    latents = latents.expand(k.shape[0], *latents.shape[-3:])
+    scores = torch.einsum("bnhd,bshd->bhns", latents, k) / D**0.5
     if key_padding_mask is not None:
         scores = scores.masked_fill(key_padding_mask[:, None, None, :], -torch.inf)
     z = torch.einsum("bhns,bshm->bnhm", scores.softmax(-1), v)
-    memory = latents + (z.flatten(-2) @ weight.mT).unflatten(-1, (H, D))
-    return torch.einsum(
-        "bhtn,bnhm->bthm", (torch.einsum("bthd,bnhd->bhtn", q, memory) / D**0.5).softmax(-1), z
-    )
+    memory = latents + (z.flatten(-2) @ weight.mT).view(*z.shape[:-1], D)
+    scores = torch.einsum("bthd,bnhd->bhtn", q, memory) / D**0.5
+    return torch.einsum("bhtn,bnhm->bthm", scores.softmax(-1), z)
 
 
 class PerceiverAttention(MultiHeadAttention):
@@ -147,7 +147,9 @@ class PerceiverAttention(MultiHeadAttention):
         if masks.cu_seqlens is None:
             return self._attend(q, k, v, masks.key_padding_mask)
         if masks.key_padding_mask is not None:
-            raise ValueError("key_padding_mask was given with cu_seqlens, but packed sequences have no padding")
+            raise ValueError(
+                "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
+            )
         check_cu_seqlens(masks.cu_seqlens, q, k)
         (q, padding), (k, _), (v, _) = (pad_packed(x, masks.cu_seqlens) for x in (q, k, v))
         return self._attend(q, k, v, padding)[~padding].unsqueeze(0)
