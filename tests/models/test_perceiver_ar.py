@@ -74,7 +74,7 @@ def test_the_latents_are_what_the_definition_says():
 def test_a_prompt_and_what_follows_give_the_logits_of_one_forward(attention, positions, norm):
     model = perceiver(attention=attention, positions=positions, norm=norm)
     tokens = tokens_of(2, 12)
-    for prompt in (1, 3, 4, 7, 12):  # fewer than the latents, as many, more, all
+    for prompt in (3, 4, 7, 12):  # fewer than the latents, as many, more, all
         wanted = model(tokens, n_latents=min(4, prompt) + 12 - prompt)
         first, rest = tokens[:, :prompt], tokens[:, prompt:]
         assert_same(read(model, [first, *rest.unbind(1)]), wanted)
@@ -222,7 +222,7 @@ def test_it_comes_back_bit_for_bit(dtype, tmp_path):
 
 
 def test_it_compiles_whole():
-    model = perceiver(attention=ATTENTION[1], positions="rotary")
+    model = perceiver(n_layers=2, positions="rotary")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(compiled(tokens_of(2, 9)), model(tokens_of(2, 9)))
 
@@ -239,7 +239,7 @@ def test_it_learns_to_copy_from_the_prefix():
         rows = torch.cat([half, half], dim=1)
         return rows[:, :-1], rows[:, 1:]
 
-    for _ in range(200):
+    for _ in range(150):
         optimizer.zero_grad()
         model.loss(*batch()).backward()
         optimizer.step()

@@ -117,28 +117,37 @@ def test_hugging_face_fourier_features():
     assert_agree(found, wanted.view_as(found), "Fourier features", library=HUGGING_FACE)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_lucidrains_perceiver_of_several_iterations(depth):
-    """Theirs has a gated feed-forward layer and a norm before the output, which are exchanged here for ours."""
+@pytest.mark.parametrize(("depth", "share"), [(1, False), (2, False), (2, True), (4, True)])
+def test_lucidrains_perceiver_of_several_iterations(depth, share):
+    """Theirs has a gated feed-forward layer and a norm before the output, which are exchanged here for ours.
+
+    Theirs shares cross-attends and stacks from the second iteration on. The paper shares all stacks, so the
+    first one is made to join the others.
+    """
     package = pytest.importorskip("perceiver_pytorch.perceiver_pytorch")
     theirs = package.Perceiver(
         num_freq_bands=4, depth=depth, max_freq=6, input_channels=3, input_axis=2, num_latents=5, latent_dim=16,
         cross_heads=1, latent_heads=4, cross_dim_head=14, latent_dim_head=4, num_classes=3,
-        weight_tie_layers=True, self_per_cross_attn=2,
+        weight_tie_layers=share, self_per_cross_attn=2,
     )  # fmt: skip
     for module in theirs.modules():
         if isinstance(module, package.FeedForward):
             module.net = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     theirs.to_logits[1] = nn.Identity()
+    if share:
+        theirs.layers[0].self_attns = theirs.layers[1].self_attns
     randomised(theirs)
     ours = Perceiver(
         PerceiverConfig(
             input_dim=3, grid=[6, 6], n_bands=4, positions="none", n_classes=3, n_latents=5, n_iterations=depth,
-            d_model=16, n_layers=2, n_heads=4, cross_width=14, share_weights=False,
+            d_model=16, n_layers=2, n_heads=4, cross_width=14, share_weights=share,
         )
     ).double()  # fmt: skip
+    reads, stacks = ours.latents.reads, ours.latents.stacks
+    assert len(reads) == len({id(layer.cross_attn) for layer in theirs.layers})
+    assert len(stacks) == len({id(layer.self_attns) for layer in theirs.layers})
     ours.latents.initial.data.copy_(theirs.latents)
-    for read, stack, layer in zip(ours.latents.reads, ours.latents.stacks, theirs.layers, strict=True):
+    for read, layer in zip(reads, theirs.layers, strict=False):
         copy(read.query_norm, layer.cross_attn.norm)
         copy(read.array_norm, layer.cross_attn.norm_context)
         copy(read.q_proj, layer.cross_attn.fn.to_q)
@@ -147,6 +156,7 @@ def test_lucidrains_perceiver_of_several_iterations(depth):
         copy(read.ff_norm, layer.cross_ff.norm)
         copy(read.ff.up, layer.cross_ff.fn.net[0])
         copy(read.ff.down, layer.cross_ff.fn.net[2])
+    for stack, layer in zip(stacks, theirs.layers, strict=False):
         for block, (attention, ff) in zip(stack.blocks, layer.self_attns, strict=True):
             copy(block.attention_norm, attention.norm)
             stack_linear(block.attention.qkv_proj, attention.fn.to_q, attention.fn.to_kv)
@@ -160,30 +170,7 @@ def test_lucidrains_perceiver_of_several_iterations(depth):
     keep = torch.ones(3, 36, dtype=torch.bool)
     keep[1, 13:], keep[2, ::2] = False, False
     expected, found = theirs(x, mask=keep), ours(x, key_padding_mask=~keep)
-    what = f"Perceiver, {depth} iterations"
+    what = f"Perceiver, iterations {depth}, shared {share}"
     assert_agree(found, expected, what, tolerance=1e-10, library=LUCIDRAINS)
-    assert_agree(
-        gradients(found, [x])[0], gradients(expected, [x])[0], f"{what}, gradient", tolerance=1e-10, library=LUCIDRAINS
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("depth", [2, 5])
-def test_lucidrains_shares_what_we_share(depth):
-    """From the second iteration on they share cross-attend and stack; our first stack is shared too."""
-    package = pytest.importorskip("perceiver_pytorch.perceiver_pytorch")
-    theirs = package.Perceiver(
-        num_freq_bands=4, depth=depth, max_freq=6, input_channels=3, input_axis=2, num_latents=5, latent_dim=16,
-        weight_tie_layers=True, self_per_cross_attn=2, num_classes=3,
-    )  # fmt: skip
-    fields = {
-        "input_dim": 3,
-        "grid": [6, 6],
-        "n_bands": 4,
-        "positions": "none",
-        "n_classes": 3,
-        "n_latents": 5,
-    }
-    shape = {"d_model": 16, "n_layers": 2, "n_heads": 4}
-    ours = Perceiver(PerceiverConfig(n_iterations=depth, **fields, **shape))
-    assert len({id(layer) for layer in theirs.layers}) == len(ours.latents.reads) == 2
-    assert len(ours.latents.stacks) == 1
+    (found,), (expected,) = gradients(found, [x]), gradients(expected, [x])
+    assert_agree(found, expected, f"{what}, gradient", tolerance=1e-10, library=LUCIDRAINS)
