@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from unrolled.cli import run_config
+from unrolled.models import Decoder, PerceiverAR
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 
@@ -104,3 +105,18 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     file.write_text("- 1\n- 2\n")
     with pytest.raises(ValueError, match=r"must hold the sections data, model, train, run_dir, not \[1, 2\]"):
         run_config.read(file, [])
+
+
+def test_the_kind_of_model_is_chosen_by_name_and_written_down(settings: list[str]) -> None:
+    run = run_config.resolve(
+        run_config.read(None, [*settings, "model.name=perceiver_ar", "model.n_latents=8"])
+    )
+    assert (run.kind, run.model.n_latents, run.model.max_length) == (PerceiverAR, 8, 16)
+    run.save()
+    again = run_config.resolve(run_config.read(run.run_dir / run_config.FILE_NAME, []))
+    assert (again.kind, again.model) == (run.kind, run.model)
+    assert run_config.resolve(run_config.read(None, settings)).kind is Decoder
+    with pytest.raises(
+        ValueError, match=r"model\.name is 'perceiver', but for the data set text one of decoder"
+    ):
+        run_config.resolve(run_config.read(None, [*settings, "model.name=perceiver"]))

@@ -1,8 +1,8 @@
 """What a run is: a YAML file and `key=value` overrides, checked key by key and completed from the data set.
 
     data:  {name: digits}                      a data set and its options
-    model: {n_layers: 4, attention: linear}    fields of `DecoderConfig`, or of `EncoderConfig` where the data
-                                               set has a label for each sequence
+    model: {n_layers: 4, attention: linear}    fields of its config, and the `name` of its kind, by default
+                                               "decoder", or "encoder" for data with labels
     train: {steps: 2000}                       fields of `TrainConfig`
     run_dir: runs/digits                       the folder of the run
 
@@ -19,11 +19,14 @@ from typing import Any
 import yaml
 
 from unrolled import data
-from unrolled.models import DecoderConfig, EncoderConfig
+from unrolled.models import KINDS
+from unrolled.models.config import TransformerConfig
 from unrolled.models.saving import write_atomically
 from unrolled.training import TrainConfig
 
 SECTIONS = ("data", "model", "train", "run_dir")
+PREDICT_TOKENS = ("decoder", "perceiver_ar")
+PREDICT_LABELS = ("encoder", "perceiver", "perceiver_io")
 FILE_NAME = "run.yaml"
 
 
@@ -34,7 +37,8 @@ class Run:
     run_dir: Path
     dataset: data.Dataset
     data: dict[str, Any]
-    model: DecoderConfig | EncoderConfig
+    kind: type[Any]  # of the model
+    model: TransformerConfig
     train: TrainConfig
 
     def save(self) -> None:
@@ -43,7 +47,8 @@ class Run:
         Raises:
             ValueError: the folder cannot be made or written to.
         """
-        sections = {"data": self.data, "model": asdict(self.model), "train": asdict(self.train)}
+        model = {"name": self.kind.model_name} | asdict(self.model)
+        sections = {"data": self.data, "model": model, "train": asdict(self.train)}
         text = yaml.safe_dump(
             _plain(sections | {"run_dir": self.run_dir}), sort_keys=False, allow_unicode=True
         )
@@ -104,11 +109,18 @@ def resolve(values: Mapping[str, Any]) -> Run:
     train = TrainConfig(**sections["train"])
     dataset = data.load(name, **options)
     classifies = hasattr(dataset, "n_classes")
+    kinds = PREDICT_LABELS if classifies else PREDICT_TOKENS
+    fields_given = dict(sections["model"])
+    model_name = fields_given.pop("name", kinds[0])
+    if model_name not in kinds:
+        raise ValueError(
+            f"model.name is {model_name!r}, but for the data set {name} one of {', '.join(kinds)}"
+        )
+    kind = KINDS[model_name]
     wanted = ("vocab_size", "n_classes" if classifies else "start_token")
     from_data = {key: getattr(dataset, key) for key in wanted} | {"max_length": dataset.length}
-    config_type: type[DecoderConfig | EncoderConfig] = EncoderConfig if classifies else DecoderConfig
-    _check_keys("model.", sections["model"], [field.name for field in fields(config_type)])
-    model = config_type(**(from_data | sections["model"]))
+    _check_keys("model.", fields_given, ["name", *(field.name for field in fields(kind.config_type))])
+    model = kind.config_type(**(from_data | fields_given))
     if model.positions == "learned" and model.max_length < dataset.length:
         raise ValueError(
             f"model.max_length is {model.max_length}, but the data set {name} needs {dataset.length}"
@@ -119,7 +131,7 @@ def resolve(values: Mapping[str, Any]) -> Run:
                 f"model.{key} is {getattr(model, key)}, but the data set {name} needs {from_data[key]}"
             )
     described = {"name": name} | {field.name: getattr(dataset, field.name) for field in fields(dataset)}  # type: ignore[arg-type]
-    return Run(Path(str(values["run_dir"])), dataset, described, model, train)
+    return Run(Path(str(values["run_dir"])), dataset, described, kind, model, train)
 
 
 def _text(path: Path) -> str:

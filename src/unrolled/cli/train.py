@@ -27,11 +27,15 @@ def train(
 ) -> None:
     """Train a decoder, or an encoder on data with labels. The same command again goes on where it stopped.
 
+    Another kind of model is chosen by model.name: perceiver_ar predicts tokens, perceiver and perceiver_io
+    predict labels.
+
     \b
     From settings alone:
       unrolled train data.name=digits run_dir=runs/digits
       unrolled train data.name=text data.path=book.txt run_dir=runs/book
       unrolled train data.name=imdb run_dir=runs/imdb
+      unrolled train data.name=imdb model.name=perceiver run_dir=runs/latents
 
     \b
     From a file, with settings changed:
@@ -61,14 +65,14 @@ def train(
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
     from unrolled.cli._vocabulary import Vocabulary
-    from unrolled.models import Decoder, DecoderConfig, Encoder
+    from unrolled.models import Decoder
     from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
 
     if data_dir is not None:
         overrides = [*(overrides or []), f"data.data_dir={str(data_dir)!r}"]
     run = run_config.resolve(run_config.read(config, overrides or []))
     torch.manual_seed(run.train.seed)  # the initial weights
-    model: Any = Decoder(run.model) if isinstance(run.model, DecoderConfig) else Encoder(run.model)
+    model: Any = run.kind(run.model)
     model.to(choose(device))
     vocabulary = Vocabulary.of(run.dataset)
 
@@ -93,8 +97,8 @@ def train(
         typer.echo(f"best validation loss {result.best_val:.3f} nats/{per}{bits}", err=True)
     if result.steps < run.train.steps:
         raise KeyboardInterrupt
-    if isinstance(model, Encoder):
-        typer.echo(f"use it: unrolled.models.Encoder.load('{run.run_dir}')", err=True)
+    if not isinstance(model, Decoder):
+        typer.echo(f"use it: unrolled.models.load('{run.run_dir}')", err=True)
         return
     prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""
     typer.echo(f"draw from it: unrolled generate {run.run_dir}{prompt}", err=True)
