@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unrolled.ops.feature_maps import FEATURE_MAPS, Elu, Polynomial, QueryKeyMap, make_feature_map
@@ -62,6 +62,7 @@ def test_elu_gradients_are_finite_for_large_inputs():
     assert x.grad.tolist() == [1.0, 0.0]
 
 
+@settings(deadline=None, max_examples=25)
 @given(D=st.integers(1, 7), offset=st.floats(0, 3), seed=st.integers(0, 99))
 def test_polynomial_features_have_the_polynomial_kernel(D, offset, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -70,6 +71,7 @@ def test_polynomial_features_have_the_polynomial_kernel(D, offset, seed):
     torch.testing.assert_close(phi.phi_q(q) @ phi.phi_k(k).T, (q @ k.T + offset) ** 2)
 
 
+@settings(deadline=None, max_examples=25)
 @given(D=st.integers(1, 7), size=st.floats(0.1, 3), seed=st.integers(0, 99))
 def test_taylor_features_have_the_series_of_exp_up_to_its_square(D, size, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -92,6 +94,7 @@ def test_dpfp_keeps_what_is_negative():
     assert (make_feature_map("dpfp", 4).phi(-torch.ones(4)) != 0).any()
 
 
+@settings(deadline=None, max_examples=25)
 @given(i=st.integers(0, 50), j=st.integers(0, 50), seed=st.integers(0, 99))
 def test_cosformer_weighs_by_the_cosine_of_the_distance(i, j, seed):
     generator = torch.Generator().manual_seed(seed)
