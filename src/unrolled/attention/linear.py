@@ -11,7 +11,8 @@ Linear Attention", arXiv 2006.16236: eq. 4-7 (definition), 8-12 (causal), 16-20 
 
 Cost per head, with R features (R = D for elu), values M wide and chunks of C = 64 tokens: in training time
 O(T (R M + C (R+M))) and memory O(T (R+M)); per generated token time, memory and state O(R M).
-Cannot: honour an arbitrary `attn_mask`, or attend sharply: the weights have rank at most R.
+Cannot: honour an arbitrary `attn_mask`, or attend sharply: the weights have rank at most R. With the
+cosFormer map, which reads positions: attend to another sequence, or run beyond its `max_length`.
 Equals softmax attention: never for a finite R. It is exact for its own kernel phi(q) . phi(k).
 
 With `rotary` the features are rotated in the numerator only, and the denominator keeps the plain ones, as in
@@ -149,9 +150,8 @@ class LinearAttention(MultiHeadAttention):
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
         padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
-        return self._attend(heads, None, causal=self.causal, key_padding_mask=padding, cu_seqlens=cu_seqlens)[
-            0
-        ]
+        o, _ = self._attend(heads, None, causal=self.causal, key_padding_mask=padding, cu_seqlens=cu_seqlens)
+        return o
 
     def init_state(self, batch_size: int) -> LinearAttentionState:
         """Make the state of `batch_size` sequences that have not begun: zeros."""
@@ -173,18 +173,19 @@ class LinearAttention(MultiHeadAttention):
         """Run one step of the recurrence."""
         q, k, v, positions, _ = heads
         kv, k_sum, position = state
-        if positions is None:
-            # What `linear_attention_step` does, without the checks that the projection makes superfluous.
-            sizes = (q.shape[0], self.n_kv_heads, self.feature_map.feature_dim, self.value_dim)
-            check_state(state, sizes, accumulation_dtype(q.dtype))
-            v = v if self.normalize else v.to(accumulation_dtype(v.dtype))
-            o, kv, k_sum = kernels.linear_attention_step(
-                q, k, v, kv, k_sum, None, self.normalize, self.feature_map
-            )
-        else:
+        if self.rotary and positions is not None:
             token = Heads(*(x.unsqueeze(1) for x in (q, k, v, positions)))
             o, (kv, k_sum) = self._attend(token, LinearState(kv, k_sum), causal=True)
             o = o.squeeze(1)
+        else:
+            # What `linear_attention_step` does, without the checks that the projection makes superfluous.
+            sizes = (q.shape[0], self.n_kv_heads, self.feature_map.feature_dim, self.value_dim)
+            check_state(state, sizes, accumulation_dtype(q.dtype))
+            phi: FeatureMap | None = self.feature_map
+            if self.feature_map.positional:
+                q, k, phi = *self._features(heads), None
+            v = self._summable(v)
+            o, kv, k_sum = kernels.linear_attention_step(q, k, v, kv, k_sum, None, self.normalize, phi)
         return o, LinearAttentionState(kv, k_sum, position + 1)
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
@@ -200,25 +201,25 @@ class LinearAttention(MultiHeadAttention):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, LinearState]:
-        q, k, v, positions, _ = heads
-        q, k = self.feature_map.phi_q(q, positions), self.feature_map.phi_k(k, positions)
-        if self.rotary and self.normalize and positions is not None:
-            return rotary_linear_attention(
-                q,
-                k,
-                v,
-                positions,
-                causal=causal,
-                key_padding_mask=key_padding_mask,
-                cu_seqlens=cu_seqlens,
-                state=state,
-            )
+        q, k = self._features(heads)
+        v, positions = self._summable(heads.v), heads.positions
         if self.rotary and positions is not None:
+            if self.normalize:
+                return rotary_linear_attention(
+                    q,
+                    k,
+                    v,
+                    positions,
+                    causal=causal,
+                    key_padding_mask=key_padding_mask,
+                    cu_seqlens=cu_seqlens,
+                    state=state,
+                )
             q, k = rotary(q, positions), rotary(k, positions)
         return linear_attention(
             q,
             k,
-            v if self.normalize else v.to(accumulation_dtype(v.dtype)),  # fp16 has no room for the numerator
+            v,
             causal=causal,
             key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens,
@@ -226,3 +227,11 @@ class LinearAttention(MultiHeadAttention):
             return_state=True,
             normalize=self.normalize,
         )
+
+    def _features(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        phi, positions = self.feature_map, heads.positions
+        return phi.phi_q(heads.q, positions), phi.phi_k(heads.k, positions)
+
+    def _summable(self, v: Tensor) -> Tensor:
+        """Widen half-precision values, unless a denominator keeps what they add up to in range."""
+        return v if self.normalize else v.to(accumulation_dtype(v.dtype))

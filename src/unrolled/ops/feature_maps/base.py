@@ -41,9 +41,11 @@ class FeatureMap(nn.Module):
 
 
 class QueryKeyMap(FeatureMap):
-    """Queries are mapped by one map and keys by another of the same widths.
+    """Queries are mapped by one map, and keys by another of the same widths.
 
-    The product of their features is positive where both maps are, and little else makes a good pair.
+    Args:
+        queries: gives the features of queries by its `phi_q`.
+        keys: gives the features of keys by its `phi_k`. Where both are positive, so are the weights.
     """
 
     def __init__(self, queries: FeatureMap, keys: FeatureMap):

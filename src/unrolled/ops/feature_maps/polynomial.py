@@ -9,8 +9,8 @@ from unrolled.ops.feature_maps.base import FeatureMap
 def pairs(x: Tensor) -> Tensor:
     """x_i^2 and sqrt(2) x_i x_j for i < j, whose kernel is (q . k)^2: `[..., D]` -> `[..., D(D+1)/2]`."""
     i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-    products = x[..., i] * x[..., j]
-    return torch.where(i == j, products, 2**0.5 * products)
+    factor: Tensor = (2 - (i == j).to(x.dtype)).sqrt()
+    return factor * x[..., i] * x[..., j]
 
 
 class Polynomial(FeatureMap):
