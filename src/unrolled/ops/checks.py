@@ -47,6 +47,21 @@ def check_key_padding_mask(mask: Tensor, batch: int, length: int) -> None:
         raise ValueError(f"key_padding_mask has shape {shape(mask)}, but must be [{batch}, {length}]")
 
 
+def check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:
+    """Require a boolean (True = attend) or floating-point mask that broadcasts to `wanted` = [B,H,T,S]."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attn_mask has dtype {mask.dtype}, but must be torch.bool (True = attend) or floating point"
+        )
+    fits = mask.dim() <= 4 and all(
+        a in (1, b) for a, b in zip(reversed(mask.shape), reversed(wanted), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_mask has shape {shape(mask)}, but must broadcast to [B, H, T, S] = {list(wanted)}"
+        )
+
+
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
     """Require int32 `[N+1]` offsets that rise from 0 to T (where they may be read), B = 1 and T = S."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, check_step, shape
+from unrolled.ops.checks import (
+    check_attn_mask,
+    check_cu_seqlens,
+    check_key_padding_mask,
+    check_qkv,
+    check_step,
+    shape,
+)
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
 from unrolled.ops.precision import promoted, without_autocast
 
@@ -79,7 +86,7 @@ def softmax_attention(
     q, k, v = promoted(q, k, v)
     allowed, bias = None, None
     if attn_mask is not None:
-        _check_attn_mask(attn_mask, (B, H, T, S))
+        check_attn_mask(attn_mask, (B, H, T, S))
         if attn_mask.dtype == torch.bool:
             allowed = attn_mask
         else:
@@ -233,17 +240,3 @@ def _check_cache(cache: KVCache, k: Tensor, v: Tensor) -> None:
                 raise ValueError(f"cache.{part}_{name} has shape {found}, but these inputs want {wanted}")
     if shape(cache.position) != [B]:
         raise ValueError(f"cache.position has shape {shape(cache.position)}, but these inputs want [{B}]")
-
-
-def _check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"attn_mask has dtype {mask.dtype}, but must be torch.bool (True = attend) or floating point"
-        )
-    fits = mask.dim() <= 4 and all(
-        a in (1, b) for a, b in zip(reversed(mask.shape), reversed(wanted), strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"attn_mask has shape {shape(mask)}, but must broadcast to [B, H, T, S] = {list(wanted)}"
-        )
