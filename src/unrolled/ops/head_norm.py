@@ -1,0 +1,40 @@
+"""Normalisation of what each head gives, where a denominator does not keep its size."""
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.ops.checks import shape
+from unrolled.ops.precision import accumulation_dtype
+
+
+class HeadRMSNorm(nn.Module):
+    """y_h = w_h * x_h / sqrt(mean(x_h^2) + eps): RMS normalisation (arXiv 1910.07467, eq. 4) of each head.
+
+    A sum over the keys without a denominator grows with the length; after this its size is that of w.
+    Computed in fp32 at least, so that such a sum is best handed over in fp32: fp16 may have no room for it.
+
+    Args:
+        n_heads: number of heads H.
+        head_dim: width M of a head.
+        eps: added to the mean square, which makes 0, with a finite gradient, of a head that is 0.
+    """
+
+    def __init__(self, n_heads: int, head_dim: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(n_heads, head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., H, M]`; the result is of the type of the weight."""
+        if x.shape[-2:] != self.weight.shape:
+            raise ValueError(
+                f"x has shape {shape(x)}, but must be [..., {', '.join(map(str, self.weight.shape))}]"
+            )
+        wide = x.to(accumulation_dtype(x.dtype))
+        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * scale * self.weight).to(self.weight.dtype)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        n_heads, head_dim = self.weight.shape
+        return f"n_heads={n_heads}, head_dim={head_dim}, eps={self.eps}"
