@@ -122,14 +122,14 @@ def causal_efficient_attention(
         v = without_padding(v, key_padding_mask)
     if T > S:  # the first queries come before all keys
         k, v = (pad(x, (0, 0, 0, 0, T - S, 0), value=nothing) for x, nothing in ((k, -torch.inf), (v, 0.0)))
-    maxima = torch.cat([k_max.unsqueeze(1), k.detach()], dim=1).cummax(1).values
+    maxima = _running_maxima(torch.cat([k_max.unsqueeze(1), k.detach()], dim=1))
     log_decay = maxima[:, :-1] - maxima[:, 1:]
     k = (k - maxima[:, 1:]).exp()
     sums = _decayed_sums(torch.cat([k_sum.unsqueeze(1), k], dim=1), pad(log_decay.exp(), (0, 0, 0, 0, 1, 0)))
     read = sums[:, -T:] if T else sums[:, :0]
     q = safe_divide(q.to(dtype).softmax(-1), read.repeat_interleave(H // G, 2))
     o, kv = diagonal_linear_attention(q, k, v, log_decay, state=kv, return_state=True)
-    return o, EfficientState(kv, sums[:, -1], maxima[:, -1])
+    return o, EfficientState(kv, sums[:, -1].clone(), maxima[:, -1].clone())  # views would keep all alive
 
 
 def packed_causal_efficient_attention(
@@ -187,6 +187,11 @@ def _check_state(state: EfficientState, sizes: tuple[int, ...], dtype: torch.dty
     check_state(state, sizes, dtype)
     if state.k_max.shape != sizes[:3]:
         raise ValueError(f"state.k_max has shape {shape(state.k_max)}, but must be {list(sizes[:3])}")
+
+
+def _running_maxima(x: Tensor) -> Tensor:
+    """Largest so far along axis 1, where it is searched in the order of memory: twice as fast."""
+    return x.movedim(1, -1).contiguous().cummax(-1).values.movedim(-1, 1)
 
 
 def _decayed_sums(x: Tensor, decay: Tensor) -> Tensor:

@@ -76,8 +76,8 @@ class GatedLinearAttention(MultiHeadAttention):
         super().__init__(d_model, n_heads, causal=causal, **shared)
         if self.rotary:
             raise UnsupportedError(
-                "features that fade at different rates cannot be rotated into each other; retention attention "
-                "has one rate per head and rotates"
+                "features that fade at different rates cannot be rotated into each other; "
+                "those of retention attention, which has one rate per head, can"
             )
         self.temperature = temperature
         self.decay_down = Linear(d_model, gate_rank, bias=False)

@@ -3,16 +3,16 @@ r"""Retention: linear attention whose past fades at a fixed rate per head, witho
     S_t = gamma_h S_{t-1} + k_t v_t^T        o_t = S_t^T q_t / sqrt(D)        gamma_h = 1 - 2^(-5-h)
     y_t = W_o (swish(W_g x_t) * norm_h(o_t))
 
-Written out, o_i = sum_{j <= i} gamma_h^(i-j) (q_i . k_j) v_j / sqrt(D). Queries and keys are rotated by their
-positions first, so that q_i . k_j depends on i - j; the decay that xPos adds to the rotation is gamma. norm_h is an RMS norm
-of each head, which does what the denominator of linear attention does: it keeps the size of the output.
+Written out, o_i = sum_{j <= i} gamma_h^(i-j) (q_i . k_j) v_j / sqrt(D). Queries and keys are first rotated
+by their positions, so that q_i . k_j depends on i - j; the decay that xPos adds to a rotation is gamma.
+norm_h is an RMS norm of each head: it keeps the size of the output, as a denominator would.
 
-Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models", arXiv 2307.08621:
-eq. 5 (parallel), 6 (recurrent), 7 (by chunks), 8 (heads, norm and gate). The row normalisations of section 2.2
-are left out: they change the scale of a row of o, which the norm takes away again.
+Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models",
+arXiv 2307.08621: eq. 5 (parallel), 6 (recurrent), 7 (by chunks), 8 (heads, norm and gate). The normalisations
+of section 2.2 are left out: they scale the rows of o, and the norm takes that away again.
 
-Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T (D M + C (D+M))) and memory
-O(T (D+M)); per generated token time, memory and state O(D M).
+Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T (D M + C (D+M))) and
+memory O(T (D+M)); per generated token time, memory and state O(D M).
 Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn_mask`.
 Equals softmax attention: never. Without decay, rotation, norm and gate it is unnormalised linear attention.
 """
@@ -111,8 +111,8 @@ def retention_reference(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> T
     distance = torch.arange(T, device=q.device).unsqueeze(1) - torch.arange(T, device=q.device)
     decay = (distance.clamp(min=0) * log_decay.to(q.dtype)[:, None, None]).exp() * (distance >= 0)
     k, v, decay = (x.repeat_interleave(H // G, dim) for x, dim in ((k, 2), (v, 2), (decay, 0)))
-    o: Tensor = torch.einsum("bihd,bjhd,hij,bjhm->bihm", q, k, decay, v)
-    return o * D**-0.5
+    o: Tensor = torch.einsum("bihd,bjhd,hij,bjhm->bihm", q * D**-0.5, k, decay, v)
+    return o
 
 
 def _scaled_and_rotated(
@@ -149,8 +149,8 @@ class Retention(MultiHeadAttention):
     ):
         if not causal:
             raise UnsupportedError(
-                "retention forgets what is past, so it wants causal=True; for both directions run one over the "
-                "sequence and one over its reverse, or use linear attention"
+                "retention attention forgets what is past, so it wants causal=True; for both directions "
+                "run one over the sequence and one over its reverse, or use linear attention"
             )
         super().__init__(d_model, n_heads, causal=causal, rotary=rotary, **shared)
         if rotary and self.head_dim % 2:

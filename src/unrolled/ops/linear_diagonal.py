@@ -8,7 +8,7 @@ where p(i) = i + S - T is the last key that query i may read (causal, bottom-rig
 weight of key j for query i is sum_r q_ir k_jr a_j+1,r ... a_p(i),r. There is no denominator.
 
 Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635),
-section 4. Where the gate is the same for all features of a head, `ops.linear` does this at half the cost.
+section 4. Where the gate is the same for all features of a head, `ops.linear` does this much faster.
 """
 
 from collections.abc import Callable
