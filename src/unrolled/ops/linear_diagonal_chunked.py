@@ -16,6 +16,8 @@ With F and E of the whole chunk, O = W V + (Q F) S and S' = F_last S + (K E)^T V
 Yang et al. 2023 (arXiv 2312.06635, section 4.3) cut once, into blocks of 16, and take one exponential for
 every pair and feature of the blocks on the diagonal; here it is one for every token and feature.
 
+All this happens to one span of chunks after the other, short enough to stay in a CPU's cache.
+
 The backward pass keeps the inputs only, computes all of this again, and walks the cuts from the widest to
 the narrowest. A product of gates gives the gradient of its logarithm to each gate in it. These are sums,
 while the shorter formula q_i * dq_i - k_i * dk_i subtracts large equal parts and loses digits.
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from unrolled.ops.checks import transforming
 from unrolled.ops.chunks import join_chunks, scan, scan_back, split_chunks, sum_heads
@@ -33,6 +36,7 @@ from unrolled.ops.kernels.door import differentiable_gradients
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 LONGEST = 64  # tokens in a chunk; a power of two
+CACHED = 2**17  # numbers of k that are worked on at a time, on a CPU
 
 
 class Cut(NamedTuple):
@@ -68,13 +72,11 @@ class Chunks(NamedTuple):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `o [B,T,H,M]` and the state after the last key, for T = S, by differentiable operations."""
-    (B, T, _, _), G = q.shape, k.shape[2]
-    with without_autocast(q.device):
-        x = _chunks(q, k, v, log_decay, state)
-        weights, from_start, to_end = _weights(x, _cuts(x.decay))
-        S = scan(x.state, (x.k * to_end).mT @ x.v, from_start[..., -1:, :].mT)
-        o = weights @ x.v + (x.q * from_start) @ S[:, :-1]
-        return join_chunks(o, B, T, G).to(v.dtype), S[:, -1].reshape(state.shape).clone()
+    outs = []
+    for span in _spans(k):
+        o, state = _forward_span(q[:, span], k[:, span], v[:, span], log_decay[:, span], state)
+        outs.append(o)
+    return torch.cat(outs, dim=1), state
 
 
 def backward(
@@ -85,8 +87,51 @@ def backward(
     v: Tensor,
     log_decay: Tensor,
     state: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """Compute the gradients of `q, k, v, log_decay, state`."""
+    spans = _spans(k)
+    before = [state]
+    for span in spans[:-1]:
+        before.append(_state_after(k[:, span], v[:, span], log_decay[:, span], before[-1]))
+    by_span = []
+    for span, state in zip(reversed(spans), reversed(before), strict=True):
+        inputs = q[:, span], k[:, span], v[:, span], log_decay[:, span], state
+        *gradients, grad_state = _backward_span(grad_o[:, span], grad_state, *inputs)
+        by_span.append(gradients)
+    return [*(torch.cat(parts[::-1], dim=1) for parts in zip(*by_span, strict=True)), grad_state]
+
+
+def _spans(k: Tensor) -> list[slice]:
+    """Pieces of the sequence, of whole chunks, on a CPU small enough for its cache."""
+    B, T, G, R = k.shape
+    fitting = CACHED // max(1, B * G * R) if k.device.type == "cpu" else T
+    length = max(LONGEST, fitting // LONGEST * LONGEST)
+    return [slice(start, start + length) for start in range(0, max(T, 1), length)]
+
+
+def _state_after(k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
+    with without_autocast(k.device):
+        k, v, log_decay = (x.to(state.dtype) for x in (k, v, log_decay))
+        passed = log_decay.flip(1).cumsum(1).flip(1)  # log of a_j ... a_T
+        k = k * pad(passed[:, 1:], (0, 0, 0, 0, 0, 1)).exp()
+        added: Tensor = torch.einsum("btgr,btgm->bgrm", k, v)
+        return passed[:, 0].exp().unsqueeze(-1) * state + added
+
+
+def _forward_span(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    (B, T, _, _), G = q.shape, k.shape[2]
+    with without_autocast(q.device):
+        x = _chunks(q, k, v, log_decay, state)
+        weights, from_start, to_end = _weights(x, _cuts(x.decay))
+        S = scan(x.state, (x.k * to_end).mT @ x.v, from_start[..., -1:, :].mT)
+        o = weights @ x.v + (x.q * from_start) @ S[:, :-1]
+        # A view of S would keep the states of all chunks alive.
+        return join_chunks(o, B, T, G).to(v.dtype), S[:, -1].reshape(state.shape).clone()
+
+
+def _backward_span(
+    grad_o: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (B, T, _, _), G = q.shape, k.shape[2]
     with without_autocast(q.device):
         x = _chunks(q, k, v, log_decay, state)
