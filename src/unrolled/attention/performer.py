@@ -28,7 +28,7 @@ Cost per head, with values M wide and chunks of C = 64 tokens: in training time 
 O(T R); per generated token time O(R (D + M)), memory and state O(R M).
 Cannot: honour an arbitrary `attn_mask`, or see weights e^-87 times (in fp32) the largest product of features
 so far: a query that has no others gets 0. The divisor of trigonometric features may be small or negative
-(`signed_linear_attention`).
+(`signed_linear_attention`), and such outputs have few digits.
 Equals softmax attention: as m grows, and in practice for small queries and keys only. The variance grows like
 exp(|x + y|^2): with D = 64 and entries of unit variance the error is larger than the output even with m =
 8192. FAVOR+ approximates softmax there at no practical number of features; it is a mechanism of its own, to
@@ -88,17 +88,26 @@ class PerformerState(NamedTuple):
 
 
 class Features(NamedTuple):
-    """phi(x) = exp(exponent) * wave; an absent exponent is 0, an absent wave 1."""
+    """phi(x) = exp(exponent + log_size) * wave; what is absent is 0, 0 and 1."""
 
-    exponent: Tensor | None  # [...,H,R], or [...,H,1] for one that all features share
+    exponent: Tensor | None  # [...,H,R]
+    log_size: Tensor | None  # [...,H]
     wave: Tensor | None  # [...,H,R]
 
+    def peak(self) -> Tensor | None:
+        """The largest logarithm of a size `[...,H]`, as a constant; None where sizes are not exponentials."""
+        if self.log_size is None:
+            return None
+        log_size = self.log_size.detach()
+        return log_size if self.exponent is None else log_size + self.exponent.detach().amax(-1)
+
     def shifted(self, shift: Tensor | None) -> Tensor:
-        """phi(x) exp(-shift), for a shift `[...,H]`; without exponent there is nothing to shift."""
-        if self.exponent is None or shift is None:
+        """phi(x) exp(-shift) for a shift `[...,H]`, or None where `peak` is."""
+        if self.log_size is None or shift is None:
             assert self.wave is not None  # one of the two is there
             return self.wave
-        size = (self.exponent - shift.unsqueeze(-1)).exp()
+        log_size = (self.log_size - shift).unsqueeze(-1)
+        size = log_size.exp() if self.exponent is None else (self.exponent + log_size).exp_()
         return size if self.wave is None else size * self.wave
 
 
@@ -124,15 +133,15 @@ class FavorMap(nn.Module):
             x = x.to(accumulation_dtype(x.dtype))
             if self.features in GENERALISED:
                 wx = x if self.projection is None else self.projection(x)
-                return Features(None, GENERALISED[self.features](wx) + FLOOR)
+                return Features(None, None, GENERALISED[self.features](wx) + FLOOR)
             assert self.projection is not None
             x = x * x.shape[-1] ** -0.25
-            wx, half_square = self.projection(x), x.square().sum(-1, keepdim=True) / 2
+            wx, half_square = self.projection(x), x.square().sum(-1) / 2
             if self.features == "trigonometric":
-                return Features(half_square, torch.cat([wx.sin(), wx.cos()], -1) * wx.shape[-1] ** -0.5)
+                return Features(None, half_square, torch.cat([wx.sin(), wx.cos()], -1) * wx.shape[-1] ** -0.5)
             if self.features == "hyperbolic":
                 wx = torch.cat([wx, -wx], -1)
-            return Features(wx - half_square - math.log(wx.shape[-1]) / 2, None)
+            return Features(wx, -half_square - math.log(wx.shape[-1]) / 2, None)
 
     def extra_repr(self) -> str:
         """Kind and number, for `print(model)`."""
@@ -173,26 +182,13 @@ def favor_attention(
         k = without_padding(k, key_padding_mask)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
-    k_features, log_decay, shift = phi(k), None, None
+    k_features, shift, log_decay = phi(k), None, None
     log_scale = q.new_full((k.shape[0], k.shape[2]), LOWEST, dtype=accumulation_dtype(q.dtype))
     if state is not None:
         log_scale = state.log_scale
-    if k_features.exponent is not None:
-        own = k_features.exponent.detach().amax(-1)
-        heard = own
-        if key_padding_mask is not None:
-            heard = own.masked_fill(key_padding_mask.unsqueeze(-1), LOWEST)
-        previous, running = _running_maximum(heard, log_scale, cu_seqlens)
-        log_scale = torch.cat([log_scale.unsqueeze(1), running], 1)[:, -1]
-        if causal:
-            shift, log_decay = running, _log_decay(previous, running)
-        elif cu_seqlens is None:
-            shift = log_scale.unsqueeze(1).expand_as(own)
-        else:
-            last = cu_seqlens[1:].long() - 1
-            shift = running[:, last[segment_ids(cu_seqlens, k.shape[1])]]
-        if key_padding_mask is not None:  # whose exponents are below no maximum
-            shift = torch.where(key_padding_mask.unsqueeze(-1), own, shift)
+    peak = k_features.peak()
+    if peak is not None:
+        shift, log_decay, log_scale = _shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
     arguments: dict[str, Any] = {
         "causal": causal,
         "log_decay": log_decay,
@@ -213,8 +209,9 @@ def favor_attention_step(
 ) -> tuple[Tensor, FavorState]:
     """Run one token of the recurrence: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `o [B,H,M]` and a state."""
     k_features, log_decay, log_scale = phi(k), None, state.log_scale
-    if k_features.exponent is not None:
-        log_scale = torch.maximum(log_scale, k_features.exponent.detach().amax(-1))
+    peak = k_features.peak()
+    if peak is not None:
+        log_scale = torch.maximum(log_scale, peak)
         log_decay = _log_decay(state.log_scale, log_scale)
     q, k = _query_features(phi(q)), k_features.shifted(log_scale)
     step = signed_linear_attention_step if phi.signed else linear_attention_step
@@ -224,8 +221,28 @@ def favor_attention_step(
 
 def _query_features(features: Features) -> Tensor:
     """Features of queries, each shifted by its own maximum."""
-    exponent = features.exponent
-    return features.shifted(None if exponent is None else exponent.detach().amax(-1))
+    return features.shifted(features.peak())
+
+
+def _shifts(
+    peak: Tensor, before: Tensor, causal: bool, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What keys that reach `peak [B,S,G]` are shifted by, its decay if causal, and the maximum of all `[B,G]`.
+
+    Padded keys are heard by nobody, and shifted by their own peak, which keeps them finite.
+    """
+    padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(-1)
+    heard = peak if padding is None else peak.masked_fill(padding, LOWEST)
+    previous, running = _running_maximum(heard, before, cu_seqlens)
+    end, log_decay = torch.cat([before.unsqueeze(1), running], 1)[:, -1], None
+    if causal:
+        shift, log_decay = running, _log_decay(previous, running)
+    elif cu_seqlens is None:
+        shift = end.unsqueeze(1).expand_as(peak)
+    else:
+        last = cu_seqlens[1:].long() - 1
+        shift = running[:, last[segment_ids(cu_seqlens, peak.shape[1])]]
+    return shift if padding is None else torch.where(padding, peak, shift), log_decay, end
 
 
 def _running_maximum(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
