@@ -227,7 +227,7 @@ def _query_features(features: Features) -> Tensor:
 def _shifts(
     peak: Tensor, before: Tensor, causal: bool, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What keys that reach `peak [B,S,G]` are shifted by, its decay if causal, and the maximum of all `[B,G]`.
+    """What keys that reach `peak [B,S,G]` are shifted by, its decay if causal, and the end of M `[B,G]`.
 
     Padded keys are heard by nobody, and shifted by their own peak, which keeps them finite.
     """
@@ -321,7 +321,7 @@ class PerformerAttention(MultiHeadAttention):
         self.feature_map = FavorMap(self.head_dim, features, projection)
 
     def redraw(self) -> None:
-        """Draw the rows again, in training as in between two sequences; nothing else ever does.
+        """Draw the rows again, between two sequences of the recurrence; nothing else ever does.
 
         A state of features before the redraw is refused afterwards. Rows follow from the seed and the number
         of redraws, so that copies of a module that redraw alike stay alike.

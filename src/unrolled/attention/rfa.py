@@ -232,7 +232,7 @@ class RandomFeatureAttention(MultiHeadAttention):
         return None if self.gate_proj is None else self.gate_proj(x)
 
     def redraw(self) -> None:
-        """Draw the rows again, in training as in between two sequences; nothing else ever does.
+        """Draw the rows again, between two sequences of the recurrence; nothing else ever does.
 
         A state of features before the redraw is refused afterwards. Rows follow from the seed and the number
         of redraws, so that copies of a module that redraw alike stay alike.
