@@ -71,15 +71,16 @@ def fourier_features(
 
 
 def rotary(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate each pair (x_2i, x_2i+1) by the angle p / 10000^(2i/D): `x [B,T,H,D]`, `positions [B,T]`.
+    """Rotate each pair (x_2i, x_2i+1) by the angle p / 10000^(2i/D): `x [B,T,H,D]`, `positions [B,T]`,
+    or one token of each, `[B,H,D]` and `[B]`.
 
     The product of two rotated vectors depends on the difference of their positions only. Su et al. 2021,
     "RoFormer" (arXiv 2104.09864), eq. 34. D is even. With linear attention only the numerator may be rotated:
     the weights in the denominator must stay positive (eq. 19 there).
     """
-    if positions.shape != x.shape[:2]:
+    if positions.shape != x.shape[:-2]:
         raise ValueError(
-            f"positions has shape {shape(positions)}, but x {shape(x)} wants {list(x.shape[:2])}"
+            f"positions has shape {shape(positions)}, but x {shape(x)} wants {list(x.shape[:-2])}"
         )
     angles = _angles(positions, x.shape[-1], "the head width").unsqueeze(-2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
