@@ -115,6 +115,13 @@ class MultiHeadAttention(nn.Module):
         """Do the same for one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `[B,H,M]`."""
         raise NotImplementedError
 
+    def pattern(self, length: int) -> Tensor:
+        """Count how often query i of a sequence reads key j: `[H,length,length]`, int64, 0 = never.
+
+        Of a sparse mechanism this is the definition: softmax attention in which key j counts that often.
+        """
+        raise UnsupportedError(f"{self._name} attention reads no fixed pattern of keys")
+
     def gates(self, x: Tensor) -> Any:
         """Read from the input `[...,d_model]` what is wanted beside q, k and v; by default nothing."""
         return None
