@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import unrolled
 from unrolled.cli import app
+from unrolled.models import Perceiver, PerceiverConfig
 
 SMALL = [
     "model.d_model=16",
@@ -129,6 +130,21 @@ def test_a_refused_checkpoint_keeps_its_settings_until_fresh_is_asked_for(
     assert (copied / "run.yaml").read_bytes() == before
     works("train", *other, "--fresh")
     assert "n_layers: 2" in (copied / "run.yaml").read_text()
+
+
+def test_a_model_of_another_kind_trains_and_draws(text_settings: list[str], tmp_path: Path) -> None:
+    kind = ["model.name=perceiver_ar", "model.n_latents=16", "model.positions=rotary"]
+    run_dir = tmp_path / "run"
+    works("train", *text_settings, *kind, f"run_dir={run_dir}")
+    assert json.loads((run_dir / "config.json").read_text())["model"] == "perceiver_ar"
+    assert len(works("generate", run_dir, "--prompt", "7 green", "--tokens", 40).stdout) >= 40
+    assert "state after 32" in works("info", run_dir).stdout
+
+
+def test_a_model_of_labels_draws_nothing(tmp_path: Path) -> None:
+    config = PerceiverConfig(vocab_size=5, n_classes=2, d_model=16, n_layers=1, n_heads=2)
+    Perceiver(config).save(tmp_path)
+    assert "holds a model of the kind 'perceiver', which predicts no tokens" in error("info", tmp_path)
 
 
 def test_images_become_a_sheet(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from unrolled.cli import run_config
+from unrolled.models import Decoder, PerceiverAR
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 
@@ -81,8 +82,8 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
         ("modle.n_layers=2", "unknown key modle: did you mean model?"),
         ("zzz=2", "unknown key zzz: The keys are data, model, train, run_dir"),
         ("data.lenght=2", "'lenght' is no option of the data set text, which takes path, level, length"),
-        ("data.name=null", "data.name is missing: choose one of copy, digits, mnist, text"),
-        ("data.name=nope", "'nope', but the data sets are copy, digits, mnist, text"),
+        ("data.name=null", "data.name is missing: choose one of copy, digits, imdb, mnist, text"),
+        ("data.name=nope", "'nope', but the data sets are copy, digits, imdb, mnist, text"),
         ("run_dir=", "run_dir is missing"),
         ("model=3", "model must be a section of keys and values, not 3"),
         ("train.lr=fast", "lr is 'fast', but must be a number above 0"),
@@ -104,3 +105,18 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     file.write_text("- 1\n- 2\n")
     with pytest.raises(ValueError, match=r"must hold the sections data, model, train, run_dir, not \[1, 2\]"):
         run_config.read(file, [])
+
+
+def test_the_kind_of_model_is_chosen_by_name_and_written_down(settings: list[str]) -> None:
+    run = run_config.resolve(
+        run_config.read(None, [*settings, "model.name=perceiver_ar", "model.n_latents=8"])
+    )
+    assert (run.kind, run.model.n_latents, run.model.max_length) == (PerceiverAR, 8, 16)
+    run.save()
+    again = run_config.resolve(run_config.read(run.run_dir / run_config.FILE_NAME, []))
+    assert (again.kind, again.model) == (run.kind, run.model)
+    assert run_config.resolve(run_config.read(None, settings)).kind is Decoder
+    with pytest.raises(
+        ValueError, match=r"model\.name is 'perceiver', but for the data set text one of decoder"
+    ):
+        run_config.resolve(run_config.read(None, [*settings, "model.name=perceiver"]))

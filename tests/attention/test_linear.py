@@ -1,12 +1,16 @@
 """What makes linear attention itself, beyond the contract: its kernel, its feature maps, its rotation."""
 
+import copy
+
 import pytest
 import torch
 
 from unrolled.attention.linear import LinearAttention, rotary_linear_attention
-from unrolled.ops.feature_maps import FEATURE_MAPS, Elu
+from unrolled.contract import UnsupportedError
+from unrolled.ops.feature_maps import FEATURE_MAPS, Elu, Exp, QueryKeyMap
+from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker, check_compiles, check_forms_agree, checks
 
 
 def heads(T=9, seed=0):
@@ -14,19 +18,145 @@ def heads(T=9, seed=0):
     return [torch.rand(2, T, 2, 4, dtype=torch.float64, generator=generator) + 0.1 for _ in range(3)]
 
 
-@pytest.mark.parametrize("name", ["relu", "squared_relu"])
+OPTIONS = {
+    "squared_relu": {},
+    "exp": {},
+    "dpfp": {"feature_map_options": {"nu": 3}},
+    # Away from its zero at q . k = -offset, where sums of large features that cancel lose digits.
+    "polynomial": {"feature_map_options": {"offset": 8.0}},
+    "taylor": {},
+    "cosformer": {"feature_map_options": {"max_length": 1000}},
+    "t2r": {},
+    "hedgehog": {},
+    "hedgehog_softmax": {},
+}
+
+
+def check_contract(**options):
+    """Every check but the slowest, compilation, which `test_learned_and_positional_maps_compile` has."""
+    make = Maker(LinearAttention, options)
+    for check in checks(make.supports):
+        if check is not check_compiles:
+            check(make, make.supports)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 def test_other_feature_maps_keep_the_contract(name):
-    check_mechanism("linear", feature_map=name)
+    check_contract(feature_map=name, **OPTIONS[name])
 
 
+@pytest.mark.parametrize("name", ["elu", "polynomial", "cosformer"])
+def test_a_norm_of_heads_keeps_the_contract(name):
+    check_contract(feature_map=name, normalizer="rms")
+
+
+@pytest.mark.parametrize(
+    "options", [{"feature_map": "cosformer"}, {"feature_map": "t2r", "normalizer": "rms"}]
+)
+def test_learned_and_positional_maps_compile(options):
+    make = Maker(LinearAttention, options)
+    check_compiles(make, make.supports)
+
+
+@pytest.mark.parametrize("normalizer", ["sum", "rms"])
 @pytest.mark.parametrize("name", FEATURE_MAPS)
-def test_the_weights_are_products_of_features(name):
-    module = LinearAttention(8, 2, feature_map=name).double()
+def test_steps_in_eager_inference_do_the_same(name, normalizer):
+    options = OPTIONS.get(name, {})
+    module = LinearAttention(16, 2, causal=True, feature_map=name, normalizer=normalizer, **options)
+    x = torch.randn(2, 6, 16)
+    with torch.inference_mode():
+        state, found = module.init_state(2), []
+        for x_t in x.unbind(1):
+            y, state = module.step(x_t, state)
+            found.append(y)
+        wanted = copy.deepcopy(module).double()(x.double())
+    torch.testing.assert_close(torch.stack(found, 1), wanted.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_every_feature_map_is_tested():
+    assert OPTIONS.keys() | {"elu", "relu"} == FEATURE_MAPS.keys()
+
+
+def by_weights(module, x, causal):
+    """The numerators and the sums of the explicit weights, [1,H,T,M] and [1,H,T,1]."""
+    q, k, v = (y.unflatten(-1, (2, 4)) for y in module.qkv_proj(x).split(8, dim=-1))
+    place = torch.arange(x.shape[1]).expand(x.shape[:2])
+    weights = torch.einsum(
+        "bthr,bshr->bhts", module.feature_map.phi_q(q, place), module.feature_map.phi_k(k, place)
+    )
+    weights = weights.tril() if causal else weights
+    return weights @ v.transpose(1, 2), weights.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_the_weights_are_products_of_features(name, causal):
+    module = LinearAttention(8, 2, causal=causal, feature_map=name).double()
     x = torch.randn(1, 7, 8, dtype=torch.float64)
-    q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in module.qkv_proj(x).split(8, dim=-1))
-    weights = module.feature_map.phi_q(q) @ module.feature_map.phi_k(k).mT
-    o = (weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)) @ v  # relu may leave nothing: 0
+    num, den = by_weights(module, x, causal)
+    o = num / den.clamp(min=1e-300)  # relu may leave nothing: 0
     torch.testing.assert_close(module(x), module.out_proj(o.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_norm_of_heads_takes_the_place_of_the_denominator(causal):
+    module = LinearAttention(8, 2, causal=causal, normalizer="rms").double()
+    torch.nn.init.normal_(module.head_norm.weight)
+    x = torch.randn(1, 7, 8, dtype=torch.float64)
+    num, _ = by_weights(module, x, causal)
+    o = num / (num.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.head_norm.weight[:, None]
+    torch.testing.assert_close(module(x), module.out_proj(o.transpose(1, 2).flatten(2)))
+
+
+def test_a_norm_of_heads_rotates_the_numerator():
+    module = LinearAttention(8, 2, causal=True, normalizer="rms", rotary=True).double()
+    x = torch.randn(1, 7, 8, dtype=torch.float64)
+    q, k, v = (y.unflatten(-1, (2, 4)) for y in module.qkv_proj(x).split(8, dim=-1))
+    place = torch.arange(7)[None]
+    q, k = (rotary(module.feature_map.phi(y), place) for y in (q, k))
+    num = torch.einsum("bhts,bshm->bthm", torch.einsum("bthr,bshr->bhts", q, k).tril(), v)
+    torch.testing.assert_close(module(x), module.out_proj(module.head_norm(num).flatten(2)))
+
+
+def test_many_keys_do_not_overflow_fp16_without_a_denominator():
+    module = LinearAttention(8, 2, feature_map="squared_relu", normalizer="rms").half()
+    assert module(20 * torch.ones(1, 5000, 8, dtype=torch.float16)).isfinite().all()
+
+
+def test_cosformer_ends_at_its_longest_position():
+    x = torch.randn(1, 21, 8, dtype=torch.float64)
+    module = LinearAttention(
+        8, 2, causal=True, feature_map="cosformer", feature_map_options={"max_length": 20}
+    ).double()
+    module(x)
+    with pytest.raises(ValueError, match="positions go up to 21, but max_length = 20 is the last"):
+        module(x[:, :1].expand(-1, 22, -1))
+    with torch.no_grad():
+        _, state = module.prefill(x, module.init_state(1))
+        with pytest.raises(ValueError, match="positions go up to 21"):
+            module.step(x[:, 0], state)
+        with pytest.raises(ValueError, match="positions go up to 22"):
+            module.prefill(x[:, :2], state)
+
+
+def test_cosformer_knows_no_distance_between_two_sequences():
+    module = LinearAttention(8, 2, feature_map="cosformer")
+    with pytest.raises(UnsupportedError, match="cannot honour reading another sequence"):
+        module(torch.zeros(1, 2, 8), torch.zeros(1, 3, 8))
+
+
+def test_queries_and_keys_may_be_mapped_differently():
+    class Mixed(LinearAttention):
+        def __init__(self, d_model, n_heads, **shared):
+            width = shared.get("head_dim", d_model // n_heads)
+            super().__init__(d_model, n_heads, feature_map=QueryKeyMap(Exp(width), Elu(width)), **shared)
+
+    module = Mixed(8, 2, causal=True).double()
+    x = torch.randn(1, 7, 8, dtype=torch.float64)
+    q, k, v = (y.unflatten(-1, (2, 4)) for y in module.qkv_proj(x).split(8, dim=-1))
+    wanted = linear_attention(q.exp(), Elu(4).phi(k), v, causal=True)
+    torch.testing.assert_close(module(x), module.out_proj(wanted.flatten(2)))
+    check_forms_agree(Maker(Mixed), Mixed.supports)
 
 
 def test_a_feature_map_may_be_an_object():
@@ -37,6 +167,10 @@ def test_a_feature_map_may_be_an_object():
         LinearAttention(8, 2, feature_map=Elu)
     with pytest.raises(ValueError, match="rotary wants an even number of features, but the map gives 15"):
         LinearAttention(8, 2, feature_map="polynomial", rotary=True)
+    with pytest.raises(ValueError, match="feature_map_options are for a feature_map given by name"):
+        LinearAttention(8, 2, feature_map=Elu(4), feature_map_options={"offset": 2.0})
+    with pytest.raises(ValueError, match="normalizer is 'l2', but must be 'sum' or 'rms'"):
+        LinearAttention(8, 2, normalizer="l2")
 
 
 def test_rotation_touches_the_numerator_only():

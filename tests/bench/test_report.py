@@ -37,6 +37,16 @@ def report() -> Report:
     return Report(MACHINE, LIMITS, settings, list(ROWS), {"case": ["N = 256: a remark."]})
 
 
+def test_costs_are_told_with_the_power_of_the_length_that_they_grow_with(report):
+    report.rows.extend(
+        dataclasses.replace(FAST, contender="steep", size=n, least=1e-6 * n**2, peak_bytes=8 * n)
+        for n in (256, 512, 1024)
+    )
+    lines = case_text(report, "case", "", "N").splitlines()
+    assert "| time grows as | N^0.00 |  | N^2.00 |" in lines
+    assert "| memory as |  |  | N^1.00 |" in lines
+
+
 def test_json_round_trip(report):
     assert Report.from_json(report.to_json()) == report
 

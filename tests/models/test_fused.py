@@ -212,6 +212,9 @@ def test_a_block_that_is_another_one_takes_the_layers(change, fusions):
         {"attention": "softmax"},
         {"d_model": 24},
         {"attention_options": {"linear": {"feature_map": "polynomial"}}},
+        {"attention_options": {"linear": {"feature_map": "t2r"}}},
+        {"attention_options": {"linear": {"feature_map": "cosformer"}}},
+        {"attention_options": {"linear": {"normalizer": "rms"}}},
     ],
 )
 def test_other_blocks_take_the_layers(options, fusions):

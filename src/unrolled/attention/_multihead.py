@@ -1,6 +1,7 @@
 """What multi-head mechanisms share: projections, the three verbs, and refusing what is not supported."""
 
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,13 @@ class MultiHeadAttention(nn.Module):
         """Widths per head of queries, keys and values; those of the first two differ if they never meet."""
         return self.head_dim, self.head_dim, self.value_dim
 
+    @classmethod
+    def tie_layers(cls, layers: Sequence[Self]) -> None:
+        """Let the layers of one model, in their order, share what they have in common: by default nothing.
+
+        What is shared keeps the first layer's name in the `state_dict`, and has no other.
+        """
+
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel: `[B,T,H,M]`."""
         raise NotImplementedError
@@ -108,6 +116,13 @@ class MultiHeadAttention(nn.Module):
         """Do the same for one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `[B,H,M]`."""
         raise NotImplementedError
 
+    def pattern(self, length: int) -> Tensor:
+        """Count how often query i of a sequence reads key j: `[H,length,length]`, int64, 0 = never.
+
+        Of a sparse mechanism this is the definition: softmax attention in which key j counts that often.
+        """
+        raise UnsupportedError(f"{self._name} attention reads no fixed pattern of keys")
+
     def gates(self, x: Tensor) -> Any:
         """Read from the input `[...,d_model]` what is wanted beside q, k and v; by default nothing."""
         return None
@@ -118,7 +133,7 @@ class MultiHeadAttention(nn.Module):
 
     def init_state(self, batch_size: int) -> Any:
         """Make the state of `batch_size` sequences that have not begun."""
-        raise NotImplementedError
+        raise UnsupportedError(f"{self._name} attention has no recurrent form; call forward instead")
 
     def forward(
         self,

@@ -11,14 +11,21 @@ Linear Attention", arXiv 2006.16236: eq. 4-7 (definition), 8-12 (causal), 16-20 
 
 Cost per head, with R features (R = D for elu), values M wide and chunks of C = 64 tokens: in training time
 O(T (R M + C (R+M))) and memory O(T (R+M)); per generated token time, memory and state O(R M).
-Cannot: honour an arbitrary `attn_mask`, or attend sharply: the weights have rank at most R.
+Cannot: honour an arbitrary `attn_mask`, or attend sharply: the weights have rank at most R. With the
+cosFormer map, which reads positions: attend to another sequence, or run beyond its `max_length`.
 Equals softmax attention: never for a finite R. It is exact for its own kernel phi(q) . phi(k).
 
 With `rotary` the features are rotated in the numerator only, and the denominator keeps the plain ones, as in
 RoFormer (arXiv 2104.09864, eq. 19): rotated products may be negative, and a sum of them may vanish.
+
+With `normalizer="rms"` there is no denominator: the numerator of each head is divided by its own root mean
+square, and scaled by learned weights. A small denominator makes gradients large, without a bound (Qin et al.
+2022, "The Devil in Linear Transformer", arXiv 2210.10340).
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +33,7 @@ from torch import Tensor
 from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.feature_maps import FeatureMap, make_feature_map
+from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.kernels import linear as kernels
 from unrolled.ops.linear import LinearState, check_state, linear_attention
 from unrolled.ops.linear_chunked import safe_divide
@@ -92,7 +100,10 @@ class LinearAttention(MultiHeadAttention):
 
     Args:
         d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
-        feature_map: "elu", "relu", "squared_relu", "polynomial", or a `FeatureMap` for this head width.
+        feature_map: a name in `unrolled.ops.feature_maps.FEATURE_MAPS`, or a `FeatureMap` for this head
+            width; a `QueryKeyMap` maps queries and keys differently.
+        feature_map_options: further arguments of the map of that name, such as `{"max_length": 4096}`.
+        normalizer: what the numerator is divided by: "sum", the denominator, or "rms", its root mean square.
     """
 
     supports = Supports(
@@ -100,10 +111,24 @@ class LinearAttention(MultiHeadAttention):
     )
     state_type = LinearAttentionState
 
-    def __init__(self, d_model: int, n_heads: int, *, feature_map: str | FeatureMap = "elu", **shared: Any):
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        feature_map: str | FeatureMap = "elu",
+        feature_map_options: Mapping[str, Any] | None = None,
+        normalizer: Literal["sum", "rms"] = "sum",
+        **shared: Any,
+    ):
         super().__init__(d_model, n_heads, **shared)
+        if normalizer not in ("sum", "rms"):
+            raise ValueError(f"normalizer is {normalizer!r}, but must be 'sum' or 'rms'")
         if isinstance(feature_map, str):
-            feature_map = make_feature_map(feature_map, self.head_dim)
+            sizes = (self.head_dim, self.n_heads, self.n_kv_heads)
+            feature_map = make_feature_map(feature_map, *sizes, **(feature_map_options or {}))
+        elif feature_map_options is not None:
+            raise ValueError("feature_map_options are for a feature_map given by name, not for an object")
         if not isinstance(feature_map, FeatureMap):
             raise ValueError(f"feature_map is {feature_map!r}, but must be a name or a FeatureMap object")
         if feature_map.head_dim != self.head_dim:
@@ -115,18 +140,17 @@ class LinearAttention(MultiHeadAttention):
                 f"rotary wants an even number of features, but the map gives {feature_map.feature_dim}"
             )
         self.feature_map = feature_map
+        self.normalize = normalizer == "sum"
+        if not self.normalize:
+            self.head_norm = HeadRMSNorm(n_heads, self.value_dim)
+        if feature_map.positional:  # there is no distance between tokens of two sequences
+            self.positional = True
+            self.supports = replace(self.supports, cross=False)
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = self.feature_map.phi_q(heads.q), self.feature_map.phi_k(heads.k)
-        causal, padding, cu_seqlens = self.causal, masks.key_padding_mask, masks.cu_seqlens
-        if heads.positions is None:
-            return linear_attention(
-                q, k, heads.v, causal=causal, key_padding_mask=padding, cu_seqlens=cu_seqlens
-            )
-        o, _ = rotary_linear_attention(
-            q, k, heads.v, heads.positions, causal=causal, key_padding_mask=padding, cu_seqlens=cu_seqlens
-        )
+        padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
+        o, _ = self._attend(heads, None, causal=self.causal, key_padding_mask=padding, cu_seqlens=cu_seqlens)
         return o
 
     def init_state(self, batch_size: int) -> LinearAttentionState:
@@ -140,37 +164,74 @@ class LinearAttention(MultiHeadAttention):
         self, heads: Heads, state: LinearAttentionState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, LinearAttentionState]:
         """Attend in parallel, from a state to a state."""
-        q, k, v = self.feature_map.phi_q(heads.q), self.feature_map.phi_k(heads.k), heads.v
         before = LinearState(state.kv, state.k_sum)
-        if heads.positions is None:
-            o, after = linear_attention(
-                q, k, v, causal=True, key_padding_mask=key_padding_mask, state=before, return_state=True
-            )
-        else:
-            o, after = rotary_linear_attention(
-                q, k, v, heads.positions, causal=True, key_padding_mask=key_padding_mask, state=before
-            )
-        seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
+        o, after = self._attend(heads, before, causal=True, key_padding_mask=key_padding_mask)
+        seen = heads.q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
         return o, LinearAttentionState(*after, state.position + seen)
 
     def step_heads(self, heads: Heads, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
         """Run one step of the recurrence."""
         q, k, v, positions, _ = heads
         kv, k_sum, position = state
-        if positions is None:
+        if self.rotary and positions is not None:
+            token = Heads(*(x.unsqueeze(1) for x in (q, k, v, positions)))
+            o, (kv, k_sum) = self._attend(token, LinearState(kv, k_sum), causal=True)
+            o = o.squeeze(1)
+        else:
             # What `linear_attention_step` does, without the checks that the projection makes superfluous.
             sizes = (q.shape[0], self.n_kv_heads, self.feature_map.feature_dim, self.value_dim)
             check_state(state, sizes, accumulation_dtype(q.dtype))
-            o, kv, k_sum = kernels.linear_attention_step(q, k, v, kv, k_sum, None, True, self.feature_map)
-        else:
-            q, k = self.feature_map.phi_q(q), self.feature_map.phi_k(k)
-            o, (kv, k_sum) = rotary_linear_attention(
-                q.unsqueeze(1),
-                k.unsqueeze(1),
-                v.unsqueeze(1),
-                positions.unsqueeze(1),
-                causal=True,
-                state=LinearState(kv, k_sum),
-            )
-            o = o.squeeze(1)
+            phi: FeatureMap | None = self.feature_map
+            if self.feature_map.positional:
+                q, k, phi = *self._features(heads), None
+            v = self._summable(v)
+            o, kv, k_sum = kernels.linear_attention_step(q, k, v, kv, k_sum, None, self.normalize, phi)
         return o, LinearAttentionState(kv, k_sum, position + 1)
+
+    def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
+        """Normalise each head, where no denominator has, and project back."""
+        return super().merge_heads(o if self.normalize else self.head_norm(o), x)
+
+    def _attend(
+        self,
+        heads: Heads,
+        state: LinearState | None,
+        *,
+        causal: bool,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LinearState]:
+        q, k = self._features(heads)
+        v, positions = self._summable(heads.v), heads.positions
+        if self.rotary and positions is not None:
+            if self.normalize:
+                return rotary_linear_attention(
+                    q,
+                    k,
+                    v,
+                    positions,
+                    causal=causal,
+                    key_padding_mask=key_padding_mask,
+                    cu_seqlens=cu_seqlens,
+                    state=state,
+                )
+            q, k = rotary(q, positions), rotary(k, positions)
+        return linear_attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            state=state,
+            return_state=True,
+            normalize=self.normalize,
+        )
+
+    def _features(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        phi, positions = self.feature_map, heads.positions
+        return phi.phi_q(heads.q, positions), phi.phi_k(heads.k, positions)
+
+    def _summable(self, v: Tensor) -> Tensor:
+        """Widen half-precision values, unless a denominator keeps what they add up to in range."""
+        return v if self.normalize else v.to(accumulation_dtype(v.dtype))

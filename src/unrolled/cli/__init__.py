@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from unrolled.cli.bench import bench
+from unrolled.cli.compare import compare
 from unrolled.cli.demo import demo
 from unrolled.cli.generate import generate
 from unrolled.cli.info import info
@@ -42,6 +43,7 @@ app.command("list")(mechanisms)
 app.command()(info)
 app.command()(demo)
 app.command()(bench)
+app.command()(compare)
 
 
 @app.callback()

@@ -70,11 +70,11 @@ def generate(
     """
     from unrolled import generation
     from unrolled.cli._device import choose
+    from unrolled.cli._models import load_decoder
     from unrolled.cli._vocabulary import Vocabulary
-    from unrolled.models import Decoder
 
     vocabulary = Vocabulary.load(run_dir)
-    model = Decoder.load(run_dir)
+    model = load_decoder(run_dir)
     vocabulary.check(model.config.vocab_size)
     model = model.to(choose(device))
     draw = partial(

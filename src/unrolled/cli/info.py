@@ -58,12 +58,12 @@ def _kernels() -> str:
 def _run(run_dir: Path) -> dict[str, Any]:
     import torch
 
+    from unrolled.cli._models import load_decoder
     from unrolled.cli.run_config import FILE_NAME
-    from unrolled.models import Decoder
     from unrolled.ops.state import nbytes
     from unrolled.training import read_log
 
-    model = Decoder.load(run_dir).eval()
+    model = load_decoder(run_dir).eval()
     losses = [line["best"] for line in read_log(run_dir / "log.jsonl") if line["event"] == "eval"]
     length = model.config.max_length
     described: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """What a run is: a YAML file and `key=value` overrides, checked key by key and completed from the data set.
 
     data:  {name: digits}                      a data set and its options
-    model: {n_layers: 4, attention: linear}    fields of `DecoderConfig`
+    model: {n_layers: 4, attention: linear}    fields of its config, and the `name` of its kind, by default
+                                               "decoder", or "encoder" for data with labels
     train: {steps: 2000}                       fields of `TrainConfig`
     run_dir: runs/digits                       the folder of the run
 
@@ -18,11 +19,14 @@ from typing import Any
 import yaml
 
 from unrolled import data
-from unrolled.models import DecoderConfig
+from unrolled.models import KINDS
+from unrolled.models.config import TransformerConfig
 from unrolled.models.saving import write_atomically
 from unrolled.training import TrainConfig
 
 SECTIONS = ("data", "model", "train", "run_dir")
+PREDICT_TOKENS = ("decoder", "perceiver_ar")
+PREDICT_LABELS = ("encoder", "perceiver", "perceiver_io")
 FILE_NAME = "run.yaml"
 
 
@@ -33,7 +37,8 @@ class Run:
     run_dir: Path
     dataset: data.Dataset
     data: dict[str, Any]
-    model: DecoderConfig
+    kind: type[Any]  # of the model
+    model: TransformerConfig
     train: TrainConfig
 
     def save(self) -> None:
@@ -42,7 +47,8 @@ class Run:
         Raises:
             ValueError: the folder cannot be made or written to.
         """
-        sections = {"data": self.data, "model": asdict(self.model), "train": asdict(self.train)}
+        model = {"name": self.kind.model_name} | asdict(self.model)
+        sections = {"data": self.data, "model": model, "train": asdict(self.train)}
         text = yaml.safe_dump(
             _plain(sections | {"run_dir": self.run_dir}), sort_keys=False, allow_unicode=True
         )
@@ -81,7 +87,8 @@ def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
 def resolve(values: Mapping[str, Any]) -> Run:
     """Load the data set and make the configurations.
 
-    `vocab_size`, `start_token` and `max_length` of the model are those of the data set unless given.
+    The model's `max_length`, `vocab_size`, and `start_token` or `n_classes`, are those of the data set unless
+    given.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is impossible.
@@ -91,7 +98,6 @@ def resolve(values: Mapping[str, Any]) -> Run:
     for name, section in sections.items():
         if not isinstance(section, dict):
             raise ValueError(f"{name} must be a section of keys and values, not {section!r}")
-    _check_keys("model.", sections["model"], [field.name for field in fields(DecoderConfig)])
     _check_keys("train.", sections["train"], [field.name for field in fields(TrainConfig)])
     if not isinstance(values.get("run_dir"), str) or not values["run_dir"]:
         raise ValueError("run_dir is missing: name the folder of the run, as in run_dir=runs/first")
@@ -102,23 +108,30 @@ def resolve(values: Mapping[str, Any]) -> Run:
 
     train = TrainConfig(**sections["train"])
     dataset = data.load(name, **options)
-    from_data = {
-        "vocab_size": dataset.vocab_size,
-        "start_token": dataset.start_token,
-        "max_length": dataset.length,
-    }
-    model = DecoderConfig(**(from_data | sections["model"]))
+    classifies = hasattr(dataset, "n_classes")
+    kinds = PREDICT_LABELS if classifies else PREDICT_TOKENS
+    fields_given = dict(sections["model"])
+    model_name = fields_given.pop("name", kinds[0])
+    if model_name not in kinds:
+        raise ValueError(
+            f"model.name is {model_name!r}, but for the data set {name} one of {', '.join(kinds)}"
+        )
+    kind = KINDS[model_name]
+    wanted = ("vocab_size", "n_classes" if classifies else "start_token")
+    from_data = {key: getattr(dataset, key) for key in wanted} | {"max_length": dataset.length}
+    _check_keys("model.", fields_given, ["name", *(field.name for field in fields(kind.config_type))])
+    model = kind.config_type(**(from_data | fields_given))
     if model.positions == "learned" and model.max_length < dataset.length:
         raise ValueError(
             f"model.max_length is {model.max_length}, but the data set {name} needs {dataset.length}"
         )
-    for key in ("vocab_size", "start_token"):
+    for key in wanted:
         if getattr(model, key) < from_data[key]:
             raise ValueError(
                 f"model.{key} is {getattr(model, key)}, but the data set {name} needs {from_data[key]}"
             )
     described = {"name": name} | {field.name: getattr(dataset, field.name) for field in fields(dataset)}  # type: ignore[arg-type]
-    return Run(Path(str(values["run_dir"])), dataset, described, model, train)
+    return Run(Path(str(values["run_dir"])), dataset, described, kind, model, train)
 
 
 def _text(path: Path) -> str:

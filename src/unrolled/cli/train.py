@@ -1,7 +1,7 @@
 """`unrolled train`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,12 +25,17 @@ def train(
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
 ) -> None:
-    """Train a decoder. The same command again goes on where it was interrupted.
+    """Train a decoder, or an encoder on data with labels. The same command again goes on where it stopped.
+
+    Another kind of model is chosen by model.name: perceiver_ar predicts tokens, perceiver and perceiver_io
+    predict labels.
 
     \b
     From settings alone:
       unrolled train data.name=digits run_dir=runs/digits
       unrolled train data.name=text data.path=book.txt run_dir=runs/book
+      unrolled train data.name=imdb run_dir=runs/imdb
+      unrolled train data.name=imdb model.name=perceiver run_dir=runs/latents
 
     \b
     From a file, with settings changed:
@@ -67,7 +72,8 @@ def train(
         overrides = [*(overrides or []), f"data.data_dir={str(data_dir)!r}"]
     run = run_config.resolve(run_config.read(config, overrides or []))
     torch.manual_seed(run.train.seed)  # the initial weights
-    model = Decoder(run.model).to(choose(device))
+    model: Any = run.kind(run.model)
+    model.to(choose(device))
     vocabulary = Vocabulary.of(run.dataset)
 
     goes_on = resume and (run.run_dir / "last.safetensors").exists()
@@ -87,8 +93,12 @@ def train(
         vocabulary.save(run.run_dir)
     if result.best_val is not None:
         bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
-        typer.echo(f"best validation loss {result.best_val:.3f} nats/token{bits}", err=True)
+        per = "token" if isinstance(model, Decoder) else "label"
+        typer.echo(f"best validation loss {result.best_val:.3f} nats/{per}{bits}", err=True)
     if result.steps < run.train.steps:
         raise KeyboardInterrupt
+    if not isinstance(model, Decoder):
+        typer.echo(f"use it: unrolled.models.load('{run.run_dir}')", err=True)
+        return
     prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""
     typer.echo(f"draw from it: unrolled generate {run.run_dir}{prompt}", err=True)

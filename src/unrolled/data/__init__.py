@@ -16,7 +16,7 @@ Split = Literal["train", "val"]
 
 
 class Batch(NamedTuple):
-    """Token ids to read and to predict: `targets[b, t]` follows `inputs[b, :t + 1]`.
+    """Token ids to read, and what to predict: `targets[b, t]` follows `inputs[b, :t + 1]`.
 
     Attributes:
         inputs: [B, T], int64.
@@ -25,6 +25,20 @@ class Batch(NamedTuple):
 
     inputs: Tensor
     targets: Tensor
+
+
+class LabelledBatch(NamedTuple):
+    """Token ids to read, and one label for each sequence.
+
+    Attributes:
+        inputs: [B, T], int64.
+        targets: [B], int64.
+        key_padding_mask: [B, T], True where `inputs` has padding.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    key_padding_mask: Tensor
 
 
 class Dataset(Protocol):

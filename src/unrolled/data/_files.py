@@ -9,8 +9,13 @@ import http.client
 import os
 import urllib.request
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 TIMEOUT = 30.0  # seconds without an answer before a download is given up
 BAD_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
@@ -42,20 +47,45 @@ def read_published(file: PublishedFile, data_dir: str | Path | None = None) -> b
     Raises:
         ValueError: the file is corrupt, or it is missing and cannot be downloaded or written.
     """
+    return load_published([file.path], file.url, partial(_verified, file=file), data_dir)
+
+
+def load_published(
+    paths: Sequence[str], url: str, parse: Callable[[bytes], T], data_dir: str | Path | None = None
+) -> T:
+    """Return what `parse` makes of a published file, downloading it once if it is missing.
+
+    Args:
+        paths: where it may lie, "folder/file" below the data folder, or the file directly in it; a download
+            is kept at the first.
+        url: its official address.
+        parse: verifies and reads the bytes; it raises ValueError with what is wrong with them.
+        data_dir: see `folder`.
+
+    Raises:
+        ValueError: the file is corrupt, or it is missing and cannot be downloaded or written.
+    """
     root = folder(data_dir)
-    places = [root / file.path, root / Path(file.path).name]
+    places = [place for path in paths for place in (root / path, root / Path(path).name)]
     for place in places:
         if place.is_file():
-            return _verified(_read(place), file, f"{place} is corrupt", f"; replace it by {file.url}")
+            raw = _read(place)
+            try:
+                return parse(raw)
+            except ValueError as error:
+                raise ValueError(f"{place} is corrupt: {error}; replace it by {url}") from error
     try:
-        with urllib.request.urlopen(file.url, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             raw = response.read()
     except (OSError, http.client.HTTPException) as error:
         raise ValueError(
             f"{places[1].name} is neither at {places[0]} nor at {places[1]} and could not be downloaded from "
-            f"{file.url} ({error}): put it there, or name its folder with data_dir or UNROLLED_DATA"
+            f"{url} ({error}): put it there, or name its folder with data_dir or UNROLLED_DATA"
         ) from error
-    content = _verified(raw, file, f"the download from {file.url} is corrupt", "")
+    try:
+        content = parse(raw)
+    except ValueError as error:
+        raise ValueError(f"the download from {url} is corrupt: {error}") from error
     _write_atomically(raw, places[0])
     return content
 
@@ -84,17 +114,16 @@ def _uncompressed(raw: bytes, name: str) -> bytes:
     return gzip.decompress(raw) if name.endswith(".gz") else raw
 
 
-def _verified(raw: bytes, file: PublishedFile, complaint: str, remedy: str) -> bytes:
+def _verified(raw: bytes, file: PublishedFile) -> bytes:
     try:
         content = _uncompressed(raw, file.path)
     except BAD_GZIP as error:
         raise ValueError(
-            f"{complaint}: it cannot be uncompressed ({error}), and its content must have the sha256 "
-            f"{file.sha256}{remedy}"
+            f"it cannot be uncompressed ({error}), and its content must have the sha256 {file.sha256}"
         ) from error
     found = hashlib.sha256(content).hexdigest()
     if found != file.sha256:
-        raise ValueError(f"{complaint}: its content has the sha256 {found} instead of {file.sha256}{remedy}")
+        raise ValueError(f"its content has the sha256 {found} instead of {file.sha256}")
     return content
 
 

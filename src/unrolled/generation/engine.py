@@ -23,7 +23,10 @@ class Recurrent(Protocol):
     def prefill(
         self, tokens: Tensor, state: Any, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Read tokens [B, T] in parallel; return logits [B, T, V] and the state after the last tokens."""
+        """Read tokens [B, T] in parallel, padded on the left.
+
+        Returns logits [B, n, V] after the last n of them, n >= 1, and the state.
+        """
 
     def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Read one token per row [B]; return logits [B, V] and the next state."""
@@ -133,14 +136,15 @@ def _prefill(model: Recurrent, prompts: list[Tensor], num_samples: int) -> tuple
     state = model.init_state(len(prompts))
     device = next(iter(leaves(state).values())).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
-    padding = torch.arange(tokens.shape[1], device=device) >= lengths.unsqueeze(1)
+    # On the left, so that the last column of the logits is what follows each prompt.
+    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(device)
+    padding = torch.arange(tokens.shape[1], device=device) < tokens.shape[1] - lengths.unsqueeze(1)
     logits, state = model.prefill(tokens, state, key_padding_mask=padding if padding.any() else None)
     fork = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)
     vocab_size = logits.shape[-1]  # also the id of the start symbol, and here that of padding
     seen = torch.zeros(len(prompts), vocab_size + 1, dtype=torch.bool, device=device)
     seen.scatter_(1, tokens.masked_fill(padding, vocab_size), True)
-    return logits[fork, lengths[fork] - 1], seen[fork, :vocab_size], select(state, fork)
+    return logits[fork, -1], seen[fork, :vocab_size], select(state, fork)
 
 
 def _prompts(

@@ -4,27 +4,41 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
+from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
+from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
 from unrolled.models.saving import read_config
 
 __all__ = [
+    "KINDS",
     "Decoder",
     "DecoderConfig",
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "Perceiver",
+    "PerceiverAR",
+    "PerceiverARConfig",
+    "PerceiverConfig",
+    "PerceiverIO",
+    "PerceiverIOConfig",
     "load",
     "mask_tokens",
 ]
 
+Model = Decoder | Encoder | Perceiver | PerceiverIO
+KINDS: dict[str, type[Model]] = {
+    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR)
+}
+"""Every kind of model, by the name that its folder and a run's settings call it."""
 
-def load(path: str | Path) -> Decoder | Encoder:
+
+def load(path: str | Path) -> Model:
     """Read a model of any kind from the folder that its `save` wrote.
 
     Raises:
         ValueError: as `Decoder.load`, or the folder's model is of an unknown kind.
     """
-    kinds: dict[str, type[Decoder] | type[Encoder]] = {m.model_name: m for m in (Decoder, Encoder)}
     name = read_config(path)["model"]
-    if name not in kinds:
-        raise ValueError(f"{path} holds a model of the kind {name!r}, wanted one of {sorted(kinds)}")
-    return kinds[name].load(path)
+    if name not in KINDS:
+        raise ValueError(f"{path} holds a model of the kind {name!r}, wanted one of {sorted(KINDS)}")
+    return KINDS[name].load(path)

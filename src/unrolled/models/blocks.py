@@ -1,6 +1,7 @@
 """The transformer block, and the stack of blocks that the models are made of."""
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -92,12 +93,16 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """`n_layers` blocks, and after pre-norm ones a norm of the residual stream; post-norm ones end in one."""
+    """`n_layers` blocks, and after pre-norm ones a norm of the residual stream; post-norm ones end in one.
 
-    def __init__(self, config: TransformerConfig, *, causal: bool) -> None:
+    Without `final_norm` the stream is handed on as it is, for more of it to come.
+    """
+
+    def __init__(self, config: TransformerConfig, *, causal: bool, final_norm: bool = True) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(config, i, causal=causal) for i in range(config.n_layers))
-        self.norm = make_norm(config) if config.norm == "pre" else nn.Identity()
+        tie_layers(block.attention for block in self._blocks())
+        self.norm = make_norm(config) if config.norm == "pre" and final_norm else nn.Identity()
 
     def forward(
         self,
@@ -106,9 +111,13 @@ class Stack(nn.Module):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         recompute: bool = False,
+        start: int = 0,
     ) -> Tensor:
-        """[B, T, d_model] -> [B, T, d_model]; `recompute` keeps each block's input only, for the backward."""
-        for block in self.blocks:
+        """[B, T, d_model] -> [B, T, d_model], by the blocks from number `start` on.
+
+        `recompute` keeps each block's input only, for the backward.
+        """
+        for block in self._blocks()[start:]:
             run = partial(block, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
             x = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
         return cast(Tensor, self.norm(x))
@@ -118,11 +127,11 @@ class Stack(nn.Module):
         return tuple(block.attention.init_state(batch_size) for block in self._blocks())
 
     def prefill(
-        self, x: Tensor, states: tuple[Any, ...], *, key_padding_mask: Tensor | None = None
+        self, x: Tensor, states: tuple[Any, ...], *, key_padding_mask: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """[B, T, d_model] -> [B, T, d_model], from states to states."""
+        """[B, T, d_model] -> [B, T, d_model], by the blocks from number `start` on, from states to states."""
         after = []
-        for block, state in zip(self._blocks(), states, strict=True):
+        for block, state in zip(self._blocks()[start:], states, strict=True):
             x, state = block.prefill(x, state, key_padding_mask=key_padding_mask)
             after.append(state)
         return self.norm(x), tuple(after)
@@ -136,7 +145,7 @@ class Stack(nn.Module):
         return self.norm(x), tuple(after)
 
     def _blocks(self) -> list[Block]:
-        return cast("list[Block]", self.blocks)
+        return cast("list[Block]", list(self.blocks))
 
 
 def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn.Module:
@@ -169,11 +178,22 @@ def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn
         raise ValueError(f"attention_options[{name!r}] does not fit: {error}") from error
 
 
-def make_norm(config: TransformerConfig) -> nn.Module:
-    """The norm that the config asks for, over the last axis."""
+def tie_layers(layers: Iterable[Any]) -> None:
+    """Let those layers that have the same mechanism share what it shares between the layers of a model."""
+    by_kind: dict[type, list[Any]] = {}
+    for layer in layers:
+        by_kind.setdefault(type(layer), []).append(layer)
+    for kind, alike in by_kind.items():
+        if hasattr(kind, "tie_layers"):
+            kind.tie_layers(alike)
+
+
+def make_norm(config: TransformerConfig, width: int | None = None) -> nn.Module:
+    """The norm that the config asks for, over a last axis of `width`, by default d_model."""
+    width = config.d_model if width is None else width
     if config.norm_type == "layernorm":
-        return nn.LayerNorm(config.d_model, eps=1e-5)
-    return nn.RMSNorm(config.d_model, eps=1e-5)  # torch's default would depend on the floating type
+        return nn.LayerNorm(width, eps=1e-5)
+    return nn.RMSNorm(width, eps=1e-5)  # torch's default would depend on the floating type
 
 
 def init_weights(model: nn.Module, config: TransformerConfig) -> None:

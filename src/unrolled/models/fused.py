@@ -27,7 +27,7 @@ def step(block: "Block", x: Tensor, state: Any) -> tuple[Tensor, LinearAttention
     attention: Any = parts["attention"]
     if type(attention) is not LinearAttention or type(state) is not LinearAttentionState:
         return None
-    if attention.rotary or not attention.causal:
+    if attention.rotary or not attention.normalize or not attention.causal:
         return None
     ff: Any = parts["ff"]
     first: Any = parts["attention_norm"]

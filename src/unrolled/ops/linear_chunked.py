@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from unrolled.ops.chunks import join_chunks, scan, scan_back, split_chunks, sum_heads
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
 
 LOWEST_GATE = -1e4  # its exponential is 0 like that of -inf, but it may be subtracted from itself
@@ -76,8 +76,8 @@ def forward(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, Tens
     with without_autocast(inputs.q.device):
         x = _cut(inputs, causal)
         k_to_end = _times(x.k, x.gates.to_end)
-        S = _scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
-        z = _scan(x.k_sum, k_to_end.sum(-2).unsqueeze(-1), x.gates.through)
+        S = scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
+        z = scan(x.k_sum, k_to_end.sum(-2).unsqueeze(-1), x.gates.through)
         if causal:
             weights = (x.q @ x.k.mT) * x.gates.within
             q_from_start = _times(x.q, x.gates.from_start)
@@ -88,10 +88,10 @@ def forward(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, Tens
             den = x.q @ z[:, -1:] if normalize else None
         o = num if den is None else safe_divide(num, den)
         return (
-            _join(o, B, T, G).to(inputs.v.dtype),
+            join_chunks(o, B, T, G).to(inputs.v.dtype),
             S[:, -1].reshape(B, G, R, M).clone(),  # a view would keep all n states alive
             z[:, -1].reshape(B, G, R).clone(),
-            num.new_empty(0) if den is None else _join(den, B, T, G),
+            num.new_empty(0) if den is None else join_chunks(den, B, T, G),
         )
 
 
@@ -128,14 +128,14 @@ def backward(
     with without_autocast(inputs.q.device):
         x = _cut(inputs, causal)
         n, C = x.q.shape[1], x.q.shape[3]
-        g = _split(grad_o.to(x.v.dtype), n, C, G)
-        divisor = _split(den, n, C, G) if normalize else None
+        g = split_chunks(grad_o.to(x.v.dtype), n, C, G)
+        divisor = split_chunks(den, n, C, G) if normalize else None
         if divisor is not None:
             g = safe_divide(g, divisor)
         dS_end, dz_end = grad_kv.reshape(x.kv.shape), grad_k_sum.reshape(x.k_sum.shape)
         k_to_end = _times(x.k, x.gates.to_end)
-        S = _scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
-        z = _scan(x.k_sum, k_to_end.sum(-2).unsqueeze(-1), x.gates.through)
+        S = scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
+        z = scan(x.k_sum, k_to_end.sum(-2).unsqueeze(-1), x.gates.through)
         reads = _causal_reads if causal else _bidirectional_reads
         dq, dk, dv, dS, dz, d_gates = reads(x, g, divisor, S, z, dS_end, dz_end)
         # The keys are also read through the state after their chunk.
@@ -149,12 +149,14 @@ def backward(
             passed = (_times(S[:, :-1], x.gates.through) * dS[:, 1:]).sum((-2, -1))
             passed = passed + (_times(z[:, :-1], x.gates.through) * dz[:, 1:]).sum((-2, -1))
             d_gates = d_gates + given.cumsum(-1) - given + passed.unsqueeze(-1)
-            d_log_decay = _join(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1).to(inputs.log_decay.dtype)
+            d_log_decay = (
+                join_chunks(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1).to(inputs.log_decay.dtype)
+            )
             d_log_decay = d_log_decay.masked_fill(inputs.log_decay < LOWEST_GATE, 0)
         return (
-            _join(dq, B, T, G).to(inputs.q.dtype),
-            _join(dk, B, S_len, G).to(inputs.k.dtype),
-            _join(dv, B, S_len, G).to(inputs.v.dtype),
+            join_chunks(dq, B, T, G).to(inputs.q.dtype),
+            join_chunks(dk, B, S_len, G).to(inputs.k.dtype),
+            join_chunks(dv, B, S_len, G).to(inputs.v.dtype),
             d_log_decay,
             dS[:, 0].reshape(B, G, R, M).clone(),
             dz[:, 0].reshape(B, G, R).clone(),
@@ -186,19 +188,19 @@ def _causal_reads(
         dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
         z_read = dden * _times(z[:, :-1].mT, x.gates.from_start)
         dq, dq_read = dq + dden * (x.gates.within @ x.k) + z_read, dq_read + z_read
-        dz_read = _sum_heads(q_from_start.mT @ dden)
+        dz_read = sum_heads(q_from_start.mT @ dden)
         d_weights = d_weights + dden * x.gates.within
     d_gates = x.k.new_zeros(x.k.shape[:-1])
     if x.gates.through is not None:
-        pairs = _sum_heads(d_weights * scores)
-        read = _sum_heads((x.q * dq_read).sum(-1, keepdim=True)).squeeze(-1)
+        pairs = sum_heads(d_weights * scores)
+        read = sum_heads((x.q * dq_read).sum(-1, keepdim=True)).squeeze(-1)
         d_gates = (pairs.cumsum(-1) - pairs).tril().sum(-2) + read.flip(-1).cumsum(-1).flip(-1)
     return Reads(
         dq,
-        _sum_heads(d_weights.mT @ x.q),
-        _sum_heads((scores * x.gates.within).mT @ g),
-        _scan_back(dS_end, _sum_heads(q_from_start.mT @ g), x.gates.through),
-        _scan_back(dz_end, dz_read, x.gates.through),
+        sum_heads(d_weights.mT @ x.q),
+        sum_heads((scores * x.gates.within).mT @ g),
+        scan_back(dS_end, sum_heads(q_from_start.mT @ g), x.gates.through),
+        scan_back(dz_end, dz_read, x.gates.through),
         d_gates,
     )
 
@@ -208,17 +210,17 @@ def _bidirectional_reads(
 ) -> Reads:
     """Queries that all read the state after the only chunk; their share joins what arrives there."""
     dq = g @ S[:, 1:].mT
-    dS_end = dS_end + _sum_heads(x.q.mT @ g)
+    dS_end = dS_end + sum_heads(x.q.mT @ g)
     if divisor is not None:
         dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
         dq = dq + dden * z[:, 1:].mT
-        dz_end = dz_end + _sum_heads(x.q.mT @ dden)
+        dz_end = dz_end + sum_heads(x.q.mT @ dden)
     return Reads(
         dq,
         torch.zeros_like(x.k),
         torch.zeros_like(x.v),
-        _scan_back(dS_end, torch.zeros_like(x.kv), x.gates.through),
-        _scan_back(dz_end, torch.zeros_like(x.k_sum), x.gates.through),
+        scan_back(dS_end, torch.zeros_like(x.kv), x.gates.through),
+        scan_back(dz_end, torch.zeros_like(x.k_sum), x.gates.through),
         x.k.new_zeros(x.k.shape[:-1]),
     )
 
@@ -247,7 +249,7 @@ def _cut(inputs: Inputs, causal: bool) -> Chunks:
     gates = Gates(within, None, None, None)
     if log_decay is not None:
         exact = log_decay.clamp(min=LOWEST_GATE).to(exact_dtype(q.device)).unsqueeze(-1)
-        b = _split(exact, n, key_C, G).squeeze(-1).cumsum(-1)
+        b = split_chunks(exact, n, key_C, G).squeeze(-1).cumsum(-1)
         total = b[..., -1:] if key_C else b.new_zeros(*b.shape[:-1], 1)
         if causal:
             within = decay_between(b, b, within.bool(), dtype)
@@ -258,48 +260,14 @@ def _cut(inputs: Inputs, causal: bool) -> Chunks:
             total.exp().to(dtype).unsqueeze(-1),
         )
     return Chunks(
-        _split(q.to(dtype), n, C, G),
-        _split(k.to(dtype), n, key_C, G),
-        _split(v.to(dtype), n, key_C, G),
+        split_chunks(q.to(dtype), n, C, G),
+        split_chunks(k.to(dtype), n, key_C, G),
+        split_chunks(v.to(dtype), n, key_C, G),
         gates,
         q.new_zeros(B * G, 1, 1, R, M, dtype=dtype) if kv is None else kv.reshape(B * G, 1, 1, R, M),
         q.new_zeros(B * G, 1, 1, R, 1, dtype=dtype) if k_sum is None else k_sum.reshape(B * G, 1, 1, R, 1),
     )
 
 
-def _split(x: Tensor, n: int, C: int, G: int) -> Tensor:
-    """[B,T,H,D] -> [B*G,n,H/G,C,D], with zeros behind the last token."""
-    B, T, H, D = x.shape
-    if n * C != T:
-        x = pad(x, (0, 0, 0, 0, 0, n * C - T))
-    return x.reshape(B, n, C, G, H // G, D).permute(0, 3, 1, 4, 2, 5).reshape(B * G, n, H // G, C, D)
-
-
-def _join(x: Tensor, B: int, T: int, G: int) -> Tensor:
-    """[B*G,n,P,C,D] -> [B,T,G*P,D], the inverse of `_split`."""
-    _, n, P, C, D = x.shape
-    return x.reshape(B, G, n, P, C, D).permute(0, 2, 4, 1, 3, 5).reshape(B, n * C, G * P, D)[:, :T]
-
-
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
-
-
-def _sum_heads(x: Tensor) -> Tensor:
-    """Add up what the P query heads of a group give to their common key head."""
-    return x.sum(2, keepdim=True) if x.shape[2] > 1 else x
-
-
-def _scan(first: Tensor, additions: Tensor, through: Tensor | None) -> Tensor:
-    """The n + 1 states s_0 = first, s_c+1 = through_c s_c + additions_c, along axis 1."""
-    if through is None:
-        return torch.cat([first, additions], dim=1).cumsum(1)
-    states = [first]
-    for c in range(additions.shape[1]):
-        states.append(states[-1] * through[:, c : c + 1] + additions[:, c : c + 1])
-    return torch.cat(states, dim=1)
-
-
-def _scan_back(last: Tensor, additions: Tensor, through: Tensor | None) -> Tensor:
-    """The same from the other end: s_n = last, s_c = through_c s_c+1 + additions_c."""
-    return _scan(last, additions.flip(1), None if through is None else through.flip(1)).flip(1)

@@ -45,6 +45,19 @@ def pad_packed(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return x, padding
 
 
+def valid_first(key_padding_mask: Tensor) -> Tensor:
+    """Places of the valid tokens of each row in their order, then those of its padding (True): `[B,S]`."""
+    return torch.argsort(key_padding_mask.byte(), dim=1, stable=True)
+
+
+def reorder(x: Tensor, places: Tensor) -> Tensor:
+    """y[b, i] = x[b, places[b, i]] for `x [B,S,...]` and `places [B,S]`; `places.argsort(1)` undoes it."""
+    B, S = places.shape
+    row = torch.arange(B, device=places.device).unsqueeze(1)
+    # One flat selection of rows: its gradient is as fast as itself, unlike that of x[row, places].
+    return x.flatten(0, 1).index_select(0, (row * S + places).flatten()).reshape(B, S, *x.shape[2:])
+
+
 def segment_ids(cu_seqlens: Tensor, total: int) -> Tensor:
     """Number of the sequence that each of the `total` packed tokens belongs to, `[total]`."""
     place = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)

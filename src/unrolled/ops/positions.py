@@ -1,5 +1,7 @@
 """Where a token stands, and the encodings of it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,16 +31,56 @@ def sinusoidal(positions: Tensor, dim: int, *, dtype: torch.dtype = torch.float3
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(dtype)
 
 
+def grid_positions(sizes: Sequence[int], *, device: torch.device | None = None) -> Tensor:
+    """Coordinates of a grid's points, each axis evenly from -1 to 1: `[*sizes, A]` for A axes."""
+    exact = exact_dtype(torch.device("cpu") if device is None else device)
+    axes = [torch.linspace(-1, 1, size, device=device, dtype=exact) for size in sizes]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
+
+
+def fourier_features(
+    positions: Tensor, n_bands: int, resolution: Sequence[float], *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Sines and cosines of coordinates in [-1, 1], and these themselves: `[..., A]` -> `[..., A (2K + 1)]`.
+
+        axis x:  [sin(pi f_1 x) .. sin(pi f_K x), cos(pi f_1 x) .. cos(pi f_K x), x]
+
+    The K frequencies of an axis are spaced evenly from 1 to mu / 2, the highest that a grid of mu points can
+    tell apart. Jaegle et al. 2021, "Perceiver" (arXiv 2103.03206), section 3.2.
+
+    Args:
+        positions: coordinates of points on A axes, such as `grid_positions` makes.
+        n_bands: number K of frequencies.
+        resolution: mu of each axis.
+        dtype: of the result; the angles are computed in fp64 where the device has it.
+
+    Raises:
+        ValueError: another number of axes, or no band.
+    """
+    axes = positions.shape[-1] if positions.dim() else 0
+    if axes != len(resolution):
+        raise ValueError(f"resolution has {len(resolution)} axes, but positions {shape(positions)} {axes}")
+    if n_bands < 1:
+        raise ValueError(f"n_bands is {n_bands}, but must be at least 1")
+    exact = exact_dtype(positions.device)
+    top = torch.tensor(resolution, device=positions.device, dtype=exact) / 2
+    share = torch.linspace(0, 1, n_bands, device=positions.device, dtype=exact)
+    x = positions.to(exact).unsqueeze(-1)
+    angles = torch.pi * x * (1 + share * (top.unsqueeze(-1) - 1))
+    return torch.cat([angles.sin(), angles.cos(), x], dim=-1).flatten(-2).to(dtype)
+
+
 def rotary(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate each pair (x_2i, x_2i+1) by the angle p / 10000^(2i/D): `x [B,T,H,D]`, `positions [B,T]`.
+    """Rotate each pair (x_2i, x_2i+1) by the angle p / 10000^(2i/D): `x [B,T,H,D]`, `positions [B,T]`,
+    or one token of each, `[B,H,D]` and `[B]`.
 
     The product of two rotated vectors depends on the difference of their positions only. Su et al. 2021,
     "RoFormer" (arXiv 2104.09864), eq. 34. D is even. With linear attention only the numerator may be rotated:
     the weights in the denominator must stay positive (eq. 19 there).
     """
-    if positions.shape != x.shape[:2]:
+    if positions.shape != x.shape[:-2]:
         raise ValueError(
-            f"positions has shape {shape(positions)}, but x {shape(x)} wants {list(x.shape[:2])}"
+            f"positions has shape {shape(positions)}, but x {shape(x)} wants {list(x.shape[:-2])}"
         )
     angles = _angles(positions, x.shape[-1], "the head width").unsqueeze(-2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

@@ -1,5 +1,6 @@
 """The loss of a batch and of the validation split."""
 
+from collections.abc import Callable
 from itertools import islice
 
 import torch
@@ -36,8 +37,11 @@ def evaluate(model: Trainable, dataset: TrainingData, config: TrainConfig) -> fl
 
 def batch_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:
     """Mean loss over the targets of a batch, in nats per token, under the autocast of the run."""
+    loss: Callable[..., Tensor] = model.loss
+    padding = getattr(batch, "key_padding_mask", None)  # most batches have none
+    masks = {} if padding is None else {"key_padding_mask": padding.to(device)}
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-        return model.loss(batch.inputs.to(device), batch.targets.to(device))
+        return loss(batch.inputs.to(device), batch.targets.to(device), **masks)
 
 
 def count_targets(batch: Batch) -> int:

@@ -8,7 +8,11 @@ from torch import Tensor, nn
 
 
 class Batch(Protocol):
-    """Token ids `inputs [B, T]` and what to predict at each, `targets [B, T]`."""
+    """Token ids `inputs [B, T]` and what to predict: at each, `targets [B, T]`, or of each row, `[B]`.
+
+    A batch with padding also has `key_padding_mask [B, T]`, True = padding, which the model's loss then takes
+    by that name.
+    """
 
     @property
     def inputs(self) -> Tensor:

@@ -1,10 +1,11 @@
 """The registry: every case of the benchmark, by name."""
 
-from unrolled.cli.bench import linear, models, variations, window
+from unrolled.cli.bench import linear, mechanisms, models, variations, window
 from unrolled.cli.bench.case import Case
 
 CASES: dict[str, Case] = {
-    case.name: case for case in [*linear.CASES, *variations.CASES, *window.CASES, *models.CASES]
+    case.name: case
+    for case in [*linear.CASES, *variations.CASES, *window.CASES, *models.CASES, *mechanisms.CASES]
 }
 
 

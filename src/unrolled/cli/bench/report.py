@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from unrolled.cli._units import brief_time, size
+from unrolled.cli.bench.fits import exponent
 
 UNDISTURBED = 0.97  # of the time; less, and a reader is warned
 
@@ -133,7 +134,21 @@ def _medians(rows: Sequence[Row], axis: str) -> str:
     cells = {(row.size, row.contender): brief_time(row.median) for row in rows if row.median is not None}
     sizes = list(dict.fromkeys(row.size for row in rows))
     lines = [[f"{n:,}", *(cells.get((n, name), "") for name in names)] for n in sizes]
+    if axis == "N":
+        lines.append(["time grows as", *(_growth(rows, name, lambda row: row.least) for name in names)])
+        if any(row.peak_bytes for row in rows):
+            lines.append(["memory as", *(_growth(rows, name, lambda row: row.peak_bytes) for name in names)])
     return table([axis, *names], lines)
+
+
+def _growth(rows: Sequence[Row], name: str, cost: Callable[[Row], float | None]) -> str:
+    """Tell the exponent of a contender's cost, of the best that was seen."""
+    found = [(row.size, cost(row)) for row in rows if row.contender == name]
+    known = [(n, x) for n, x in found if x]
+    if len(known) < 2:
+        return ""
+    power = round(exponent(*zip(*known, strict=True)), 2) + 0.0  # not -0.0
+    return f"N^{power:.2f}"
 
 
 COLUMNS: dict[str, Callable[[Row], str | None]] = {

@@ -1,0 +1,256 @@
+r"""Efficient attention: queries are a softmax over their features, keys a softmax over all positions.
+
+    o_i = sum_c softmax(q_i)_c G_c        G_c = sum_j softmax_j(k_jc) v_j        (c runs over the D features)
+
+Each feature of the keys is a map over the positions, which picks the values that it averages, and each query
+mixes the D averages. The weights that this implies, sum_c softmax(q_i)_c softmax_j(k_jc), are positive and
+sum to 1 without a denominator. There is no 1/sqrt(D).
+
+Causal attention, which the paper does not have, takes the softmax of query i over the positions j <= i. With
+m_t the running maximum of each feature, a constant for the gradient since it cancels, that is a recurrence:
+
+    S_t = diag(exp(m_{t-1} - m_t)) S_{t-1} + exp(k_t - m_t) v_t^T
+    z_t = exp(m_{t-1} - m_t) * z_{t-1} + exp(k_t - m_t)
+    o_t = S_t^T (softmax(q_t) / z_t)
+
+which is linear attention with a decay for every feature. Nothing overflows, and the future is not looked at.
+
+Shen, Zhang, Zhao, Yi and Li 2018, "Efficient Attention: Attention with Linear Complexities",
+arXiv 1812.01243: section 3.2 (definition and the two normalisations).
+
+Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T D M) (causal
+O(T (D M + C (D+M)))) and memory O(T (D+M)); per generated token time, memory and state O(D M).
+Cannot: honour an arbitrary `attn_mask`. The softmax over features flattens queries as D grows.
+Equals softmax attention: never.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, check_step, shape
+from unrolled.ops.linear import check_state, linear_attention
+from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.linear_diagonal import diagonal_linear_attention, diagonal_linear_attention_step
+from unrolled.ops.masks import without_padding
+from unrolled.ops.packing import length_buckets, segment_ids
+from unrolled.ops.precision import accumulation_dtype
+
+
+class EfficientState(NamedTuple):
+    """S `[B,G,D,M]`, z and m `[B,G,D]`; its size never changes."""
+
+    kv: Tensor
+    k_sum: Tensor
+    k_max: Tensor
+
+
+def efficient_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Bidirectional efficient attention, in time and memory linear in the lengths (equations above).
+
+    Args:
+        q: queries `[B,T,H,D]`.
+        k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
+        v: values `[B,S,G,M]`.
+        key_padding_mask: `[B,S]`, True = padding.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
+
+    Returns:
+        `o [B,T,H,M]` in the type of `v`; 0 for a query that has nothing to attend to.
+    """
+    check_qkv(q, k, v)
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    maps = k.to(dtype)
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, *k.shape[:2])
+        # Not -inf, whose softmax is NaN where all is padding; `linear_attention` leaves padding out anyway.
+        maps = maps.masked_fill(key_padding_mask[..., None, None], torch.finfo(dtype).min)
+    if cu_seqlens is None:
+        maps = maps.softmax(1)
+    else:
+        check_cu_seqlens(cu_seqlens, q, k)
+        maps = _softmax_in_segments(maps[0], segment_ids(cu_seqlens, k.shape[1]), len(cu_seqlens) - 1)
+    return linear_attention(
+        q.to(dtype).softmax(-1),
+        maps,
+        v,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        normalize=False,
+    )
+
+
+def causal_efficient_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    state: EfficientState | None = None,
+) -> tuple[Tensor, EfficientState]:
+    """Causal efficient attention, in time and memory linear in the lengths (equations above).
+
+    Args:
+        q, k, v, key_padding_mask: as in `efficient_attention`; query i reads keys up to i + S - T only.
+        state: what came before the first key.
+
+    Returns:
+        `o [B,T,H,M]` in the type of `v`, and the state after the last key.
+    """
+    check_qkv(q, k, v)
+    (B, T, H, D), (_, S, G, _) = q.shape, k.shape
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    if state is None:
+        state = empty_state(k, v, dtype)
+    _check_state(state, (B, G, D, v.shape[3]), dtype)
+    kv, k_sum, k_max = state
+    k = k.to(dtype)
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, B, S)
+        k = k.masked_fill(key_padding_mask[..., None, None], -torch.inf)
+        v = without_padding(v, key_padding_mask)
+    if T > S:  # the first queries come before all keys
+        k, v = (pad(x, (0, 0, 0, 0, T - S, 0), value=nothing) for x, nothing in ((k, -torch.inf), (v, 0.0)))
+    maxima = _running_maxima(torch.cat([k_max.unsqueeze(1), k.detach()], dim=1))
+    log_decay = maxima[:, :-1] - maxima[:, 1:]
+    k = (k - maxima[:, 1:]).exp()
+    sums = _decayed_sums(torch.cat([k_sum.unsqueeze(1), k], dim=1), pad(log_decay.exp(), (0, 0, 0, 0, 1, 0)))
+    read = sums[:, -T:] if T else sums[:, :0]
+    q = safe_divide(q.to(dtype).softmax(-1), read.repeat_interleave(H // G, 2))
+    o, kv = diagonal_linear_attention(q, k, v, log_decay, state=kv, return_state=True)
+    return o, EfficientState(kv, sums[:, -1].clone(), maxima[:, -1].clone())  # views would keep all alive
+
+
+def packed_causal_efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, key_padding_mask: Tensor | None = None
+) -> Tensor:
+    """Do the same for N sequences packed into one row, by groups of similar lengths; arguments as above."""
+    check_cu_seqlens(cu_seqlens, q, k)
+    nowhere = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
+    mask = nowhere if key_padding_mask is None else key_padding_mask
+    check_key_padding_mask(mask, *k.shape[:2])
+    o = v.new_zeros(*q.shape[:3], v.shape[3])
+    for _, tokens, padding in length_buckets(cu_seqlens, q.shape[1]):
+        q_part, k_part, v_part, masked = (x[0, tokens] for x in (q, k, v, mask))
+        part, _ = causal_efficient_attention(q_part, k_part, v_part, key_padding_mask=masked | padding)
+        o = o.index_put((torch.zeros_like(tokens[~padding]), tokens[~padding]), part[~padding])
+    return o
+
+
+def causal_efficient_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: EfficientState
+) -> tuple[Tensor, EfficientState]:
+    """One token of the recurrence: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `o [B,H,M]` and the new state."""
+    check_step(q, k, v)
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    _check_state(state, (*k.shape, v.shape[2]), dtype)
+    k = k.to(dtype)
+    k_max = torch.maximum(state.k_max, k.detach())
+    log_decay = state.k_max - k_max
+    k = (k - k_max).exp()
+    k_sum = state.k_sum * log_decay.exp() + k
+    q = q.to(dtype).softmax(-1) / k_sum.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    o, kv = diagonal_linear_attention_step(q, k, v, log_decay, state.kv)
+    return o, EfficientState(kv, k_sum, k_max)
+
+
+def efficient_attention_reference(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Compute either by the definition: a softmax over the keys for each query and feature.
+
+    `allowed [T,S]`: True = query i may read key j; each may read one at least. Time and memory O(T S D).
+    """
+    P = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(P, 2), v.repeat_interleave(P, 2)
+    logits = k.transpose(1, 3).unsqueeze(3).masked_fill(~allowed, -torch.inf)  # [B,D,H,T,S]
+    return torch.einsum("bthc,bchts,bshm->bthm", q.softmax(-1), logits.softmax(-1), v)
+
+
+def empty_state(k: Tensor, v: Tensor, dtype: torch.dtype) -> EfficientState:
+    """Make the state before any key `[B,S,G,D]` and value `[B,S,G,M]`."""
+    k_sum = k.new_zeros(k.shape[0], *k.shape[2:], dtype=dtype)
+    kv = k_sum.new_zeros(*k_sum.shape, v.shape[-1])
+    return EfficientState(kv, k_sum, torch.full_like(k_sum, torch.finfo(dtype).min))
+
+
+def _check_state(state: EfficientState, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_state(state, sizes, dtype)
+    if state.k_max.shape != sizes[:3]:
+        raise ValueError(f"state.k_max has shape {shape(state.k_max)}, but must be {list(sizes[:3])}")
+
+
+def _running_maxima(x: Tensor) -> Tensor:
+    """Largest so far along axis 1, where it is searched in the order of memory: twice as fast."""
+    return x.movedim(1, -1).contiguous().cummax(-1).values.movedim(-1, 1)
+
+
+def _decayed_sums(x: Tensor, decay: Tensor) -> Tensor:
+    """z_t = decay_t z_{t-1} + x_t along axis 1: a sequence of pairs of tokens is half as long."""
+    T = x.shape[1]
+    if T == 1:
+        return x
+    x, decay = (pad(y, (0, 0, 0, 0, 0, T % 2)) for y in (x, decay))
+    (x_1, x_2), (decay_1, decay_2) = ((y[:, ::2], y[:, 1::2]) for y in (x, decay))
+    second = _decayed_sums(x_2 + decay_2 * x_1, decay_2 * decay_1)
+    first = x_1 + decay_1 * pad(second, (0, 0, 0, 0, 1, 0))[:, :-1]
+    return torch.stack([first, second], dim=2).flatten(1, 2)[:, :T]
+
+
+def _softmax_in_segments(k: Tensor, segment: Tensor, n_segments: int) -> Tensor:
+    """Softmax over the tokens of each segment: `k [T,G,D]`, `segment [T]` -> `[1,T,G,D]`."""
+    lowest = k.new_full((n_segments, *k.shape[1:]), -torch.inf)
+    index = segment[:, None, None].expand(k.shape)
+    maxima = lowest.scatter_reduce(0, index, k.detach(), "amax")
+    k = (k - maxima[segment]).exp()
+    return (k / torch.zeros_like(lowest).index_add(0, segment, k)[segment]).unsqueeze(0)
+
+
+class EfficientAttention(MultiHeadAttention):
+    """Multi-head efficient attention; the arguments are those of `MultiHeadAttention`, without `rotary`.
+
+    The paper's module adds its input to the output; here, as for every mechanism, that is left to the block.
+    """
+
+    supports = Supports(
+        causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
+    )
+    state_type = EfficientState
+
+    def __init__(self, d_model: int, n_heads: int, **shared: Any):
+        super().__init__(d_model, n_heads, **shared)
+        if self.rotary:
+            raise UnsupportedError("rotated probabilities may be negative; use other positions than rotary")
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        q, k, v, padding, cu_seqlens = *heads[:3], masks.key_padding_mask, masks.cu_seqlens
+        if not self.causal:
+            return efficient_attention(q, k, v, key_padding_mask=padding, cu_seqlens=cu_seqlens)
+        if cu_seqlens is None:
+            return causal_efficient_attention(q, k, v, key_padding_mask=padding)[0]
+        return packed_causal_efficient_attention(q, k, v, cu_seqlens, padding)
+
+    def init_state(self, batch_size: int) -> EfficientState:
+        """Make the state of `batch_size` sequences that have not begun."""
+        k = self.out_proj.weight.new_empty(batch_size, 0, self.n_kv_heads, self.head_dim)
+        return empty_state(k, k.new_empty(0, self.value_dim), self._state_dtype)
+
+    def prefill_heads(
+        self, heads: Heads, state: EfficientState, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, EfficientState]:
+        """Attend in parallel, from a state to a state."""
+        return causal_efficient_attention(*heads[:3], key_padding_mask=key_padding_mask, state=state)
+
+    def step_heads(self, heads: Heads, state: EfficientState) -> tuple[Tensor, EfficientState]:
+        """Run one step of the recurrence."""
+        return causal_efficient_attention_step(*heads[:3], state)

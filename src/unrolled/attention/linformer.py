@@ -1,0 +1,299 @@
+r"""Linformer attention: keys and values projected along the sequence, from n positions to k slots.
+
+    o_i = sum_s a_is (F V)_s        a_is = exp(q_i . (E K)_s / sqrt(D)) / sum_s' exp(q_i . (E K)_s' / sqrt(D))
+
+E and F are learned matrices `[k, n]`, K `[S, D]` and V `[S, M]` the keys and values. A sequence of S < n
+tokens meets the first S columns. Column j belongs to the j-th valid token: padding anywhere changes nothing.
+
+Wang, Li, Khabsa, Fang and Ma 2020, "Linformer: Self-Attention with Linear Complexity", arXiv 2006.04768,
+eq. 7; section 4 for sharing and for the other projections. As there, keys and values are projected after
+their linear layers, biases included (fairseq's code projects the input before them).
+
+Cost per head: time O((T+S) k (D+M)), memory O((T+S) (D+M) + k n); k n parameters for each matrix.
+Cannot: be causal (each slot mixes all positions, so no mask can take the future out), read more than n keys,
+or honour an arbitrary `attn_mask`. The slots of a short sequence hold shorter sums: nothing rescales them.
+Equals softmax attention: at k = n with E = F = 1.
+
+With `rotary`, queries and keys are rotated by their positions before the keys are projected.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_key_padding_mask, check_qkv
+from unrolled.ops.masks import without_padding
+from unrolled.ops.packing import reorder, valid_first
+from unrolled.ops.positions import rotary
+from unrolled.ops.softmax import softmax_attention
+
+SHARING = ("none", "headwise", "key-value", "layerwise")
+
+
+class Projection(nn.Module):
+    """Shortens sequences of up to n = `max_length` tokens to k = `rank` slots; short ones may fill fewer.
+
+    Args:
+        rank: number of slots k.
+        max_length: length n of the longest sequence.
+        n_heads: give each of so many heads its own parameters; by default all heads share them.
+    """
+
+    def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
+        super().__init__()
+        if not 1 <= rank <= max_length:
+            raise ValueError(f"rank is {rank}, but must be between 1 and max_length = {max_length}")
+        self.rank, self.max_length, self.n_heads = rank, max_length, n_heads
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Project `x [B,S,G,W]` to `[B,slots,G,W]`; the padding `[B,S]` (True) is last and holds zeros."""
+        raise NotImplementedError
+
+    def empty_slots(self, padding: Tensor) -> Tensor | None:
+        """Which slots hold no token, `[B,slots]`, or None where every token is in every slot."""
+        return None
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"rank={self.rank}, max_length={self.max_length}, n_heads={self.n_heads}"
+
+    def _parameter(self, *size: int, bound: float) -> nn.Parameter:
+        heads = () if self.n_heads is None else (self.n_heads,)
+        return nn.Parameter(torch.empty(*heads, *size).uniform_(-bound, bound))
+
+
+class LinearProjection(Projection):
+    """One learned matrix `[k,n]`, or `[G,k,n]` with one for each head.
+
+    Entries start uniform with variance 1 / (n + k), as in the authors' code (Xavier with gain 1/sqrt(2)).
+    """
+
+    def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
+        super().__init__(rank, max_length, n_heads)
+        self.weight = self._parameter(rank, max_length, bound=math.sqrt(3 / (max_length + rank)))
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Project `x [B,S,G,W]` to `[B,k,G,W]`."""
+        weight = self.weight[..., : x.shape[1]]
+        if self.n_heads is None:
+            return (weight @ x.flatten(2)).reshape(x.shape[0], self.rank, *x.shape[2:])
+        return torch.einsum("gks,bsgw->bkgw", weight, x)
+
+
+class WindowProjection(Projection):
+    """Each slot is made of its own window of n/k tokens. Windows without tokens make no slots."""
+
+    def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
+        super().__init__(rank, max_length, n_heads)
+        if max_length % rank:
+            raise ValueError(f"max_length is {max_length}, but windows want a multiple of rank = {rank}")
+        self.window = max_length // rank
+
+    def empty_slots(self, padding: Tensor) -> Tensor | None:
+        """Those whose first token is padding already."""
+        return padding[:, :: self.window]
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """Cut `[B,S,...]` into `[B,slots,window,...]`, with zeros after the end."""
+        missing = -x.shape[1] % self.window
+        end = x.new_zeros(x.shape[0], missing, *x.shape[2:])
+        slots = (x.shape[1] + missing) // self.window
+        return torch.cat([x, end], dim=1).reshape(x.shape[0], slots, self.window, *x.shape[2:])
+
+    def _present(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Whether there is a token at each place of each window, `[B,slots,window,1,1]`."""
+        present = x.new_ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding
+        return self._windows(present)[..., None, None]
+
+
+class MeanPooling(WindowProjection):
+    """The mean of the tokens in each window. It has no parameters."""
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Project `x [B,S,G,W]` to `[B,slots,G,W]`."""
+        count = self._present(x, padding).sum(2).clamp(min=1)
+        return self._windows(x).sum(2) / count
+
+
+class MaxPooling(WindowProjection):
+    """The largest value of each coordinate in each window. It has no parameters."""
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Project `x [B,S,G,W]` to `[B,slots,G,W]`."""
+        lowest = torch.finfo(x.dtype).min
+        return self._windows(x).masked_fill(~self._present(x, padding), lowest).amax(2)
+
+
+class Convolution(WindowProjection):
+    """A convolution along the sequence whose kernel `[n/k]`, or `[G,n/k]`, is as wide as its stride."""
+
+    def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
+        super().__init__(rank, max_length, n_heads)
+        self.weight = self._parameter(self.window, bound=self.window**-0.5)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Project `x [B,S,G,W]` to `[B,slots,G,W]`."""
+        kernel = self.weight if self.n_heads is not None else self.weight.expand(x.shape[2], -1)
+        return torch.einsum("bsngw,gn->bsgw", self._windows(x), kernel)
+
+
+PROJECTIONS: dict[str, type[Projection]] = {
+    "linear": LinearProjection,
+    "mean": MeanPooling,
+    "max": MaxPooling,
+    "convolution": Convolution,
+}
+
+
+def theorem_rank(length: int, head_dim: int, error: float = 0.5) -> int:
+    """Rank k = min(9 D ln D, 5 ln n) / error^2 at which matrices E, F exist with that relative error.
+
+    Theorem 2 of the paper, with the constants that it prints. They stand inside a Theta there, and nothing
+    says that training finds such matrices: take it as the scale to begin with, not as a guarantee.
+    """
+    if length < 1 or head_dim < 1 or not 0 < error < 1:
+        raise ValueError(
+            f"length is {length}, head_dim {head_dim} and error {error}, "
+            "but must be at least 1, at least 1, and between 0 and 1"
+        )
+    rank = min(9 * head_dim * math.log(head_dim), 5 * math.log(length)) / error**2
+    return min(length, max(1, math.ceil(rank)))
+
+
+def linformer_reference(q: Tensor, k: Tensor, v: Tensor, E: Tensor, F: Tensor) -> Tensor:
+    """One head, as the equation is written: `q [T,D]`, `k [S,D]`, `v [S,M]`, `E, F [k,S]` to `[T,M]`."""
+    scores = q @ (E @ k).mT / math.sqrt(q.shape[-1])
+    return scores.softmax(-1) @ (F @ v)
+
+
+def linformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    project_k: Projection,
+    project_v: Projection,
+    *,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Attend from `q [B,T,H,D]` to the slots of `k [B,S,G,D]` and `v [B,S,G,M]`: `[B,T,H,M]`.
+
+    Args:
+        q, k, v: as for `softmax_attention`.
+        project_k, project_v: the projections E and F, which may be one and the same; both of one kind.
+        key_padding_mask: `[B,S]`, True = padding.
+
+    Raises:
+        ValueError: more keys than the projections take, or an argument of another shape or type.
+    """
+    check_qkv(q, k, v)
+    for projection in (project_k, project_v):
+        if k.shape[1] > projection.max_length:
+            raise ValueError(f"k has length {k.shape[1]}, but max_length is {projection.max_length}")
+    padding, empty = None, None
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, *k.shape[:2])
+        places = valid_first(key_padding_mask)
+        k, v = (reorder(without_padding(x, key_padding_mask), places) for x in (k, v))
+        padding = reorder(key_padding_mask, places)
+        empty = project_k.empty_slots(padding)
+    return softmax_attention(q, project_k(k, padding), project_v(v, padding), key_padding_mask=empty)
+
+
+class LinformerAttention(MultiHeadAttention):
+    """Multi-head Linformer attention.
+
+    Args:
+        d_model, n_heads, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        causal: refused.
+        rank: number of slots k; 256 by default, or max_length if that is less.
+        max_length: length n of the longest sequence of keys; 1024 by default.
+        projection: "linear", "mean", "max" or "convolution", or a `Projection` that other layers have too.
+        sharing: which projections are one (section 4 of the paper): "none", each key/value head has its own E
+            and F; "headwise", the heads share E and F; "key-value", also E = F; "layerwise", also all layers
+            of a model. A model's layers share by themselves; others are given one `Projection` object.
+
+    Raises:
+        ValueError: a rank larger than max_length, or a projection that does not fit the other arguments.
+        UnsupportedError: causal attention.
+    """
+
+    supports = Supports(
+        causal=False, bidirectional=True, cross=True, padding=True, packing=False, recurrence="none"
+    )
+    projection: Projection
+    value_projection: Projection | None
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        causal: bool = False,
+        rank: int | None = None,
+        max_length: int | None = None,
+        projection: str | Projection = "linear",
+        sharing: str = "headwise",
+        **shared: Any,
+    ):
+        if causal:
+            raise UnsupportedError(
+                "linformer attention cannot be causal, since each of its slots mixes all positions; "
+                "use linear attention or Perceiver AR"
+            )
+        super().__init__(d_model, n_heads, **shared)
+        if sharing not in SHARING:
+            raise ValueError(f"sharing is {sharing!r}, but must be one of {', '.join(SHARING)}")
+        self.sharing = sharing
+        self.value_projection = None
+        if isinstance(projection, Projection):
+            self._check_given(projection, rank, max_length)
+            self.projection = projection
+            return
+        if projection not in PROJECTIONS:
+            raise ValueError(
+                f"projection is {projection!r}, but must be one of {', '.join(PROJECTIONS)}, or a Projection"
+            )
+        n = 1024 if max_length is None else max_length
+        sizes = (min(256, n) if rank is None else rank, n, self.n_kv_heads if sharing == "none" else None)
+        self.projection = PROJECTIONS[projection](*sizes)
+        if sharing in ("none", "headwise"):
+            self.value_projection = PROJECTIONS[projection](*sizes)
+
+    @classmethod
+    def tie_layers(cls, layers: Sequence[Self]) -> None:
+        """Give all layers the projection of the first if they share "layerwise"; it keeps that one name."""
+        first, *others = layers
+        for layer in others if first.sharing == "layerwise" else []:
+            del layer.projection
+            layer.__dict__["projection"] = first.projection  # not as a sub-module of this layer too
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        q, k, v, positions, _ = heads
+        if positions is not None:
+            q, k = rotary(q, positions), rotary(k, positions)
+        project_v = self.projection if self.value_projection is None else self.value_projection
+        return linformer_attention(
+            q, k, v, self.projection, project_v, key_padding_mask=masks.key_padding_mask
+        )
+
+    def _check_given(self, projection: Projection, rank: int | None, max_length: int | None) -> None:
+        if self.sharing != "layerwise":
+            raise ValueError(
+                f"sharing is {self.sharing!r}, but a given projection object serves keys, values and layers: "
+                "'layerwise' is wanted"
+            )
+        for name, wanted in (("rank", rank), ("max_length", max_length)):
+            if wanted not in (None, getattr(projection, name)):
+                raise ValueError(
+                    f"{name} is {wanted}, but the given projection has {getattr(projection, name)}"
+                )
+        if projection.n_heads not in (None, self.n_kv_heads):
+            raise ValueError(
+                f"projection is for {projection.n_heads} heads, but keys and values have {self.n_kv_heads}"
+            )

@@ -1,0 +1,272 @@
+r"""Nyströmformer attention: softmax attention rebuilt from m landmarks, by the Nyström method.
+
+    o = F A^+ (B v)        F = softmax(q k'^T / sqrt(D))     [T, m]
+                           A = softmax(q' k'^T / sqrt(D))    [m, m]
+                           B = softmax(q' k^T / sqrt(D))     [m, S]
+
+Landmarks q' and k' are means over segments: of n valid tokens, the i-th is in segment floor(i m / n). A^+ is
+approached by a few steps of an iteration of third order,
+
+    Z <- Z (13 - A Z (15 - A Z (7 - A Z))) / 4        from        Z = A^T / (|A|_1 |A|_inf).
+
+Xiong, Zeng, Chakraborty, Tan, Fung, Li and Singh 2021, "Nyströmformer: A Nyström-Based Algorithm for
+Approximating Self-Attention", arXiv 2102.03902: eq. 13-14 (definition), 11 (iteration), figure 2 (skip).
+
+Cost per head: time O((T+S) m (D+M) + m^2 (m+M)), memory O((T+S) (D+M+m) + m^2).
+Cannot: be causal (a landmark is a mean over past and future), or honour an arbitrary `attn_mask`. Weights may
+be negative, more landmarks may be worse, and so may be more steps or the true inverse: few steps regularise.
+Equals softmax attention: where there are no more than m queries or m keys; also in the limit of many steps
+where the landmarks are the tokens.
+
+With `rotary`, queries and keys are rotated by their positions before the means are taken.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_key_padding_mask, check_qkv
+from unrolled.ops.masks import without_padding
+from unrolled.ops.packing import reorder, valid_first
+from unrolled.ops.positions import positions_from_padding, rotary
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.softmax import softmax_attention
+
+MAX_ITERATIONS = {torch.float32: 20, torch.float64: 40}
+"""By then the inverse is about as good as the type can say; from there on, rounding errors grow."""
+
+
+def segment_means(x: Tensor, n_segments: int, key_padding_mask: Tensor | None = None) -> Tensor:
+    """Means of `x [B,N,...]` over m segments of the n valid tokens of each row: `[B,m,...]`.
+
+    Valid token i is in segment floor(i min(m, n) / n). So where n <= m, each token is a segment of its own,
+    and those from n on are empty: 0.
+    """
+    B, N = x.shape[:2]
+    valid = x.new_ones(1, N, dtype=torch.bool) if key_padding_mask is None else ~key_padding_mask
+    n = valid.sum(1, keepdim=True)
+    segment = positions_from_padding(~valid) * n.clamp(max=n_segments) // n.clamp(min=1)
+    numbers = torch.arange(n_segments, device=x.device).unsqueeze(1)
+    member = (segment.unsqueeze(1) == numbers) & valid.unsqueeze(1)
+    sums = member.to(x.dtype) @ x.flatten(2)
+    means = sums / member.sum(2, keepdim=True).clamp(min=1)
+    return means.reshape(B, n_segments, *x.shape[2:])
+
+
+def iterative_pinv(a: Tensor, iterations: int = 6, start: Tensor | None = None) -> Tensor:
+    """Approach the pseudo-inverse of each matrix `a [...,m,m]` (equation above).
+
+    Args:
+        a: matrices, fp32 or fp64.
+        iterations: number of steps, at most 20 in fp32 and 40 in fp64.
+        start: Z to begin with; A^T / (|A|_1 |A|_inf), of each matrix by itself, by default.
+
+    Raises:
+        ValueError: another type, or more iterations.
+    """
+    if a.dtype not in MAX_ITERATIONS:
+        raise ValueError(f"a is {a.dtype}, but the iteration wants torch.float32 or torch.float64")
+    _check_iterations(iterations, a.dtype)
+    if start is None:
+        norms = a.abs().sum(-2).amax(-1) * a.abs().sum(-1).amax(-1)
+        start = a.mT / norms[..., None, None]
+    one, z = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device), start
+    for _ in range(iterations):
+        az = a @ z
+        z = 0.25 * z @ (13 * one - az @ (15 * one - az @ (7 * one - az)))
+    return z
+
+
+def pinv_residual(a: Tensor, z: Tensor) -> Tensor:
+    """How far Z is from inverting A: |A Z A - A| / |A| in Frobenius norms, `[...,m,m]` to `[...]`."""
+    return ((a @ z @ a - a).square().sum((-2, -1)) / a.square().sum((-2, -1))).sqrt()
+
+
+def _check_iterations(iterations: int, dtype: torch.dtype) -> None:
+    if not 1 <= iterations <= MAX_ITERATIONS[dtype]:
+        raise ValueError(
+            f"iterations is {iterations}, but must be between 1 and {MAX_ITERATIONS[dtype]}, since rounding "
+            "errors grow from there on"
+        )
+
+
+def landmarks(
+    q: Tensor, k: Tensor, n_landmarks: int, q_padding: Tensor | None, k_padding: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make q' and k' `[B,m,H,D]`, and A `[B,H,m,m]`, of `q [B,T,H,D]` and `k [B,S,G,D]`."""
+    q_means = segment_means(q, n_landmarks, q_padding)
+    k_means = segment_means(k, n_landmarks, k_padding)
+    k_means = k_means.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = q_means.transpose(1, 2) @ k_means.permute(0, 2, 3, 1) / math.sqrt(q.shape[-1])
+    return q_means, k_means, scores.softmax(-1)
+
+
+def nystrom_reference(q: Tensor, k: Tensor, v: Tensor, n_landmarks: int, iterations: int = 6) -> Tensor:
+    """One head, as the equations are written: `q [T,D]`, `k [S,D]`, `v [S,M]` to `[T,M]`; m <= T and S."""
+
+    def means(x: Tensor) -> Tensor:
+        segment = torch.arange(len(x), device=x.device) * n_landmarks // len(x)
+        return torch.stack([x[segment == s].mean(0) for s in range(n_landmarks)])
+
+    def kernel(q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+
+    inverse = iterative_pinv(kernel(means(q), means(k)), iterations)
+    return kernel(q, means(k)) @ inverse @ kernel(means(q), k) @ v
+
+
+def nystrom_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    n_landmarks: int = 64,
+    iterations: int = 6,
+    key_padding_mask: Tensor | None = None,
+    self_attention: bool = False,
+) -> Tensor:
+    """Attend from `q [B,T,H,D]` to `k [B,S,G,D]` and `v [B,S,G,M]`: `[B,T,H,M]`, computed in fp32 at least.
+
+    A row with up to m = `n_landmarks` valid keys, or m queries, gets softmax attention, which is cheap there.
+
+    Args:
+        q, k, v: as for `softmax_attention`.
+        n_landmarks: number of landmarks m.
+        iterations: steps towards the inverse, at most 20 in fp32 and 40 in fp64.
+        key_padding_mask: `[B,S]`, True = padding.
+        self_attention: queries and keys are of the same tokens, so the mask is that of the queries too.
+
+    Raises:
+        ValueError: an argument of another shape or type.
+    """
+    check_qkv(q, k, v)
+    (B, T, H, _), (S, G) = q.shape, k.shape[1:3]
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, B, S)
+    if min(T, S) <= n_landmarks:
+        return softmax_attention(q, k, v, key_padding_mask=key_padding_mask)
+    out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q_padding = key_padding_mask if self_attention else None
+    if key_padding_mask is not None:
+        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+        q = q if q_padding is None else without_padding(q, q_padding)
+    with without_autocast(q.device):
+        q_means, k_means, a = landmarks(q, k, n_landmarks, q_padding, key_padding_mask)
+        read = softmax_attention(q_means, k, v, key_padding_mask=key_padding_mask)
+        values = (iterative_pinv(a, iterations) @ read.transpose(1, 2)).transpose(1, 2)
+        empty = None
+        if key_padding_mask is not None:
+            n = (~key_padding_mask).sum(1)
+            # Of few keys each is a landmark: F is all of softmax attention, and wants the values themselves.
+            own = segment_means(v, n_landmarks, key_padding_mask).repeat_interleave(H // G, dim=2)
+            values = torch.where((n <= n_landmarks)[:, None, None, None], own, values)
+            empty = torch.arange(n_landmarks, device=n.device) >= n.unsqueeze(1)
+        return softmax_attention(q, k_means, values, key_padding_mask=empty).to(out_dtype)
+
+
+class NystromformerAttention(MultiHeadAttention):
+    """Multi-head Nyströmformer attention.
+
+    Args:
+        d_model, n_heads, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        causal: refused.
+        n_landmarks: number of landmarks m; sequences of up to m tokens get softmax attention.
+        iterations: steps towards the inverse of A, from 1 to 20; `convergence` says what they reach.
+        conv_width: odd width of a convolution over the values of neighbouring tokens, one kernel for each
+            head, that is added to the output (the paper's skip, 33 or so wide); None for none. With it,
+            cross-attention is not possible.
+
+    Raises:
+        ValueError: sizes out of range.
+        UnsupportedError: causal attention.
+    """
+
+    supports = Supports(
+        causal=False, bidirectional=True, cross=True, padding=True, packing=False, recurrence="none"
+    )
+    conv: nn.Conv2d | None
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        causal: bool = False,
+        n_landmarks: int = 64,
+        iterations: int = 6,
+        conv_width: int | None = None,
+        **shared: Any,
+    ):
+        if causal:
+            raise UnsupportedError(
+                "nystromformer attention cannot be causal, since each of its landmarks is a mean over past "
+                "and future; use linear attention or Perceiver AR"
+            )
+        super().__init__(d_model, n_heads, **shared)
+        if n_landmarks < 1:
+            raise ValueError(f"n_landmarks is {n_landmarks}, but must be at least 1")
+        _check_iterations(iterations, torch.float32)
+        self.n_landmarks, self.iterations, self.conv = n_landmarks, iterations, None
+        self.positional = True  # what has positions here is self-attention, even without rotary
+        if conv_width is not None:
+            if conv_width < 1 or conv_width % 2 == 0:
+                raise ValueError(f"conv_width is {conv_width}, but must be odd")
+            G = self.n_kv_heads
+            self.conv = nn.Conv2d(G, G, (conv_width, 1), padding="same", groups=G, bias=False)
+            self.supports = replace(self.supports, cross=False)
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        q, k = self._rotated(heads)
+        o = nystrom_attention(
+            q,
+            k,
+            heads.v,
+            n_landmarks=self.n_landmarks,
+            iterations=self.iterations,
+            key_padding_mask=masks.key_padding_mask,
+            self_attention=heads.positions is not None,
+        )
+        return o if self.conv is None else o + self._skip(heads.v, masks.key_padding_mask)
+
+    @torch.no_grad()
+    def convergence(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Measure what the iterations reach on `x [B,T,d_model]`: |A Z A - A| / |A| of each head, `[B,H]`.
+
+        See `pinv_residual`. Rows of up to m valid tokens need no inverse: 0.
+        """
+        self._check_input("x", x)
+        B, T = x.shape[:2]
+        positions = self._positions(x, key_padding_mask, None)
+        q, k = self._rotated(Heads(*self._project(x, None, None), positions))
+        padding = x.new_zeros(B, T, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+        dtype = accumulation_dtype(q.dtype)
+        with without_autocast(q.device):
+            q, k = (without_padding(y.to(dtype), padding) for y in (q, k))
+            a = landmarks(q, k, self.n_landmarks, padding, padding)[2]
+            residual = pinv_residual(a, iterative_pinv(a, self.iterations))
+        return residual.masked_fill(((~padding).sum(1) <= self.n_landmarks).unsqueeze(1), 0)
+
+    def _rotated(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        if heads.positions is None or not self.rotary:
+            return heads.q, heads.k
+        return rotary(heads.q, heads.positions), rotary(heads.k, heads.positions)
+
+    def _skip(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Convolve the values `[B,T,G,M]` of each row's valid tokens along their sequence: `[B,T,H,M]`."""
+        assert self.conv is not None  # or nobody asks
+        if v.shape[1] == 0:
+            y = v
+        elif key_padding_mask is None:
+            y = self.conv(v.transpose(1, 2)).transpose(1, 2)
+        else:
+            places = valid_first(key_padding_mask)
+            v = reorder(without_padding(v, key_padding_mask), places)
+            y = reorder(self.conv(v.transpose(1, 2)).transpose(1, 2), places.argsort(1))
+        return y.repeat_interleave(self.n_heads // self.n_kv_heads, dim=2)

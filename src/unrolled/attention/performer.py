@@ -1,0 +1,386 @@
+r"""Performer: softmax attention estimated by random features, in time linear in the length (FAVOR+).
+
+    o_i = sum_{j <= i} (phi(q_i) . phi(k_j)) v_j / sum_{j <= i} phi(q_i) . phi(k_j)
+
+Bidirectional attention sums over all j. With x = q / D^(1/4) and y = k / D^(1/4), whose product is that of
+softmax attention, and m rows of W drawn from N(0, I), E[phi(q) . phi(k)] = exp(q . k / sqrt(D)) for
+
+    positive        phi(q) = exp(Wx - |x|^2/2) / sqrt(m)                      R = m features, all positive
+    hyperbolic      phi(q) = exp([Wx, -Wx] - |x|^2/2) / sqrt(2m)              R = 2m, all positive
+    trigonometric   phi(q) = exp(|x|^2/2) [sin(Wx), cos(Wx)] / sqrt(m)        R = 2m, of either sign
+
+Generalised features f(Wq) + 0.001, f >= 0, make a kernel of their own: deterministic ones if W = I
+("identity").
+
+Choromanski et al. 2021, "Rethinking Attention with Performers", arXiv 2009.14794: section 2.3 with lemma 1
+(positive and hyperbolic features) and lemma 2 (their errors), 2.4 (orthogonal rows), theorem 1 (regularised
+rows). What follows is not taken from it; its published codes do otherwise.
+
+Features leave the range of any float, so exponents are shifted. A query's own maximum cancels. Keys are
+shifted by M_t, the maximum of all exponents up to token t (of the whole sequence if bidirectional):
+
+    S_t = exp(M_{t-1} - M_t) S_{t-1} + exp(-M_t) phi(k_t) v_t^T
+
+This is linear attention with a decay, and it cancels as well. One maximum of the whole sequence, as published
+codes take it, tells the past how loud the future will be. Rows are drawn once; only `redraw` draws others.
+
+Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T R (D + M + C)) and memory
+O(T R); per generated token time O(R (D + M)), memory and state O(R M).
+Cannot: honour an arbitrary `attn_mask`, or see weights e^-87 times (in fp32) the largest product of features
+so far: a query that has no others gets 0. The divisor of trigonometric features may be small or negative
+(`signed_linear_attention`), and such outputs have few digits.
+Equals softmax attention: as m grows, and in practice for small queries and keys only. The variance grows like
+exp(|x + y|^2): with D = 64 and entries of unit variance the error is larger than the output even with m =
+8192. FAVOR+ approximates softmax there at no practical number of features; it is a mechanism of its own, to
+be trained as such. With entries of standard deviation 0.5 the error is about half of the output at m = 256,
+and a tenth at m = 8192 (measured in `tests/attention/test_performer.py`).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
+from unrolled.ops.linear import LinearState, check_state, linear_attention, linear_attention_step
+from unrolled.ops.masks import without_padding
+from unrolled.ops.packing import segment_ids
+from unrolled.ops.positions import positions_from_cu_seqlens, rotary
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.random_features import (
+    Projection,
+    Rows,
+    signed_linear_attention,
+    signed_linear_attention_step,
+)
+
+SOFTMAX = ("positive", "hyperbolic", "trigonometric")
+GENERALISED: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "squared_relu": lambda x: x.relu().square(),
+    "abs": torch.abs,
+    "sigmoid": torch.sigmoid,
+}
+LOWEST = torch.finfo(torch.float32).min  # a maximum of nothing: unlike -inf, it can be subtracted
+FLOOR = 1e-3  # of generalised features: no product of them is 0
+
+
+class FavorState(NamedTuple):
+    """S_t `[B,G,R,M]`, z_t `[B,G,R]` and M_t `[B,G]`."""
+
+    kv: Tensor
+    k_sum: Tensor
+    log_scale: Tensor
+
+
+class PerformerState(NamedTuple):
+    """A `FavorState`, the number of tokens seen `[B]`, and of which draw the features were `[B]`."""
+
+    kv: Tensor
+    k_sum: Tensor
+    log_scale: Tensor
+    position: Tensor
+    draw: Tensor
+
+
+class Features(NamedTuple):
+    """phi(x) = exp(exponent + log_size) * wave; what is absent is 0, 0 and 1."""
+
+    exponent: Tensor | None  # [...,H,R]
+    log_size: Tensor | None  # [...,H]
+    wave: Tensor | None  # [...,H,R]
+
+    def peak(self) -> Tensor | None:
+        """The largest logarithm of a size `[...,H]`, as a constant; None where sizes are not exponentials."""
+        if self.log_size is None:
+            return None
+        log_size = self.log_size.detach()
+        return log_size if self.exponent is None else log_size + self.exponent.detach().amax(-1)
+
+    def shifted(self, shift: Tensor | None) -> Tensor:
+        """phi(x) exp(-shift) for a shift `[...,H]`, or None where `peak` is."""
+        if self.log_size is None or shift is None:
+            assert self.wave is not None  # one of the two is there
+            return self.wave
+        log_size = (self.log_size - shift).unsqueeze(-1)
+        size = log_size.exp() if self.exponent is None else (self.exponent + log_size).exp_()
+        return size if self.wave is None else size * self.wave
+
+
+class FavorMap(nn.Module):
+    """Features of queries and keys `[...,H,D]`.
+
+    Args:
+        head_dim: D.
+        features: one of `SOFTMAX` or `GENERALISED`.
+        projection: what holds W; without, W is the identity.
+    """
+
+    def __init__(self, head_dim: int, features: str, projection: Projection | None):
+        super().__init__()
+        self.features, self.projection = features, projection
+        n_rows = head_dim if projection is None else projection.weight.shape[1]
+        self.feature_dim = 2 * n_rows if features in ("hyperbolic", "trigonometric") else n_rows
+        self.signed = features == "trigonometric"
+
+    def forward(self, x: Tensor) -> Features:
+        """phi(x), in fp32 at least."""
+        with without_autocast(x.device):
+            x = x.to(accumulation_dtype(x.dtype))
+            if self.features in GENERALISED:
+                wx = x if self.projection is None else self.projection(x)
+                return Features(None, None, GENERALISED[self.features](wx) + FLOOR)
+            assert self.projection is not None
+            x = x * x.shape[-1] ** -0.25
+            wx, half_square = self.projection(x), x.square().sum(-1) / 2
+            if self.features == "trigonometric":
+                return Features(None, half_square, torch.cat([wx.sin(), wx.cos()], -1) * wx.shape[-1] ** -0.5)
+            if self.features == "hyperbolic":
+                wx = torch.cat([wx, -wx], -1)
+            return Features(wx, -half_square - math.log(wx.shape[-1]) / 2, None)
+
+    def extra_repr(self) -> str:
+        """Kind and number, for `print(model)`."""
+        return f"features={self.features!r}, feature_dim={self.feature_dim}"
+
+
+def favor_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, phi: FavorMap, *, causal: bool = False
+) -> Tensor:
+    """Compute the definition with its weights `[B,H,T,S]` and nothing shifted, for `k` and `v` of H heads."""
+    q, k = (phi(x).shifted(x.new_zeros(x.shape[:-1])) for x in (q, k))
+    weights = torch.einsum("bthr,bshr->bhts", q, k)
+    if causal:
+        weights = weights.tril(k.shape[1] - q.shape[1])
+    return torch.einsum("bhts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v.to(weights.dtype))
+
+
+def favor_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: FavorMap,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: FavorState | None = None,
+) -> tuple[Tensor, FavorState]:
+    """Attend from `q [B,T,H,D]` to `k [B,S,G,D]`, `v [B,S,G,M]` by linear attention on shifted features.
+
+    Masks and `state` are as for `linear_attention`, but only one of `cu_seqlens` and `state` may be given.
+
+    Returns:
+        `o [B,T,H,M]`, and the state after the last key.
+    """
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, k.shape[0], k.shape[1])
+        k = without_padding(k, key_padding_mask)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
+    k_features, shift, log_decay = phi(k), None, None
+    log_scale = q.new_full((k.shape[0], k.shape[2]), LOWEST, dtype=accumulation_dtype(q.dtype))
+    if state is not None:
+        log_scale = state.log_scale
+    peak = k_features.peak()
+    if peak is not None:
+        shift, log_decay, log_scale = _shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
+    arguments: dict[str, Any] = {
+        "causal": causal,
+        "log_decay": log_decay,
+        "key_padding_mask": key_padding_mask,
+        "cu_seqlens": cu_seqlens,
+        "state": None if state is None else LinearState(state.kv, state.k_sum),
+    }
+    q, k = _query_features(phi(q)), k_features.shifted(shift)
+    if phi.signed:
+        o, after = signed_linear_attention(q, k, v, **arguments)
+    else:
+        o, after = linear_attention(q, k, v, return_state=True, **arguments)
+    return o, FavorState(*after, log_scale)
+
+
+def favor_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, phi: FavorMap, state: FavorState
+) -> tuple[Tensor, FavorState]:
+    """Run one token of the recurrence: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `o [B,H,M]` and a state."""
+    k_features, log_decay, log_scale = phi(k), None, state.log_scale
+    peak = k_features.peak()
+    if peak is not None:
+        log_scale = torch.maximum(log_scale, peak)
+        log_decay = _log_decay(state.log_scale, log_scale)
+    q, k = _query_features(phi(q)), k_features.shifted(log_scale)
+    step = signed_linear_attention_step if phi.signed else linear_attention_step
+    o, after = step(q, k, v, LinearState(state.kv, state.k_sum), log_decay=log_decay)
+    return o, FavorState(*after, log_scale)
+
+
+def _query_features(features: Features) -> Tensor:
+    """Features of queries, each shifted by its own maximum."""
+    return features.shifted(features.peak())
+
+
+def _shifts(
+    peak: Tensor, before: Tensor, causal: bool, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What keys that reach `peak [B,S,G]` are shifted by, its decay if causal, and the end of M `[B,G]`.
+
+    Padded keys are heard by nobody, and shifted by their own peak, which keeps them finite.
+    """
+    padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(-1)
+    heard = peak if padding is None else peak.masked_fill(padding, LOWEST)
+    previous, running = _running_maximum(heard, before, cu_seqlens)
+    end, log_decay = torch.cat([before.unsqueeze(1), running], 1)[:, -1], None
+    if causal:
+        shift, log_decay = running, _log_decay(previous, running)
+    elif cu_seqlens is None:
+        shift = end.unsqueeze(1).expand_as(peak)
+    else:
+        last = cu_seqlens[1:].long() - 1
+        shift = running[:, last[segment_ids(cu_seqlens, peak.shape[1])]]
+    return shift if padding is None else torch.where(padding, peak, shift), log_decay, end
+
+
+def _running_maximum(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The maximum of `x [B,S,G]` before and up to each token: of `before [B,G]` and what comes after it.
+
+    With `cu_seqlens`, each packed sequence begins anew, at `LOWEST`.
+    """
+    if cu_seqlens is None:
+        running = torch.cat([before.unsqueeze(1), x], dim=1).cummax(1).values
+        return running[:, :-1], running[:, 1:]
+    segment = segment_ids(cu_seqlens, x.shape[1]).unsqueeze(-1)
+    # The order of values within a sequence, and of sequences before that, in one integer.
+    rank = x.argsort(1).argsort(1) + segment * x.shape[1]
+    running = x.gather(1, rank.cummax(1).indices)
+    first = positions_from_cu_seqlens(cu_seqlens, x.shape[1]).unsqueeze(-1) == 0
+    return running.roll(1, 1).masked_fill(first, LOWEST), running
+
+
+def _log_decay(previous: Tensor, running: Tensor) -> Tensor:
+    """M_{t-1} - M_t; before the first token there is nothing to decay."""
+    return (previous - running).masked_fill(previous == LOWEST, 0)
+
+
+class PerformerAttention(MultiHeadAttention):
+    """Multi-head attention by random features of the softmax kernel, or of another.
+
+    Args:
+        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        features: "positive", "hyperbolic" or "trigonometric" for the softmax kernel; "relu", "squared_relu",
+            "abs" or "sigmoid" for a generalised one.
+        n_features: number m of rows of W; 256 by default, D with identity rows.
+        rows: "orthogonal", "regularised" or "independent" (see `draw_rows`), or "identity", which draws
+            nothing, for generalised features.
+        per_head: draw rows for each key/value head, rather than one set for all.
+        seed: of the rows; by default drawn from torch's generator like initial weights.
+    """
+
+    supports = Supports(
+        causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
+    )
+    state_type = PerformerState
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        features: str = "positive",
+        n_features: int | None = None,
+        rows: Rows | Literal["identity"] = "orthogonal",
+        per_head: bool = False,
+        seed: int | None = None,
+        **shared: Any,
+    ):
+        super().__init__(d_model, n_heads, **shared)
+        if features not in (*SOFTMAX, *GENERALISED):
+            raise ValueError(
+                f"features is {features!r}, but must be one of {', '.join((*SOFTMAX, *GENERALISED))}"
+            )
+        projection = None
+        if rows != "identity":
+            n_features = 256 if n_features is None else n_features
+            n_draws = self.n_kv_heads if per_head else 1
+            projection = Projection(n_draws, n_features, self.head_dim, rows, seed)
+        elif features in SOFTMAX:
+            raise ValueError(f"rows is 'identity', but {features} features need random rows, as 'orthogonal'")
+        elif n_features not in (None, self.head_dim) or per_head or seed is not None:
+            raise ValueError(
+                f"rows is 'identity', which draws nothing: it wants n_features = {self.head_dim} or None, "
+                "per_head=False and no seed"
+            )
+        elif self.rotary:
+            raise UnsupportedError(
+                "rotary positions and identity rows do not make distances; use random rows, as 'orthogonal'"
+            )
+        self.feature_map = FavorMap(self.head_dim, features, projection)
+
+    def redraw(self) -> None:
+        """Draw the rows again, between two sequences of the recurrence; nothing else ever does.
+
+        A state of features before the redraw is refused afterwards. Rows follow from the seed and the number
+        of redraws, so that copies of a module that redraw alike stay alike.
+        """
+        if self.feature_map.projection is None:
+            raise UnsupportedError("identity rows are not drawn; use random ones, as rows='orthogonal'")
+        self.feature_map.projection.redraw()
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        q, k = _rotated(heads)
+        padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
+        phi, causal = self.feature_map, self.causal
+        o, _ = favor_attention(
+            q, k, heads.v, phi, causal=causal, key_padding_mask=padding, cu_seqlens=cu_seqlens
+        )
+        return o
+
+    def init_state(self, batch_size: int) -> PerformerState:
+        """Make the state of `batch_size` sequences that have not begun: nothing summed, no maximum."""
+        like, R = self.out_proj.weight, self.feature_map.feature_dim
+        kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self._state_dtype)
+        log_scale = kv.new_full(kv.shape[:2], LOWEST)
+        position = kv.new_zeros(batch_size, dtype=torch.long)
+        projection = self.feature_map.projection
+        draw = position.clone() if projection is None else projection.redraws.expand(batch_size).clone()
+        return PerformerState(kv, kv.new_zeros(kv.shape[:3]), log_scale, position, draw)
+
+    def prefill_heads(
+        self, heads: Heads, state: PerformerState, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, PerformerState]:
+        """Attend in parallel, from a state to a state."""
+        before = self._before(state, heads.q.shape[0])
+        q, k = _rotated(heads)
+        o, after = favor_attention(
+            q, k, heads.v, self.feature_map, causal=True, key_padding_mask=key_padding_mask, state=before
+        )
+        seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
+        return self._unless_redrawn(o, state), PerformerState(*after, state.position + seen, state.draw)
+
+    def step_heads(self, heads: Heads, state: PerformerState) -> tuple[Tensor, PerformerState]:
+        """Run one step of the recurrence."""
+        before = self._before(state, heads.q.shape[0])
+        q, k = _rotated(heads)
+        o, after = favor_attention_step(q, k, heads.v, self.feature_map, before)
+        return self._unless_redrawn(o, state), PerformerState(*after, state.position + 1, state.draw)
+
+    def _before(self, state: PerformerState, batch: int) -> FavorState:
+        check_state(
+            state, (batch, self.n_kv_heads, self.feature_map.feature_dim, self.value_dim), self._state_dtype
+        )
+        return FavorState(state.kv, state.k_sum, state.log_scale)
+
+    def _unless_redrawn(self, o: Tensor, state: PerformerState) -> Tensor:
+        projection = self.feature_map.projection
+        return o if projection is None else projection.unless_redrawn(o, state.draw)
+
+
+def _rotated(heads: Heads) -> tuple[Tensor, Tensor]:
+    """q and k, turned by their positions where there are any."""
+    q, k, _, positions, _ = heads
+    return (q, k) if positions is None else (rotary(q, positions), rotary(k, positions))

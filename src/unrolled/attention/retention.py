@@ -1,0 +1,196 @@
+r"""Retention: linear attention whose past fades at a fixed rate per head, without a denominator (RetNet).
+
+    S_t = gamma_h S_{t-1} + k_t v_t^T        o_t = S_t^T q_t / sqrt(D)        gamma_h = 1 - 2^(-5-h)
+    y_t = W_o (swish(W_g x_t) * norm_h(o_t))
+
+Written out, o_i = sum_{j <= i} gamma_h^(i-j) (q_i . k_j) v_j / sqrt(D). Queries and keys are first rotated
+by their positions, so that q_i . k_j depends on i - j; the decay that xPos adds to a rotation is gamma.
+norm_h is an RMS norm of each head: it keeps the size of the output, as a denominator would.
+
+Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models",
+arXiv 2307.08621: eq. 5 (parallel), 6 (recurrent), 7 (by chunks), 8 (heads, norm and gate). The normalisations
+of section 2.2 are left out: they scale the rows of o, and the norm takes that away again.
+
+Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T (D M + C (D+M))) and
+memory O(T (D+M)); per generated token time, memory and state O(D M).
+Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn_mask`.
+Equals softmax attention: never. Without decay, rotation, norm and gate it is unnormalised linear attention.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_qkv, shape
+from unrolled.ops.dense import Linear
+from unrolled.ops.head_norm import HeadRMSNorm
+from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+from unrolled.ops.positions import rotary
+from unrolled.ops.precision import accumulation_dtype, exact_dtype
+
+
+class RetentionState(NamedTuple):
+    """S `[B,G,D,M]`, and the number of tokens seen `[B]`; its size never changes."""
+
+    kv: Tensor
+    position: Tensor
+
+
+def log_gamma(n_heads: int, device: torch.device | None = None) -> Tensor:
+    """log(1 - 2^(-5-h)) of the heads h = 0 ... n_heads - 1, `[n_heads]` (eq. 8)."""
+    h = torch.arange(n_heads, device=device, dtype=exact_dtype(torch.device(device or "cpu")))
+    return torch.log1p(-(2.0 ** (-5 - h)))
+
+
+def retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    positions: Tensor | None = None,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal retention, in time and memory linear in the length (equations above, up to o).
+
+    Args:
+        q: queries `[B,T,H,D]`.
+        k: keys `[B,T,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
+        v: values `[B,T,G,M]`.
+        log_decay: logarithm of gamma for each key head `[G]`, at most 0.
+        positions: `[B,T]`, by which queries and keys are rotated; not at all by default.
+        key_padding_mask: `[B,T]`, True = padding, which adds nothing and lets nothing fade.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
+        state: S before the first key, `[B,G,D,M]`.
+
+    Returns:
+        `o [B,T,H,M]` in fp32 (fp64 for fp64 inputs), since fp16 may have no room for a sum without a
+        denominator, and S after the last key.
+    """
+    check_qkv(q, k, v)
+    if log_decay.shape != k.shape[2:3]:
+        raise ValueError(f"log_decay has shape {shape(log_decay)}, but must be [G] = [{k.shape[2]}]")
+    q, k, v = _scaled_and_rotated(q, k, v, positions)
+    o, after = linear_attention(
+        q,
+        k,
+        v,
+        causal=True,
+        log_decay=log_decay.expand(k.shape[:3]),
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        state=None if state is None else _without_denominator(state),
+        return_state=True,
+        normalize=False,
+    )
+    return o, after.kv
+
+
+def retention_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, position: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token of the recurrence (eq. 6): `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]`, `position [B]`."""
+    q, k, v = (x.unsqueeze(0) for x in (q, k, v))  # the batch takes the place of the length
+    q, k, v = _scaled_and_rotated(q, k, v, None if position is None else position.unsqueeze(0))
+    rates = log_decay.expand(k.shape[1:3])
+    o, after = linear_attention_step(
+        q[0], k[0], v[0], _without_denominator(state), log_decay=rates, normalize=False
+    )
+    return o, after.kv
+
+
+def retention_reference(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    """Compute the output of `retention` by eq. 5: o = (Q K^T * decay) V / sqrt(D), decay_ij = gamma^(i-j)."""
+    (_, T, H, D), G = q.shape, k.shape[2]
+    distance = torch.arange(T, device=q.device).unsqueeze(1) - torch.arange(T, device=q.device)
+    decay = (distance.clamp(min=0) * log_decay.to(q.dtype)[:, None, None]).exp() * (distance >= 0)
+    k, v, decay = (x.repeat_interleave(H // G, dim) for x, dim in ((k, 2), (v, 2), (decay, 0)))
+    o: Tensor = torch.einsum("bihd,bjhd,hij,bjhm->bihm", q * D**-0.5, k, decay, v)
+    return o
+
+
+def _scaled_and_rotated(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    q, k, v = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype)
+    return (q, k, v) if positions is None else (rotary(q, positions), rotary(k, positions), v)
+
+
+def _without_denominator(kv: Tensor) -> LinearState:
+    return LinearState(kv, kv.new_zeros(kv.shape[:3]))
+
+
+class Retention(MultiHeadAttention):
+    """Multi-scale retention: heads of different rates of forgetting, each normalised, behind a swish gate.
+
+    Values are as wide as queries by default, so that a model keeps its shape when its attention changes; the
+    paper's are twice as wide: `value_dim=2 * d_model // n_heads`.
+
+    Args:
+        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias: see `MultiHeadAttention`. With
+            `n_kv_heads` it is the key heads that fade at different rates.
+        rotary: rotate queries and keys by their positions, as the paper does.
+    """
+
+    supports = Supports(
+        causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
+    )
+    state_type = RetentionState
+
+    def __init__(
+        self, d_model: int, n_heads: int, *, causal: bool = False, rotary: bool = True, **shared: Any
+    ):
+        if not causal:
+            raise UnsupportedError(
+                "retention attention forgets what is past, so it wants causal=True; for both directions "
+                "run one over the sequence and one over its reverse, or use linear attention"
+            )
+        super().__init__(d_model, n_heads, causal=causal, rotary=rotary, **shared)
+        if rotary and self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, but rotary positions want an even one")
+        self.head_norm = HeadRMSNorm(n_heads, self.value_dim)
+        self.gate_proj = Linear(d_model, n_heads * self.value_dim, bias=self.qkv_proj.bias is not None)
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        q, k, v, positions, _ = heads
+        rates = log_gamma(self.n_kv_heads, q.device)
+        o, _ = retention(
+            q, k, v, rates, positions, key_padding_mask=masks.key_padding_mask, cu_seqlens=masks.cu_seqlens
+        )
+        return o
+
+    def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
+        """Normalise each head, gate what it gives, and project."""
+        gate = silu(self.gate_proj(x)).reshape(o.shape)
+        return super().merge_heads(self.head_norm(o) * gate, x)
+
+    def init_state(self, batch_size: int) -> RetentionState:
+        """Make the state of `batch_size` sequences that have not begun: zeros."""
+        like = self.out_proj.weight
+        size = (batch_size, self.n_kv_heads, self.head_dim, self.value_dim)
+        kv = like.new_zeros(size, dtype=self._state_dtype)
+        return RetentionState(kv, like.new_zeros(batch_size, dtype=torch.long))
+
+    def prefill_heads(
+        self, heads: Heads, state: RetentionState, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, RetentionState]:
+        """Attend in parallel, from a state to a state."""
+        q, k, v, positions, _ = heads
+        rates = log_gamma(self.n_kv_heads, q.device)
+        o, kv = retention(q, k, v, rates, positions, key_padding_mask=key_padding_mask, state=state.kv)
+        seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
+        return o, RetentionState(kv, state.position + seen)
+
+    def step_heads(self, heads: Heads, state: RetentionState) -> tuple[Tensor, RetentionState]:
+        """Run one step of the recurrence (eq. 6)."""
+        q, k, v, position, _ = heads
+        o, kv = retention_step(q, k, v, log_gamma(self.n_kv_heads, q.device), state.kv, position)
+        return o, RetentionState(kv, state.position + 1)

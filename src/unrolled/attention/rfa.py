@@ -1,0 +1,299 @@
+r"""Random feature attention (RFA): linear attention whose features estimate a Gaussian kernel of directions.
+
+    o_i = phi(q_i)^T S_i / phi(q_i)^T z_i
+    S_i = g_i S_{i-1} + (1 - g_i) phi(k_i) v_i^T        z_i = g_i z_{i-1} + (1 - g_i) phi(k_i)
+
+Without the gate, g_i and 1 - g_i are both taken as 1, and bidirectional attention sums over all keys. Only
+the directions of queries and keys count: with u = x / |x|, a learned scale s in R^D for each head (1 at
+first) and n rows of W drawn from N(0, I),
+
+    fourier   phi(x) = [sin(W(s u)), cos(W(s u))] / sqrt(n)    E[phi(x) . phi(y)] = exp(-|s(u_x - u_y)|^2 / 2)
+    arccos    phi(x) = relu(W(s u)) / sqrt(n)                  the arc-cosine kernel of order 1 of s u
+
+The gate (RFA-Gate) is one number per head and token, g_i = sigmoid(w . x_i + b): with it a head forgets. At
+first w = 0, and g goes from 0.9 to 0.99 across the heads, which is a memory of 10 to 100 tokens.
+
+Peng, Pappas, Yogatama, Schwartz, Smith and Kong 2021, "Random Feature Attention", arXiv 2103.02143: theorem 1
+(features), section 3.1 (attention), section 3.2 (gate). The text draws rows of variance s^2 and yet states
+the kernel with 1 / s^2; s multiplies here, as in the authors' code. `rotary` turns the vectors s u, so that
+weights depend on distances whatever s becomes. The paper's stateful variant is `prefill` of a segment from
+the detached state of the segment before.
+
+Cost per head, with R = 2n features (n for arccos), values M wide and chunks of C = 64 tokens: in training
+time O(T R (D + M + C)) and memory O(T R); per generated token time O(R (D + M)), memory and state O(R M).
+Cannot: honour an arbitrary `attn_mask`, or tell keys of one direction apart; with the gate it is causal only.
+Fourier features have either sign: with mean(s^2) above about 3 their divisor may be small or negative
+(`signed_linear_attention`), and a warning says so. Those of arccos have none.
+Equals softmax attention: as n grows, for fourier features without the gate and with equal entries of s, that
+of s^2 u_q . u_k.
+"""
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import may_read
+from unrolled.ops.dense import Linear
+from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.positions import rotary
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.random_features import (
+    Projection,
+    Rows,
+    signed_linear_attention,
+    signed_linear_attention_step,
+)
+
+SHARPEST = 3.0  # mean(s^2) up to which 64 Fourier features have divisors that are rarely negative
+
+
+class RfaState(NamedTuple):
+    """S `[B,G,R,M]`, z `[B,G,R]`, the tokens seen `[B]`, and of which draw the features were `[B]`."""
+
+    kv: Tensor
+    k_sum: Tensor
+    position: Tensor
+    draw: Tensor
+
+
+class RfaMap(nn.Module):
+    """Features of queries and keys `[...,H,D]`, which are about 1 long.
+
+    Args:
+        n_heads: heads that have rows and a scale of their own.
+        head_dim: D.
+        features: "fourier" or "arccos".
+        n_features: number n of rows per head.
+        rows: their law, see `draw_rows`.
+        seed: see `Projection`.
+    """
+
+    def __init__(
+        self, n_heads: int, head_dim: int, features: str, n_features: int, rows: Rows, seed: int | None
+    ):
+        super().__init__()
+        if features not in ("fourier", "arccos"):
+            raise ValueError(f"features is {features!r}, but must be 'fourier' or 'arccos'")
+        self.signed = features == "fourier"
+        self.feature_dim = 2 * n_features if self.signed else n_features
+        self.scale = nn.Parameter(torch.ones(n_heads, head_dim))
+        self.projection = Projection(n_heads, n_features, head_dim, rows, seed)
+        self._warned = False
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """phi(x) `[...,H,R]`, in fp32 at least; a vector of zeros has no direction and is left as it is.
+
+        Positions rotate: `[B,T]` for `x [B,T,H,D]`, `[B]` for `x [B,H,D]`.
+        """
+        with without_autocast(x.device):
+            x = x.to(accumulation_dtype(x.dtype))
+            scale = self.scale.to(x.dtype).repeat_interleave(x.shape[-2] // len(self.scale), 0)
+            x = safe_divide(x, x.norm(dim=-1, keepdim=True)) * scale
+            if positions is not None:
+                x = rotary(x, positions)
+            wx: Tensor = self.projection(x)
+            wave = torch.cat([wx.sin(), wx.cos()], -1) if self.signed else wx.relu()
+            return wave / math.sqrt(wx.shape[-1])
+
+    def warn_if_sharp(self) -> None:
+        """Warn, once, that the learned scale makes divisors unreliable; only where looking at it is free."""
+        if not self.signed or self._warned or not may_read(self.scale):
+            return
+        sharpness = float(self.scale.detach().square().mean())
+        if sharpness > SHARPEST:
+            self._warned = True
+            warnings.warn(
+                f"the learned scale of random Fourier features has mean(scale^2) = {sharpness:.1f}, above "
+                f"{SHARPEST:g}: their estimated divisors may be near 0 or negative and the outputs large; "
+                "bound the scale, take more n_features, or use features='arccos'",
+                stacklevel=2,
+            )
+
+    def extra_repr(self) -> str:
+        """Kind and number, for `print(model)`."""
+        return f"features={'fourier' if self.signed else 'arccos'}, feature_dim={self.feature_dim}"
+
+
+def rfa_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, gate_logits: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Compute the definition with its weights `[B,H,T,S]`, for T = S and `k`, `v` of H heads.
+
+    Arguments are those of `rfa_attention`. Gated, key j has the weight (1 - g_j) g_{j+1} ... g_i.
+    """
+    weights = torch.einsum("bthr,bshr->bhts", q, k)
+    if gate_logits is not None:
+        b = logsigmoid(gate_logits).cumsum(1).transpose(1, 2)
+        weights = weights * (b.unsqueeze(-1) - b.unsqueeze(-2)).exp()
+        weights = weights * torch.sigmoid(-gate_logits).transpose(1, 2).unsqueeze(-2)
+    if causal:
+        weights = weights.tril()
+    return torch.einsum("bhts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
+
+
+def rfa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    signed: bool,
+    gate_logits: Tensor | None = None,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearState | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Attend by features `q [B,T,H,R]`, `k [B,S,G,R]` to `v [B,S,G,M]`; gates sigmoid(`gate_logits [B,S,G]`).
+
+    Masks and states are those of `linear_attention`; `signed` features may have products below 0.
+    """
+    k, log_decay = _gated(k, gate_logits)
+    masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens}
+    if signed:
+        return signed_linear_attention(q, k, v, causal=causal, log_decay=log_decay, state=state, **masks)
+    return linear_attention(
+        q, k, v, causal=causal, log_decay=log_decay, state=state, return_state=True, **masks
+    )
+
+
+def rfa_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, signed: bool, gate_logits: Tensor | None = None
+) -> tuple[Tensor, LinearState]:
+    """Run one token of the recurrence: `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]`, `gate_logits [B,G]`."""
+    k, log_decay = _gated(k, gate_logits)
+    step = signed_linear_attention_step if signed else linear_attention_step
+    return step(q, k, v, state, log_decay=log_decay)
+
+
+def _gated(k: Tensor, gate_logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(1 - g) phi(k), and log g."""
+    if gate_logits is None:
+        return k, None
+    gate_logits = gate_logits.to(k.dtype)
+    return k * torch.sigmoid(-gate_logits).unsqueeze(-1), logsigmoid(gate_logits)
+
+
+class RandomFeatureAttention(MultiHeadAttention):
+    """Multi-head random feature attention.
+
+    Args:
+        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        features: "fourier" or "arccos".
+        n_features: number n of rows of W for each key/value head.
+        gate: forget as RFA-Gate does; causal self-attention only.
+        rows: "orthogonal", "regularised" or "independent", see `draw_rows`.
+        seed: of the rows; by default drawn from torch's generator like initial weights.
+    """
+
+    supports = Supports(
+        causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
+    )
+    state_type = RfaState
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        features: str = "fourier",
+        n_features: int = 64,
+        gate: bool = False,
+        rows: Rows = "orthogonal",
+        seed: int | None = None,
+        causal: bool = False,
+        **shared: Any,
+    ):
+        if gate:
+            self.supports = replace(self.supports, bidirectional=False, cross=False)
+            if not causal:
+                raise UnsupportedError(
+                    "the gate of rfa forgets in one direction: use causal=True or gate=False"
+                )
+        super().__init__(d_model, n_heads, causal=causal, **shared)
+        self.feature_map = RfaMap(self.n_kv_heads, self.head_dim, features, n_features, rows, seed)
+        self.gate_proj = Linear(d_model, self.n_kv_heads) if gate else None
+        if self.gate_proj is not None:
+            # g = 1 - 10^-1 ... 1 - 10^-2, in equal steps of the exponent
+            forgotten = torch.logspace(-1, -2, self.n_kv_heads)
+            with torch.no_grad():
+                self.gate_proj.weight.zero_()
+                self.gate_proj.bias.copy_(-torch.logit(forgotten))
+
+    def gates(self, x: Tensor) -> Tensor | None:
+        """Logits of the gates `[...,G]`."""
+        return None if self.gate_proj is None else self.gate_proj(x)
+
+    def redraw(self) -> None:
+        """Draw the rows again, between two sequences of the recurrence; nothing else ever does.
+
+        A state of features before the redraw is refused afterwards. Rows follow from the seed and the number
+        of redraws, so that copies of a module that redraw alike stay alike.
+        """
+        self.feature_map.projection.redraw()
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        q, k = self._features(heads)
+        padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
+        o, _ = rfa_attention(
+            q,
+            k,
+            heads.v,
+            signed=self.feature_map.signed,
+            gate_logits=heads.gates,
+            causal=self.causal,
+            key_padding_mask=padding,
+            cu_seqlens=cu_seqlens,
+        )
+        return o
+
+    def init_state(self, batch_size: int) -> RfaState:
+        """Make the state of `batch_size` sequences that have not begun: zeros."""
+        like, R = self.out_proj.weight, self.feature_map.feature_dim
+        kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self._state_dtype)
+        draw = self.feature_map.projection.redraws.expand(batch_size).clone()
+        return RfaState(kv, kv.new_zeros(kv.shape[:3]), torch.zeros_like(draw), draw)
+
+    def prefill_heads(
+        self, heads: Heads, state: RfaState, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, RfaState]:
+        """Attend in parallel, from a state to a state."""
+        q, k = self._features(heads)
+        o, after = rfa_attention(
+            q,
+            k,
+            heads.v,
+            signed=self.feature_map.signed,
+            gate_logits=heads.gates,
+            causal=True,
+            key_padding_mask=key_padding_mask,
+            state=LinearState(state.kv, state.k_sum),
+        )
+        seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
+        o = self.feature_map.projection.unless_redrawn(o, state.draw)
+        return o, RfaState(*after, state.position + seen, state.draw)
+
+    def step_heads(self, heads: Heads, state: RfaState) -> tuple[Tensor, RfaState]:
+        """Run one step of the recurrence."""
+        q, k = self._features(heads)
+        before, signed = LinearState(state.kv, state.k_sum), self.feature_map.signed
+        o, after = rfa_attention_step(q, k, heads.v, before, signed=signed, gate_logits=heads.gates)
+        o = self.feature_map.projection.unless_redrawn(o, state.draw)
+        return o, RfaState(*after, state.position + 1, state.draw)
+
+    def _features(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        self.feature_map.warn_if_sharp()
+        return self.feature_map(heads.q, heads.positions), self.feature_map(heads.k, heads.positions)
+
+    def _refuse(self, capability: str, given: Tensor | None, what: str) -> None:
+        if self.gate_proj is not None and capability == "cross" and given is not None:
+            raise UnsupportedError(f"the gate of rfa is read from one sequence; use gate=False for {what}")
+        super()._refuse(capability, given, what)

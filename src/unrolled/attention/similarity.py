@@ -1,0 +1,292 @@
+r"""Similarity attention: any kernel of queries and keys in the place of exp(q . k / sqrt(D)).
+
+    o_i = sum_j kappa(q_i, k_j) v_j / sum_j kappa(q_i, k_j)
+
+    "exp"           exp(q . k / sqrt(D))
+    "rbf"           exp(-|q - k|^2 / sqrt(D))
+    "polynomial"    (q . k + offset)^degree
+    "linear"        q . k
+
+Attention is a kernel smoother, and a mask says which keys enter it. A floating-point `attn_mask` is the
+logarithm of a second kernel, of positions say, and the product of both is taken. With `symmetric`, queries
+and keys share their projection, and the kernel is symmetric in the inputs too.
+
+Tsai, Bai, Yamada, Morency and Salakhutdinov 2019, "Transformer Dissection: A Unified Understanding of
+Transformer's Attention via the Lens of Kernel", arXiv 1908.11775, definition 1 and section 3.
+
+Cost per head: time and memory O(T^2) whatever the kernel; per generated token O(T (D+M)), and as much state.
+It is made to be read and compared with: a kernel of finitely many features is faster as linear attention.
+Cannot: promise weights between 0 and 1 for a kernel that may be negative, as "linear" and odd degrees are. A
+query whose weights add up to 0 gets 0, and one where they nearly do gets large weights of both signs.
+Equals softmax attention: with "exp", always. Equals linear attention with the polynomial map: with
+"polynomial" of degree 2.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import Supports
+from unrolled.ops.checks import (
+    check_attn_mask,
+    check_cu_seqlens,
+    check_key_padding_mask,
+    check_qkv,
+    shape,
+)
+from unrolled.ops.dense import Linear, linear
+from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.masks import causal_mask, packed_mask, without_padding
+from unrolled.ops.positions import rotary
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+
+
+class Kernel(NamedTuple):
+    """kappa = factor * exp(exponent), each broadcastable to `[B,H,T,S]`; the exponents may be large."""
+
+    factor: Tensor
+    exponent: Tensor
+
+
+Similarity = Callable[[Tensor, Tensor], Kernel | Tensor]
+"""From `q [B,T,H,D]` and `k [B,S,H,D]`, in fp32 or fp64, to their kernel, `[B,H,T,S]` if it is one tensor."""
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """kappa = exp(scale q . k), with scale = 1/sqrt(D) by default."""
+
+    scale: float | None = None
+
+    def __call__(self, q: Tensor, k: Tensor) -> Kernel:
+        """Compare all queries with all keys."""
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return Kernel(q.new_ones(()), scale * _products(q, k))
+
+
+@dataclass(frozen=True)
+class Rbf:
+    """kappa = exp(-scale |q - k|^2), with scale = 1/sqrt(D) by default."""
+
+    scale: float | None = None
+
+    def __call__(self, q: Tensor, k: Tensor) -> Kernel:
+        """Compare all queries with all keys."""
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        q_norm, k_norm = (x.square().sum(-1).transpose(1, 2) for x in (q, k))
+        distance = q_norm.unsqueeze(-1) + k_norm.unsqueeze(-2) - 2 * _products(q, k)
+        return Kernel(q.new_ones(()), -scale * distance)
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """kappa = (q . k + offset)^degree, which odd degrees leave negative in places."""
+
+    degree: int = 2
+    offset: float = 1.0
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        """Compare all queries with all keys."""
+        return (_products(q, k) + self.offset) ** self.degree
+
+
+SIMILARITIES: dict[str, Callable[..., Similarity]] = {
+    "exp": Exponential,
+    "rbf": Rbf,
+    "polynomial": Polynomial,
+    "linear": partial(Polynomial, 1, 0.0),
+}
+
+
+class SimilarityState(NamedTuple):
+    """All tokens seen, so that it grows."""
+
+    k: Tensor  # [B,S,G,D]
+    v: Tensor  # [B,S,G,M]
+    padding: Tensor  # [B,S], True = no such token in this row
+    position: Tensor  # [B], valid tokens seen
+
+
+def similarity_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    similarity: Similarity,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Average the values by the kernel of queries and keys (equation above), by its definition.
+
+    Args:
+        q: queries `[B,T,H,D]`.
+        k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
+        v: values `[B,S,G,M]`.
+        similarity: the kernel, called once with k of H heads.
+        causal: query i attends to keys up to i + S - T only.
+        key_padding_mask: `[B,S]`, True = padding.
+        attn_mask: broadcastable to `[B,H,T,S]`; boolean (True = attend) or the logarithm of a second
+            kernel.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
+
+    Returns:
+        `o [B,T,H,M]`, in the type of `v`; 0, with zero gradient, for a query that has nothing to attend to.
+
+    Raises:
+        ValueError: an argument of another shape or type.
+    """
+    check_qkv(q, k, v)
+    (B, T, H, _), (_, S, G, M) = q.shape, v.shape
+    allowed = causal_mask(T, S, q.device) if causal else q.new_ones(T, S, dtype=torch.bool)
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, B, S)
+        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+        allowed = allowed & ~key_padding_mask[:, None, None, :]
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
+        allowed = allowed & packed_mask(cu_seqlens, T)
+    if attn_mask is not None:
+        check_attn_mask(attn_mask, (B, H, T, S))
+        allowed = allowed & (attn_mask if attn_mask.dtype == torch.bool else attn_mask > -math.inf)
+    if S == 0:
+        return v.new_zeros(B, T, H, M)
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    with without_autocast(q.device):
+        keys, values = (x.to(dtype).repeat_interleave(H // G, 2) for x in (k, v))
+        kernel = similarity(q.to(dtype), keys)
+        factor, exponent = kernel if isinstance(kernel, Kernel) else (kernel, keys.new_zeros(()))
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            exponent = exponent + attn_mask.to(dtype).masked_fill(attn_mask == -math.inf, 0)
+        exponent = torch.where(allowed, exponent, -math.inf)
+        # A factor of a query's own cancels in the division; this one keeps its largest exponential at 1.
+        largest = exponent.amax(-1, keepdim=True).detach()
+        weights = factor * (exponent - largest.masked_fill(largest == -math.inf, 0)).exp()
+        o = safe_divide(weights @ values.transpose(1, 2), weights.sum(-1, keepdim=True))
+        return o.transpose(1, 2).to(v.dtype)
+
+
+class SimilarityAttention(MultiHeadAttention):
+    """Multi-head similarity attention.
+
+    Args:
+        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        similarity: "exp", "rbf", "polynomial", "linear", or a function of q and k as in `Similarity`.
+        similarity_options: further arguments of the similarity of that name, such as `{"degree": 4}`.
+        symmetric: project queries by the weights of the keys, which then have as many heads.
+    """
+
+    supports = Supports(
+        causal=True,
+        bidirectional=True,
+        cross=True,
+        padding=True,
+        packing=True,
+        recurrence="growing",
+        attn_mask=True,
+    )
+    state_type = SimilarityState
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        similarity: str | Similarity = "exp",
+        similarity_options: Mapping[str, Any] | None = None,
+        symmetric: bool = False,
+        **shared: Any,
+    ):
+        super().__init__(d_model, n_heads, **shared)
+        if isinstance(similarity, str):
+            if similarity not in SIMILARITIES:
+                known = ", ".join(SIMILARITIES)
+                raise ValueError(f"similarity is {similarity!r}, but must be one of {known}, or a function")
+            similarity = SIMILARITIES[similarity](**(similarity_options or {}))
+        elif similarity_options is not None:
+            raise ValueError("similarity_options are for a similarity given by name, not for a function")
+        if not callable(similarity):
+            raise ValueError(f"similarity is {similarity!r}, but must be a name or a function of q and k")
+        self.similarity, self.symmetric = similarity, symmetric
+        if symmetric:
+            if self.n_kv_heads != n_heads:
+                found = self.n_kv_heads
+                raise ValueError(f"n_kv_heads is {found}, but symmetric attention wants n_heads = {n_heads}")
+            self.qkv_proj = Linear(d_model, sum(self._widths[1:]), bias=self.qkv_proj.bias is not None)
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        q, k = _rotated(heads)
+        return similarity_attention(q, k, heads.v, self.similarity, causal=self.causal, **masks._asdict())
+
+    def init_state(self, batch_size: int) -> SimilarityState:
+        """Make the state of `batch_size` sequences that have not begun: no tokens."""
+        like = self.out_proj.weight.new_empty(0, dtype=self._state_dtype)
+        return SimilarityState(
+            like.new_empty(batch_size, 0, self.n_kv_heads, self.head_dim),
+            like.new_empty(batch_size, 0, self.n_kv_heads, self.value_dim),
+            like.new_empty(batch_size, 0, dtype=torch.bool),
+            like.new_zeros(batch_size, dtype=torch.long),
+        )
+
+    def prefill_heads(
+        self, heads: Heads, state: SimilarityState, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, SimilarityState]:
+        """Attend in parallel to all tokens seen and to the new ones, which join them."""
+        q, k = _rotated(heads)
+        v, (B, T), dtype = heads.v, k.shape[:2], state.k.dtype
+        for name, found, new in (("k", state.k, k), ("v", state.v, v)):
+            if found.shape[2:] != new.shape[2:]:
+                wanted = f"[{B}, S, {new.shape[2]}, {new.shape[3]}]"
+                raise ValueError(f"state.{name} has shape {shape(found)}, but these inputs want {wanted}")
+        padding = k.new_zeros(B, T, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+        check_key_padding_mask(padding, B, T)
+        after = SimilarityState(
+            torch.cat([state.k, k.to(dtype)], dim=1),
+            torch.cat([state.v, v.to(dtype)], dim=1),
+            torch.cat([state.padding, padding], dim=1),
+            state.position + (~padding).sum(1),
+        )
+        o = similarity_attention(
+            q, after.k, after.v, self.similarity, causal=True, key_padding_mask=after.padding
+        )
+        return o.to(v.dtype), after
+
+    def step_heads(self, heads: Heads, state: SimilarityState) -> tuple[Tensor, SimilarityState]:
+        """Do the same for one token."""
+        positions = None if heads.positions is None else heads.positions.unsqueeze(1)
+        token = Heads(heads.q.unsqueeze(1), heads.k.unsqueeze(1), heads.v.unsqueeze(1), positions)
+        o, state = self.prefill_heads(token, state, None)
+        return o.squeeze(1), state
+
+    def _project(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.symmetric:
+            return super()._project(query, key, value)
+        bias, widths = self.qkv_proj.bias, self._widths[1:]
+        w_k, w_v = torch.split(self.qkv_proj.weight, widths)
+        b_k, b_v = (None, None) if bias is None else torch.split(bias, widths)
+        key = query if key is None else key
+        q = linear(query, w_k, b_k)
+        k = q if key is query else linear(key, w_k, b_k)
+        v = linear(key if value is None else value, w_v, b_v)
+        q, k = (torch.unflatten(x, -1, (self.n_heads, self.head_dim)) for x in (q, k))
+        return q, k, torch.unflatten(v, -1, (self.n_heads, self.value_dim))
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """q . k of every query and key: `[B,T,H,D]`, `[B,S,H,D]` -> `[B,H,T,S]`."""
+    return q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
+
+
+def _rotated(heads: Heads) -> tuple[Tensor, Tensor]:
+    q, k, _, positions, _ = heads
+    return (q, k) if positions is None else (rotary(q, positions), rotary(k, positions))

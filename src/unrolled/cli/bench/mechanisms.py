@@ -1,0 +1,81 @@
+"""Cases of whole layers: every mechanism by its name, and how its time and memory grow with the length."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unrolled import attention
+from unrolled.cli.bench.case import (
+    Case,
+    Contender,
+    Definition,
+    NotMeasuredError,
+    Problem,
+    Settings,
+    tolerance,
+)
+
+D_MODEL, N_HEADS = 128, 4
+LONGEST_PAIRS = 4096  # beyond, a mechanism that keeps a number for each pair wants more than a gigabyte
+KEEPS_PAIRS = ("similarity",)
+STAGES = 4  # sums over the length that follow each other in a layer and its gradient
+
+
+def mechanisms(length: int, settings: Settings, *, causal: bool) -> Problem:
+    """Run every mechanism that can be causal, or bidirectional, forward and backward."""
+    x = torch.randn(1, length, D_MODEL, generator=torch.Generator().manual_seed(0)).to(settings.device)
+    contenders, definitions = [], {}
+    for name in attention.names():
+        mechanism: Any = attention.load(name)
+        if not (mechanism.supports.causal if causal else mechanism.supports.bidirectional):
+            continue
+
+        def prepare(name: str = name) -> Callable[[], Sequence[Tensor]]:
+            if name in KEEPS_PAIRS and length > LONGEST_PAIRS:
+                raise NotMeasuredError(f"quadratic in memory, so up to {LONGEST_PAIRS:,} tokens only")
+            return partial(run, layer(name, length, causal).to(settings.device), x)
+
+        def compute(name: str = name) -> Sequence[Tensor]:
+            return run(layer(name, length, causal).to(settings.device).double(), x.double())
+
+        names = ["output", "gradient of the input"]
+        definitions[name] = Definition(compute, names, tolerance(torch.float32, STAGES * length))
+        contenders.append(Contender(f"unrolled {name}", prepare, name, ours=True))
+    return Problem(contenders, definitions, tokens=length)
+
+
+def layer(name: str, length: int, causal: bool) -> nn.Module:
+    """Make a layer of a mechanism for so many tokens; the same one every time."""
+    mechanism = attention.load(name)
+    bounded = "max_length" in inspect.signature(mechanism).parameters
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        options = {"max_length": length} if bounded else {}
+        return mechanism(D_MODEL, N_HEADS, causal=causal, **options)
+
+
+def run(module: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    """Return the output and the gradient of the input; those of the weights are computed too."""
+    x = x.detach().requires_grad_()
+    weights = [p for p in module.parameters() if p.requires_grad]
+    y = module(x)
+    gradient, *_ = torch.autograd.grad(y.square().sum() / 2, [x, *weights], allow_unused=True)
+    return [y.detach(), gradient]
+
+
+CASES = [
+    Case(
+        name,
+        f"Every mechanism that is {kind}, a layer {D_MODEL} wide with {N_HEADS} heads, forward and backward.",
+        "N",
+        (1024, 2048, 4096, 8192, 16384),
+        (64, 128),
+        partial(mechanisms, causal=kind == "causal"),
+        memory=True,
+    )
+    for name, kind in (("mechanisms", "bidirectional"), ("mechanisms-causal", "causal"))
+]

@@ -1,0 +1,159 @@
+"""`unrolled compare`."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from unrolled.cli.comparison import Row, Settings
+
+
+def compare(
+    mechanisms: Annotated[
+        list[str] | None, typer.Argument(help="Which mechanisms; all that can be compared by default.")
+    ] = None,
+    against: Annotated[str, typer.Option(help="The mechanism to compare with.")] = "softmax",
+    lengths: Annotated[str, typer.Option(help="Numbers of tokens.")] = "256,1024,4096",
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME.KEY=VALUE", help="An option of a mechanism, with its value in YAML."
+        ),
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Each token reads those before it only.")] = False,
+    d_model: Annotated[int, typer.Option(min=1, help="Width of the layer.")] = 256,
+    n_heads: Annotated[int, typer.Option(min=1, help="Heads of the layer.")] = 8,
+    spread: Annotated[
+        float, typer.Option(min=0.0, help="Standard deviation of queries and keys: how sharp softmax is.")
+    ] = 1.0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Time for all timings of a kind at a length.")
+    ] = 2.0,
+    out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/compare"),
+) -> None:
+    """Tell what an approximation is worth: its error, its time and its memory beside softmax attention.
+
+    All layers get the same random input and the same projections. The error is |y - y*| / |y*|, with y* the
+    output of the mechanism that is compared with: 0 is the same function, and about 1 says that the two have
+    little in common, as is right for a mechanism that is no approximation. Random inputs are a hard case:
+    real queries and keys have more structure.
+
+    \b
+    Examples:
+      unrolled compare performer nystromformer linformer
+      unrolled compare performer --set performer.n_features=1024 --spread 0.5
+      unrolled compare --causal --lengths 1024,16384
+
+    \b
+    The folder will hold
+      comparison.json   every number
+      comparison.md     the same as a table
+      *.png             error, time and memory against the number of tokens
+    """
+    from dataclasses import asdict
+
+    from unrolled import attention
+    from unrolled.cli import comparison
+    from unrolled.cli.bench import _lengths as parse_lengths
+    from unrolled.training._session import cpu_threads
+
+    sizes = parse_lengths(lengths)
+    assert sizes is not None
+    settings = comparison.Settings(
+        against, d_model, n_heads, causal, spread, seconds=seconds, options=_by_mechanism(options or [])
+    )
+    console = Console(stderr=True)
+    with cpu_threads(threads), console.status("measuring") as status:
+        rows = comparison.compare(mechanisms or attention.names(), sizes, settings, status.update)
+    typer.echo(text := _markdown(rows, settings))
+    _write(rows, asdict(settings), text, out)
+    typer.echo(f"\nThe report: {out / 'comparison.md'}")
+
+
+def _by_mechanism(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    from unrolled.cli import run_config
+
+    found = run_config.read(None, overrides)
+    for name, options in found.items():
+        if not isinstance(options, dict):
+            raise ValueError(
+                f"--set is for {name}={options!r}, wanted NAME.KEY=VALUE, as in performer.seed=1"
+            )
+    return found
+
+
+def _markdown(rows: "Sequence[Row]", settings: "Settings") -> str:
+    from unrolled.cli._units import brief_time, size
+    from unrolled.cli.bench.report import table
+
+    base = {row.length: row for row in rows if row.mechanism == settings.against}
+
+    def beside(value: float | None, other: float | None, tell: Any) -> str:
+        return "" if value is None or other is None else f"{tell(value)} ({value / other:.2f})"
+
+    lines = []
+    for row in rows:
+        other = base[row.length]
+        if row.refused:
+            lines.append([f"{row.length:,}", row.mechanism, f"refused: {row.refused}", "", "", ""])
+        else:
+            error = "-" if row.error is None else f"{row.error:.2g}"
+            costs = [
+                beside(row.forward, other.forward, brief_time),
+                beside(row.training, other.training, brief_time),
+                beside(row.memory, other.memory, size),
+            ]
+            lines.append([f"{row.length:,}", row.mechanism, error, *costs])
+    kind = "causal" if settings.causal else "bidirectional"
+    about = (
+        f"{kind}, {settings.d_model} wide, {settings.n_heads} heads, spread {settings.spread:g}; "
+        f"in brackets, the part of what {settings.against} attention takes"
+    )
+    header = ["tokens", "contender", "error", "forward", "with gradients", "memory of training"]
+    return f"{about}\n\n{table(header, lines)}"
+
+
+def _write(rows: "Sequence[Row]", settings: dict[str, Any], text: str, out: Path) -> None:
+    import json
+    from dataclasses import asdict
+    from functools import partial
+
+    from unrolled.models.saving import write_atomically
+
+    out.mkdir(parents=True, exist_ok=True)
+    found = {"settings": settings, "rows": [asdict(row) for row in rows]}
+    files = {"comparison.json": json.dumps(found, indent=1).encode(), "comparison.md": text.encode() + b"\n"}
+    if find_spec("matplotlib") is None:
+        typer.echo("no plots: matplotlib is missing, pip install 'unrolled[plot]'", err=True)
+    else:
+        files |= _plots(rows)
+    for name, content in files.items():
+        write_atomically(out / name, partial(Path.write_bytes, data=content))
+
+
+def _plots(rows: "Sequence[Row]") -> dict[str, bytes]:
+    from unrolled.cli import plots
+    from unrolled.cli._units import brief_time, size
+
+    def draw(title: str, quantity: str, tick: Any) -> bytes | None:
+        lines = []
+        for name in dict.fromkeys(row.mechanism for row in rows):
+            points = [(row.length, getattr(row, quantity)) for row in rows if row.mechanism == name]
+            points = [(x, y) for x, y in points if y]  # an error of 0 has no logarithm
+            if points:
+                lines.append(plots.Line(name, *map(list, zip(*points, strict=True))))
+        if not lines:
+            return None
+        return plots.png(plots.against_size(plots.LIGHT, title, "tokens", lines, tick))
+
+    drawn = {
+        "error.png": draw("error", "error", "{:.2g}".format),
+        "time.png": draw("time, forward", "forward", brief_time),
+        "memory.png": draw("memory of training", "memory", size),
+    }
+    return {name: image for name, image in drawn.items() if image is not None}

@@ -1,0 +1,190 @@
+"""What an attention mechanism is worth beside another: how far its output is off, its time and its memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unrolled import attention
+from unrolled.cli.measure import PeakBytes, take_turns
+from unrolled.contract import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared.
+
+    Attributes:
+        against: the mechanism that the others are measured by.
+        d_model, n_heads, causal: of every layer.
+        spread: standard deviation of the numbers in queries and keys: the sharper softmax is, the harder it
+            is to approximate.
+        batch: sequences at once.
+        seconds: the time that all layers share at one length, for each of forward and forward with backward.
+        options: further arguments by the name of the mechanism.
+    """
+
+    against: str = "softmax"
+    d_model: int = 256
+    n_heads: int = 8
+    causal: bool = False
+    spread: float = 1.0
+    batch: int = 1
+    seconds: float = 2.0
+    options: Mapping[str, Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mechanism at one length.
+
+    Attributes:
+        mechanism, length: which.
+        error: |y - y*| / |y*| over all numbers of the output y; y* is the output of the other mechanism with
+            the same projections. None where the projections have other shapes.
+        forward, training: median seconds without gradients, and with those of the input and all weights.
+        memory: the most bytes that the tensors of a training pass take at once.
+        refused: why there is nothing of the above.
+    """
+
+    mechanism: str
+    length: int
+    error: float | None = None
+    forward: float | None = None
+    training: float | None = None
+    memory: int | None = None
+    refused: str = ""
+
+
+def compare(
+    names: Sequence[str],
+    lengths: Sequence[int],
+    settings: Settings,
+    tell: Callable[[str], object] = lambda _: None,
+) -> list[Row]:
+    """Compare mechanisms with `settings.against`, which comes first in the result, at each length.
+
+    Inputs are standard normal and the same for all, and so are the weights of the projections. What else a
+    mechanism has, such as gates or random features, is as it is constructed with torch's seed 0.
+
+    Raises:
+        ValueError: a mechanism or one of its options does not exist.
+        UnsupportedError: `settings.against` cannot run at all.
+    """
+    if unused := sorted((settings.options or {}).keys() - {settings.against, *names}):
+        raise ValueError(f"options are given for {', '.join(unused)}, but these are not compared")
+    first = _layer(settings.against, settings)
+    layers: dict[str, nn.Module | str] = {settings.against: first}
+    for name in names:
+        if name not in layers:
+            try:
+                layers[name] = _layer(name, settings)
+            except UnsupportedError as error:
+                layers[name] = str(error)
+    for layer in layers.values():
+        if isinstance(layer, nn.Module):
+            _copy_projections(first, layer)
+    rows = []
+    for length in lengths:
+        tell(f"{length:,} tokens")
+        rows += _at(length, layers, settings)
+    return rows
+
+
+def _at(length: int, layers: Mapping[str, nn.Module | str], settings: Settings) -> list[Row]:
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randn(settings.batch, length, settings.d_model, generator=generator)
+    able: dict[str, nn.Module] = {}
+    refused: dict[str, str] = {}
+    outputs: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        try:
+            if isinstance(layer, str):
+                raise UnsupportedError(layer)
+            with torch.inference_mode():
+                outputs[name] = layer(x)
+            able[name] = layer
+        except (UnsupportedError, ValueError) as error:
+            if name == settings.against:
+                raise
+            refused[name] = " ".join(str(error).split())
+    forward = take_turns(
+        {name: _forward(layer, x) for name, layer in able.items()}, least=3, budget=settings.seconds
+    )
+    passes = {name: _training(layer, x) for name, layer in able.items()}
+    training = take_turns(passes, least=3, budget=settings.seconds)
+    rows = []
+    for name in layers:
+        if name in refused:
+            rows.append(Row(name, length, refused=refused[name]))
+            continue
+        with PeakBytes() as memory:
+            passes[name]()
+        rows.append(
+            Row(
+                name,
+                length,
+                _error(outputs[name], outputs[settings.against])
+                if _comparable(able[name], able[settings.against])
+                else None,
+                median(forward[name]),
+                median(training[name]),
+                memory.peak,
+            )
+        )
+    return rows
+
+
+def _layer(name: str, settings: Settings) -> nn.Module:
+    options = (settings.options or {}).get(name, {})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            layer = attention.load(name)(
+                settings.d_model, settings.n_heads, causal=settings.causal, **options
+            )
+        except TypeError as error:
+            raise ValueError(f"the options of {name} do not fit: {error}") from error
+        std = settings.spread / settings.d_model**0.5
+        for projection in (layer.get_submodule("qkv_proj"), layer.get_submodule("out_proj")):
+            nn.init.normal_(projection.weight, std=std)  # type: ignore[arg-type]
+            nn.init.zeros_(projection.bias)  # type: ignore[arg-type]
+    return layer.eval()
+
+
+def _comparable(layer: nn.Module, other: nn.Module) -> bool:
+    mine, its = (
+        [m.get_submodule(name).weight.shape for name in ("qkv_proj", "out_proj")] for m in (layer, other)
+    )
+    return mine == its
+
+
+def _copy_projections(source: nn.Module, target: nn.Module) -> None:
+    if _comparable(target, source):
+        for name in ("qkv_proj", "out_proj"):
+            target.get_submodule(name).load_state_dict(source.get_submodule(name).state_dict())
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _forward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+    @torch.inference_mode()
+    def run() -> object:
+        return layer(x)
+
+    return run
+
+
+def _training(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+
+    def run() -> object:
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(layer(leaf).square().sum(), [leaf, *parameters], allow_unused=True)
+
+    return run

@@ -1,0 +1,114 @@
+"""IMDb: 50,000 film reviews, each for or against, read as bytes (Maas et al. 2011)."""
+
+import hashlib
+import io
+import lzma
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from unrolled.data import LabelledBatch, Split
+from unrolled.data._checks import check_integer, check_request, check_split
+from unrolled.data._files import load_published
+from unrolled.data._images import epoch_rows
+
+URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
+PATHS = ["imdb/aclImdb_v1.tar.gz", "imdb/aclImdb_labelled.tar.xz"]  # the second without what has no label
+SHA256 = "547855a64e4712ecaf791b9e6e84adbd8aee292dcf559cba9c7f1852ee7bec3d"  # of the reviews, as hashed below
+REVIEW = re.compile(r"(?:.*/)?(train|test)/(pos|neg)/(\d+)_\d+\.txt")
+BAD_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
+SPLITS: dict[str, Split] = {"train": "train", "test": "val"}
+
+Reviews = dict[Split, list[tuple[int, bytes]]]
+"""Of each split, label (1 = for) and text, in the order of label and number."""
+
+
+@dataclass
+class ImdbDataset:
+    """25,000 reviews to train on, validated on the 25,000 of the official test part; one label for each.
+
+    A review is cut off after `length` bytes, as in the long-range arena (Tay et al. 2020, arXiv 2011.04006,
+    section 2.2.2); a shorter one is padded at its end to the longest of its batch. The validation order is
+    shuffled once and for all, so that its first batches are a fair sample.
+
+    Attributes:
+        length: bytes per review at most.
+        data_dir: the folder that holds `imdb/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
+
+    Raises:
+        ValueError: the file is corrupt, or it is missing and cannot be downloaded.
+    """
+
+    length: int = 1024
+    data_dir: str | Path | None = None
+
+    vocab_size: ClassVar[int] = 256
+    n_classes: ClassVar[int] = 2
+    start_token: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_integer("length", self.length, 1)
+        self._reviews = load_published(PATHS, URL, read_reviews, self.data_dir)
+        order = np.random.default_rng(0).permutation(len(self._reviews["val"]))
+        self._reviews["val"] = [self._reviews["val"][i] for i in order]
+
+    def epoch_size(self, split: Split) -> int:
+        """Return the number of reviews of a split."""
+        check_split(split)
+        return len(self._reviews[split])
+
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> LabelledBatch:
+        """Return batch number `step` of the epochs drawn from `seed`; see `epoch_rows`."""
+        check_request(split, step, batch_size, seed)
+        rows = epoch_rows(self.epoch_size(split), step=step, batch_size=batch_size, seed=seed)
+        return self._as_batch([self._reviews[split][i] for i in rows])
+
+    def eval_batches(self, batch_size: int) -> Iterator[LabelledBatch]:
+        """Yield the validation reviews, always in the same order."""
+        check_integer("batch_size", batch_size, 1)
+        reviews = self._reviews["val"]
+        for start in range(0, len(reviews), batch_size):
+            yield self._as_batch(reviews[start : start + batch_size])
+
+    def _as_batch(self, reviews: Sequence[tuple[int, bytes]]) -> LabelledBatch:
+        texts = [text[: self.length] for _, text in reviews]
+        inputs = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+        padding = torch.ones_like(inputs, dtype=torch.bool)
+        for row, text in enumerate(texts):
+            inputs[row, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            padding[row, : len(text)] = False
+        return LabelledBatch(inputs, torch.tensor([label for label, _ in reviews]), padding)
+
+
+def read_reviews(archive: bytes) -> Reviews:
+    """Read the labelled reviews of a tar archive, however it is compressed.
+
+    Raises:
+        ValueError: it is no such archive, or the reviews are not those that were published.
+    """
+    found: dict[tuple[str, str, int], bytes] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            for member in tar:
+                match = REVIEW.fullmatch(member.name)
+                if match and (file := tar.extractfile(member)):
+                    found[match[1], match[2], int(match[3])] = file.read()
+    except BAD_ARCHIVE as error:
+        raise ValueError(f"it is no tar archive ({error})") from error
+    digest = hashlib.sha256()
+    reviews: Reviews = {"train": [], "val": []}
+    for key in sorted(found):
+        digest.update(f"{key} {len(found[key])}\n".encode() + found[key])
+        reviews[SPLITS[key[0]]].append((int(key[1] == "pos"), found[key]))
+    if digest.hexdigest() != SHA256:
+        raise ValueError(
+            f"its {len(found):,} labelled reviews have the sha256 {digest.hexdigest()} instead of {SHA256}"
+        )
+    return reviews

@@ -1,0 +1,221 @@
+"""What the Perceiver and Perceiver IO share: an array of inputs, cross-attends, and latents that read it."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from unrolled.models.blocks import INIT_STD, FeedForward, Stack, init_weights, make_norm
+from unrolled.models.checks import check_ids
+from unrolled.models.config import TransformerConfig
+from unrolled.models.embeddings import PositionEmbedding
+from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.dense import Linear
+from unrolled.ops.positions import fourier_features, grid_positions
+from unrolled.ops.softmax import softmax_attention
+
+
+@dataclass
+class LatentConfig(TransformerConfig):
+    """The fields that the Perceivers share; see `TransformerConfig` for the rest.
+
+    `d_model`, `n_layers`, `n_heads`, `attention` and so on describe the stack of blocks in which the latents
+    attend to each other. `d_ff` is d_model by default, as in the paper. Norms stand before each layer, and
+    `positions` are those of the inputs: they may not be rotary.
+
+    Attributes:
+        vocab_size: number of token ids; None where the input is continuous.
+        input_dim: width of a continuous input, which is read as it is; None for tokens.
+        input_width: width of the vector for each token; d_model by default.
+        grid: for continuous inputs on a grid, its number of points along each axis: `n_bands` Fourier
+            features per axis are appended to each input (see `fourier_features`), with `positions="none"`.
+        n_bands: number of frequencies per axis of the grid.
+        n_latents: number of latents.
+        n_iterations: how often the latents go through their stack.
+        cross_heads: heads of each cross-attend.
+        cross_width: width of its queries, keys and values, over all heads; by default the smaller one of the
+            widths of what reads and what is read.
+    """
+
+    vocab_size: int | None = None
+    _: KW_ONLY
+    input_dim: int | None = None
+    input_width: int | None = None
+    grid: list[int] | None = None
+    n_bands: int = 64
+    n_latents: int = 128
+    n_iterations: int = 1
+    cross_heads: int = 1
+    cross_width: int | None = None
+    attention: str | list[str] = "softmax"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("n_bands", "n_latents", "n_iterations", "cross_heads"):
+            self._at_least(name, 1)
+        for name in ("input_width", "cross_width"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        if self.norm != "pre":
+            raise ValueError(f"norm is {self.norm!r}, wanted 'pre', as Perceivers have it")
+        if self.positions == "rotary":
+            raise ValueError(
+                "positions is 'rotary', but latents have none: wanted another kind for the inputs"
+            )
+        if (self.vocab_size is None) == (self.input_dim is None):
+            raise ValueError(
+                f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted one of the two"
+            )
+        self._at_least("input_dim" if self.vocab_size is None else "vocab_size", 1)
+        if self.input_width is not None and self.vocab_size is None:
+            raise ValueError(
+                f"input_width is {self.input_width}, wanted None: continuous inputs have input_dim"
+            )
+        if self.positions == "sinusoidal" and self.array_width % 2:
+            raise ValueError(f"the inputs are {self.array_width} wide, wanted an even width for sinusoids")
+        if self.grid is not None:
+            self._check_grid(self.grid)
+
+    @property
+    def ff_width(self) -> int:
+        """The width of the feed-forward layers, with the default filled in."""
+        return self.d_model if self.d_ff is None else self.d_ff
+
+    @property
+    def array_width(self) -> int:
+        """The width of the inputs that the cross-attends read."""
+        if self.input_dim is None:
+            return self.d_model if self.input_width is None else self.input_width
+        return self.input_dim + len(self.grid or ()) * (2 * self.n_bands + 1)
+
+    def _check_grid(self, grid: list[int]) -> None:
+        sizes = isinstance(grid, list) and all(type(size) is int and size >= 1 for size in grid)
+        if not grid or not sizes:
+            raise ValueError(f"grid is {grid!r}, wanted a list of sizes, such as [28, 28]")
+        if self.input_dim is None or self.positions != "none":
+            raise ValueError(
+                f"grid is {grid} with vocab_size {self.vocab_size} and positions {self.positions!r}, "
+                "wanted continuous inputs and positions 'none', since the grid gives them"
+            )
+
+
+class InputArray(nn.Module):
+    """Tokens or continuous inputs, with their positions, as the array `[B, S, array_width]` to be read."""
+
+    def __init__(self, config: LatentConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding: nn.Embedding | None = None
+        if config.vocab_size is not None:
+            self.embedding = nn.Embedding(config.vocab_size, config.array_width)
+        self.positions = PositionEmbedding(config.positions, config.array_width, config.max_length)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """`[B, S]` ids, `[B, S, input_dim]` or `[B, *axes, input_dim]` -> `[B, S, array_width]`."""
+        if self.embedding is not None:
+            check_ids("x", x, self.embedding.num_embeddings)
+            x = self.embedding(x)
+        else:
+            x = self._continuous(x)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *x.shape[:2])
+        y: Tensor = self.dropout(self.positions(x, key_padding_mask=key_padding_mask))
+        return y
+
+    def _continuous(self, x: Tensor) -> Tensor:
+        grid, width = self.config.grid, self.config.input_dim
+        axes = 1 if grid is None else len(grid)
+        if x.dim() != axes + 2 or x.shape[-1] != width:
+            wanted = "T" if grid is None else ", ".join("XYZ"[:axes]) if axes < 4 else f"{axes} axes"
+            raise ValueError(f"x has the shape {shape(x)}, wanted [B, {wanted}, input_dim = {width}]")
+        if grid is not None:
+            places = grid_positions(x.shape[1:-1], device=x.device)
+            features = fourier_features(places, self.config.n_bands, grid, dtype=x.dtype)
+            x = torch.cat([x, features.expand(*x.shape[:-1], -1)], dim=-1)
+        return x.flatten(1, -2)
+
+
+class CrossAttend(nn.Module):
+    """Queries read an array by softmax attention, and a feed-forward layer follows (pre-norm).
+
+        z <- z + W_o attend(W_q norm(z), W_kv norm(x))        z <- z + ff(norm(z))
+
+    Without `query_residual` the first line has no z to add to: what comes out is of another kind than the
+    queries, such as pixels read at positions (Perceiver IO, section 3.2).
+    """
+
+    def __init__(self, config: LatentConfig, array_width: int, *, query_residual: bool = True) -> None:
+        super().__init__()
+        width = config.cross_width or min(array_width, config.d_model)
+        if width % config.cross_heads:
+            raise ValueError(
+                f"cross_heads is {config.cross_heads}, wanted a divisor of the cross-attend's width {width}"
+            )
+        self.heads, self.query_residual = config.cross_heads, query_residual
+        self.query_norm = make_norm(config)
+        self.array_norm = make_norm(config, array_width)
+        self.q_proj = Linear(config.d_model, width)
+        self.kv_proj = Linear(array_width, 2 * width)
+        self.out_proj = Linear(width, config.d_model)
+        self.ff_norm = make_norm(config)
+        self.ff = FeedForward(config.d_model, config.ff_width, config.activation)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, z: Tensor, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Queries `[B, N, d_model]` read `x [B, S, array_width]`: `[B, N, d_model]`; padding is not read."""
+        q = self.q_proj(self.query_norm(z))
+        k, v = self.kv_proj(self.array_norm(x)).chunk(2, dim=-1)
+        q, k, v = (y.unflatten(-1, (self.heads, y.shape[-1] // self.heads)) for y in (q, k, v))
+        o = softmax_attention(q, k, v, key_padding_mask=key_padding_mask)
+        y = self.dropout(self.out_proj(o.flatten(-2)))
+        y = z + y if self.query_residual else y
+        out: Tensor = y + self.dropout(self.ff(self.ff_norm(y)))
+        return out
+
+
+def init_perceiver(model: nn.Module, config: LatentConfig) -> None:
+    """Draw the weights as `init_weights` does, and those of the reads from N(0, 1 / inputs of the layer).
+
+    An array may be a few numbers wide. At a standard deviation of 0.02 so little of it would reach the
+    latents that training begins with a long plateau.
+    """
+    init_weights(model, config)
+    for read in model.modules():
+        if isinstance(read, CrossAttend):
+            for layer in (read.q_proj, read.kv_proj, read.out_proj):
+                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+
+
+class Latents(nn.Module):
+    """Learned latents that read an array before each of their first `n_reads` runs through the stack.
+
+    With `shared` weights there is one stack, and from the second one on the reads are one cross-attend.
+    """
+
+    def __init__(self, config: LatentConfig, *, n_reads: int, shared: bool) -> None:
+        super().__init__()
+        self.n_iterations, self.n_reads = config.n_iterations, n_reads
+        self.initial = nn.Parameter(torch.empty(config.n_latents, config.d_model))
+        nn.init.trunc_normal_(self.initial, std=INIT_STD, a=-2, b=2)
+        self.reads = nn.ModuleList(
+            CrossAttend(config, config.array_width) for _ in range(min(n_reads, 2) if shared else n_reads)
+        )
+        self.stacks = nn.ModuleList(
+            Stack(config, causal=False, final_norm=False) for _ in range(1 if shared else config.n_iterations)
+        )
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None, *, recompute: bool = False) -> Tensor:
+        """Read `x [B, S, array_width]`: `[B, n_latents, d_model]`."""
+        z = self.initial.expand(x.shape[0], -1, -1)
+        for i in range(self.n_iterations):
+            if i < self.n_reads:
+                read: Callable[..., Tensor] = self.reads[min(i, len(self.reads) - 1)]
+                if recompute:
+                    z = checkpoint(read, z, x, key_padding_mask, use_reentrant=False)
+                else:
+                    z = read(z, x, key_padding_mask)
+            z = self.stacks[min(i, len(self.stacks) - 1)](z, recompute=recompute)
+        return z

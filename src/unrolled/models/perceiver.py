@@ -1,0 +1,225 @@
+r"""Perceiver and Perceiver IO: a few latent vectors read any number of inputs, and work among themselves.
+
+    z = L                                                               N learned latents
+    z <- z + attend(norm(z), norm(x)),  z <- z + ff(norm(z))            a cross-attend reads the inputs x
+    z <- block_K( ... block_1(z))                                       the latents attend to each other
+
+The Perceiver repeats the last two lines and gives the mean of the latents to a linear layer. Its stacks of
+blocks share their weights over the repetitions; of its cross-attends the first has its own, and the others
+share theirs. Perceiver IO reads the inputs once, repeats the last line, and lets output queries read the
+latents by one more cross-attend, which a linear layer follows.
+
+Jaegle et al. 2021, "Perceiver: General Perception with Iterative Attention", arXiv 2103.03206, section 3;
+Jaegle et al. 2021, "Perceiver IO", arXiv 2107.14795, section 3.
+
+Cost for S inputs and O outputs: time O(S N + K N^2) for each repetition, and O(O N) for the outputs.
+Without positions the inputs are a set: their order changes nothing.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import get_args
+
+from torch import Tensor
+
+from unrolled.contract import IGNORED
+from unrolled.models.checks import check_targets
+from unrolled.models.embeddings import PositionEmbedding
+from unrolled.models.encoder import Output
+from unrolled.models.heads import Categorical, mean_nll
+from unrolled.models.latents import CrossAttend, InputArray, LatentConfig, Latents, init_perceiver
+from unrolled.models.saving import SavedModel
+from unrolled.ops.checks import shape
+
+
+@dataclass
+class PerceiverConfig(LatentConfig):
+    """A Perceiver's fields; see `LatentConfig` and `TransformerConfig` for the rest.
+
+    Attributes:
+        n_classes: number of labels.
+        share_weights: whether the iterations share their weights, the first cross-attend's apart.
+    """
+
+    _: KW_ONLY
+    n_classes: int
+    share_weights: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("n_classes", 1)
+        self._true_or_false("share_weights")
+
+
+@dataclass
+class PerceiverIOConfig(LatentConfig):
+    """A Perceiver IO's fields; see `LatentConfig` and `TransformerConfig` for the rest.
+
+    Attributes:
+        output: "classification" (one label for the inputs), "tokens" (one for each input) or "masked" (the
+            token that belongs at each position; see `mask_tokens`): a learned query for each output, up to
+            `max_length` of them.
+        n_classes: number of labels; None for "masked".
+        query_residual: whether the output is added to the query that read it.
+        tie_embeddings: for "masked", use the embedding table as the output matrix.
+    """
+
+    _: KW_ONLY
+    output: Output = "classification"
+    n_classes: int | None = None
+    query_residual: bool = True
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("output", get_args(Output))
+        self._true_or_false("query_residual")
+        self._true_or_false("tie_embeddings")
+        if self.output != "masked":
+            self._at_least("n_classes", 1)
+        elif self.vocab_size is None or self.n_classes is not None:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size} and n_classes is {self.n_classes}, "
+                "wanted a vocab_size and no n_classes for output 'masked'"
+            )
+        if self.tie_embeddings and (self.output != "masked" or self.array_width != self.d_model):
+            raise ValueError(
+                f"tie_embeddings is True with output {self.output!r} and inputs {self.array_width} wide, "
+                f"wanted output 'masked' and inputs as wide as d_model = {self.d_model}"
+            )
+
+
+class Perceiver(SavedModel):
+    """Latents that read the inputs before each run through their stack; their mean is classified.
+
+    Weights start as in `unrolled.models.latents.init_perceiver`, and the latents from a normal distribution
+    of standard deviation 0.02, cut off at 2. Set `gradient_checkpointing` to True to keep only the input of
+    each layer for the backward pass.
+    """
+
+    model_name = "perceiver"
+    config_type = PerceiverConfig
+    config: PerceiverConfig
+
+    def __init__(self, config: PerceiverConfig) -> None:
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.array = InputArray(config)
+        self.latents = Latents(config, n_reads=config.n_iterations, shared=config.share_weights)
+        self.head = Categorical(config.d_model, config.n_classes, bias=True)
+        init_perceiver(self, config)
+
+    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Logits `[B, n_classes]` of a batch.
+
+        Args:
+            x: token ids `[B, S]` long, or continuous inputs `[B, S, input_dim]`; `[B, *axes, input_dim]` for
+                those on a grid, which need not be of the config's size.
+            key_padding_mask: `[B, S]` bool, True at inputs that are not to be read, a grid's in row-major
+                order; tokens count their positions without them, points of a grid stay where they are.
+        """
+        logits: Tensor = self.head(self.hidden(x, key_padding_mask=key_padding_mask))
+        return logits
+
+    def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in nats, computed in at least fp32.
+
+        Args:
+            inputs: as `x` of `forward`.
+            targets: `[B]` long; -100 is ignored.
+            key_padding_mask: as for `forward`.
+        """
+        hidden = self.hidden(inputs, key_padding_mask=key_padding_mask)
+        check_targets(targets, hidden.shape[:-1], self.head.levels)
+        return mean_nll(self.head.nll(hidden, targets), targets)
+
+    def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """What the output layer reads, `[B, d_model]`: the mean of the latents."""
+        x = self.array(x, key_padding_mask=key_padding_mask)
+        recompute = self.gradient_checkpointing and self.training
+        z: Tensor = self.latents(x, key_padding_mask, recompute=recompute)
+        return z.mean(dim=1)
+
+
+class PerceiverIO(SavedModel):
+    """Latents that read the inputs once, and output queries that read the latents after their last run.
+
+    Weights start as those of the `Perceiver`. Set `gradient_checkpointing` to True to keep only the input of
+    each layer for the backward pass.
+    """
+
+    model_name = "perceiver_io"
+    config_type = PerceiverIOConfig
+    config: PerceiverIOConfig
+
+    def __init__(self, config: PerceiverIOConfig) -> None:
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.array = InputArray(config)
+        self.latents = Latents(config, n_reads=1, shared=True)
+        one = config.output == "classification"
+        self.queries = PositionEmbedding("learned", config.d_model, 1 if one else config.max_length)
+        self.decoder = CrossAttend(config, config.d_model, query_residual=config.query_residual)
+        n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
+        assert n_outputs is not None  # the config has checked it
+        tied = self.array.embedding if config.tie_embeddings else None
+        self.head = Categorical(config.d_model, n_outputs, bias=tied is None, tied=tied)
+        init_perceiver(self, config)
+
+    def forward(
+        self, x: Tensor, *, queries: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits of a batch.
+
+        Args:
+            x: as for `Perceiver.forward`.
+            queries: `[B, O, d_model]`, what to ask instead of the learned queries.
+            key_padding_mask: as for `Perceiver.forward`; with outputs for each input, those at padding mean
+                nothing.
+
+        Returns:
+            "classification": `[B, n_classes]`; "tokens": `[B, S, n_classes]`; "masked": `[B, S, vocab_size]`;
+            with `queries`, for each of them: `[B, O, n_classes or vocab_size]`.
+        """
+        logits: Tensor = self.head(self.hidden(x, queries=queries, key_padding_mask=key_padding_mask))
+        return logits
+
+    def loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        queries: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Mean cross-entropy in nats, computed in at least fp32.
+
+        Args:
+            inputs: as `x` of `forward`.
+            targets: long, one for each output; -100 and, with an output for each input, those at padding are
+                ignored.
+            queries: as for `forward`.
+            key_padding_mask: as for `forward`.
+        """
+        hidden = self.hidden(inputs, queries=queries, key_padding_mask=key_padding_mask)
+        check_targets(targets, hidden.shape[:-1], self.head.levels)
+        if key_padding_mask is not None and queries is None and targets.dim() == 2:
+            targets = targets.masked_fill(key_padding_mask, IGNORED)
+        return mean_nll(self.head.nll(hidden, targets), targets)
+
+    def hidden(
+        self, x: Tensor, *, queries: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """What the output layer reads: as `forward`, but d_model wide."""
+        x = self.array(x, key_padding_mask=key_padding_mask)
+        recompute = self.gradient_checkpointing and self.training
+        z: Tensor = self.latents(x, key_padding_mask, recompute=recompute)
+        (B, S), d_model = x.shape[:2], z.shape[2]
+        one = queries is None and self.config.output == "classification"
+        if one:
+            queries = self.queries(z.new_zeros(B, 1, d_model))
+        elif queries is None:
+            queries = self.queries(z.new_zeros(B, S, d_model), key_padding_mask=key_padding_mask)
+        elif queries.dim() != 3 or queries.shape[0] != B or queries.shape[2] != d_model:
+            raise ValueError(f"queries has the shape {shape(queries)}, wanted [{B}, O, {d_model}]")
+        y: Tensor = self.decoder(queries, z)
+        return y[:, 0] if one else y

@@ -1,0 +1,264 @@
+r"""Perceiver AR: a decoder whose first block reads everything, and whose other blocks only the last tokens.
+
+    z = block_1(x)_{T-N+1 .. T}          causal softmax attention of the last N positions to all T inputs
+    z = block_l(z), l = 2 ..             causal attention of these N latents to each other
+    p(x_{t+1} | x_{<= t}) from z_t       for the last N positions only
+
+Hawthorne et al. 2022, "General-purpose, long-context autoregressive modeling with Perceiver AR", arXiv
+2202.07765, section 3. The norms of queries and inputs, there two, are one here: what sets them apart is
+absorbed by the projections that follow. So with N >= T this is the `Decoder` with the same weights.
+
+Cost: time O(T N + L N^2) for L blocks, where a decoder takes O(L T^2); the state of a sequence is the inputs'
+keys and values in one block, and in the others what their mechanism keeps of the latents.
+
+**Generation.** The first call of `prefill` makes latents of the last N of its tokens, and whatever comes
+before them stays prefix for good; each later token is one latent more. Nothing is computed twice. A prompt of
+t tokens and s more, these cut into calls in any way, give the logits of one `forward` over all of them with
+`n_latents = min(N, t) + s`. How much a latent keeps of those before it is up to its mechanism: softmax
+attention all of them, linear attention a state of constant size.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from unrolled.attention.softmax import SoftmaxAttention
+from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.models.blocks import Block, init_weights
+from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.config import TransformerConfig
+from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
+from unrolled.models.heads import mean_nll
+from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.positions import rotary
+from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill
+
+
+@dataclass
+class PerceiverARConfig(DecoderConfig):
+    """A Perceiver AR's fields; see `DecoderConfig` and `TransformerConfig` for the rest.
+
+    `n_layers` counts the first block, which reads the inputs; its `attention` must be "softmax", and so is
+    that of the others unless a list says otherwise.
+
+    Attributes:
+        n_latents: number N of last positions that become latents, and are trained on.
+        prefix_dropout: probability in training of hiding an input before the latents.
+    """
+
+    _: KW_ONLY
+    n_latents: int = 256
+    prefix_dropout: float = 0.0
+    attention: str | list[str] = "softmax"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("n_latents", 1)
+        if not isinstance(self.prefix_dropout, int | float) or not 0 <= self.prefix_dropout < 1:
+            raise ValueError(f"prefix_dropout is {self.prefix_dropout!r}, wanted a probability in [0, 1)")
+        if self.layer_attention[0] != "softmax":
+            raise ValueError(
+                f"attention begins with {self.layer_attention[0]!r}, wanted 'softmax' for the block that "
+                f"reads the inputs, as in ['softmax', {self.layer_attention[-1]!r}]"
+            )
+
+
+class PerceiverAR(Decoder):
+    """A decoder that predicts after the last `n_latents` tokens (equations and generation: see the module).
+
+    Rows with padding are read as if their padding were on the left: what comes out is aligned at the right.
+    """
+
+    model_name = "perceiver_ar"
+    config_type = PerceiverARConfig
+    config: PerceiverARConfig
+
+    def __init__(self, config: PerceiverARConfig) -> None:
+        super().__init__(config)
+        self.stack.blocks[0] = ReadingBlock(config)
+        init_weights(self.stack, config)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        n_latents: int | None = None,
+    ) -> Tensor:
+        """Logits of the token that follows each of the last n = min(n_latents, T) ones.
+
+        Args:
+            tokens: [B, T] long.
+            key_padding_mask: [B, T] bool, True at padding (left, right or scattered). A row's logits are
+                those of its last n valid tokens; where it has fewer, the first ones mean nothing.
+            cu_seqlens: not supported.
+            n_latents: the config's by default.
+
+        Returns:
+            [B, n, vocab_size]; log-probabilities with the mixture head.
+
+        Raises:
+            UnsupportedError: packed sequences.
+        """
+        self._refuse_packs(cu_seqlens)
+        tokens, key_padding_mask = self._at_the_right(tokens, key_padding_mask)
+        logits: Tensor = self.head(self._latents(tokens, key_padding_mask, n_latents))
+        return logits
+
+    def loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        n_latents: int | None = None,
+    ) -> Tensor:
+        """Mean -log p(target) in nats over the last `n_latents` tokens of each row, in at least fp32.
+
+        Args:
+            inputs: as `tokens` of `forward`.
+            targets: [B, T] long, what follows each position; -100, those at padding and those before the
+                latents are ignored.
+            key_padding_mask: as for `forward`.
+            cu_seqlens: not supported.
+            n_latents: as for `forward`.
+        """
+        self._refuse_packs(cu_seqlens)
+        check_targets(targets, inputs.shape, self.config.vocab_size)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *inputs.shape)
+            targets = targets.masked_fill(key_padding_mask, IGNORED).gather(1, _order(key_padding_mask))
+        inputs, key_padding_mask = self._at_the_right(inputs, key_padding_mask)
+        hidden = self._latents(inputs, key_padding_mask, n_latents)
+        targets = targets[:, targets.shape[1] - hidden.shape[1] :]
+        return mean_nll(self.head.nll(hidden, targets), targets)
+
+    def prefill(
+        self, tokens: Tensor, state: DecoderState, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, DecoderState]:
+        """Read several tokens [B, T] in parallel, after those that `state` has read.
+
+        With a `key_padding_mask` [B, T], rows may bring different numbers of tokens, aligned at the right.
+
+        Returns:
+            logits [B, n, vocab_size] and the new state, where n is min(n_latents, T) in the first call, which
+            leaves the rest to be the prefix, and T in any other.
+        """
+        tokens, key_padding_mask = self._at_the_right(tokens, key_padding_mask)
+        self._check_state(state, tokens.shape[0])
+        T = tokens.shape[1]
+        inputs: KVCache = state.layers[0]
+        begun = inputs.past_k.shape[2] + inputs.recent_k.shape[2] > 0
+        n = T if begun else min(self.config.n_latents, T)
+        x = self.positions(self.embedding(tokens), start=state.position, key_padding_mask=key_padding_mask)
+        z, inputs = self._reader.prefill_last(self.dropout(x), n, inputs, key_padding_mask)
+        padding = None if key_padding_mask is None else key_padding_mask[:, T - n :]
+        hidden, latents = self.stack.prefill(z, state.layers[1:], key_padding_mask=padding, start=1)
+        read = T if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
+        return self.head(hidden), DecoderState(state.position + read, (inputs, *latents))
+
+    def _latents(self, tokens: Tensor, key_padding_mask: Tensor | None, n_latents: int | None) -> Tensor:
+        wanted = self.config.n_latents if n_latents is None else n_latents
+        if wanted < 1:
+            raise ValueError(f"n_latents is {wanted}, wanted at least 1")
+        T = tokens.shape[1]
+        n = min(wanted, T)
+        x = self.dropout(self.positions(self.embedding(tokens), key_padding_mask=key_padding_mask))
+        hidden = None
+        if self.training and self.config.prefix_dropout:
+            hidden = torch.rand(x.shape[:2], device=x.device) < self.config.prefix_dropout
+            hidden[:, T - n :] = False
+        read = partial(self._reader.last, n=n, key_padding_mask=key_padding_mask, hidden=hidden)
+        recompute = self.gradient_checkpointing and self.training
+        z = checkpoint(read, x, use_reentrant=False) if recompute else read(x)
+        padding = None if key_padding_mask is None else key_padding_mask[:, T - n :]
+        y: Tensor = self.stack(z, key_padding_mask=padding, recompute=recompute, start=1)
+        return y
+
+    @property
+    def _reader(self) -> "ReadingBlock":
+        return cast(ReadingBlock, self.stack.blocks[0])
+
+    def _at_the_right(self, tokens: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        check_ids("tokens", tokens, self.n_ids)
+        if key_padding_mask is None:
+            return tokens, None
+        check_key_padding_mask(key_padding_mask, *tokens.shape)
+        order = _order(key_padding_mask)
+        return tokens.gather(1, order), key_padding_mask.gather(1, order)
+
+    def _refuse_packs(self, cu_seqlens: Tensor | None) -> None:
+        if cu_seqlens is not None:
+            raise UnsupportedError(
+                "PerceiverAR predicts at the end of each row and cannot read cu_seqlens; use key_padding_mask"
+            )
+
+
+class ReadingBlock(Block):
+    """A block of softmax attention that can leave out all but the last outputs, and the work for them."""
+
+    attention: "ReadingAttention"
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config, 0, causal=True)
+        options = config.attention_options.get("softmax", {})
+        self.attention = ReadingAttention(
+            config.d_model,
+            config.n_heads,
+            causal=True,
+            n_kv_heads=config.n_kv_heads,
+            rotary=config.positions == "rotary",
+            **options,
+        )
+
+    def last(self, x: Tensor, n: int, key_padding_mask: Tensor | None, hidden: Tensor | None) -> Tensor:
+        """The last n of the outputs for `x` [B, T, d_model], with the inputs `hidden` [B, T] not read."""
+        y = self.attention.last(self._before(x), n, key_padding_mask, hidden)
+        return self._after(x[:, x.shape[1] - n :], y)
+
+    def prefill_last(
+        self, x: Tensor, n: int, state: KVCache, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """The last n of the outputs of `prefill`, and the state after it."""
+        y, state = self.attention.prefill_last(self._before(x), n, state, key_padding_mask)
+        return self._after(x[:, x.shape[1] - n :], y), state
+
+
+class ReadingAttention(SoftmaxAttention):
+    """Causal softmax attention that can attend from the last positions only."""
+
+    def last(self, x: Tensor, n: int, key_padding_mask: Tensor | None, hidden: Tensor | None) -> Tensor:
+        """The last n of the outputs for `x` [B, T, d_model], with the inputs `hidden` [B, T] not read."""
+        q, k, v = self._last_heads(x, n, self._positions(x, key_padding_mask, None))
+        padding = key_padding_mask if hidden is None else hidden
+        if hidden is not None and key_padding_mask is not None:
+            padding = hidden | key_padding_mask
+        o = softmax_attention(q, k, v, causal=True, key_padding_mask=padding)
+        return self.merge_heads(o, x)
+
+    def prefill_last(
+        self, x: Tensor, n: int, state: KVCache, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """The last n of the outputs of `prefill`, and the state after it."""
+        positions = state.position.unsqueeze(1) + self._positions(x, key_padding_mask, None)
+        q, k, v = self._last_heads(x, n, positions)
+        o, state = softmax_prefill(q, k, v, state, key_padding_mask=key_padding_mask)
+        return self.merge_heads(o, x), state
+
+    def _last_heads(self, x: Tensor, n: int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        start = x.shape[1] - n
+        q, k, v = self._project(x[:, start:], x if start else None, None)
+        if self.rotary:
+            q, k = rotary(q, positions[:, start:]), rotary(k, positions)
+        return q, k, v
+
+
+def _order(key_padding_mask: Tensor) -> Tensor:
+    """Columns [B, T] of the padding, then of the tokens in their order."""
+    return key_padding_mask.long().argsort(dim=1, descending=True, stable=True)

@@ -1,0 +1,70 @@
+"""Feature maps phi, whose products phi(q) . phi(k) take the place of exp(q . k).
+
+A map acts on the last axis, from the head width D to `feature_dim`. Queries and keys may be mapped
+differently. All of these are non-negative except the linear terms of the polynomials, whose kernel is.
+Features of half-precision inputs are fp32: fp16 has no room for squares, nor for exp(-20).
+"""
+
+from typing import Any
+
+from unrolled.ops.feature_maps.base import FeatureMap, QueryKeyMap
+from unrolled.ops.feature_maps.elementwise import Dpfp, Elu, Exp, Relu, SquaredRelu
+from unrolled.ops.feature_maps.learned import T2R, Hedgehog, HedgehogSoftmax, PerHeadMap
+from unrolled.ops.feature_maps.polynomial import Polynomial, Taylor
+from unrolled.ops.feature_maps.positional import CosFormer
+
+__all__ = [
+    "FEATURE_MAPS",
+    "T2R",
+    "CosFormer",
+    "Dpfp",
+    "Elu",
+    "Exp",
+    "FeatureMap",
+    "Hedgehog",
+    "HedgehogSoftmax",
+    "PerHeadMap",
+    "Polynomial",
+    "QueryKeyMap",
+    "Relu",
+    "SquaredRelu",
+    "Taylor",
+    "make_feature_map",
+]
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "elu": Elu,
+    "relu": Relu,
+    "squared_relu": SquaredRelu,
+    "exp": Exp,
+    "dpfp": Dpfp,
+    "polynomial": Polynomial,
+    "taylor": Taylor,
+    "cosformer": CosFormer,
+    "t2r": T2R,
+    "hedgehog": Hedgehog,
+    "hedgehog_softmax": HedgehogSoftmax,
+}
+
+
+def make_feature_map(
+    name: str, head_dim: int, n_heads: int = 1, n_kv_heads: int | None = None, **options: Any
+) -> FeatureMap:
+    """Make a feature map by its name in `FEATURE_MAPS`; a learned one has weights for each of these heads.
+
+    Args:
+        name: one of `FEATURE_MAPS`.
+        head_dim: width D of a head.
+        n_heads: number of query heads H.
+        n_kv_heads: number of key heads G; H by default.
+        options: further arguments of the map, such as `max_length` of "cosformer".
+    """
+    if name not in FEATURE_MAPS:
+        raise ValueError(
+            f"feature_map is {name!r}, but must be one of {', '.join(FEATURE_MAPS)}, or a FeatureMap"
+        )
+    kind: Any = FEATURE_MAPS[name]
+    if issubclass(kind, PerHeadMap):
+        queries = kind(head_dim, n_heads, **options)
+        return QueryKeyMap(queries, kind(head_dim, n_heads if n_kv_heads is None else n_kv_heads, **options))
+    return kind(head_dim, **options)  # type: ignore[no-any-return]

@@ -1,0 +1,68 @@
+"""What a feature map is, and how two of them make one for queries and keys."""
+
+from torch import Tensor, nn
+
+from unrolled.ops.precision import accumulation_dtype
+
+
+class FeatureMap(nn.Module):
+    """phi for one head width. A map whose two sides agree overrides `phi` alone, which is given fp32 or fp64.
+
+    Attributes:
+        head_dim: width D of the queries and keys that it takes.
+        feature_dim: width R of the features that it gives.
+        positional: whether `phi_q` and `phi_k` want positions; other maps do not read them.
+    """
+
+    positional: bool = False
+
+    def __init__(self, head_dim: int, feature_dim: int | None = None):
+        super().__init__()
+        if head_dim < 1:
+            raise ValueError(f"head_dim is {head_dim}, but must be at least 1")
+        self.head_dim = head_dim
+        self.feature_dim = head_dim if feature_dim is None else feature_dim
+
+    def phi(self, x: Tensor) -> Tensor:
+        """Map `[..., D]` to `[..., R]`, queries and keys alike."""
+        raise NotImplementedError
+
+    def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map queries `[...,H,D]` at `positions [...]` to features `[...,H,R]`."""
+        return self.phi(q.to(accumulation_dtype(q.dtype)))
+
+    def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map keys `[...,G,D]` at `positions [...]` to features `[...,G,R]`."""
+        return self.phi(k.to(accumulation_dtype(k.dtype)))
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"head_dim={self.head_dim}, feature_dim={self.feature_dim}"
+
+
+class QueryKeyMap(FeatureMap):
+    """Queries are mapped by one map, and keys by another of the same widths.
+
+    Args:
+        queries: gives the features of queries by its `phi_q`.
+        keys: gives the features of keys by its `phi_k`. Where both are positive, so are the weights.
+    """
+
+    def __init__(self, queries: FeatureMap, keys: FeatureMap):
+        widths = [(phi.head_dim, phi.feature_dim) for phi in (queries, keys)]
+        if widths[0] != widths[1]:
+            raise ValueError(
+                f"the map of queries goes from {widths[0][0]} to {widths[0][1]}, "
+                f"but that of keys from {widths[1][0]} to {widths[1][1]}: the widths must agree"
+            )
+        super().__init__(*widths[0])
+        self.queries, self.keys = queries, keys
+        self.positional = queries.positional or keys.positional
+
+    def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map queries by the map of queries."""
+        return self.queries.phi_q(q, positions)
+
+    def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map keys by the map of keys."""
+        return self.keys.phi_k(k, positions)

@@ -1,0 +1,85 @@
+"""Maps that take each coordinate by itself, or products of two of them, and have nothing to learn."""
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.feature_maps.base import FeatureMap
+from unrolled.ops.precision import accumulation_dtype
+
+LARGEST_EXPONENT = 60.0  # e^60 = 1e26 is far beyond any use, and leaves fp32 room for sums of 1e12 such keys
+
+
+class Elu(FeatureMap):
+    """phi(x) = elu(x) + 1, everywhere positive (arXiv 2006.16236, eq. 7).
+
+    Computed as relu(x) + exp(min(x, 0)): the literal elu(x) + 1 is exactly 0 below -16.6 in fp32.
+    """
+
+    def phi(self, x: Tensor) -> Tensor:
+        """Map `[..., D]` to `[..., D]`."""
+        return x.relu() + x.clamp(max=0).exp()
+
+
+class Relu(FeatureMap):
+    """phi(x) = max(x, 0). A query or a key may map to 0: a query without any positive product gets 0."""
+
+    def phi(self, x: Tensor) -> Tensor:
+        """Map `[..., D]` to `[..., D]`."""
+        return x.relu()
+
+
+class SquaredRelu(FeatureMap):
+    """phi(x) = max(x, 0)^2, sharper than `Relu` and with a continuous gradient."""
+
+    def phi(self, x: Tensor) -> Tensor:
+        """Map `[..., D]` to `[..., D]`."""
+        return x.relu().square()
+
+
+class Exp(FeatureMap):
+    """phi(x) = exp(x): the kernel is sum_r exp(q_r + k_r), positive and sharp.
+
+    A query loses its largest coordinate first, a factor that the division takes out again. For a key there is
+    no such factor; its coordinates are held at 60, from where the feature stands still.
+    """
+
+    def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map `[..., D]` to exp(q - max q)."""
+        return exp_of_query(q.to(accumulation_dtype(q.dtype)))
+
+    def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map `[..., D]` to exp(min(k, 60))."""
+        return exp_of_key(k.to(accumulation_dtype(k.dtype)))
+
+
+def exp_of_query(x: Tensor) -> Tensor:
+    """exp(x - max x) over the last axis: at most 1, and a common factor away from exp(x)."""
+    return (x - x.amax(-1, keepdim=True)).exp()
+
+
+def exp_of_key(x: Tensor) -> Tensor:
+    """exp(min(x, 60)): a sum over many keys stays within fp32."""
+    return x.clamp(max=LARGEST_EXPONENT).exp()
+
+
+class Dpfp(FeatureMap):
+    """DPFP-nu: products of neighbours, phi_j(x) = u * roll(u, j) for j = 1..nu with u = [relu(x), relu(-x)].
+
+    Deterministic parameter-free projection (arXiv 2102.11174): R = 2 D nu sparse features, so that keys of
+    different directions share few. A query or a key may map to 0, as with `Relu`.
+
+    Args:
+        head_dim: D.
+        nu: how many neighbours each coordinate meets, at most 2D - 1.
+    """
+
+    def __init__(self, head_dim: int, nu: int = 1):
+        super().__init__(head_dim, 2 * head_dim * nu)
+        if not 1 <= nu < 2 * head_dim:
+            raise ValueError(f"nu is {nu}, but must be from 1 to 2 head_dim - 1 = {2 * head_dim - 1}")
+        self.nu = nu
+
+    def phi(self, x: Tensor) -> Tensor:
+        """Map `[..., D]` to `[..., 2 D nu]`."""
+        u = torch.cat([x.relu(), (-x).relu()], dim=-1)
+        return torch.cat([u * u.roll(j, -1) for j in range(1, self.nu + 1)], dim=-1)

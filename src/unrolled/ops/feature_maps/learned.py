@@ -1,0 +1,105 @@
+"""Maps that are learned: each head has weights of its own.
+
+One of these maps queries or keys. Both together take two of them in a `QueryKeyMap`, which is what
+`make_feature_map` gives, as keys have weights of their own and may have fewer heads.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.ops.checks import shape
+from unrolled.ops.feature_maps.base import FeatureMap
+from unrolled.ops.feature_maps.elementwise import exp_of_key, exp_of_query
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+
+
+class PerHeadMap(FeatureMap):
+    """A layer y_h = W_h x_h + b_h for each head h, which a map derived from this one makes features of."""
+
+    def __init__(self, head_dim: int, n_heads: int, layer_dim: int, feature_dim: int):
+        super().__init__(head_dim, feature_dim)
+        if n_heads < 1 or layer_dim < 1:
+            raise ValueError(
+                f"n_heads is {n_heads} and the layer {layer_dim} wide, but both must be at least 1"
+            )
+        self.weight = nn.Parameter(torch.empty(n_heads, layer_dim, head_dim))
+        self.bias = nn.Parameter(torch.zeros(n_heads, layer_dim))
+
+    def layer(self, x: Tensor) -> Tensor:
+        """Apply the layer in fp32 at least: `[...,H,D]` -> `[...,H,layer_dim]`."""
+        if x.shape[-2] != self.weight.shape[0]:
+            raise ValueError(f"x has shape {shape(x)}, but this map has weights for {len(self.weight)} heads")
+        x = x.to(accumulation_dtype(x.dtype))
+        with without_autocast(x.device):
+            return torch.einsum("...hd,hrd->...hr", x, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"{super().extra_repr()}, n_heads={len(self.weight)}"
+
+
+class T2R(PerHeadMap):
+    """phi(x) = relu(W x + b), with W drawn as in `torch.nn.Linear`.
+
+    T2R turns a trained transformer into an RNN by it (arXiv 2103.13076). A query or a key may map to 0, as
+    with `Relu`.
+
+    Args:
+        head_dim: D.
+        n_heads: heads of the queries, or of the keys, that it maps.
+        feature_dim: R.
+    """
+
+    def __init__(self, head_dim: int, n_heads: int, feature_dim: int = 32):
+        super().__init__(head_dim, n_heads, feature_dim, feature_dim)
+        nn.init.uniform_(self.weight, -(head_dim**-0.5), head_dim**-0.5)
+        nn.init.uniform_(self.bias, -(head_dim**-0.5), head_dim**-0.5)
+
+    def phi(self, x: Tensor) -> Tensor:
+        """Map `[...,H,D]` to `[...,H,R]`."""
+        return self.layer(x).relu()
+
+
+class Hedgehog(PerHeadMap):
+    """phi(x) = [exp(Wx + b), exp(-Wx - b)], R = 2D, positive; W = I and b = 0 at first.
+
+    Hedgehog (arXiv 2402.04347), whose W and b are first trained to give softmax's weights. Kept in range as
+    `Exp` is: the factor of a query is free to choose, and the exponents of a key are held at 60.
+    """
+
+    def __init__(self, head_dim: int, n_heads: int):
+        super().__init__(head_dim, n_heads, head_dim, 2 * head_dim)
+        with torch.no_grad():
+            self.weight.copy_(torch.eye(head_dim))
+
+    def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map queries `[...,H,D]` to `[...,H,2D]`, at most 1."""
+        return exp_of_query(self._signed(q))
+
+    def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map keys `[...,G,D]` to `[...,G,2D]`."""
+        return exp_of_key(self._signed(k))
+
+    def _signed(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return torch.cat([y, -y], dim=-1)
+
+
+class HedgehogSoftmax(Hedgehog):
+    """phi(x) = [softmax(Wx + b), softmax(-Wx - b)]: Hedgehog with each half turned into probabilities.
+
+    As LoLCATs (arXiv 2410.10254) has it. The divisors differ from key to key, so this is another kernel than
+    `Hedgehog`'s: a long key weighs no more than a short one. One softmax over both halves is a third kernel.
+    """
+
+    def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map queries `[...,H,D]` to `[...,H,2D]`."""
+        return self._probabilities(q)
+
+    def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map keys `[...,G,D]` to `[...,G,2D]`."""
+        return self._probabilities(k)
+
+    def _probabilities(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1)

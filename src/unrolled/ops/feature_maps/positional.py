@@ -1,0 +1,52 @@
+"""Maps that know where a query or a key stands."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import may_read
+from unrolled.ops.feature_maps.base import FeatureMap
+from unrolled.ops.precision import accumulation_dtype, exact_dtype
+
+
+class CosFormer(FeatureMap):
+    """phi(x, i) = [relu(x) cos(pi i / 2M), relu(x) sin(pi i / 2M)] for a token at position i, R = 2D.
+
+    The kernel is relu(q) . relu(k) cos(pi (i - j) / 2M): nearer keys weigh more, and those within M positions
+    never less than 0. cosFormer (arXiv 2202.08791), but for M, which is the length of the sequence
+    there. Then what a token sees changes with what follows it, and no recurrence can follow; here M
+    is fixed.
+
+    Args:
+        head_dim: D.
+        max_length: M. Positions from 0 to M are taken; others raise a ValueError where looking is free, on
+            a CPU and uncompiled.
+    """
+
+    positional = True
+
+    def __init__(self, head_dim: int, max_length: int = 1024):
+        super().__init__(head_dim, 2 * head_dim)
+        if max_length < 1:
+            raise ValueError(f"max_length is {max_length}, but must be at least 1")
+        self.max_length = max_length
+
+    def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map queries `[...,H,D]` at `positions [...]` to features `[...,H,2D]`."""
+        return self._weighted(q, positions)
+
+    def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map keys `[...,G,D]` at `positions [...]` to features `[...,G,2D]`."""
+        return self._weighted(k, positions)
+
+    def _weighted(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        if positions is None:
+            raise ValueError("positions is None, but cosFormer weighs by distance and wants those of x")
+        if may_read(positions) and bool((positions > self.max_length).any()):
+            found = int(positions.max())
+            raise ValueError(f"positions go up to {found}, but max_length = {self.max_length} is the last")
+        features = x.to(accumulation_dtype(x.dtype)).relu()
+        angles = positions.to(exact_dtype(x.device))[..., None, None] * (math.pi / 2 / self.max_length)
+        cos, sin = angles.cos().to(features.dtype), angles.sin().to(features.dtype)
+        return torch.cat([features * cos, features * sin], dim=-1)

@@ -1,0 +1,219 @@
+r"""Linear attention with a gate for every feature: S_t = diag(a_t) S_{t-1} + k_t v_t^T in all its forms.
+
+With features q, k (of any sign), gates a_t = exp(log_decay_t), one for each of the R features, and state S,
+
+    S_t = diag(a_t) S_{t-1} + k_t v_t^T        o_i = S_p(i)^T q_i
+
+where p(i) = i + S - T is the last key that query i may read (causal, bottom-right aligned). Written out, the
+weight of key j for query i is sum_r q_ir k_jr a_j+1,r ... a_p(i),r. There is no denominator.
+
+Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635),
+section 4. Where the gate is the same for all features of a head, `ops.linear` does this much faster.
+"""
+
+from collections.abc import Callable
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unrolled.ops.checks import (
+    check_cu_seqlens,
+    check_key_padding_mask,
+    check_qkv,
+    check_step,
+    may_read,
+    shape,
+)
+from unrolled.ops.linear_diagonal_chunked import operator
+from unrolled.ops.masks import without_padding
+from unrolled.ops.packing import length_buckets
+from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
+
+
+@overload
+def diagonal_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def diagonal_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def diagonal_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention with a decay for every feature, in time and memory linear in the length.
+
+    Args:
+        q: query features `[B,T,H,R]`.
+        k: key features `[B,S,G,R]`; H is a multiple of G, and query head h reads key head h // (H/G).
+        v: values `[B,S,G,M]`.
+        log_decay: natural logarithm of the gates `[B,S,G,R]`, at most 0; minus infinity forgets everything.
+        key_padding_mask: `[B,S]`, True = padding: such a key adds nothing, and its gates are taken as 1.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
+        state: S before the first key, `[B,G,R,M]`; N rows with `cu_seqlens`.
+        return_state: also return S after the last key.
+
+    Returns:
+        `o [B,T,H,M]` in the type of `v`, and with `return_state` the state. Sums are kept in fp32 (fp64 for
+        fp64 inputs). They have no denominator: hand over `v` in fp32 where fp16 may have no room for them.
+        Gradients of any order reach every input and pass through both states.
+
+    Raises:
+        ValueError: an argument of another shape or type; offsets that do not rise; on a CPU and uncompiled,
+            where looking is free, a positive `log_decay`.
+    """
+    return _run(operator, q, k, v, log_decay, key_padding_mask, cu_seqlens, state, return_state)
+
+
+def diagonal_linear_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of the recurrence: S' = diag(a) S + k v^T, o = S'^T q.
+
+    Args:
+        q: query features `[B,H,R]`.
+        k: key features `[B,G,R]`.
+        v: value `[B,G,M]`.
+        log_decay: `[B,G,R]`, at most 0.
+        state: S `[B,G,R,M]`; it is not changed.
+
+    Returns:
+        `o [B,H,M]` in the type of `v`, and the new state.
+    """
+    check_step(q, k, v)
+    _check_log_decay(log_decay, k.shape, "[B, G, R]")
+    dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
+    _check_state(state, (*k.shape, v.shape[-1]), dtype)
+    (B, H, R), G = q.shape, k.shape[1]
+    q, k, v, log_decay = (x.to(dtype) for x in (q, k, v, log_decay))
+    with without_autocast(q.device):
+        state = state * log_decay.exp().unsqueeze(-1) + k.unsqueeze(-1) * v.unsqueeze(-2)
+        o = q.reshape(B, G, H // G, R) @ state
+    return o.flatten(1, 2).to(out_dtype), state
+
+
+def diagonal_linear_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what `diagonal_linear_attention` does by its definition, token by token.
+
+    Every other form owes it equality. Arguments and results are those of `diagonal_linear_attention`.
+    """
+    return _run(_recurrence, q, k, v, log_decay, key_padding_mask, cu_seqlens, state, return_state)
+
+
+def _recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    outs = [q.new_empty(*q.shape[:1], 0, q.shape[2], v.shape[3], dtype=v.dtype)]
+    for t in range(q.shape[1]):
+        o, state = diagonal_linear_attention_step(q[:, t], k[:, t], v[:, t], log_decay[:, t], state)
+        outs.append(o.unsqueeze(1))
+    return torch.cat(outs, dim=1), state
+
+
+Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _run(
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+    return_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Check every argument, take padding and packing away, and run a form where T = S."""
+    check_qkv(q, k, v)
+    _check_log_decay(log_decay, k.shape, "[B, S, G, R]")
+    (B, T, _, _), S = q.shape, k.shape[1]
+    dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
+    sizes = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, *k.shape[2:], v.shape[3])
+    if state is None:
+        state = k.new_zeros(sizes, dtype=dtype)
+    _check_state(state, sizes, dtype)
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, B, S)
+        k, v, log_decay = (without_padding(x, key_padding_mask) for x in (k, v, log_decay))
+    q, k, v = promoted(q, k, v)
+    if cu_seqlens is not None:
+        o, state = _packed(form, q, k, v, log_decay, cu_seqlens, state)
+    else:  # queries and keys end together: what is missing in front is 0, and its gates are 1
+        q = pad(q, (0, 0, 0, 0, max(S - T, 0), 0))
+        k, v, log_decay = (pad(x, (0, 0, 0, 0, max(T - S, 0), 0)) for x in (k, v, log_decay))
+        o, state = form(q, k, v, log_decay, state)
+        o = o[:, max(S - T, 0) :]
+    return (o.to(out_dtype), state) if return_state else o.to(out_dtype)
+
+
+def _packed(
+    form: Form, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run each group of sequences of similar lengths, padded on the right, and put the results in place."""
+    o = v.new_zeros(*q.shape[:3], v.shape[3])
+    for rows, tokens, padding in length_buckets(cu_seqlens, q.shape[1]):
+        q_part, k_part, v_part, gates = (without_padding(x[0, tokens], padding) for x in (q, k, v, log_decay))
+        o_part, state_part = form(q_part, k_part, v_part, gates, state[rows])
+        o = o.index_put((torch.zeros_like(tokens[~padding]), tokens[~padding]), o_part[~padding])
+        state = state.index_copy(0, rows, state_part)
+    return o, state
+
+
+def _check_log_decay(log_decay: Tensor, wanted: torch.Size, axes: str) -> None:
+    if log_decay.shape != wanted or not log_decay.is_floating_point():
+        raise ValueError(
+            f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
+            f"but must be floating point {axes} = {list(wanted)}"
+        )
+    if may_read(log_decay) and bool((log_decay > 0).any()):
+        raise ValueError(
+            f"log_decay must be at most 0 (a gate of at most 1), found {log_decay.max().item():g}"
+        )
+
+
+def _check_state(state: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    if state.shape != sizes or state.dtype != dtype:
+        raise ValueError(
+            f"state is {state.dtype} of shape {shape(state)}, but these inputs want {dtype} {list(sizes)}"
+        )

@@ -1,0 +1,270 @@
+r"""Linear attention with a gate for every feature, chunk by chunk in plain PyTorch, as one torch operator.
+
+Between chunks of C tokens the state passes. Inside a chunk the weight of key j for query i > j is
+
+    W_ij = sum_r q_ir k_jr A_ijr        A_ijr = a_j+1,r ... a_ir        (and W_ii = q_i . k_i)
+
+which is a product of matrices wherever A splits into a factor of i and a factor of j. At any point m between
+the two it does: A_ij = F_i E_j with F_i = a_m+1 ... a_i and E_j = a_j+1 ... a_m, neither above 1. So a chunk
+is halved, its halves are halved, and so on down to single tokens: every pair i > j is parted by exactly one
+of these cuts, and W is one product of matrices per cut. F and E of a block come from those of its halves:
+
+    F = [F_l, F_l,last F_r]        E = [E_l F_r,last, E_r]        a single token: F = a, E = 1
+
+With F and E of the whole chunk, O = W V + (Q F) S and S' = F_last S + (K E)^T V.
+
+Yang et al. 2023 (arXiv 2312.06635, section 4.3) cut once, into blocks of 16, and take one exponential for
+every pair and feature of the blocks on the diagonal; here it is one for every token and feature.
+
+All this happens to one span of chunks after the other, short enough to stay in a CPU's cache.
+
+The backward pass keeps the inputs only, computes all of this again, and walks the cuts from the widest to
+the narrowest. A product of gates gives the gradient of its logarithm to each gate in it. These are sums,
+while the shorter formula q_i * dq_i - k_i * dk_i subtracts large equal parts and loses digits.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unrolled.ops.checks import transforming
+from unrolled.ops.chunks import join_chunks, scan, scan_back, split_chunks, sum_heads
+from unrolled.ops.kernels.door import differentiable_gradients
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+
+LONGEST = 64  # tokens in a chunk; a power of two
+CACHED = 2**17  # numbers of k that are worked on at a time, on a CPU
+
+
+class Cut(NamedTuple):
+    """Products of gates in each of the C/s blocks of s tokens that lie to the left or right of a cut."""
+
+    from_start: Tensor  # F [X,n,1,C/s,s,R]: of the gates up to and with i
+    to_end: Tensor  # E [X,n,1,C/s,s,R]: of the gates after j
+
+    def right(self, q: Tensor) -> Tensor:
+        """Queries `[X,n,P,C,R]` right of the cuts, decayed since then: `[X,n,P,C/2s,s,R]`."""
+        return self.halves(q)[1] * self.from_start[..., 1::2, :, :]
+
+    def left(self, k: Tensor) -> Tensor:
+        """Keys `[X,n,1,C,R]` left of the cuts, decayed until then: `[X,n,1,C/2s,s,R]`."""
+        return self.halves(k)[0] * self.to_end[..., ::2, :, :]
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """View what lies left and right of the cuts: `[X,n,P,C,R]` -> twice `[X,n,P,C/2s,s,R]`."""
+        n_blocks, s = self.from_start.shape[-3:-1]
+        left, right = x.view(*x.shape[:3], n_blocks // 2, 2, s, x.shape[4]).unbind(4)
+        return left, right
+
+
+class Chunks(NamedTuple):
+    """The inputs in chunks and in the accumulation type; see `ops.chunks`."""
+
+    q: Tensor  # [X,n,P,C,R]
+    k: Tensor  # [X,n,1,C,R]
+    v: Tensor  # [X,n,1,C,M]
+    decay: Tensor  # a [X,n,1,C,R]
+    state: Tensor  # [X,1,1,R,M]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `o [B,T,H,M]` and the state after the last key, for T = S, by differentiable operations."""
+    outs = []
+    for span in _spans(k):
+        o, state = _forward_span(q[:, span], k[:, span], v[:, span], log_decay[:, span], state)
+        outs.append(o)
+    return torch.cat(outs, dim=1), state
+
+
+def backward(
+    grad_o: Tensor,
+    grad_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+) -> list[Tensor]:
+    """Compute the gradients of `q, k, v, log_decay, state`."""
+    spans = _spans(k)
+    before = [state]
+    for span in spans[:-1]:
+        before.append(_state_after(k[:, span], v[:, span], log_decay[:, span], before[-1]))
+    by_span = []
+    for span, state in zip(reversed(spans), reversed(before), strict=True):
+        inputs = q[:, span], k[:, span], v[:, span], log_decay[:, span], state
+        *gradients, grad_state = _backward_span(grad_o[:, span], grad_state, *inputs)
+        by_span.append(gradients)
+    return [*(torch.cat(parts[::-1], dim=1) for parts in zip(*by_span, strict=True)), grad_state]
+
+
+def _spans(k: Tensor) -> list[slice]:
+    """Pieces of the sequence, of whole chunks, on a CPU small enough for its cache."""
+    B, T, G, R = k.shape
+    fitting = CACHED // max(1, B * G * R) if k.device.type == "cpu" else T
+    length = max(LONGEST, fitting // LONGEST * LONGEST)
+    return [slice(start, start + length) for start in range(0, max(T, 1), length)]
+
+
+def _state_after(k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
+    with without_autocast(k.device):
+        k, v, log_decay = (x.to(state.dtype) for x in (k, v, log_decay))
+        passed = log_decay.flip(1).cumsum(1).flip(1)  # log of a_j ... a_T
+        k = k * pad(passed[:, 1:], (0, 0, 0, 0, 0, 1)).exp()
+        added: Tensor = torch.einsum("btgr,btgm->bgrm", k, v)
+        return passed[:, 0].exp().unsqueeze(-1) * state + added
+
+
+def _forward_span(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    (B, T, _, _), G = q.shape, k.shape[2]
+    with without_autocast(q.device):
+        x = _chunks(q, k, v, log_decay, state)
+        weights, from_start, to_end = _weights(x, _cuts(x.decay))
+        S = scan(x.state, (x.k * to_end).mT @ x.v, from_start[..., -1:, :].mT)
+        o = weights @ x.v + (x.q * from_start) @ S[:, :-1]
+        # A view of S would keep the states of all chunks alive.
+        return join_chunks(o, B, T, G).to(v.dtype), S[:, -1].reshape(state.shape).clone()
+
+
+def _backward_span(
+    grad_o: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (B, T, _, _), G = q.shape, k.shape[2]
+    with without_autocast(q.device):
+        x = _chunks(q, k, v, log_decay, state)
+        g = split_chunks(grad_o.to(x.v.dtype), x.q.shape[1], x.q.shape[3], G)
+        cuts = list(_cuts(x.decay))
+        weights, from_start, to_end = _weights(x, cuts)
+        q_from_start, k_to_end, through = x.q * from_start, x.k * to_end, from_start[..., -1:, :].mT
+        S = scan(x.state, k_to_end.mT @ x.v, through)[:, :-1]
+        dS = scan_back(grad_state.reshape(x.state.shape), sum_heads(q_from_start.mT @ g), through)
+
+        # What passes through the states.
+        dv = sum_heads(weights.mT @ g) + k_to_end @ dS[:, 1:]
+        dq = (g @ S.mT) * from_start
+        dk = (x.v @ dS[:, 1:].mT) * to_end
+        d_from_start, d_to_end = sum_heads(x.q * dq), x.k * dk  # of the logarithms
+        d_from_start[..., -1, :] += (through * S * dS[:, 1:]).sum(-1)
+
+        # What passes through the weights, which the cuts take apart again.
+        d_weights = g @ x.v.mT
+        for cut in reversed(cuts[:-1]):
+            s = cut.from_start.shape[-2]
+            d_parted = _parted(d_weights, s)
+            dq_right = (d_parted @ cut.left(x.k)) * cut.from_start[..., 1::2, :, :]
+            dk_left = sum_heads(d_parted.mT @ cut.right(x.q)) * cut.to_end[..., ::2, :, :]
+            cut.halves(dq)[1].add_(dq_right)
+            cut.halves(dk)[0].add_(dk_left)
+            (from_left, from_right), (to_left, _) = cut.halves(d_from_start), cut.halves(d_to_end)
+            from_left[..., -1, :] += from_right.sum(-2)
+            from_right[..., -1, :] += to_left.sum(-2)
+            from_right.add_(sum_heads(cut.halves(x.q)[1] * dq_right))
+            to_left.add_(cut.halves(x.k)[0] * dk_left)
+        d_itself = d_weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq.addcmul_(d_itself, x.k)
+        dk.add_(sum_heads(d_itself * x.q))
+        return (
+            join_chunks(dq, B, T, G).to(q.dtype),
+            join_chunks(dk, B, T, G).to(k.dtype),
+            join_chunks(dv, B, T, G).to(v.dtype),
+            join_chunks(d_from_start, B, T, G).to(log_decay.dtype),
+            dS[:, 0].reshape(state.shape).clone(),
+        )
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> Chunks:
+    (B, T, _, R), (_, _, G, M) = q.shape, v.shape
+    C = min(LONGEST, 1 << max(T - 1, 0).bit_length())
+    n = max(1, -(-T // C))
+    dtype = accumulation_dtype(q.dtype)
+    q, k, v, log_decay = (split_chunks(x.to(dtype), n, C, G) for x in (q, k, v, log_decay))
+    return Chunks(q, k, v, log_decay.exp(), state.reshape(B * G, 1, 1, R, M))
+
+
+def _cuts(decay: Tensor) -> Iterator[Cut]:
+    """Products of gates in blocks of 1, 2, 4 ... C tokens."""
+    cut = Cut(decay.unsqueeze(-2), torch.ones_like(decay).unsqueeze(-2))
+    yield cut
+    while cut.from_start.shape[-3] > 1:
+        (l_from, r_from), (l_to, r_to) = ((x[..., ::2, :, :], x[..., 1::2, :, :]) for x in cut)
+        cut = Cut(
+            torch.cat([l_from, l_from[..., -1:, :] * r_from], dim=-2),
+            torch.cat([l_to * r_from[..., -1:, :], r_to], dim=-2),
+        )
+        yield cut
+
+
+def _weights(x: Chunks, cuts: Iterable[Cut]) -> tuple[Tensor, Tensor, Tensor]:
+    """W `[X,n,P,C,C]`, and F and E of whole chunks `[X,n,1,C,R]`."""
+    # The ones make these depend on the gates too: torch.func.vmap may be over the gates alone.
+    weights = torch.diag_embed((x.q * x.k * torch.ones_like(x.decay)).sum(-1))
+    for cut in cuts:
+        n_blocks, s = cut.from_start.shape[-3:-1]
+        if n_blocks > 1:
+            _parted(weights, s).copy_(cut.right(x.q) @ cut.left(x.k).mT)
+    return weights, cut.from_start.squeeze(3), cut.to_end.squeeze(3)
+
+
+def _parted(weights: Tensor, s: int) -> Tensor:
+    """View the pairs parted by the cuts of blocks of 2s tokens: `[X,n,P,C,C]` -> `[X,n,P,C/2s,s,s]`."""
+    n_blocks = weights.shape[-1] // (2 * s)
+    blocks = weights.view(*weights.shape[:3], n_blocks, 2 * s, n_blocks, 2 * s).diagonal(dim1=3, dim2=5)
+    return blocks[..., s:, :s, :].movedim(-1, 3)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    o, state_end = forward(q, k, v, log_decay, state)
+    return o.contiguous(), state_end
+
+
+def _backward(
+    grad_o: Tensor,
+    grad_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+) -> list[Tensor]:
+    return [g.contiguous() for g in backward(grad_o, grad_state, q, k, v, log_decay, state)]
+
+
+_operator = torch.library.custom_op("unrolled::diagonal_linear_attention", _forward, mutates_args=())
+_backward_operator = torch.library.custom_op(
+    "unrolled::diagonal_linear_attention_backward", _backward, mutates_args=()
+)
+
+
+@_operator.register_fake
+def _(q, k, v, log_decay, state):  # type: ignore[no-untyped-def]
+    return v.new_empty(*q.shape[:3], v.shape[3]), state.new_empty(state.shape)
+
+
+@_backward_operator.register_fake
+def _(grad_o, grad_state, *inputs):  # type: ignore[no-untyped-def]
+    return [x.new_empty(x.shape) for x in inputs]
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, grad_o: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
+    inputs = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        return tuple(differentiable_gradients(forward, inputs, (grad_o, grad_state)))
+    return tuple(_backward_operator(grad_o, grad_state, *inputs))
+
+
+_operator.register_autograd(_gradient, setup_context=_keep_for_backward)
+
+
+def operator(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what `forward` does, as one operator for `torch.compile`, with the backward pass above."""
+    if transforming():
+        return forward(q, k, v, log_decay, state)
+    o, state_end = _operator(q, k, v, log_decay, state)
+    return o, state_end

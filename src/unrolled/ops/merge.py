@@ -1,0 +1,38 @@
+"""Parts of one softmax, merged exactly.
+
+A query that reads several sets of keys, each by a softmax of its own, has the output of one softmax over all:
+
+    lse = log sum_p exp(lse_p)        o = sum_p exp(lse_p - lse) o_p
+
+lse_p is the logarithm of the sum that part p divides by. A key that is in several parts counts as often.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Merge `o [...,M]` and `lse [...]` of each part into those of all.
+
+    A part in which a query has nothing to read has lse = minus infinity, and counts for nothing; a query with
+    nothing to read in any gives o = 0 with zero gradient, and lse = minus infinity.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lse = torch.stack([lse for _, lse in parts])
+    largest = lse.detach().amax(0)
+    largest = largest.masked_fill(largest == -torch.inf, 0)  # inf - inf would be NaN
+    shares = torch.where(lse == -torch.inf, 0, (lse - largest).masked_fill(lse == -torch.inf, 0).exp())
+    total = shares.sum(0)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    o = sum(
+        (
+            (share / total).unsqueeze(-1) * o.to(lse.dtype)
+            for share, (o, _) in zip(shares, parts, strict=True)
+        ),
+        start=torch.zeros((), dtype=lse.dtype, device=lse.device),
+    )
+    return o.to(parts[0][0].dtype), (total.log() + largest).masked_fill(empty, -torch.inf)

@@ -1,0 +1,177 @@
+"""Random features: the rows they are made with, drawn from a stored seed, and attention with signed ones.
+
+A random feature of x is a function f of w . x, with w drawn from N(0, I). Many of them estimate a kernel: the
+mean of f(w . x) f(w . y) over n rows w is its expectation k(x, y), up to an error of order 1 / sqrt(n).
+"""
+
+import math
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unrolled.ops.checks import may_read
+from unrolled.ops.linear import LinearState, check_state, linear_attention, linear_attention_step
+from unrolled.ops.precision import accumulation_dtype
+
+Rows = Literal["orthogonal", "regularised", "independent"]
+
+SMALLEST_DIVISOR = 1e-6  # of features of norm 1: a millionth of what one key that equals the query weighs
+
+
+def draw_rows(n: int, dim: int, rows: Rows, generator: torch.Generator) -> Tensor:
+    """Draw n directions, `[n, dim]` in fp64 on the CPU.
+
+    "independent" rows are N(0, I). "orthogonal" ones come in blocks of `dim` at right angles to each other,
+    with the lengths of independent ones, so that each by itself still is N(0, I) (Yu et al. 2016, "Orthogonal
+    Random Features", arXiv 1610.09072). "regularised" ones all have the length sqrt(dim) instead.
+    """
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, dtype=torch.float64, device="cpu")
+
+    if rows == "independent":
+        return normal(n, dim)
+    q, r = torch.linalg.qr(normal(-(-n // dim), dim, dim))
+    # QR fixes the signs of a basis by convention; those of R's diagonal make the law uniform (Haar) again.
+    directions: Tensor = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).flatten(0, 1)[:n]
+    if rows == "regularised":
+        return directions * math.sqrt(dim)
+    return directions * normal(n, dim).square().sum(1, keepdim=True).sqrt()
+
+
+class Projection(nn.Module):
+    """The random rows of a layer: drawn when it is made, and again only by `redraw`.
+
+    Seed, number of redraws and rows are buffers: a state_dict holds them, and equal seeds redraw equally.
+
+    Args:
+        n_heads: how many heads have rows of their own; 1 to share them.
+        n_features: number of rows per head.
+        dim: width of the rows.
+        rows: see `draw_rows`.
+        seed: a number of up to 63 bits; by default it is drawn like initial weights, from torch's generator.
+    """
+
+    weight: Tensor
+    seed: Tensor
+    redraws: Tensor
+
+    def __init__(self, n_heads: int, n_features: int, dim: int, rows: Rows, seed: int | None = None):
+        super().__init__()
+        if n_features < 1:
+            raise ValueError(f"n_features is {n_features}, but must be at least 1")
+        if rows not in get_args(Rows):
+            raise ValueError(f"rows is {rows!r}, but must be one of {', '.join(get_args(Rows))}")
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed is {seed}, but must be at least 0 and below 2^63")
+        self.rows = rows
+        self.register_buffer("weight", torch.empty(n_heads, n_features, dim))
+        self.register_buffer("seed", torch.tensor(seed))
+        self.register_buffer("redraws", torch.tensor(0))
+        self._draw(seed, 0)
+
+    def redraw(self) -> None:
+        """Draw other rows; which ones follows from the seed and the number of redraws."""
+        self.redraws += 1
+        self._draw(int(self.seed), int(self.redraws))
+
+    def unless_redrawn(self, o: Tensor, draw: Tensor) -> Tensor:
+        """Return `o [B,...]`, read from states of features of `draw [B]`, if the rows still are of that draw.
+
+        Raises:
+            ValueError: they are not. Where values cannot be looked at for free (compiled, or on a GPU), the
+                rows in question of `o` become NaN instead.
+        """
+        same = draw == self.redraws
+        if not may_read(draw):
+            return o.masked_fill(~same.reshape(-1, *[1] * (o.dim() - 1)), torch.nan)
+        if not bool(same.all()):
+            raise ValueError(
+                f"state was made before a redraw (its draws are {draw.tolist()}, that of the features now is "
+                f"{int(self.redraws)}): redraw between sequences, and begin again from init_state"
+            )
+        return o
+
+    def forward(self, x: Tensor) -> Tensor:
+        """W x: `[..., H, dim]` to `[..., H, n_features]`; H is a multiple of the heads that have rows."""
+        rows = self.weight.to(x.dtype)
+        if len(rows) == 1:
+            return x @ rows[0].mT
+        return torch.einsum("...hd,hmd->...hm", x, rows.repeat_interleave(x.shape[-2] // len(rows), 0))
+
+    def extra_repr(self) -> str:
+        """Sizes and law, for `print(model)`."""
+        n_heads, n_features, dim = self.weight.shape
+        return f"n_heads={n_heads}, n_features={n_features}, dim={dim}, rows={self.rows!r}"
+
+    def _draw(self, seed: int, redraws: int) -> None:
+        entropy = np.random.SeedSequence(seed, spawn_key=(redraws,)).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(entropy))
+        n_heads, n_features, dim = self.weight.shape
+        drawn = [draw_rows(n_features, dim, self.rows, generator) for _ in range(n_heads)]
+        self.weight.copy_(torch.stack(drawn))
+
+
+def signed_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    log_decay: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearState | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Compute what `linear_attention` does, with features that may be negative but are about 1 long.
+
+    The divisor d = q_i . z_i estimates a positive number, and may yet be small or negative. It is replaced by
+    sign(d) max(|d|, 1e-6): nothing is divided by 0, and the sign stays that of the weights' sum.
+    Arguments and results are those of `linear_attention` with `return_state`.
+    """
+    o, after = linear_attention(
+        q,
+        k,
+        _with_ones(v),
+        causal=causal,
+        log_decay=log_decay,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        state=None if state is None else _joined(state, q, k, v),
+        return_state=True,
+        normalize=False,
+    )
+    return _divided(o).to(v.dtype), LinearState(after.kv[..., :-1], after.k_sum)
+
+
+def signed_linear_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, log_decay: Tensor | None = None
+) -> tuple[Tensor, LinearState]:
+    """One token of `signed_linear_attention`; arguments and results are those of `linear_attention_step`."""
+    o, after = linear_attention_step(
+        q, k, _with_ones(v), _joined(state, q, k, v), log_decay=log_decay, normalize=False
+    )
+    return _divided(o).to(v.dtype), LinearState(after.kv[..., :-1], after.k_sum)
+
+
+def _with_ones(v: Tensor) -> Tensor:
+    """Append a value of 1, whose sum of weights is the divisor, in a type that has room for sums."""
+    v = v.to(accumulation_dtype(v.dtype))
+    return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
+
+
+def _joined(state: LinearState, q: Tensor, k: Tensor, v: Tensor) -> LinearState:
+    """Append z to S in the same way."""
+    sizes = (state.kv.shape[0], *k.shape[-2:], v.shape[-1])
+    check_state(state, sizes, accumulation_dtype(q.dtype, k.dtype, v.dtype))
+    return LinearState(torch.cat([state.kv, state.k_sum.unsqueeze(-1)], dim=-1), state.k_sum)
+
+
+def _divided(o: Tensor) -> Tensor:
+    den = o[..., -1:]
+    smallest = torch.full_like(den, SMALLEST_DIVISOR).copysign(den)
+    return o[..., :-1] / torch.where(den.abs() < SMALLEST_DIVISOR, smallest, den)

@@ -1,0 +1,161 @@
+"""What makes efficient attention itself, beyond the contract: its two softmaxes, and their causal form."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unrolled.attention.efficient import (
+    EfficientAttention,
+    causal_efficient_attention,
+    causal_efficient_attention_step,
+    efficient_attention,
+    efficient_attention_reference,
+    empty_state,
+    packed_causal_efficient_attention,
+)
+from unrolled.contract import UnsupportedError
+from unrolled.ops.masks import causal_mask
+
+
+def heads(T=9, S=None, H=4, G=2, D=5, M=3, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    S = T if S is None else S
+    shapes = [(2, T, H, D), (2, S, G, D), (2, S, G, M)]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes
+    ]
+
+
+def assert_same_with_gradients(found, wanted, inputs):
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn(found.shape, dtype=torch.float64)
+    x = torch.autograd.grad((found * weights).sum(), inputs)
+    y = torch.autograd.grad((wanted * weights).sum(), inputs)
+    for a, b in zip(x, y, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def written_out(q, k, v, n_keys):
+    """By loops: query i averages the first n_keys[i] values with each feature, and mixes the averages."""
+    o = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    for b, i, h in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
+        for c in range(q.shape[3]):
+            g, n = h // (q.shape[2] // k.shape[2]), n_keys[i]
+            o[b, i, h] += q[b, i, h].softmax(-1)[c] * (k[b, :n, g, c].softmax(-1) @ v[b, :n, g])
+    return o
+
+
+def test_the_definition_is_that_of_the_paper():
+    q, k, v = heads(T=4)
+    lower, everything = causal_mask(4, 4), torch.ones(4, 4, dtype=torch.bool)
+    torch.testing.assert_close(
+        efficient_attention_reference(q, k, v, everything), written_out(q, k, v, [4] * 4)
+    )
+    torch.testing.assert_close(
+        efficient_attention_reference(q, k, v, lower), written_out(q, k, v, [1, 2, 3, 4])
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(T=st.integers(1, 80), extra=st.integers(0, 9), heads_=st.tuples(st.integers(1, 2), st.integers(1, 3)))
+def test_equals_the_definition(T, extra, heads_):
+    G, P = heads_
+    inputs = heads(T, T + extra, G * P, G)
+    everything = torch.ones(T, T + extra, dtype=torch.bool)
+    assert_same_with_gradients(
+        efficient_attention(*inputs), efficient_attention_reference(*inputs, everything), inputs
+    )
+    causal, _ = causal_efficient_attention(*inputs)
+    wanted = efficient_attention_reference(*inputs, causal_mask(T, T + extra))
+    assert_same_with_gradients(causal, wanted, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_weights_sum_to_1(dtype):
+    q, k, _ = heads(T=3000, D=16, dtype=dtype)
+    ones = torch.ones(2, 3000, 2, 1, dtype=dtype)
+    for o in (efficient_attention(q, k, ones), causal_efficient_attention(q, k, ones)[0]):
+        assert (o - 1).abs().max() <= 3000 * torch.finfo(dtype).eps  # what 3000 additions may round away
+
+
+def test_a_constant_added_to_queries_or_to_a_feature_of_all_keys_changes_nothing():
+    q, k, v = heads(T=70)
+    shift = torch.randn(5, dtype=torch.float64)
+    for form in (efficient_attention, lambda *x: causal_efficient_attention(*x)[0]):
+        torch.testing.assert_close(form(q + 3, k + shift, v), form(q, k, v))
+
+
+def test_the_last_query_of_the_causal_form_reads_what_all_queries_read():
+    q, k, v = heads(T=70)
+    causal, _ = causal_efficient_attention(q, k, v)
+    torch.testing.assert_close(causal[:, -1], efficient_attention(q, k, v)[:, -1])
+
+
+@pytest.mark.parametrize("size", [1e3, 1e30])
+def test_keys_of_any_size_neither_overflow_nor_vanish(size):
+    # Rising keys: each new one outweighs all before it, and exp of it would be inf. Falling ones: exp(k - max
+    # over all positions) would be 0 for all but the first, which only the first query may tell by.
+    q, _, v = heads(T=70, dtype=torch.float32)
+    rising = (size * torch.arange(70.0)[:, None, None]).expand(2, 70, 2, 5).clone().requires_grad_()
+    for k, wanted in ((rising, v), (-rising, v[:, :1].expand_as(v))):
+        o, _ = causal_efficient_attention(q, k, v)
+        torch.testing.assert_close(o, wanted.repeat_interleave(2, 2))
+        gradients = torch.autograd.grad(o.sum(), (q, k, v))
+        assert all(g.isfinite().all() for g in gradients)
+
+
+def test_a_loud_future_does_not_silence_the_past():
+    q, k, v = (x.detach() for x in heads(T=70, dtype=torch.float32))
+    wanted, _ = causal_efficient_attention(q, k, v)
+    k[:, 40:] += 1e4
+    found, _ = causal_efficient_attention(q, k, v)
+    assert torch.equal(found[:, :40], wanted[:, :40])
+
+
+def test_steps_equal_the_parallel_form_and_end_in_its_state():
+    q, k, v = heads(T=70)
+    wanted, after = causal_efficient_attention(q, k, v)
+    state = empty_state(k, v, torch.float64)
+    for t in range(70):
+        o, state = causal_efficient_attention_step(q[:, t], k[:, t], v[:, t], state)
+        torch.testing.assert_close(o, wanted[:, t])
+    for x, y in zip(state, after, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_in_a_pack_is_padding(causal):
+    q, k, v = (x[:1] for x in heads(T=12))
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+    mask = torch.zeros(1, 12, dtype=torch.bool)
+    mask[0, [1, 5, 6]] = True
+    if causal:
+        packed = packed_causal_efficient_attention(q, k, v, cu_seqlens, mask)
+    else:
+        packed = efficient_attention(q, k, v, cu_seqlens=cu_seqlens, key_padding_mask=mask)
+    for a, b in ((0, 5), (5, 12)):
+        tokens = [x[:, a:b][:, ~mask[0, a:b]] for x in (q, k, v)]
+        alone = causal_efficient_attention(*tokens)[0] if causal else efficient_attention(*tokens)
+        torch.testing.assert_close(packed[:, a:b][:, ~mask[0, a:b]], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_survives_65536_tokens(dtype):
+    q, k, v = (
+        torch.randn(1, 65_536, 1, 8, generator=torch.Generator().manual_seed(0)).to(dtype) for _ in range(3)
+    )
+    found, _ = causal_efficient_attention(q, k, v)
+    exact, _ = causal_efficient_attention(q.double(), k.double(), v.double())
+    # Only the output is rounded; what is summed in fp32 is off by less than 1e-6.
+    half_ulp = torch.finfo(dtype).eps / 2
+    assert ((found.double() - exact).abs() <= half_ulp * exact.abs() * 1.01 + 1e-6).all()
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(UnsupportedError, match="use other positions than rotary"):
+        EfficientAttention(8, 2, rotary=True)
+    q, k, v = heads()
+    state = empty_state(k, v, torch.float64)
+    with pytest.raises(ValueError, match=r"state.k_max has shape \[1, 2, 5\], but must be \[2, 2, 5\]"):
+        causal_efficient_attention(q, k, v, state=state._replace(k_max=state.k_max[:1]))

@@ -1,0 +1,105 @@
+"""What makes retention itself, beyond the contract: its rates, its rotation, and what it comes from."""
+
+import pytest
+import torch
+
+from unrolled.attention.retention import (
+    Retention,
+    log_gamma,
+    retention,
+    retention_reference,
+    retention_step,
+)
+from unrolled.contract import UnsupportedError
+from unrolled.ops.linear import linear_attention
+from unrolled.ops.positions import rotary
+from unrolled.testing import check_mechanism
+
+
+def heads(T=70, H=4, G=2, D=6, M=5):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, T, H, D), (2, T, G, D), (2, T, G, M)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+def test_other_options_keep_the_contract():
+    check_mechanism("retention", rotary=False, value_dim=8, bias=False)
+
+
+def test_rates_are_those_of_the_paper():
+    wanted = torch.tensor([1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128], dtype=torch.float64)
+    torch.testing.assert_close(log_gamma(3).exp(), wanted, rtol=1e-15, atol=0)
+    # Slow heads keep their digits: log(1 - x) is -x when x is small.
+    torch.testing.assert_close(log_gamma(41)[40], -(torch.tensor(2.0, dtype=torch.float64) ** -45))
+
+
+def test_equals_the_parallel_form_of_the_paper():
+    q, k, v = heads()
+    found, _ = retention(q, k, v, log_gamma(2))
+    wanted = retention_reference(q, k, v, log_gamma(2))
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn(found.shape, dtype=torch.float64)
+    for x, y in zip(
+        torch.autograd.grad((found * weights).sum(), (q, k, v)),
+        torch.autograd.grad((wanted * weights).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y)
+
+
+def test_steps_are_the_recurrence_of_the_paper():
+    q, k, v = (x.detach() for x in heads(T=9, H=2))
+    positions = torch.arange(9).expand(2, 9)
+    parallel, after = retention(q, k, v, log_gamma(2), positions)
+    turned_q, turned_k = rotary(q, positions), rotary(k, positions)
+    state = S = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
+    for t in range(9):
+        S = log_gamma(2).exp()[:, None, None] * S + turned_k[:, t, :, :, None] * v[:, t, :, None]
+        written_out = (turned_q[:, t, :, None] @ S).squeeze(2) / 6**0.5
+        o, state = retention_step(q[:, t], k[:, t], v[:, t], log_gamma(2), state, positions[:, t])
+        torch.testing.assert_close(o, written_out)
+        torch.testing.assert_close(parallel[:, t], written_out)
+    torch.testing.assert_close(state, S)
+    torch.testing.assert_close(after, S)
+
+
+def test_without_decay_and_rotation_it_is_unnormalised_linear_attention():
+    q, k, v = heads()
+    found, _ = retention(q, k, v, torch.zeros(2, dtype=torch.float64))
+    torch.testing.assert_close(found, linear_attention(q, k, v, causal=True, normalize=False) / 6**0.5)
+
+
+def test_only_distances_matter():
+    q, k, v = heads()
+    positions = torch.arange(70).expand(2, 70)
+    here, _ = retention(q, k, v, log_gamma(2), positions)
+    there, _ = retention(q, k, v, log_gamma(2), positions + 1000)
+    torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-9)
+
+
+def test_the_layer_normalises_and_gates_each_head():
+    module = Retention(8, 2, causal=True, rotary=False, value_dim=6).double()
+    x = torch.randn(1, 7, 8, dtype=torch.float64)
+    q, k, v = (y.unflatten(-1, (2, -1)) for y in module.qkv_proj(x).split([8, 8, 12], dim=-1))
+    o = retention_reference(q, k, v, log_gamma(2))
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.head_norm.weight
+    gate = module.gate_proj(x)
+    wanted = module.out_proj(gate * gate.sigmoid() * o.flatten(-2))
+    torch.testing.assert_close(module(x), wanted)
+
+
+def test_sums_that_fp16_has_no_room_for():
+    q, k, v = (torch.full((1, 2000, 1, 4), 10.0, dtype=torch.float16) for _ in range(3))
+    o, _ = retention(q, k, v, torch.zeros(1))
+    assert o.dtype == torch.float32
+    assert o[0, -1, 0, 0] == 2000 * 4 * 10**3 / 2  # 4 million; fp16 ends at 65504
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(UnsupportedError, match="wants causal=True; for both directions run one over the"):
+        Retention(8, 2)
+    with pytest.raises(ValueError, match="head_dim is 3, but rotary positions want an even one"):
+        Retention(6, 2, causal=True)
+    q, k, v = heads()
+    with pytest.raises(ValueError, match=r"log_decay has shape \[4\], but must be \[G\] = \[2\]"):
+        retention(q, k, v, log_gamma(4))

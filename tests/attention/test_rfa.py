@@ -1,0 +1,284 @@
+"""What makes random feature attention itself: the kernels of directions, the learned scale, the gate."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from monte_carlo import assert_mean, assert_monte_carlo_rate
+
+from unrolled.attention.rfa import (
+    RandomFeatureAttention,
+    RfaMap,
+    rfa_attention,
+    rfa_attention_reference,
+    rfa_attention_step,
+)
+from unrolled.contract import UnsupportedError
+from unrolled.ops.linear import LinearState
+from unrolled.ops.state import detach
+from unrolled.testing import check_mechanism
+
+
+def feature_map(features="fourier", n_features=16, dim=8, heads=2, rows="orthogonal", seed=0):
+    return RfaMap(heads, dim, features, n_features, rows, seed).double()
+
+
+def inputs(T=9, H=2, D=8, B=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, T, H, D, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def unit(x):
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gate": True, "n_features": 32}, {"features": "arccos", "rows": "regularised"}],
+    ids=["gate", "arccos"],
+)
+def test_its_options_keep_the_contract(options):
+    check_mechanism("rfa", **options)
+
+
+@given(T=st.integers(1, 80), features=st.sampled_from(["fourier", "arccos"]), gated=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_the_parallel_form_is_the_recurrence(T, features, gated):
+    """The recurrence of the docstring, written out in a loop, with all gradients."""
+    q, k, v = (x.requires_grad_() for x in inputs(T))
+    phi = feature_map(features, n_features=64)
+    logits = torch.randn(2, T, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 2
+    logits.requires_grad_(gated)
+    S, z, outputs = torch.zeros(2, 2, phi.feature_dim, 8), torch.zeros(2, 2, phi.feature_dim), []
+    for t in range(T):
+        g = torch.sigmoid(logits[:, t]) if gated else torch.ones(2, 2)
+        new = 1 - g if gated else g
+        key, query = phi(k)[:, t], phi(q)[:, t]
+        S = g[..., None, None] * S + new[..., None, None] * key.unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        z = g[..., None] * z + new[..., None] * key
+        outputs.append(torch.einsum("bhr,bhrm->bhm", query, S) / (query * z).sum(-1, keepdim=True))
+    wanted = torch.stack(outputs, 1)
+    options = {"gate_logits": logits if gated else None, "causal": True}
+    found, state = rfa_attention(phi(q), phi(k), v, signed=phi.signed, **options)
+    reference = rfa_attention_reference(phi(q), phi(k), v, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(reference, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close((state.kv, state.k_sum), (S, z))
+    tensors = [q, k, v, phi.scale] + [logits] * gated
+    loss = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(2))
+    found, wanted = (torch.autograd.grad((o * loss).sum(), tensors) for o in (found, wanted))
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_it_tends_to_the_gaussian_kernel_at_the_monte_carlo_rate(causal):
+    """Also with unequal scales, where it is not a softmax."""
+    q, k, v = inputs(T=24, H=1, B=1)
+    scale = torch.linspace(0.5, 1.2, 8, dtype=torch.float64)
+    distances = scale * (unit(q).unsqueeze(2) - unit(k).unsqueeze(1))
+    weights = (-distances.square().sum(-1) / 2).exp().squeeze(-1)
+    if causal:
+        weights = weights.tril()
+    wanted = torch.einsum("bts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
+
+    def estimate(n_features, seed):
+        phi = feature_map("fourier", n_features, heads=1, rows="independent", seed=seed)
+        phi.scale.data[:] = scale
+        return rfa_attention(phi(q), phi(k), v, signed=True, causal=causal)[0]
+
+    with torch.no_grad():
+        assert_monte_carlo_rate(estimate, wanted)
+
+
+def test_with_equal_scales_that_kernel_is_softmax_of_directions():
+    q, k, _ = inputs()
+    distances = 1.5 * (unit(q).unsqueeze(2) - unit(k).unsqueeze(1))
+    gaussian = (-distances.square().sum(-1) / 2).exp()
+    softmax = (1.5**2 * torch.einsum("bthd,bshd->btsh", unit(q), unit(k))).softmax(2)
+    torch.testing.assert_close(gaussian / gaussian.sum(2, keepdim=True), softmax)
+
+
+@pytest.mark.parametrize("features", ["fourier", "arccos"])
+def test_kernels_are_unbiased(features):
+    """Of one row each: exp(-|x-y|^2/2), and |x||y| (sin t + (pi - t) cos t) / 2 pi for the angle t."""
+    n = 200_000
+    x, y = torch.randn(2, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    phi = feature_map(features, n, heads=1, rows="independent")
+    phi.scale.data[:] = torch.linspace(0.5, 1.5, 8)
+    terms = (phi(x) * phi(y)).detach()[0] * n
+    x, y = phi.scale.detach()[0] * unit(x[0]), phi.scale.detach()[0] * unit(y[0])
+    if features == "fourier":
+        assert_mean(terms[:n] + terms[n:], (-(x - y).square().sum() / 2).exp())
+    else:
+        angle = torch.acos(x @ y / x.norm() / y.norm())
+        kernel = x.norm() * y.norm() * (angle.sin() + (torch.pi - angle) * angle.cos()) / (2 * torch.pi)
+        assert_mean(terms, kernel)
+
+
+def test_fourier_features_have_length_one():
+    q, _, _ = inputs()
+    lengths = feature_map("fourier")(q).norm(dim=-1)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+
+
+def test_only_directions_count():
+    q, k, _ = inputs()
+    phi = feature_map()
+    torch.testing.assert_close(phi(q), phi(q * (1 + k.abs().amax(-1, keepdim=True))))
+
+
+def test_a_vector_without_direction_has_features_and_no_gradient():
+    x = torch.zeros(1, 2, 8, dtype=torch.float64, requires_grad=True)
+    features = feature_map()(x)
+    (gradient,) = torch.autograd.grad(features.sum(), x)
+    assert features.isfinite().all()
+    assert (gradient == 0).all()
+
+
+def test_positions_turn_the_scaled_vectors():
+    """So that kernels depend on distances even with unequal scales."""
+    q, k, _ = inputs(T=1, H=1, B=1)
+    phi = feature_map(n_features=100_000, heads=1, rows="independent")
+    phi.scale.data[:] = torch.linspace(0.5, 1.5, 8)
+    products = []
+    for shift in (0, 1000):
+        q_features, k_features = phi(q, torch.tensor([[3 + shift]])), phi(k, torch.tensor([[shift]]))
+        terms = (q_features * k_features).detach().flatten() * 100_000
+        products.append(terms[:100_000] + terms[100_000:])
+        torch.testing.assert_close(phi(q[0], torch.tensor([3 + shift])), q_features[0])  # a step
+    assert not torch.equal(*products)
+    assert_mean(products[0] - products[1], 0)
+    turned, straight = products[0], (phi(q) * phi(k)).detach().sum()
+    with pytest.raises(AssertionError):
+        assert_mean(turned, straight)
+
+
+def test_gates_begin_between_090_and_099():
+    module = RandomFeatureAttention(16, 4, causal=True, gate=True)
+    g = torch.sigmoid(module.gates(torch.randn(2, 5, 16)))
+    torch.testing.assert_close(g[0, 0], 1 - torch.tensor([0.1, 0.1 ** (4 / 3), 0.1 ** (5 / 3), 0.01]))
+    torch.testing.assert_close(g, g[0, 0].expand_as(g))
+
+
+def test_an_open_gate_forgets_everything_and_a_closed_one_nothing_new():
+    q, k, v = inputs()
+    phi = feature_map("arccos")
+    logits = torch.full((2, 9, 2), 40.0, dtype=torch.float64)
+    logits[:, 4] = -40.0
+    o, _ = rfa_attention(phi(q), phi(k), v, signed=False, gate_logits=logits, causal=True)
+    torch.testing.assert_close(o[:, 4:], v[:, 4:5].expand_as(o[:, 4:]))
+
+
+def test_gated_it_is_causal_only():
+    module = RandomFeatureAttention(16, 4, causal=True, gate=True)
+    assert not module.supports.bidirectional
+    assert not module.supports.cross
+    assert RandomFeatureAttention.supports.bidirectional
+    x = torch.randn(2, 5, 16)
+    with pytest.raises(UnsupportedError, match="use gate=False for reading another sequence"):
+        module(x, x)
+    with pytest.raises(UnsupportedError, match="use causal=True or gate=False"):
+        RandomFeatureAttention(16, 4, gate=True)
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_stateful_across_segments(gate):
+    """Outputs are those of one long sequence; gradients stay inside the segment."""
+    module = RandomFeatureAttention(16, 4, causal=True, gate=gate, seed=0).double()
+    x = torch.randn(
+        2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    state, outputs = module.init_state(2), []
+    for segment in torch.split(x, 4, dim=1):
+        y, state = module.prefill(segment, detach(state))
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), module(x))
+    (gradient,) = torch.autograd.grad(outputs[-1].sum(), x)
+    assert (gradient[:, :8] == 0).all()
+    assert (gradient[:, 8:] != 0).all()
+
+
+def test_a_step_is_a_prefill_of_one():
+    q, k, v = inputs(T=1)
+    phi, before = feature_map(), LinearState(torch.rand(2, 2, 32, 8).double(), torch.rand(2, 2, 32).double())
+    logits = torch.randn(2, 1, 2, dtype=torch.float64)
+    wanted, end = rfa_attention(phi(q), phi(k), v, signed=True, gate_logits=logits, causal=True, state=before)
+    found, after = rfa_attention_step(
+        phi(q)[:, 0], phi(k)[:, 0], v[:, 0], before, signed=True, gate_logits=logits[:, 0]
+    )
+    torch.testing.assert_close(found, wanted[:, 0])
+    torch.testing.assert_close(tuple(after), tuple(end))
+
+
+def negative_divisors(scale, n_features):
+    """Fraction of divisors that are not positive, over 64 random keys of width 64."""
+    signs = []
+    for seed in range(10):
+        q, k, _ = inputs(T=64, H=1, D=64, B=1, seed=seed)
+        phi = feature_map("fourier", n_features, 64, 1, "independent", seed)
+        phi.scale.data.fill_(scale)
+        signs.append(torch.einsum("bthr,bshr->bt", phi(q), phi(k)) <= 0)
+    return float(torch.stack(signs).double().mean())
+
+
+def test_a_large_scale_makes_divisors_negative():
+    """Why there is a warning, and where: none at s = 1, about 1% at s^2 = 3, 10% at s = 2, half at s = 4."""
+    with torch.no_grad():
+        assert negative_divisors(1.0, 64) == 0
+        assert negative_divisors(3**0.5, 64) < 0.03
+        assert negative_divisors(2.0, 64) > 0.05
+        assert negative_divisors(2.0, 1024) == 0
+        assert negative_divisors(4.0, 64) > 0.4
+
+
+def test_a_large_scale_is_warned_of_once():
+    module = RandomFeatureAttention(16, 4, causal=True)
+    x = torch.randn(2, 5, 16)
+    module(x)
+    module.feature_map.scale.data.fill_(2.0)
+    with pytest.warns(
+        UserWarning, match=r"mean\(scale\^2\) = 4.0, above 3: .* divisors may be near 0 or negative"
+    ):
+        module(x)
+    module(x)
+    module.prefill(x, module.init_state(2))
+    arccos = RandomFeatureAttention(16, 4, features="arccos")
+    arccos.feature_map.scale.data.fill_(2.0)
+    arccos(x)
+
+
+def test_compiled_code_does_not_look_at_the_scale():
+    module = RandomFeatureAttention(16, 4)
+    module.feature_map.scale.data.fill_(2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(module, fullgraph=True, backend="eager")(torch.randn(2, 5, 16))
+    assert not module.feature_map._warned
+
+
+def test_a_state_of_other_features_is_refused():
+    module = RandomFeatureAttention(16, 4, causal=True).eval()
+    x = torch.randn(2, 9, 16)
+    y = module(x)
+    assert torch.equal(module(x), y)
+    _, state = module.prefill(x[:, :5], module.init_state(2))
+    module.redraw()
+    assert not torch.equal(module(x), y)
+    for call in (lambda: module.step(x[:, 5], state), lambda: module.prefill(x[:, 5:], state)):
+        with pytest.raises(ValueError, match="state was made before a redraw"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"features": "gaussian"}, "features is 'gaussian', but must be 'fourier' or 'arccos'"),
+        ({"n_features": 0}, "n_features is 0, but must be at least 1"),
+        ({"rows": "identity"}, "rows is 'identity', but must be one of orthogonal, regularised, independent"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        RandomFeatureAttention(16, 4, **options)

@@ -1,0 +1,200 @@
+"""Similarity attention: its kernels by their definitions, and the mechanisms that it is equal to."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unrolled.attention.linear import LinearAttention
+from unrolled.attention.similarity import Kernel, SimilarityAttention, similarity_attention
+from unrolled.attention.softmax import SoftmaxAttention
+from unrolled.ops.masks import causal_mask
+from unrolled.testing import (
+    Maker,
+    check_compiles,
+    check_no_future_leak,
+    check_nothing_to_attend,
+    check_state_is_a_value,
+    checks,
+)
+
+KERNELS = {
+    "exp": lambda q, k: math.exp(q @ k / len(q) ** 0.5),
+    "rbf": lambda q, k: math.exp(-(q - k) @ (q - k) / len(q) ** 0.5),
+    "polynomial": lambda q, k: (q @ k + 1) ** 2,
+    "linear": lambda q, k: q @ k,
+}
+
+
+def double(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "options", [{"similarity": "rbf"}, {"similarity": "polynomial"}, {"symmetric": True}]
+)
+def test_it_keeps_the_contract(options):
+    make = Maker(SimilarityAttention, options)
+    for check in checks(make.supports):
+        if check is not check_compiles:  # the slowest, and the same code as by default
+            check(make, make.supports)
+
+
+def test_a_kernel_of_either_sign_leaks_nothing():
+    # It keeps what is exact of the contract. Sums of weights that nearly vanish give gradients in the millions,
+    # whose digits depend on the order of summation.
+    make = Maker(SimilarityAttention, {"similarity": "linear"})
+    for check in (check_no_future_leak, check_nothing_to_attend, check_state_is_a_value):
+        check(make, make.supports)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@settings(deadline=None, max_examples=25)
+@given(T=st.integers(1, 4), extra=st.integers(0, 3), G=st.integers(1, 2), seed=st.integers(0, 99))
+def test_it_is_a_weighted_mean(name, T, extra, G, seed):
+    q, k, v = (
+        double(1, T, 2, 3, seed=seed),
+        double(1, T + extra, G, 3, seed=seed + 1),
+        double(1, T + extra, G, 5),
+    )
+    found = SimilarityAttention(2, 2, similarity=name).similarity
+    o = similarity_attention(q, k, v, found, causal=True)
+    for i in range(T):
+        for h in range(2):
+            g = h * G // 2
+            weights = [KERNELS[name](q[0, i, h], k[0, j, g]) for j in range(i + extra + 1)]
+            wanted = sum(w * v[0, j, g] for j, w in enumerate(weights)) / sum(weights)
+            torch.testing.assert_close(o[0, i, h], wanted, rtol=1e-6, atol=1e-6)
+
+
+def twins(kind, options, **shared):
+    """Similarity attention and another module, with the same weights."""
+    one, other = SimilarityAttention(8, 2, **options, **shared).double(), kind(8, 2, **shared).double()
+    other.load_state_dict(one.state_dict())
+    return one, other
+
+
+def unrolled(module, x, prefix, padding):
+    y, state = module.prefill(x[:, :prefix], module.init_state(len(x)), key_padding_mask=padding)
+    outputs = [y]
+    for x_t in x[:, prefix:].unbind(1):
+        y, state = module.step(x_t, state)
+        outputs.append(y[:, None])
+    return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_exp_is_softmax_attention(rotary):
+    x = double(3, 7, 8)
+    padding = torch.zeros(3, 7, dtype=torch.bool)
+    padding[0, [0, 1]] = padding[1, [3, 6]] = True
+    log_kernel = double(3, 2, 7, 7).masked_fill(double(7, 7, seed=1) > 1, -math.inf)
+    for causal in (True, False):
+        ours, softmax = twins(
+            SoftmaxAttention, {}, causal=causal, rotary=rotary, n_kv_heads=1, head_dim=6, value_dim=5
+        )
+        for masks in (
+            {},
+            {"key_padding_mask": padding},
+            {"attn_mask": log_kernel},
+            {"attn_mask": log_kernel > 0, "key_padding_mask": padding},
+        ):
+            torch.testing.assert_close(ours(x, **masks), softmax(x, **masks))
+        cu_seqlens = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+        torch.testing.assert_close(ours(x[:1], cu_seqlens=cu_seqlens), softmax(x[:1], cu_seqlens=cu_seqlens))
+        if not rotary:
+            torch.testing.assert_close(ours(x[:, :2], x), softmax(x[:, :2], x))
+    ours, softmax = twins(SoftmaxAttention, {}, causal=True, rotary=rotary)
+    found, wanted = (unrolled(module, x, 4, padding[:, :4]) for module in (ours, softmax))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_polynomial_is_linear_attention_with_its_features(causal):
+    x = double(2, 7, 8).requires_grad_()
+    shared = {"causal": causal, "n_kv_heads": 1}
+    ours = SimilarityAttention(8, 2, similarity="polynomial", similarity_options={"offset": 2.0}, **shared)
+    linear = LinearAttention(8, 2, feature_map="polynomial", feature_map_options={"offset": 2.0}, **shared)
+    linear.load_state_dict(ours.double().state_dict())
+    found, wanted = ours(x), linear.double()(x)
+    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad((y * y).sum(), x)[0] for y in (found, wanted)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_floating_point_mask_multiplies_by_the_kernel_of_which_it_is_the_logarithm():
+    q, k, v = double(1, 6, 2, 3), double(1, 6, 2, 3, seed=1), double(1, 6, 2, 4, seed=2)
+    distance = (torch.arange(6)[:, None] - torch.arange(6)).double().abs()
+    for name in ("rbf", "polynomial"):
+        similarity = SimilarityAttention(2, 2, similarity=name).similarity
+        content = similarity(q, k)
+        content = content.exponent.exp() if isinstance(content, Kernel) else content
+        weights = content * (-distance / 2).exp()
+        wanted = weights @ v.transpose(1, 2) / weights.sum(-1, keepdim=True)
+        found = similarity_attention(q, k, v, similarity, attn_mask=-distance / 2)
+        torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
+def test_the_mask_learns():
+    mask = torch.zeros(3, 3, dtype=torch.float64).masked_fill(~causal_mask(3, 3), -math.inf).requires_grad_()
+    q = double(1, 3, 1, 2)
+    o = similarity_attention(q, q, q, lambda q, k: Kernel(q.new_ones(()), (q @ k.mT).mean()), attn_mask=mask)
+    (gradient,) = torch.autograd.grad(o.square().sum(), mask)
+    assert gradient.isfinite().all()
+    assert (gradient.triu(1) == 0).all()
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["exp", "rbf"])
+def test_large_exponents_neither_overflow_nor_vanish(name):
+    q, k = 100 * double(1, 5, 1, 4), 100 * double(1, 5, 1, 4, seed=1)
+    similarity = SimilarityAttention(2, 2, similarity=name).similarity
+    o = similarity_attention(q.float(), k.float(), torch.ones(1, 5, 1, 1), similarity)
+    torch.testing.assert_close(o, torch.ones_like(o))
+
+
+def test_weights_that_add_up_to_zero_give_zero():
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([1.0, -1.0]).reshape(1, 2, 1, 1)
+    similarity = SimilarityAttention(2, 2, similarity="linear").similarity
+    assert similarity_attention(q, k, k, similarity).item() == 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_symmetric_attention_ties_queries_to_keys(causal):
+    symmetric = SimilarityAttention(8, 2, causal=causal, symmetric=True, value_dim=3).double()
+    plain = SimilarityAttention(8, 2, causal=causal, value_dim=3).double()
+    weights = symmetric.state_dict()
+    for name in ("qkv_proj.weight", "qkv_proj.bias"):
+        weights[name] = torch.cat([weights[name][:8], weights[name]])
+    plain.load_state_dict(weights)
+    x = double(2, 5, 8)
+    torch.testing.assert_close(symmetric(x), plain(x))
+    torch.testing.assert_close(symmetric(x[:, :2], x, x.flip(1)), plain(x[:, :2], x, x.flip(1)))
+    q, k, _ = symmetric._project(x, None, None)
+    kernel = symmetric.similarity(q, k).exponent
+    torch.testing.assert_close(kernel, kernel.mT)
+
+
+def test_any_function_will_do():
+    def cauchy(q, k):
+        distance = torch.cdist(
+            q.transpose(1, 2), k.transpose(1, 2), compute_mode="donot_use_mm_for_euclid_dist"
+        )
+        return 1 / (1 + distance.square())
+
+    module = SimilarityAttention(8, 2, causal=True, similarity=cauchy).double()
+    x = double(2, 5, 8)
+    torch.testing.assert_close(unrolled(module, x, 2, None), module(x))
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ValueError, match="similarity is 'cosine', but must be one of exp, rbf"):
+        SimilarityAttention(8, 2, similarity="cosine")
+    with pytest.raises(ValueError, match="similarity is 3, but must be a name or a function"):
+        SimilarityAttention(8, 2, similarity=3)
+    with pytest.raises(ValueError, match="similarity_options are for a similarity given by name"):
+        SimilarityAttention(8, 2, similarity=torch.dot, similarity_options={"scale": 1.0})
+    with pytest.raises(ValueError, match="n_kv_heads is 1, but symmetric attention wants n_heads = 2"):
+        SimilarityAttention(8, 2, symmetric=True, n_kv_heads=1)

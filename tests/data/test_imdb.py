@@ -1,0 +1,127 @@
+"""The reviews are read as published, cut and padded, and anything else is refused."""
+
+import hashlib
+import io
+import tarfile
+
+import pytest
+import torch
+
+from unrolled.cli import run_config
+from unrolled.data import imdb
+from unrolled.data.imdb import ImdbDataset, read_reviews
+from unrolled.models import Encoder, EncoderConfig
+from unrolled.training import TrainConfig, train
+
+REVIEWS = {
+    f"aclImdb/{part}/{label}/{number}_{stars}.txt": f"{part} {label} {number} ".encode() * length
+    for part in ("train", "test")
+    for label, stars in (("neg", 2), ("pos", 9))
+    for number, length in enumerate((1, 3, 2))
+}
+
+
+def archive(reviews, mode="w:xz"):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as tar:
+        for name, text in {
+            "aclImdb/README": b"about",
+            "aclImdb/train/unsup/0_0.txt": b"?",
+            **reviews,
+        }.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text))
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Write twelve reviews as an archive in the real form, and expect their checksum."""
+    digest = hashlib.sha256()
+    for split, label, number in sorted(
+        (a, b, n) for a in ("train", "test") for b in ("neg", "pos") for n in range(3)
+    ):
+        text = next(text for name, text in REVIEWS.items() if f"/{split}/{label}/{number}_" in name)
+        digest.update(f"{(split, label, number)} {len(text)}\n".encode() + text)
+    monkeypatch.setattr(imdb, "SHA256", digest.hexdigest())
+    (tmp_path / "imdb").mkdir()
+    (tmp_path / "imdb/aclImdb_labelled.tar.xz").write_bytes(archive(REVIEWS))
+    return tmp_path
+
+
+@pytest.mark.parametrize("mode", ["w:xz", "w:gz", "w"])
+def test_reviews_are_read_whatever_compressed_them_and_in_whatever_order(folder, mode):
+    backwards = dict(reversed(REVIEWS.items()))
+    reviews = read_reviews(archive(backwards, mode))
+    assert [label for label, _ in reviews["train"]] == [0, 0, 0, 1, 1, 1]
+    assert reviews["val"][4] == (1, b"test pos 1 " * 3)
+
+
+def test_a_batch_is_cut_padded_and_labelled(folder):
+    dataset = ImdbDataset(length=20, data_dir=folder)
+    batch = dataset.batch("train", step=0, batch_size=6, seed=0)
+    assert batch.inputs.shape == batch.key_padding_mask.shape == (6, 20)
+    found = {
+        (bytes(row[~padding].tolist()), int(label))
+        for row, padding, label in zip(batch.inputs, batch.key_padding_mask, batch.targets, strict=True)
+    }
+    wanted = {(text[:20], int("/pos/" in name)) for name, text in REVIEWS.items() if "/train/" in name}
+    assert found == wanted
+    assert not batch.inputs[batch.key_padding_mask].any()
+
+
+def test_the_validation_order_is_mixed_and_never_changes(folder):
+    first, second = (
+        [batch.targets for batch in ImdbDataset(data_dir=folder).eval_batches(4)] for _ in range(2)
+    )
+    assert [len(labels) for labels in first] == [4, 2]
+    order = torch.cat(first).tolist()
+    assert order == torch.cat(second).tolist()
+    assert sorted(order) == [0, 0, 0, 1, 1, 1] != order
+
+
+def test_an_encoder_trains_on_them(folder, tmp_path):
+    dataset = ImdbDataset(length=16, data_dir=folder)
+    torch.manual_seed(0)
+    config = EncoderConfig(256, n_classes=2, d_model=16, n_layers=1, n_heads=2, max_length=16)
+    result = train(
+        Encoder(config),
+        dataset,
+        TrainConfig(steps=3, batch_size=4, eval_every=3),
+        tmp_path / "run",
+        progress=False,
+    )
+    assert result.steps == 3
+    assert result.last_val < 1.0
+
+
+def test_a_run_on_them_has_an_encoder(folder):
+    run = run_config.resolve(
+        {"data": {"name": "imdb", "data_dir": str(folder)}, "run_dir": "runs/x", "model": {"n_layers": 1}}
+    )
+    assert isinstance(run.model, EncoderConfig)
+    assert (run.model.n_classes, run.model.vocab_size, run.model.max_length) == (2, 256, 1024)
+    with pytest.raises(ValueError, match=r"model\.n_classes is 1, but the data set imdb needs 2"):
+        run_config.resolve(
+            {
+                "data": {"name": "imdb", "data_dir": str(folder)},
+                "run_dir": "runs/x",
+                "model": {"n_classes": 1},
+            }
+        )
+
+
+def test_other_reviews_are_refused(folder):
+    path = folder / "imdb/aclImdb_labelled.tar.xz"
+    path.write_bytes(archive(REVIEWS | {"aclImdb/test/pos/1_9.txt": b"!"}))
+    with pytest.raises(ValueError, match="is corrupt: its 12 labelled reviews have the sha256"):
+        ImdbDataset(data_dir=folder)
+    path.write_bytes(b"no archive")
+    with pytest.raises(ValueError, match="is corrupt: it is no tar archive"):
+        ImdbDataset(data_dir=folder)
+    path.write_bytes(archive(REVIEWS)[:-60])
+    with pytest.raises(ValueError, match="is corrupt: it is no tar archive"):
+        ImdbDataset(data_dir=folder)
+    with pytest.raises(ValueError, match="length is 0, but must be an integer of at least 1"):
+        ImdbDataset(length=0, data_dir=folder)

@@ -1,0 +1,265 @@
+"""Perceiver AR: a decoder that pays for the prefix once, in whatever calls the tokens come."""
+
+import pytest
+import torch
+from torch import nn
+
+from unrolled import models
+from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.generation import generate
+from unrolled.models import Decoder, DecoderConfig, PerceiverAR, PerceiverARConfig
+from unrolled.ops import state as states
+
+VOCAB = 7
+ATTENTION = ["softmax", ["softmax", "linear", "linear"]]
+POSITIONS = ["learned", "sinusoidal", "rotary", "none"]
+
+
+def perceiver(**fields) -> PerceiverAR:
+    small = {"d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "n_latents": 4, "max_length": 16}
+    torch.manual_seed(0)
+    model = PerceiverAR(PerceiverARConfig(VOCAB, **small | fields)).double().eval()
+    for parameter in model.parameters():  # fresh weights are too small to show a mistake
+        nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def tokens_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+
+
+def read(model: PerceiverAR, parts: list[torch.Tensor]) -> torch.Tensor:
+    state, logits = model.init_state(parts[0].shape[0]), []
+    for part in parts:
+        out, state = model.prefill(part, state) if part.dim() == 2 else model.step(part, state)
+        logits.append(out if part.dim() == 2 else out.unsqueeze(1))
+    return torch.cat(logits, dim=1)
+
+
+def test_with_as_many_latents_as_tokens_it_is_the_decoder_with_its_weights():
+    for attention in ATTENTION:
+        for positions in POSITIONS:
+            model = perceiver(attention=attention, positions=positions)
+            shared = {"d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "max_length": 16}
+            twin = Decoder(DecoderConfig(VOCAB, attention=attention, positions=positions, **shared)).double()
+            twin.load_state_dict(model.state_dict())
+            tokens, padding = tokens_of(2, 9), torch.zeros(2, 9, dtype=torch.bool)
+            padding[1, :3] = True
+            assert_same(model(tokens, n_latents=9), twin(tokens))
+            found, wanted = (m(tokens, key_padding_mask=padding, **n) for m, n in ((model, {"n_latents": 50}), (twin, {})))  # fmt: skip
+            assert_same(found[~padding], wanted[~padding])
+
+
+def test_the_latents_are_what_the_definition_says():
+    model = perceiver(norm="pre", positions="none")
+    tokens = tokens_of(2, 9)
+    x = model.embedding(tokens)
+    first, *rest = model.stack.blocks
+    attended = first.attention(first.attention_norm(x))  # the ordinary module, over all positions
+    z = (x + attended)[:, -4:]
+    z = z + first.ff(first.ff_norm(z))
+    for block in rest:
+        z = block(z)
+    assert_same(model(tokens), model.head(model.stack.norm(z)))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@torch.no_grad()
+def test_a_prompt_and_what_follows_give_the_logits_of_one_forward(attention, positions, norm):
+    model = perceiver(attention=attention, positions=positions, norm=norm)
+    tokens = tokens_of(2, 12)
+    for prompt in (3, 4, 7, 12):  # fewer than the latents, as many, more, all
+        wanted = model(tokens, n_latents=min(4, prompt) + 12 - prompt)
+        first, rest = tokens[:, :prompt], tokens[:, prompt:]
+        assert_same(read(model, [first, *rest.unbind(1)]), wanted)
+        assert_same(read(model, [first, rest]), wanted)
+        assert_same(read(model, [first[:, :0], first, rest[:, :2], *rest[:, 2:].unbind(1)]), wanted)
+    assert_same(read(model, list(tokens.unbind(1))), model(tokens, n_latents=12))
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+def test_a_carried_state_carries_gradients(attention):
+    model = perceiver(attention=attention)
+    tokens = tokens_of(2, 9)
+    gradients = []
+    for logits in (model(tokens, n_latents=6), read(model, [tokens[:, :7], *tokens[:, 7:].unbind(1)])):
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.double)
+        gradients.append(torch.autograd.grad((logits * weights).sum(), list(model.parameters())))
+    for found, wanted in zip(*gradients, strict=True):
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@torch.no_grad()
+def test_no_logit_depends_on_the_future(attention):
+    model = perceiver(attention=attention, positions="rotary")
+    tokens = tokens_of(2, 12)
+    before = model(tokens)
+    for t in range(9, 12):
+        changed = tokens.clone()
+        changed[:, t:] = (changed[:, t:] + 3) % VOCAB
+        after = model(changed)
+        assert torch.equal(after[:, : t - 8], before[:, : t - 8])
+        assert not torch.isclose(after[:, t - 8 :], before[:, t - 8 :]).all(-1).any()
+
+
+def test_every_input_reaches_every_latent():
+    model = perceiver()
+    x = model.embedding(tokens_of(1, 12)).detach().requires_grad_()
+    z = model.stack.blocks[0].last(x, 4, None, None)
+    for n in range(4):
+        (gradient,) = torch.autograd.grad(z[0, n].sum(), x, retain_graph=True)
+        reached = (gradient[0] != 0).any(-1)
+        assert reached.tolist() == [t <= 8 + n for t in range(12)]
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@torch.no_grad()
+def test_padding_anywhere_leaves_each_row_as_if_alone(attention, positions):
+    model = perceiver(attention=attention, positions=positions)
+    padding = torch.zeros(4, 11, dtype=torch.bool)
+    padding[1, :5], padding[2, 8:], padding[3, [0, 2, 3, 5, 6, 7, 8, 10]] = True, True, True
+    tokens, more = tokens_of(4, 11), tokens_of(4, 2, seed=3)
+    logits = model(tokens, key_padding_mask=padding)
+    first, state = model.prefill(tokens, model.init_state(4), key_padding_mask=padding)
+    unequal = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]], dtype=torch.bool)
+    second, state = model.prefill(more, state, key_padding_mask=unequal)
+    third, state = model.step(tokens[:, 0], state)
+    for row in range(4):
+        alone = tokens[row][~padding[row]].unsqueeze(0)
+        n = min(4, alone.shape[1])
+        assert_same(logits[row, 4 - n :], model(alone)[0])
+        assert_same(first[row, 4 - n :], model(alone)[0])
+        rest = more[row][~unequal[row]].unsqueeze(0)
+        whole = torch.cat([alone, rest, tokens[row : row + 1, :1]], dim=1)
+        wanted = model(whole, n_latents=n + rest.shape[1] + 1)[0]
+        assert_same(second[row, 2 - rest.shape[1] :], wanted[n:-1])
+        assert_same(third[row], wanted[-1])
+    assert state.position.tolist() == [14, 8, 10, 4]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_loss_is_that_of_the_last_positions(padded):
+    model = perceiver()
+    tokens, targets = tokens_of(3, 9), tokens_of(3, 9, seed=2)
+    targets[0, 7] = IGNORED
+    padding = torch.zeros(3, 9, dtype=torch.bool)
+    if padded:
+        padding[1, 5:], padding[2, 2:] = True, True
+    nats = []
+    for row in range(3):
+        kept = ~padding[row]
+        log_probs = model(tokens[row][kept].unsqueeze(0))[0].log_softmax(-1)
+        for p, target in zip(log_probs, targets[row][kept][-4:], strict=True):
+            if target != IGNORED:
+                nats.append(-p[target])
+    loss = model.loss(tokens, targets, **({"key_padding_mask": padding} if padded else {}))
+    torch.testing.assert_close(loss, torch.stack(nats).mean())
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_prefix_dropout_hides_prefix_only_and_in_training_only():
+    model = perceiver(prefix_dropout=0.9)
+    tokens = tokens_of(2, 12)
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    torch.manual_seed(0)
+    assert not torch.allclose(model(tokens), model(tokens))
+    assert torch.equal(model(tokens, n_latents=12), model(tokens, n_latents=12))
+    model.gradient_checkpointing = True
+    torch.manual_seed(1)
+    model.loss(tokens, tokens).backward()
+    recomputed = [p.grad for p in model.parameters()]
+    model.gradient_checkpointing = False
+    model.zero_grad()
+    torch.manual_seed(1)
+    model.loss(tokens, tokens).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(recomputed, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+def test_it_generates_what_forward_predicts_for_prompts_of_unequal_length(attention):
+    model = perceiver(attention=attention, positions="rotary", start_token=True)
+    prompts = [[3, 1, 4, 1, 5, 2, 6], [6], [2, 6, 5, 3]]
+    rows = [row.tolist() for row in generate(model, prompts, 8, temperature=0)]
+    for prompt, row in zip(prompts, rows, strict=True):
+        tokens, latents = [VOCAB, *prompt], min(4, len(prompt) + 1)
+        for n, token in enumerate(row):
+            logits = model(torch.tensor([tokens]), n_latents=latents + n)
+            assert token == int(logits[0, -1].argmax())
+            tokens.append(token)
+
+
+def test_the_state_is_a_value_and_only_the_inputs_cache_grows_under_linear_latents(tmp_path):
+    model = perceiver(attention=["softmax", "linear", "linear"])
+    _, state = model.prefill(tokens_of(2, 9), model.init_state(2))
+    before = {name: x.clone() for name, x in states.leaves(state).items()}
+    _, after = model.step(tokens_of(2), state)
+    assert all(torch.equal(x, before[name]) for name, x in states.leaves(state).items())
+    assert states.nbytes(after.layers[1:]) == states.nbytes(state.layers[1:])
+    assert states.nbytes(after.layers[:1]) > states.nbytes(state.layers[:1])
+    states.save(state, tmp_path / "state")
+    loaded = states.load(tmp_path / "state", like=model.init_state(2))
+    assert torch.equal(model.step(tokens_of(2), loaded)[0], model.step(tokens_of(2), state)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_it_comes_back_bit_for_bit(dtype, tmp_path):
+    model = perceiver(attention=ATTENTION[1], positions="rotary", head="logistic_mixture", inputs="pixels")
+    model.to(dtype).save(tmp_path)
+    loaded = models.load(tmp_path)
+    assert isinstance(loaded, PerceiverAR)
+    assert loaded.config == model.config
+    assert torch.equal(loaded(tokens_of(2, 9)), model(tokens_of(2, 9)))
+
+
+def test_it_compiles_whole():
+    model = perceiver(n_layers=2, positions="rotary")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(tokens_of(2, 9)), model(tokens_of(2, 9)))
+
+
+def test_it_learns_to_copy_from_the_prefix():
+    torch.manual_seed(0)
+    fields = {"d_model": 32, "n_layers": 2, "n_heads": 4, "n_latents": 6, "max_length": 16}
+    model = PerceiverAR(PerceiverARConfig(VOCAB, **fields))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    generator = torch.Generator().manual_seed(0)
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        half = torch.randint(VOCAB, (64, 6), generator=generator)
+        rows = torch.cat([half, half], dim=1)
+        return rows[:, :-1], rows[:, 1:]
+
+    for _ in range(150):
+        optimizer.zero_grad()
+        model.loss(*batch()).backward()
+        optimizer.step()
+    assert model.loss(*batch()).item() < 0.1  # chance is log 7 = 1.95
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: perceiver(attention="linear"), ValueError, r"attention begins with 'linear', wanted 'softmax'.*\['softmax', 'linear'\]"),
+        (lambda: perceiver(n_latents=0), ValueError, "n_latents is 0, wanted an integer of at least 1"),
+        (lambda: perceiver(prefix_dropout=1), ValueError, r"prefix_dropout is 1, wanted a probability in \[0, 1\)"),
+        (lambda: perceiver()(tokens_of(2, 5), n_latents=0), ValueError, "n_latents is 0, wanted at least 1"),
+        (lambda: perceiver()(tokens_of(1, 5), cu_seqlens=torch.tensor([0, 5], dtype=torch.int32)), UnsupportedError, "use key_padding_mask"),
+        (lambda: perceiver()(tokens_of(2, 5), key_padding_mask=torch.zeros(2, 4).bool()), ValueError, r"key_padding_mask has shape \[2, 4\]"),
+        (lambda: perceiver().loss(tokens_of(2, 5), tokens_of(2, 4)), ValueError, r"targets is .*\[2, 4\], wanted .*\[2, 5\]"),
+        (lambda: perceiver()(tokens_of(2, 17)), ValueError, "length 17, wanted at most max_length = 16"),
+        (lambda: perceiver().prefill(tokens_of(2, 5), perceiver().init_state(3)), ValueError, r"state is for \[3\] rows"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_refused_in_one_sentence(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,84 @@
+"""`unrolled compare` measures the error that the definition gives, and says what cannot be compared."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from unrolled.attention.linear import LinearAttention
+from unrolled.attention.softmax import SoftmaxAttention
+from unrolled.cli import app
+from unrolled.cli.comparison import Settings, compare
+from unrolled.contract import Supports, UnsupportedError
+
+SMALL = {"d_model": 16, "n_heads": 2, "seconds": 0.0}
+
+
+def test_a_mechanism_is_no_different_from_itself():
+    rows = compare(["softmax"], [5, 9], Settings(**SMALL))
+    assert [(row.mechanism, row.length, row.error) for row in rows] == [("softmax", 5, 0), ("softmax", 9, 0)]
+    assert all(row.forward > 0 and row.training > row.forward and row.memory > 0 for row in rows)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_error_is_that_of_the_outputs_with_the_same_projections(causal):
+    _, row = compare(["linear"], [12], Settings(**SMALL, causal=causal, spread=0.7))
+    softmax = SoftmaxAttention(16, 2, causal=causal)
+    linear = LinearAttention(16, 2, causal=causal)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        SoftmaxAttention(16, 2)
+        for layer in (softmax.qkv_proj, softmax.out_proj):
+            torch.nn.init.normal_(layer.weight, std=0.7 / 4)
+            torch.nn.init.zeros_(layer.bias)
+    linear.load_state_dict(softmax.state_dict())
+    x = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(12))
+    with torch.no_grad():
+        y, wanted = linear(x), softmax(x)
+    assert row.error == pytest.approx(float((y - wanted).norm() / wanted.norm()), rel=1e-5)
+
+
+def test_the_flatter_softmax_is_the_closer_comes_linear_attention():
+    errors = [compare(["linear"], [64], Settings(**SMALL, spread=s))[1].error for s in (0.1, 3.0)]
+    assert errors[0] < errors[1] / 2
+
+
+def test_a_mechanism_that_cannot_is_told_and_the_others_are_measured(monkeypatch):
+    one_way = Supports(True, False, True, True, True, "constant")
+    monkeypatch.setattr(LinearAttention, "supports", one_way)
+    softmax, linear = compare(["linear"], [8], Settings(**SMALL))
+    assert softmax.error == 0
+    assert linear.error is None
+    assert "linear attention is not bidirectional" in linear.refused
+    with pytest.raises(UnsupportedError, match="not bidirectional"):
+        compare(["softmax"], [8], Settings(**SMALL, against="linear"))
+
+
+def test_the_command_writes_a_report(tmp_path):
+    arguments = ["linear", "--lengths", "8,16", "--d-model", "16", "--n-heads", "2", "--seconds", "0"]
+    options = ["--set", "linear.feature_map=relu", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["compare", *arguments, *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert found["settings"]["options"] == {"linear": {"feature_map": "relu"}}
+    assert [row["mechanism"] for row in found["rows"]] == ["softmax", "linear"] * 2
+    assert "| 16 | linear |" in (tmp_path / "comparison.md").read_text()
+    assert {"error.png", "time.png", "memory.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "attention is 'nope', but must be one of"),
+        (["linear", "--set", "linear.nope=1"], "the options of linear do not fit"),
+        (["linear", "--set", "softmax=1"], "wanted NAME.KEY=VALUE"),
+        (["linear", "--set", "performer.seed=1"], "options are given for performer"),
+        (["linear", "--lengths", "0"], "--lengths is '0', wanted positive integers"),
+        (["linear", "--n-heads", "7"], "must be a multiple of n_heads = 7"),
+    ],
+)
+def test_wrong_input_is_named(arguments, message, tmp_path):
+    result = CliRunner().invoke(app, ["compare", *arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
