@@ -31,6 +31,7 @@ from torch.nn.functional import pad
 from unrolled.ops.checks import may_read
 from unrolled.ops.linear_chunked import safe_divide
 from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.scan import linear_scan
 
 LOWEST = -1e30  # below every key, and yet it may be subtracted from itself
 FEW = 16  # tokens
@@ -180,22 +181,6 @@ def average_full(keys: Keys, bias: Bias, rows: Tensor) -> Tensor:
             return _divided(near)
     w = bias(rows[:, None], keys.positions[:, None]).squeeze(1)
     return average_reference(keys.k, keys.v, w, _counted(keys)[:, None, None])
-
-
-def linear_scan(a: Tensor, b: Tensor) -> Tensor:
-    """x_t = a_t x_{t-1} + b_t along axis 1, from x_{-1} = 0; `a` broadcasts to `b`.
-
-    Two steps are one of the same kind: x_t = a_t a_{t-1} x_{t-2} + (a_t b_{t-1} + b_t). So the odd steps are
-    a sequence half as long, which then gives the even ones: O(T) in all, one behind the other 2 log2(T).
-    """
-    T = b.shape[1]
-    if T < 2:
-        return b
-    a_odd = a[:, 1::2]
-    odd = linear_scan(a_odd * a[:, : T - 1 : 2], a_odd * b[:, : T - 1 : 2] + b[:, 1::2])
-    even = torch.cat([b[:, :1], a[:, 2::2] * odd[:, : (T - 1) // 2] + b[:, 2::2]], dim=1)
-    both = torch.stack([even[:, : T // 2], odd], dim=2).flatten(1, 2)
-    return torch.cat([both, even[:, T // 2 :]], dim=1)
 
 
 def earlier_pairs(L: int, first: int, window: int, device: torch.device) -> list[Pairs]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
-from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding
+from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, rotary
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -25,6 +25,12 @@ class Heads(NamedTuple):
     v: Tensor
     positions: Tensor | None = None
     gates: Any = None
+
+    def rotated(self) -> tuple[Tensor, Tensor]:
+        """Give q and k turned by their positions, where there are any."""
+        if self.positions is None:
+            return self.q, self.k
+        return rotary(self.q, self.positions), rotary(self.k, self.positions)
 
 
 class Masks(NamedTuple):

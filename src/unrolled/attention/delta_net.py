@@ -349,7 +349,7 @@ class DeltaNet(MultiHeadAttention):
         q, k, v, positions, (beta, log_decay) = heads
         q, k = _unit(q), _unit(k)
         if positions is not None:
-            q, k = (_rotated(x, positions) for x in (q, k))
+            q, k = rotary(q, positions), rotary(k, positions)
         return q, k, v.to(q.dtype), beta, log_decay
 
 
@@ -357,10 +357,3 @@ def _unit(x: Tensor) -> Tensor:
     """silu(x) at length 1, or shorter where it is next to 0."""
     x = silu(x.to(accumulation_dtype(x.dtype)))
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-
-
-def _rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate `[B,T,H,D]` by `[B,T]`, or one token `[B,H,D]` by `[B]`."""
-    if positions.dim() == 1:
-        return rotary(x.unsqueeze(1), positions.unsqueeze(1)).squeeze(1)
-    return rotary(x, positions)
