@@ -1,4 +1,4 @@
-"""Train every mechanism on the same small budget: gaps to fill if bidirectional, text to continue if causal.
+"""Train every mechanism on the same small budget: reviews to judge if bidirectional, text to write if causal.
 
     python benchmarks/small_budget.py                    # all of them, a few minutes each
     python benchmarks/small_budget.py linear performer   # some
@@ -12,7 +12,8 @@ is far from enough to be good at either task: the figures compare mechanisms wit
 import argparse
 import json
 import math
-from collections.abc import Iterator
+import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +24,20 @@ from unrolled import attention, data
 from unrolled.cli._units import brief_time
 from unrolled.cli.bench.report import table
 from unrolled.contract import UnsupportedError
-from unrolled.data import LabelledBatch
-from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig, mask_tokens
+from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.training import TrainConfig, train
 
 OUT = Path("runs/small-budget")
-LENGTH = {"imdb": 1024, "shakespeare": 256}
 SHAPE = {"d_model": 64, "n_layers": 2, "n_heads": 4}
-BUDGET = TrainConfig(
-    steps=300, batch_size=16, lr=3e-3, warmup_steps=30, eval_every=300, eval_batches=40, checkpoint_every=100
-)
-MASK = 256  # the id that stands for a gap
-
-
-class Gaps:
-    """IMDb reviews with 15% of their bytes to be restored (`mask_tokens`), drawn from the batch's number."""
-
-    def __init__(self, reviews: Any) -> None:
-        self.reviews = reviews
-
-    def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> LabelledBatch:
-        """Return batch number `step`."""
-        return self._gaps(self.reviews.batch(split, step=step, batch_size=batch_size, seed=seed), step)
-
-    def eval_batches(self, batch_size: int) -> Iterator[LabelledBatch]:
-        """Yield the reviews of the test part, always with the same gaps."""
-        for number, batch in enumerate(self.reviews.eval_batches(batch_size)):
-            yield self._gaps(batch, number)
-
-    def _gaps(self, batch: LabelledBatch, number: int) -> LabelledBatch:
-        generator = torch.Generator().manual_seed(number)
-        inputs, targets = mask_tokens(batch.inputs, mask_id=MASK, vocab_size=MASK, generator=generator)
-        return LabelledBatch(inputs, targets, batch.key_padding_mask)
+TASKS: dict[str, dict[str, Any]] = {
+    "imdb": {"length": 1024, "norm": "post", "positions": "none"},
+    "shakespeare": {"length": 128, "norm": "pre", "positions": "learned"},
+}
+BUDGET = {
+    "imdb": TrainConfig(steps=300, batch_size=16, lr=2e-3, warmup_steps=30, eval_every=300, eval_batches=1),
+    "shakespeare": TrainConfig(steps=800, batch_size=12, lr=3e-3, warmup_steps=80, eval_every=800),
+}
+JUDGED = 2000  # reviews of the test part
 
 
 def main() -> None:
@@ -65,8 +48,8 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help="where data files are kept")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    for task in LENGTH if not chosen.table else ():
-        options = {"length": LENGTH[task], "data_dir": chosen.data_dir}
+    for task, settings in TASKS.items() if not chosen.table else ():
+        options = {"length": settings["length"], "data_dir": chosen.data_dir}
         dataset: Any = data.load("text" if task == "shakespeare" else task, **options)
         for mechanism in chosen.mechanisms or attention.names():
             if not (OUT / mechanism / task / "result.json").exists():
@@ -78,63 +61,77 @@ def run(task: str, mechanism: str, dataset: Any) -> None:
     """Train one mechanism on one task, and keep what came of it."""
     folder = OUT / mechanism / task
     torch.manual_seed(0)
-    shape: dict[str, Any] = SHAPE | {"attention": mechanism, "max_length": LENGTH[task]}
+    settings = dict(TASKS[task])
+    shape: dict[str, Any] = SHAPE | {"attention": mechanism, "max_length": settings.pop("length")} | settings
     try:
         if task == "imdb":
-            model: Any = Encoder(EncoderConfig(MASK + 1, output="masked", **shape))
-            dataset = Gaps(dataset)
+            model: Any = Encoder(EncoderConfig(dataset.vocab_size, n_classes=dataset.n_classes, **shape))
         else:
             model = Decoder(DecoderConfig(dataset.vocab_size, **shape))
     except UnsupportedError as error:
         print(f"{task}: {error}")
         return
     print(f"{task}: {mechanism}", flush=True)
-    outcome = train(model, dataset, BUDGET, folder)
+    outcome = train(model, dataset, BUDGET[task], folder, progress=sys.stdout.isatty())
     assert outcome.last_val is not None
     result = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "seconds_per_step": outcome.seconds / outcome.steps,
-        "bits": outcome.last_val / math.log(2),
+        "score": right(model, dataset) if task == "imdb" else outcome.last_val / math.log(2),
     }
     (folder / "result.json").write_text(json.dumps(result))
+
+
+@torch.inference_mode()
+def right(model: Encoder, dataset: Any) -> float:
+    """Return the part of `JUDGED` reviews, the same ones for all, that the model judges rightly."""
+    batches = islice(dataset.eval_batches(50), JUDGED // 50)
+    judged = [
+        model(batch.inputs, key_padding_mask=batch.key_padding_mask).argmax(-1) == batch.targets
+        for batch in batches
+    ]
+    return float(torch.cat(judged).float().mean())
 
 
 def tell() -> None:
     """Print and keep the table and the plot."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for mechanism in attention.names():
-        files = {task: OUT / mechanism / task / "result.json" for task in LENGTH}
+        files = {task: OUT / mechanism / task / "result.json" for task in TASKS}
         found[mechanism] = {
             task: json.loads(file.read_text()) for task, file in files.items() if file.exists()
         }
     lines = [
-        [mechanism, *(cell for task in LENGTH for cell in cells(results.get(task)))]
+        [mechanism, *cells(results.get("imdb"), "{:.1%}"), *cells(results.get("shakespeare"), "{:.2f}")]
         for mechanism, results in found.items()
     ]
-    header = ["parameters", "bits", "a step"]
-    text = table(["contender", *(f"{task}: {name}" for task in LENGTH for name in header)], lines)
+    header = ["contender"]
+    for task, score in {"IMDb": "judged rightly", "Shakespeare": "bits per character"}.items():
+        header += [f"{task}: {score}", "parameters", "a step"]
+    text = table(header, lines)
     print(text)
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "table.md").write_text(text + "\n")
     draw(found).savefig(OUT / "table.png", dpi=150)
 
 
-def cells(result: dict[str, float] | None) -> list[str]:
+def cells(result: dict[str, float] | None, score: str) -> list[str]:
     """Tell one result; nothing where the mechanism cannot do the task."""
     if result is None:
         return ["-"] * 3
-    return [f"{result['parameters']:,}", f"{result['bits']:.3f}", brief_time(result["seconds_per_step"])]
+    told = score.format(result["score"]), f"{result['parameters']:,}", brief_time(result["seconds_per_step"])
+    return list(told)
 
 
 def draw(found: dict[str, dict[str, dict[str, float]]]) -> Figure:
-    """Draw the bits of every mechanism in each task, the best on top."""
+    """Draw the scores of every mechanism in each task, the best on top."""
     figure = Figure(figsize=(9, 1.2 + 0.24 * len(found)), layout="constrained")
-    titles = {"imdb": "IMDb: bits per missing byte", "shakespeare": "Shakespeare: bits per character"}
+    titles = {"imdb": "IMDb: part judged rightly", "shakespeare": "Shakespeare: bits per character"}
     for place, (task, title) in enumerate(titles.items()):
-        bits = {name: results[task]["bits"] for name, results in found.items() if task in results}
-        order = sorted(bits, key=bits.__getitem__, reverse=True)
+        scores = {name: results[task]["score"] for name, results in found.items() if task in results}
+        order = sorted(scores, key=scores.__getitem__, reverse=task == "shakespeare")
         axes = figure.add_subplot(1, 2, place + 1)
-        axes.plot([bits[name] for name in order], order, "o", color="#0072b2")
+        axes.plot([scores[name] for name in order], order, "o", color="#0072b2")
         axes.set_title(title, loc="left", fontsize=10)
         axes.grid(color="#d8dee4", linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)

@@ -111,7 +111,7 @@ def _rows_alone(module: Any, x: Tensor, *, continued: bool) -> Tensor:
     if not continued:
         return torch.cat([module(row)[0] for row in rows])
     outputs, last = [], []
-    for row, next_token in zip(rows, normal(len(rows), 1, x.shape[-1]), strict=True):
+    for row, next_token in zip(rows, normal(len(rows), 1, x.shape[-1]).to(x.dtype), strict=True):
         y, state = unroll(module, row, [("prefill", row.shape[1])])
         outputs.append(y[0])
         last.append(module.step(next_token, state)[0])
@@ -129,7 +129,7 @@ def _padded(module: Any, x: Tensor, segments: list[int], what: str) -> Tensor:
         y, state = module.prefill(part, state, key_padding_mask=mask)
         assert_finite(y, f"{what}, padded positions included")
         outputs.append(y)
-    last, _ = module.step(normal(len(x), x.shape[-1]), state)
+    last, _ = module.step(normal(len(x), x.shape[-1]).to(x.dtype), state)
     return torch.cat([torch.cat(outputs, 1)[~PADDING], last])
 
 

@@ -64,7 +64,7 @@ def check_rejects_wrong_input(make: Maker, supports: Supports) -> None:
 
 def _check_forward_rejects(make: Maker, supports: Supports, causal: bool) -> None:
     module = make(causal=causal)
-    x, wide = make.input(2, 5, grad=False), normal(2, 5, make.d_model + 1)
+    x, wide = make.input(2, 5, grad=False), normal(2, 5, make.d_model + 1).to(make.dtype)
 
     def rejected(what: str, *args: Tensor, **masks: Tensor) -> None:
         assert_raises(ValueError, f"causal={causal}, {what}", module, "forward", *args, **masks)
@@ -97,7 +97,7 @@ def _check_forward_rejects(make: Maker, supports: Supports, causal: bool) -> Non
 
 def _check_recurrence_rejects(make: Maker, supports: Supports) -> None:
     module = make(causal=True)
-    x, wide = make.input(2, 5, grad=False), normal(2, 5, make.d_model + 1)
+    x, wide = make.input(2, 5, grad=False), normal(2, 5, make.d_model + 1).to(make.dtype)
     state = module.init_state(2)
     of_other_width = replace(make, d_model=2 * make.d_model)(causal=True).init_state(2)
     for verb, right, too_wide in (("prefill", x, wide), ("step", x[:, 0], wide[:, 0])):
