@@ -3,7 +3,7 @@ r"""Window attention with gaps: a query reads every d-th key near it, and each h
     W_i = { i + m d : -left <= m <= right }
 
 so a window of left + right + 1 keys spans d times as many tokens. Tokens of different i mod d never meet: a
-sequence is d shorter ones laid into each other, and `window_attention` runs on each of those (residue classes).
+sequence is d shorter ones laid into each other, its residue classes, and `window_attention` runs on each.
 
 Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), section 3.1.
 """
@@ -53,8 +53,8 @@ def dilated_window_attention(
     """Attend to a window with gaps (equation above): `o [B,T,H,M]` and `lse [B,T,H]`.
 
     Args:
-        q, k, v, key_padding_mask, cu_seqlens: as for `window_attention`: a padded key keeps its position. Keys
-            before the first query, S - T of them, are none or at least left d.
+        q, k, v, key_padding_mask, cu_seqlens: as for `window_attention`; a padded key keeps its position. The
+            keys before the first query, S - T of them, are none or at least left d.
         window_size: `(left, right)`, numbers of keys, both bounded.
         dilation: d of each of the H query heads.
     """

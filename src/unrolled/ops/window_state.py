@@ -1,4 +1,4 @@
-"""Causal window attention as a recurrence: the state is the last keys and values, as many as may be read again.
+"""Causal window attention as a recurrence: the state is the last keys and values, as long as they are in reach.
 
 The window of dilation d reads the token itself and those d, 2 d ... left d before it. With the keys in order,
 the newest last, that is a slice with steps of d.
@@ -93,6 +93,7 @@ def window_step(
     """
     check_step(q, k, v)
     _check_state(state, k.unsqueeze(1), v.unsqueeze(1), left, dilation)
+    B, _, D = q.shape
     keys = torch.cat([state.k, k.unsqueeze(2).to(state.k.dtype)], 2)
     values = torch.cat([state.v, v.unsqueeze(2).to(state.v.dtype)], 2)
     R = state.k.shape[2]
@@ -100,12 +101,12 @@ def window_step(
     unwritten = (age > state.position.unsqueeze(1))[:, None, None, :]
     parts = []
     with without_autocast(q.device):
-        q = q.to(keys.dtype) * q.shape[2] ** -0.5
+        q = q.to(keys.dtype) * D**-0.5
         for d, heads, kv_heads in runs(dilation, k.shape[1]):
             read = slice(R - left * d, None, d)
             near_k, near_v = keys[:, kv_heads, read], values[:, kv_heads, read]
-            grouped = q[:, heads].unflatten(1, (near_k.shape[1], -1))
-            scores = grouped @ near_k.mT
+            share = (heads.stop - heads.start) // near_k.shape[1]
+            scores = q[:, heads].reshape(B, near_k.shape[1], share, D) @ near_k.mT
             weights = scores.masked_fill(unwritten[..., read], -torch.inf).softmax(-1)
             parts.append((weights @ near_v).flatten(1, 2))
     o = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
