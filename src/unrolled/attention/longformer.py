@@ -3,8 +3,8 @@ r"""Longformer attention: a window for every token, and a few global tokens that
     local i:     keys W_i and G, with q, k, v             W_i = { i + m d : -left <= m <= right }
     global i:    all keys,       with q^g, k^g, v^g       G: the global tokens of the sequence
 
-Each is softmax attention over its own keys: o_i = sum_j a_ij v_j, a_ij ~ exp(q_i . k_j / sqrt(D)). A global key
-that is also in the window counts once. Global queries have projections of their own; local queries read a
+Each is softmax attention over its own keys: o_i = sum_j a_ij v_j, a_ij ~ exp(q_i . k_j / sqrt(D)). A global
+key that is also in the window counts once. Global queries have projections of their own; local queries read a
 global token through its local key and value. Which tokens are global is up to the task: the first one, to
 classify the sequence; those of the question, to answer it. The dilation d leaves gaps in the window, and each
 head may have its own.
@@ -56,7 +56,8 @@ class Globals(NamedTuple):
 def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) -> Tensor:
     """Mark the first `chosen` tokens of each row, or those at the `chosen` positions: `[B,length]`.
 
-    Rows have `n_valid [B]` tokens. A negative position counts from the end of its row. A row that is too short for one goes without it.
+    Rows have `n_valid [B]` tokens. A negative position counts from the end of its row; a row that is too short
+    for one goes without it.
 
     Raises:
         ValueError: a position that a row of `length` tokens does not have.
@@ -75,25 +76,28 @@ def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) 
     return marks.scatter(1, at, True)[:, :length]
 
 
-def longformer_reference(local: Tensor, global_: Tensor, is_global: Tensor, window: Tensor) -> Tensor:
+Projected = tuple[Tensor, Tensor, Tensor]
+
+
+def longformer_reference(local: Projected, global_: Projected, is_global: Tensor, window: Tensor) -> Tensor:
     """One head of one row, as the equations are written.
 
     Args:
-        local: q, k and v, `[3,T,D]`.
-        global_: q^g, k^g and v^g, `[3,T,D]`.
+        local: q `[T,D]`, k `[T,D]` and v `[T,M]`.
+        global_: q^g, k^g and v^g.
         is_global: `[T]`, True = global.
         window: `[T,T]`, True where the window of the first reaches the second.
 
     Returns:
-        `[T,D]`
+        `[T,M]`.
     """
 
     def softmax(q: Tensor, k: Tensor, v: Tensor, read: Tensor) -> Tensor:
         scores = q @ k.mT / math.sqrt(q.shape[1])
         return scores.masked_fill(~read, -torch.inf).softmax(-1) @ v
 
-    near = softmax(*local.unbind(), window | is_global)
-    far = softmax(*global_.unbind(), torch.ones_like(window))
+    near = softmax(*local, window | is_global)
+    far = softmax(*global_, torch.ones_like(window))
     return torch.where(is_global.unsqueeze(1), far, near)
 
 

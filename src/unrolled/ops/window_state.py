@@ -1,4 +1,4 @@
-"""Causal window attention as a recurrence: the state is the last keys and values, as long as they are in reach.
+"""Causal window attention as a recurrence: the state is the last keys and values, those in reach.
 
 The window of dilation d reads the token itself and those d, 2 d ... left d before it. With the keys in order,
 the newest last, that is a slice with steps of d.
