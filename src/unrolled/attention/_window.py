@@ -111,6 +111,8 @@ class SlidingWindow(MultiHeadAttention):
 
     def init_state(self, batch_size: int) -> WindowState:
         """Make the state of `batch_size` sequences that have not begun: a window with nothing in it."""
+        if self.supports.recurrence == "none":
+            return super().init_state(batch_size)  # type: ignore[no-any-return]
         reach = self.window_size[0] * max(self.dilation)
         like = self.out_proj.weight.new_empty(0, dtype=self._state_dtype)
         return empty_window(batch_size, reach, self.n_kv_heads, self.head_dim, self.value_dim, like)

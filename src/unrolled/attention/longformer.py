@@ -56,8 +56,8 @@ class Globals(NamedTuple):
 def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) -> Tensor:
     """Mark the first `chosen` tokens of each row, or those at the `chosen` positions: `[B,length]`.
 
-    Rows have `n_valid [B]` tokens. A negative position counts from the end of its row; a row that is too short
-    for one goes without it.
+    Rows have `n_valid [B]` tokens. A negative position counts from the end of its row, and a row that is
+    too short for one goes without it.
 
     Raises:
         ValueError: a position that a row of `length` tokens does not have.
@@ -66,7 +66,7 @@ def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) 
     if isinstance(chosen, int):
         return (place < chosen) & (place < n_valid.unsqueeze(1))
     for position in chosen:
-        if not -length <= position < length:
+        if length and not -length <= position < length:
             raise ValueError(f"global_tokens has position {position}, but the sequence only {length} tokens")
     at = torch.tensor(chosen, device=n_valid.device, dtype=torch.long)
     at = torch.where(at < 0, at + n_valid.unsqueeze(1), at)  # [B,g]
@@ -74,6 +74,16 @@ def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) 
     at = torch.where((at >= 0) & (at < n_valid.unsqueeze(1)), at, beyond)
     marks = torch.zeros(len(n_valid), length + 1, dtype=torch.bool, device=n_valid.device)
     return marks.scatter(1, at, True)[:, :length]
+
+
+def _checked(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
+    """Require a number of tokens or positions."""
+    if isinstance(chosen, int):
+        if chosen >= 0:
+            return chosen
+    elif all(isinstance(position, int) for position in chosen):
+        return tuple(chosen)
+    raise ValueError(f"global_tokens is {chosen!r}, but must be a number of tokens or a list of positions")
 
 
 Projected = tuple[Tensor, Tensor, Tensor]
@@ -135,20 +145,15 @@ class LongformerAttention(SlidingWindow):
         super().__init__(d_model, n_heads, causal=causal, window=window, dilation=dilation, **shared)
         if global_tokens is None:
             global_tokens = 0 if causal else 1
-        wrong = global_tokens < 0 if isinstance(global_tokens, int) else isinstance(global_tokens, str)
-        if wrong:
-            raise ValueError(
-                f"global_tokens is {global_tokens!r}, but must be a number of tokens or a list of positions"
-            )
-        self.global_tokens = global_tokens if isinstance(global_tokens, int) else tuple(global_tokens)
+        elif global_tokens not in (0, [], ()):
+            self.supports = replace(self.supports, causal=False, recurrence="none")
+        self.global_tokens = _checked(global_tokens)
         self.global_proj = None
         if causal and self.global_tokens:
             raise UnsupportedError(
                 "longformer attention has no global tokens where causal, since they read the future; "
                 "use global_tokens=0"
             )
-        if self.global_tokens:
-            self.supports = replace(self.supports, causal=False, recurrence="none")
         if not causal:
             bias = self.qkv_proj.bias is not None
             self.global_proj = Linear(d_model, sum(self._widths), bias=bias)

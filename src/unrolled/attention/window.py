@@ -1,6 +1,6 @@
 r"""Window attention: softmax attention to the tokens near each one, at a cost that follows the window.
 
-    o_i = sum_{j in W_i} a_ij v_j      a_ij = exp(q_i . k_j / sqrt(D)) / sum_{l in W_i} exp(q_i . k_l / sqrt(D))
+    o_i = sum_{j in W_i} a_ij v_j    a_ij = exp(q_i . k_j / sqrt(D)) / sum_{l in W_i} exp(q_i . k_l / sqrt(D))
     W_i = { i + m d : -left <= m <= right }
 
 The dilation d leaves gaps: a window reads every d-th token, and reaches d times as far. Each head may have

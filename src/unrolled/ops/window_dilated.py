@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from unrolled.ops.checks import check_cu_seqlens, check_qkv
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens
 from unrolled.ops.window import window_attention
@@ -57,7 +58,13 @@ def dilated_window_attention(
             keys before the first query, S - T of them, are none or at least left d.
         window_size: `(left, right)`, numbers of keys, both bounded.
         dilation: d of each of the H query heads.
+
+    Raises:
+        ValueError: an argument of another shape or type; offsets that do not rise.
     """
+    check_qkv(q, k, v)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
     parts = [
         _of_one_dilation(
             q[:, :, run.heads],
