@@ -151,7 +151,6 @@ def test_causal_it_is_window_attention():
     [
         {"window": 4, "dilation": [1, 3, 3, 2], "global_tokens": 2},
         {"window": (2, 0), "dilation": 2, "global_tokens": [0, -1]},
-        {"window": 2, "global_tokens": 0},
     ],
 )
 def test_it_keeps_the_contract_with_windows_shorter_than_sequences(options):

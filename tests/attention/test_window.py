@@ -116,7 +116,6 @@ def test_a_window_of_one_key_reads_its_own_value():
     [
         {"window": 4, "dilation": [1, 3, 3, 2]},
         {"window": (3, 0), "dilation": [2, 1, 2, 1]},
-        {"window": (0, 0)},
     ],
 )
 def test_it_keeps_the_contract_with_windows_shorter_than_sequences(options):
@@ -138,9 +137,8 @@ def test_gaps_of_padding_do_not_widen_a_window(causal, dilation):
     window = module(causal=causal, window=4, dilation=dilation)
     x = normal(1, 9, 16)
     places = [0, 1, 4, 5, 6, 9, 10, 12, 13]
-    padded, padding = torch.full((1, 14, 16), torch.inf, dtype=x.dtype), torch.ones(1, 14, dtype=torch.bool)
+    padded, padding = 1e3 * normal(1, 14, 16, seed=1), torch.ones(1, 14, dtype=torch.bool)
     padded[:, places], padding[:, places] = x, False
-    padded[padding] = 1e3
     torch.testing.assert_close(window(padded, key_padding_mask=padding)[:, places], window(x))
 
 

@@ -118,8 +118,8 @@ class LongformerAttention(SlidingWindow):
         d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
         window, dilation: see `WindowAttention`; the paper's window w is this number.
         global_tokens: which tokens are global if a call does not say: the first so many, or a list of
-            positions, where negative ones count from the end of each sequence. By default the first, or none
-            where causal.
+            positions, where negative ones count from the end of each sequence; ones that are named twice count
+            once. By default the first, or none where causal.
 
     Raises:
         ValueError: a window or dilation that `WindowAttention` refuses; a negative number of global tokens.
@@ -188,13 +188,13 @@ class LongformerAttention(SlidingWindow):
             global_mask: `[B,T]`, True = global, in place of `global_tokens`; any number of them in each row.
                 To find the largest number, a GPU has to be waited for.
         """
-        if global_mask is not None:
-            self._check_global_mask(global_mask, query)
         masks = Masks(key_padding_mask, attn_mask, cu_seqlens)
         return self._forward(query, key, value, masks, global_mask=global_mask)
 
     def gates(self, x: Tensor, global_mask: Tensor | None = None) -> Globals:
-        """Keep the input, which the global projections read."""
+        """Keep the input, which the global projections read, and say which of its tokens are global."""
+        if global_mask is not None:
+            self._check_global_mask(global_mask, x)
         return Globals(x, global_mask)
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
@@ -279,13 +279,13 @@ class LongformerAttention(SlidingWindow):
         most = chosen if isinstance(chosen, int) else len(chosen)
         return global_positions(chosen, n_valid, T), min(most, T)
 
-    def _check_global_mask(self, mask: Tensor, query: Tensor) -> None:
+    def _check_global_mask(self, mask: Tensor, x: Tensor) -> None:
         if self.global_proj is None:
             raise UnsupportedError(
                 "causal longformer attention cannot honour global_mask: it has no global tokens"
             )
-        if mask.dtype != torch.bool or mask.shape != query.shape[:2]:
+        if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
             raise ValueError(
                 f"global_mask is {mask.dtype} of shape {shape(mask)}, but must be torch.bool "
-                f"{shape(query)[:2]} with True = global"
+                f"{shape(x)[:2]} with True = global"
             )
