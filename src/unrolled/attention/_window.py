@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from unrolled.attention._multihead import Heads, MultiHeadAttention
-from unrolled.ops.positions import rotary
 from unrolled.ops.window_dilated import dilated_window_attention
 from unrolled.ops.window_state import WindowState, empty_window, window_prefill, window_step
 
@@ -104,11 +103,6 @@ class SlidingWindow(MultiHeadAttention):
             cu_seqlens=cu_seqlens,
         )
 
-    def rotated(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, the first two rotated by their positions if the module is `rotary`."""
-        q, k, v, positions, _ = heads
-        return (q, k, v) if positions is None else (rotary(q, positions), rotary(k, positions), v)
-
     def init_state(self, batch_size: int) -> WindowState:
         """Make the state of `batch_size` sequences that have not begun: a window with nothing in it."""
         if self.supports.recurrence == "none":
@@ -122,7 +116,8 @@ class SlidingWindow(MultiHeadAttention):
     ) -> tuple[Tensor, WindowState]:
         """Attend in parallel, from a state to a state."""
         return window_prefill(
-            *self.rotated(heads),
+            *heads.rotated(),
+            heads.v,
             state,
             left=self.window_size[0],
             dilation=self.dilation,
@@ -131,4 +126,4 @@ class SlidingWindow(MultiHeadAttention):
 
     def step_heads(self, heads: Heads, state: WindowState) -> tuple[Tensor, WindowState]:
         """Attend from one token to the window before it."""
-        return window_step(*self.rotated(heads), state, left=self.window_size[0], dilation=self.dilation)
+        return window_step(*heads.rotated(), heads.v, state, left=self.window_size[0], dilation=self.dilation)

@@ -118,8 +118,8 @@ class LongformerAttention(SlidingWindow):
         d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
         window, dilation: see `WindowAttention`; the paper's window w is this number.
         global_tokens: which tokens are global if a call does not say: the first so many, or a list of
-            positions, where negative ones count from the end of each sequence; ones that are named twice count
-            once. By default the first, or none where causal.
+            positions, where negative ones count from the end of each sequence. By default the first, or none
+            where causal.
 
     Raises:
         ValueError: a window or dilation that `WindowAttention` refuses; a negative number of global tokens.
@@ -199,7 +199,7 @@ class LongformerAttention(SlidingWindow):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k, v = self.rotated(heads)
+        (q, k), v = heads.rotated(), heads.v
         x, global_mask = heads.gates
         B, T = q.shape[:2]
         padding, back = masks.key_padding_mask, None

@@ -65,7 +65,7 @@ class WindowAttention(SlidingWindow):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k, v = self.rotated(heads)
+        (q, k), v = heads.rotated(), heads.v
         padding, back = masks.key_padding_mask, None
         if padding is not None:
             if masks.cu_seqlens is not None:
