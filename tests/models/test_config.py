@@ -31,6 +31,23 @@ from unrolled.models.config import TransformerConfig
         ),
         ({"attention": ["linear"] * 3}, "attention has 3 names, wanted n_layers = 4 of them"),
         ({"attention_options": {"softmax": {}}}, "attention_options is for ['softmax'], wanted names among"),
+        ({"layer_options": {"softmax": {}}}, "layer_options is for ['softmax'], wanted names among"),
+        ({"layer_options": []}, "layer_options is [], wanted a dict of options for each name"),
+        (
+            {"layer_options": {"linear": {"head_dim": 8}}},
+            "head_dim of 'linear' in layer_options is 8, wanted",
+        ),
+        (
+            {"layer_options": {"linear": {"head_dim": [8, 16]}}},
+            "is [8, 16], wanted a list of n_layers = 4 values",
+        ),
+        (
+            {
+                "attention_options": {"linear": {"head_dim": 8}},
+                "layer_options": {"linear": {"head_dim": [8] * 4}},
+            },
+            "head_dim of 'linear' is in attention_options and in layer_options, wanted it in one of them",
+        ),
     ],
 )
 def test_a_wrong_field_is_refused_in_one_sentence(fields, message):
@@ -104,6 +121,35 @@ def test_each_layer_gets_its_mechanism_and_that_mechanisms_options():
         for i in (0, 1)
     ]
     assert widths == [{12, 3 * 12}, {12, 3 * 20}]
+
+
+def test_each_layer_gets_its_own_value_of_an_option():
+    config = DecoderConfig(
+        vocab_size=4,
+        d_model=12,
+        n_heads=2,
+        n_layers=4,
+        attention=["window", "linear", "window", "window"],
+        attention_options={"window": {"head_dim": 4}},
+        layer_options={"window": {"window": [2, None, 4, [7, 0]], "dilation": [1, None, 3, [1, 2]]}},
+    )
+    layers = [block.attention for block in Decoder(config).stack.blocks]
+    assert [layers[i].window_size for i in (0, 2, 3)] == [(1, 0), (3, 0), (7, 0)]
+    assert [layers[i].dilation for i in (0, 2, 3)] == [(1, 1), (3, 3), (1, 2)]
+    assert [layer.head_dim for layer in layers] == [4, 6, 4, 4]
+
+
+def test_an_option_of_layers_that_does_not_exist_is_refused_by_name():
+    config = DecoderConfig(vocab_size=4, layer_options={"linear": {"colour": [1, 2, 3, 4]}})
+    with pytest.raises(ValueError, match=r"layer_options\['linear'\] does not fit: .*colour"):
+        Decoder(config)
+
+
+def test_a_width_that_the_heads_do_not_divide_wants_a_head_width_in_each_layer():
+    sizes = {"d_model": 10, "n_heads": 4, "n_layers": 2}
+    TransformerConfig(**sizes, layer_options={"linear": {"head_dim": [2, 3]}})
+    with pytest.raises(ValueError, match="d_model is 10, wanted a multiple"):
+        TransformerConfig(**sizes, layer_options={"linear": {"feature_map": ["elu", "relu"]}})
 
 
 def test_a_mechanism_that_cannot_is_refused_with_those_that_can(monkeypatch):

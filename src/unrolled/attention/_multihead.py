@@ -166,6 +166,13 @@ class MultiHeadAttention(nn.Module):
             ValueError: an argument of another shape or type.
             UnsupportedError: a mask, or a second sequence, that this mechanism cannot honour.
         """
+        return self._forward(query, key, value, Masks(key_padding_mask, attn_mask, cu_seqlens))
+
+    def _forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, masks: Masks, **further: Any
+    ) -> Tensor:
+        """Do what `forward` says; `further` is what a mechanism's own `forward` hands to its `gates`."""
+        key_padding_mask, attn_mask, cu_seqlens = masks
         self._check_input("query", query)
         self._refuse("cross", key, "reading another sequence")
         self._refuse("padding", key_padding_mask, "key_padding_mask")
@@ -188,8 +195,8 @@ class MultiHeadAttention(nn.Module):
         positions = None
         if self.positional and key is None:
             positions = self._positions(query, key_padding_mask, cu_seqlens)
-        heads = Heads(q, k, v, positions, self.gates(query))
-        o = self.attend(heads, Masks(key_padding_mask, attn_mask, cu_seqlens))
+        heads = Heads(q, k, v, positions, self.gates(query, **further))
+        o = self.attend(heads, masks)
         return self.merge_heads(o, query)
 
     def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:

@@ -153,7 +153,7 @@ def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn
 
     Raises:
         UnsupportedError: the mechanism cannot be causal, or cannot be bidirectional, as is wanted.
-        ValueError: it does not exist, or does not take one of its `attention_options`.
+        ValueError: it does not exist, or does not take one of its options.
     """
     name = config.layer_attention[layer]
     ability = "causal" if causal else "bidirectional"
@@ -172,10 +172,11 @@ def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn
             causal=causal,
             n_kv_heads=config.n_kv_heads,
             rotary=config.positions == "rotary",
-            **config.attention_options.get(name, {}),
+            **config.options_of(layer),
         )
     except TypeError as error:  # an option that it does not take, or that is set above
-        raise ValueError(f"attention_options[{name!r}] does not fit: {error}") from error
+        where = "attention_options" if name in config.attention_options else "layer_options"
+        raise ValueError(f"{where}[{name!r}] does not fit: {error}") from error
 
 
 def tie_layers(layers: Iterable[Any]) -> None:

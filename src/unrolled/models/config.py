@@ -24,6 +24,8 @@ class TransformerConfig:
         attention: name of the mechanism (see `unrolled.attention.names()`), or a list with one per layer.
         attention_options: for a mechanism's name, the further arguments that each of its modules is made
             with, as in `{"linear": {"feature_map": "elu"}}`.
+        layer_options: the same, but each argument is a list with one value per layer of the model, as in
+            `{"window": {"window": [32, 64, 128, 256]}}`; values for layers of other mechanisms are not read.
         norm: "pre" normalises what enters each sub-layer (GPT-2), "post" what leaves it (Vaswani et al.).
         norm_type: "layernorm" or "rmsnorm".
         activation: of the feed-forward layer, "gelu", "relu" or "swiglu".
@@ -40,6 +42,7 @@ class TransformerConfig:
     d_ff: int | None = None
     attention: str | list[str] = "linear"
     attention_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layer_options: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     norm: Norm = "pre"
     norm_type: NormType = "layernorm"
     activation: Activation = "gelu"
@@ -70,6 +73,12 @@ class TransformerConfig:
         """The name of each layer's mechanism."""
         return [self.attention] * self.n_layers if isinstance(self.attention, str) else self.attention
 
+    def options_of(self, layer: int) -> dict[str, Any]:
+        """The further arguments of one layer's attention: its `attention_options` and `layer_options`."""
+        name = self.layer_attention[layer]
+        own = {option: values[layer] for option, values in self.layer_options.get(name, {}).items()}
+        return {**self.attention_options.get(name, {}), **own}
+
     @property
     def ff_width(self) -> int:
         """The width of the feed-forward layer, with the default filled in."""
@@ -81,23 +90,38 @@ class TransformerConfig:
         named = [self.attention] if isinstance(self.attention, str) else self.attention
         if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
             raise ValueError(f"attention is {self.attention!r}, wanted a name or a list of names")
-        options = self.attention_options
-        if not isinstance(options, dict) or not all(isinstance(x, dict) for x in options.values()):
-            raise ValueError(f"attention_options is {options!r}, wanted a dict of options for each name")
         if not isinstance(self.attention, str) and len(self.attention) != self.n_layers:
             raise ValueError(
                 f"attention has {len(self.attention)} names, wanted n_layers = {self.n_layers} of them"
             )
-        if unused := sorted(self.attention_options.keys() - set(self.layer_attention)):
-            raise ValueError(
-                f"attention_options is for {unused}, wanted names among {sorted(set(self.layer_attention))}"
-            )
-        for name in self.layer_attention:
-            if self.d_model % self.n_heads and "head_dim" not in self.attention_options.get(name, {}):
+        for field_name in ("attention_options", "layer_options"):
+            self._check_options(field_name)
+        for name, options in self.layer_options.items():
+            for option, values in options.items():
+                if not isinstance(values, list) or len(values) != self.n_layers:
+                    raise ValueError(
+                        f"{option} of {name!r} in layer_options is {values!r}, "
+                        f"wanted a list of n_layers = {self.n_layers} values"
+                    )
+                if option in self.attention_options.get(name, {}):
+                    raise ValueError(
+                        f"{option} of {name!r} is in attention_options and in layer_options, "
+                        "wanted it in one of them"
+                    )
+        for layer, name in enumerate(self.layer_attention):
+            if self.d_model % self.n_heads and "head_dim" not in self.options_of(layer):
                 raise ValueError(
                     f"d_model is {self.d_model}, wanted a multiple of n_heads = {self.n_heads}, "
                     f"or head_dim among the attention_options of {name!r}"
                 )
+
+    def _check_options(self, field_name: str) -> None:
+        options = getattr(self, field_name)
+        if not isinstance(options, dict) or not all(isinstance(x, dict) for x in options.values()):
+            raise ValueError(f"{field_name} is {options!r}, wanted a dict of options for each name")
+        named = set(self.layer_attention)
+        if unused := sorted(options.keys() - named):
+            raise ValueError(f"{field_name} is for {unused}, wanted names among {sorted(named)}")
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)

@@ -207,14 +207,13 @@ class ReadingBlock(Block):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, 0, causal=True)
-        options = config.attention_options.get("softmax", {})
         self.attention = ReadingAttention(
             config.d_model,
             config.n_heads,
             causal=True,
             n_kv_heads=config.n_kv_heads,
             rotary=config.positions == "rotary",
-            **options,
+            **config.options_of(0),
         )
 
     def last(self, x: Tensor, n: int, key_padding_mask: Tensor | None, hidden: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Packed sequences: several of them laid end to end in one row, with int32 offsets `cu_seqlens [N+1]`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -56,6 +56,24 @@ def reorder(x: Tensor, places: Tensor) -> Tensor:
     row = torch.arange(B, device=places.device).unsqueeze(1)
     # One flat selection of rows: its gradient is as fast as itself, unlike that of x[row, places].
     return x.flatten(0, 1).index_select(0, (row * S + places).flatten()).reshape(B, S, *x.shape[2:])
+
+
+def valid_tokens_first(
+    key_padding_mask: Tensor, *xs: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor, Callable[[Tensor], Tensor]]:
+    """Close the gaps that padding (True) leaves in `x [B,S,...]`, so that distances count valid tokens only.
+
+    Returns:
+        each x with its row's valid tokens first and zeros behind; the padding mask of that; and the function
+        that brings something of that order back into the given one.
+    """
+    places = valid_first(key_padding_mask)
+    padding = key_padding_mask.gather(1, places)
+    back = places.argsort(1)
+    first = tuple(
+        reorder(x, places).masked_fill(padding.reshape(*padding.shape, *[1] * (x.dim() - 2)), 0) for x in xs
+    )
+    return first, padding, lambda x: reorder(x, back)
 
 
 def segment_ids(cu_seqlens: Tensor, total: int) -> Tensor:

@@ -1,0 +1,291 @@
+r"""Longformer attention: a window for every token, and a few global tokens that read all and are read by all.
+
+    local i:     keys W_i and G, with q, k, v             W_i = { i + m d : -left <= m <= right }
+    global i:    all keys,       with q^g, k^g, v^g       G: the global tokens of the sequence
+
+Each is softmax attention over its own keys: o_i = sum_j a_ij v_j, a_ij ~ exp(q_i . k_j / sqrt(D)). A global
+key that is also in the window counts once. Global queries have projections of their own; local queries read a
+global token through its local key and value. Which tokens are global is up to the task: the first one, to
+classify the sequence; those of the question, to answer it. The dilation d leaves gaps in the window, and each
+head may have its own.
+
+Causal attention is the paper's for language models: the left window alone, without global tokens.
+
+Beltagy, Peters and Cohan 2020, "Longformer: The Long-Document Transformer", arXiv 2004.05150, section 3.1
+(window, dilation, global tokens, projections) and 4.1 (causal).
+
+Cost per head, with w = left + right + 1 keys and g global tokens: time O(T (w + 2 g) (D+M)), memory
+O(T (D+M)); causal, time O(w (D+M)) and state O(left d (D+M)) per generated token.
+Cannot: read another sequence, take packed ones, honour an arbitrary `attn_mask`, or be causal with global
+tokens.
+Equals softmax attention: where the window covers the sequence and no token is global; where all tokens are
+global, with the global projections.
+
+With `rotary`, queries and keys of both kinds are rotated by their positions before they meet.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.attention._multihead import Heads, Masks
+from unrolled.attention._window import SlidingWindow
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.dense import Linear, linear
+from unrolled.ops.merge import merge_softmax
+from unrolled.ops.packing import reorder, valid_first, valid_tokens_first
+from unrolled.ops.positions import rotary
+from unrolled.ops.window import window_attention
+from unrolled.ops.window_dilated import window_pattern
+
+INIT_STD = 0.02  # of the global projections
+
+
+class Globals(NamedTuple):
+    """What the global part reads beside q, k and v: the input, and which tokens are global, if given."""
+
+    x: Tensor  # [B,T,d_model]
+    mask: Tensor | None  # [B,T]
+
+
+def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) -> Tensor:
+    """Mark the first `chosen` tokens of each row, or those at the `chosen` positions: `[B,length]`.
+
+    Rows have `n_valid [B]` tokens. A negative position counts from the end of its row, and a row that is
+    too short for one goes without it.
+
+    Raises:
+        ValueError: a position that a row of `length` tokens does not have.
+    """
+    place = torch.arange(length, device=n_valid.device)
+    if isinstance(chosen, int):
+        return (place < chosen) & (place < n_valid.unsqueeze(1))
+    for position in chosen:
+        if length and not -length <= position < length:
+            raise ValueError(f"global_tokens has position {position}, but the sequence only {length} tokens")
+    at = torch.tensor(chosen, device=n_valid.device, dtype=torch.long)
+    at = torch.where(at < 0, at + n_valid.unsqueeze(1), at)  # [B,g]
+    beyond = at.new_full((), length)
+    at = torch.where((at >= 0) & (at < n_valid.unsqueeze(1)), at, beyond)
+    marks = torch.zeros(len(n_valid), length + 1, dtype=torch.bool, device=n_valid.device)
+    return marks.scatter(1, at, True)[:, :length]
+
+
+def _checked(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
+    """Require a number of tokens or positions."""
+    if isinstance(chosen, int):
+        if chosen >= 0:
+            return chosen
+    elif all(isinstance(position, int) for position in chosen):
+        return tuple(chosen)
+    raise ValueError(f"global_tokens is {chosen!r}, but must be a number of tokens or a list of positions")
+
+
+Projected = tuple[Tensor, Tensor, Tensor]
+
+
+def longformer_reference(local: Projected, global_: Projected, is_global: Tensor, window: Tensor) -> Tensor:
+    """One head of one row, as the equations are written.
+
+    Args:
+        local: q `[T,D]`, k `[T,D]` and v `[T,M]`.
+        global_: q^g, k^g and v^g.
+        is_global: `[T]`, True = global.
+        window: `[T,T]`, True where the window of the first reaches the second.
+
+    Returns:
+        `[T,M]`.
+    """
+
+    def softmax(q: Tensor, k: Tensor, v: Tensor, read: Tensor) -> Tensor:
+        scores = q @ k.mT / math.sqrt(q.shape[1])
+        return scores.masked_fill(~read, -torch.inf).softmax(-1) @ v
+
+    near = softmax(*local, window | is_global)
+    far = softmax(*global_, torch.ones_like(window))
+    return torch.where(is_global.unsqueeze(1), far, near)
+
+
+class LongformerAttention(SlidingWindow):
+    """Multi-head Longformer attention.
+
+    Args:
+        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        window, dilation: see `WindowAttention`; the paper's window w is this number.
+        global_tokens: which tokens are global if a call does not say: the first so many, or a list of
+            positions, where negative ones count from the end of each sequence. By default the first, or none
+            where causal.
+
+    Raises:
+        ValueError: a window or dilation that `WindowAttention` refuses; a negative number of global tokens.
+        UnsupportedError: causal attention with global tokens.
+    """
+
+    supports = Supports(
+        causal=True, bidirectional=True, cross=False, padding=True, packing=False, recurrence="constant"
+    )
+    global_proj: Linear | None
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        causal: bool = False,
+        window: int | tuple[int, int] = 512,
+        dilation: int | Sequence[int] = 1,
+        global_tokens: int | Sequence[int] | None = None,
+        **shared: Any,
+    ):
+        super().__init__(d_model, n_heads, causal=causal, window=window, dilation=dilation, **shared)
+        if global_tokens is None:
+            global_tokens = 0 if causal else 1
+        elif global_tokens not in (0, [], ()):
+            self.supports = replace(self.supports, causal=False, recurrence="none")
+        self.global_tokens = _checked(global_tokens)
+        self.global_proj = None
+        if causal and self.global_tokens:
+            raise UnsupportedError(
+                "longformer attention has no global tokens where causal, since they read the future; "
+                "use global_tokens=0"
+            )
+        if not causal:
+            bias = self.qkv_proj.bias is not None
+            self.global_proj = Linear(d_model, sum(self._widths), bias=bias)
+            nn.init.normal_(self.global_proj.weight, std=INIT_STD)
+            if bias:
+                nn.init.zeros_(self.global_proj.bias)
+
+    @torch.no_grad()
+    def copy_local_to_global(self) -> None:
+        """Start the global projections from the local ones, as when these come from a trained dense model."""
+        if self.global_proj is None:
+            raise UnsupportedError("causal longformer attention has no global projections to copy to")
+        self.global_proj.load_state_dict(self.qkv_proj.state_dict())
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        global_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend within `query [B,T,d_model]`: `[B,T,d_model]`, as `MultiHeadAttention.forward`.
+
+        Args:
+            query: what attends and is attended to.
+            key, value, attn_mask, cu_seqlens: refused.
+            key_padding_mask: `[B,T]`, True = padding, which is never global.
+            global_mask: `[B,T]`, True = global, in place of `global_tokens`; any number of them in each row.
+                To find the largest number, a GPU has to be waited for.
+        """
+        masks = Masks(key_padding_mask, attn_mask, cu_seqlens)
+        return self._forward(query, key, value, masks, global_mask=global_mask)
+
+    def gates(self, x: Tensor, global_mask: Tensor | None = None) -> Globals:
+        """Keep the input, which the global projections read, and say which of its tokens are global."""
+        if global_mask is not None:
+            self._check_global_mask(global_mask, x)
+        return Globals(x, global_mask)
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        (q, k), v = heads.rotated(), heads.v
+        x, global_mask = heads.gates
+        B, T = q.shape[:2]
+        padding, back = masks.key_padding_mask, None
+        if padding is not None:
+            check_key_padding_mask(padding, B, T)
+            if global_mask is not None:
+                global_mask = reorder(global_mask, valid_first(padding))
+            (q, k, v, x), padding, back = valid_tokens_first(padding, q, k, v, x)
+        is_global, n_global = self._which(global_mask, padding, q)
+        if n_global:
+            o = self._with_globals(q, k, v, x, is_global, n_global, padding)
+        else:
+            o, _ = self.near(q, k, v, key_padding_mask=padding)
+        return o if back is None else back(o)
+
+    def pattern(self, length: int) -> Tensor:
+        """Show what each query reads, with the module's own global tokens: `[H,length,length]`, 1 or 0.
+
+        Between a global query and its keys stand the global projections, everywhere else the local ones.
+        """
+        near = window_pattern(length, self.window_size, self.dilation)
+        is_global = global_positions(self.global_tokens, torch.tensor([length]), length)[0].long()
+        return near | is_global | is_global.unsqueeze(1)
+
+    def _with_globals(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        is_global: Tensor,
+        n_global: int,
+        padding: Tensor | None,
+    ) -> Tensor:
+        """`[B,T,H,M]` of rows without gaps, with up to `n_global` global tokens in each."""
+        (B, T, H, _), M = q.shape, v.shape[3]
+        places = valid_first(~is_global)[:, :n_global]
+        missing = torch.arange(n_global, device=q.device) >= is_global.sum(1, keepdim=True)
+        hidden = is_global if padding is None else is_global | padding
+        global_k, global_v = (torch.take_along_dim(y, places[:, :, None, None], 1) for y in (k, v))
+        far = window_attention(
+            q, global_k, global_v, window_size=(-1, -1), key_padding_mask=missing, return_lse=True
+        )
+        o, _ = merge_softmax([self.near(q, k, v, key_padding_mask=hidden), far])
+        read = window_attention(
+            *self._global_heads(x, places), window_size=(-1, -1), key_padding_mask=padding
+        )
+        # What is missing is written behind the end.
+        rows = places.masked_fill(missing, T)[:, :, None, None].expand(B, n_global, H, M)
+        return torch.cat([o, o.new_zeros(B, 1, H, M)], 1).scatter(1, rows, read.to(o.dtype))[:, :T]
+
+    def _global_heads(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Global queries of the global tokens only, `[B,g,H,D]`, and global keys and values of all tokens."""
+        assert self.global_proj is not None  # or there are no global tokens
+        of_q, of_kv = self._widths[0], sum(self._widths[1:])
+        w_q, w_kv = torch.split(self.global_proj.weight, [of_q, of_kv])
+        bias = self.global_proj.bias
+        b_q, b_kv = (None, None) if bias is None else torch.split(bias, [of_q, of_kv])
+        (B, T, _), g = x.shape, places.shape[1]
+        q = linear(torch.take_along_dim(x, places.unsqueeze(-1), 1), w_q, b_q)
+        k, v = torch.split(linear(x, w_kv, b_kv), self._widths[1:], -1)
+        q = q.reshape(B, g, self.n_heads, self.head_dim)
+        k = k.reshape(B, T, self.n_kv_heads, self.head_dim)
+        v = v.reshape(B, T, self.n_kv_heads, self.value_dim)
+        if self.rotary:
+            q, k = rotary(q, places), rotary(k, torch.arange(T, device=x.device).expand(B, T))
+        return q, k, v
+
+    def _which(self, global_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> tuple[Tensor, int]:
+        """Which tokens are global `[B,T]`, and the largest number of them in a row."""
+        B, T = q.shape[:2]
+        if global_mask is not None:
+            is_global = global_mask if padding is None else global_mask & ~padding
+            return is_global, int(is_global.sum(1).max()) if B else 0
+        n_valid = q.new_full((B,), T, dtype=torch.long) if padding is None else (~padding).sum(1)
+        chosen = self.global_tokens
+        most = chosen if isinstance(chosen, int) else len(chosen)
+        return global_positions(chosen, n_valid, T), min(most, T)
+
+    def _check_global_mask(self, mask: Tensor, x: Tensor) -> None:
+        if self.global_proj is None:
+            raise UnsupportedError(
+                "causal longformer attention cannot honour global_mask: it has no global tokens"
+            )
+        if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
+            raise ValueError(
+                f"global_mask is {mask.dtype} of shape {shape(mask)}, but must be torch.bool "
+                f"{shape(x)[:2]} with True = global"
+            )

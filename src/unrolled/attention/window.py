@@ -1,0 +1,82 @@
+r"""Window attention: softmax attention to the tokens near each one, at a cost that follows the window.
+
+    o_i = sum_{j in W_i} a_ij v_j    a_ij = exp(q_i . k_j / sqrt(D)) / sum_{l in W_i} exp(q_i . k_l / sqrt(D))
+    W_i = { i + m d : -left <= m <= right }
+
+The dilation d leaves gaps: a window reads every d-th token, and reaches d times as far. Each head may have
+its own. After some layers, a token has heard from those within the sum of their left d. Run one token at a
+time, the state is the last left d keys and values.
+
+Beltagy et al. 2020, "Longformer", arXiv 2004.05150, section 3.1; causal and with d = 1, the sliding window of
+Mistral 7B (Jiang et al. 2023, arXiv 2310.06825, section 2).
+
+Cost per head: time O(T w (D+M)), memory O(T (D+M)), with w = left + right + 1 keys, whatever d is; time
+O(w (D+M)) and state O(left d (D+M)) per generated token.
+Cannot: read another sequence, or honour an arbitrary `attn_mask`.
+Equals softmax attention: where the window covers the sequence, left and right at least T - 1 with d = 1; and
+within each residue class i mod d where left d and right d are at least T - 1.
+
+With `rotary`, queries and keys are rotated by their positions before they meet, and the state holds rotated
+keys.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from unrolled.attention._multihead import Heads, Masks
+from unrolled.attention._window import SlidingWindow
+from unrolled.contract import Supports
+from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.packing import valid_tokens_first
+from unrolled.ops.window_dilated import window_pattern
+
+
+class WindowAttention(SlidingWindow):
+    """Multi-head window attention.
+
+    Args:
+        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        window: how many keys a token reads. Causal: that many, itself included, as in Mistral. Bidirectional:
+            an even number, half on each side, and itself, as in Longformer. Or `(left, right)`, how many
+            before and after itself.
+        dilation: distance d of one key to the next, for all heads or one for each.
+
+    Raises:
+        ValueError: a window that is negative, odd where it is halved, or looks ahead where causal; a dilation
+            below 1, or not one for each head.
+    """
+
+    supports = Supports(
+        causal=True, bidirectional=True, cross=False, padding=True, packing=True, recurrence="constant"
+    )
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        window: int | tuple[int, int] = 256,
+        dilation: int | Sequence[int] = 1,
+        **shared: Any,
+    ):
+        super().__init__(d_model, n_heads, window=window, dilation=dilation, **shared)
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        (q, k), v = heads.rotated(), heads.v
+        padding, back = masks.key_padding_mask, None
+        if padding is not None:
+            if masks.cu_seqlens is not None:
+                raise ValueError(
+                    "key_padding_mask was given with cu_seqlens, but a pack has no padding: give one of them"
+                )
+            check_key_padding_mask(padding, *k.shape[:2])
+            (q, k, v), padding, back = valid_tokens_first(padding, q, k, v)
+        o, _ = self.near(q, k, v, key_padding_mask=padding, cu_seqlens=masks.cu_seqlens)
+        return o if back is None else back(o)
+
+    def pattern(self, length: int) -> Tensor:
+        """Show the window of each query: `[H,length,length]`, 1 or 0."""
+        return window_pattern(length, self.window_size, self.dilation)
