@@ -137,7 +137,6 @@ def test_padded_frames_are_not_part_of_the_video():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"shape": (80, 3, 3), "relative": True, "scale": 1.0},
         {"shape": (100, 3, 2), "radius": (2, 1, 1), "stride": (5, 2, 1), "relative": True},
     ],
