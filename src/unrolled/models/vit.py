@@ -62,9 +62,7 @@ class ViTConfig(TransformerConfig):
             sizes = getattr(self, name)
             fine = isinstance(sizes, list) and all(type(size) is int and size >= 1 for size in sizes)
             if not fine or len(sizes) not in (2, 3):
-                raise ValueError(
-                    f"{name} is {sizes!r}, wanted a list of two or three sizes, such as [16, 16]"
-                )
+                raise ValueError(f"{name} is {sizes!r}, wanted a list of 2 or 3 sizes, such as [16, 16]")
         fits = len(self.image_size) == len(self.patch_size)
         if not fits or any(n % p for n, p in zip(self.image_size, self.patch_size, strict=True)):
             raise ValueError(
@@ -196,14 +194,12 @@ class ViT(SavedModel):
         Raises:
             ValueError: as for the config.
         """
-        name, n_axes, n_places = "positions.table.weight", len(self.config.grid), math.prod(self.config.grid)
+        name, n_places = "positions.table.weight", math.prod(self.config.grid)
         config = replace(self.config, image_size=image_size, max_length=TransformerConfig.max_length)
-        if len(config.grid) != n_axes:
-            raise ValueError(f"image_size is {image_size}, wanted {n_axes} sizes, as before")
         model, weights = ViT(config).to(self.embedding.project.weight), self.state_dict()
         if name in weights:
             own, places = weights[name].split([len(weights[name]) - n_places, n_places])
-            mode = "bicubic" if n_axes == 2 else "trilinear"
+            mode = "bicubic" if len(config.grid) == 2 else "trilinear"
             places = places.T.reshape(1, -1, *self.config.grid)
             places = F.interpolate(places, config.grid, mode=mode, align_corners=False)
             weights[name] = torch.cat([own, places[0].flatten(1).T])
