@@ -188,7 +188,7 @@ def test_wrong_settings_are_named():
         SpatiotemporalAttention(8, 2, shape=(4, 0, 4))
     with pytest.raises(ValueError, match=r"radius is \[-1, -1, -1\]"):
         SpatiotemporalAttention(8, 2, radius=-1)
-    with pytest.raises(ValueError, match="stride is 2 without radius"):
+    with pytest.raises(ValueError, match="stride is 2 without a radius"):
         SpatiotemporalAttention(8, 2, stride=2)
     with pytest.raises(UnsupportedError, match="not causal; use sparse_transformer"):
         SpatiotemporalAttention(8, 2, causal=True)
@@ -199,5 +199,7 @@ def test_wrong_settings_are_named():
     q = torch.zeros(1, 4, 1, 2)
     with pytest.raises(ValueError, match="k has 3 places and q has 4"):
         spatiotemporal_attention(q, q[:, :3], q[:, :3], 2, 2)
+    with pytest.raises(ValueError, match=r"stride is \(2, 2, 2\) without a radius"):
+        spatiotemporal_attention(q, q, q, 2, 2, stride=(2, 2, 2))
     with pytest.raises(ValueError, match=r"relative has \[4, 2\] for time"):
         spatiotemporal_attention(q, q, q, 2, 2, relative=[torch.zeros(4, 2)] * 3)

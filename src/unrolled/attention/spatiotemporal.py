@@ -12,9 +12,9 @@ coordinates of j and i on the three axes, place i reads, each key once,
 where the relative embeddings r are optional.
 
 Duke, Ahmed, Wolf, Aarabi and Taylor 2021, "SSTVOS: Sparse Spatiotemporal Transformers for Video Object
-Segmentation", arXiv 2101.08833, section 3.3: grid attention, with scale = 1 and relative embeddings, and its
-strided attention, after Child et al. 2019, "Sparse Transformers", arXiv 1904.10509. There a pair gets the
-embedding of the one axis on which it differs, and i itself that of its row: the same, if the three r[0] are.
+Segmentation", arXiv 2101.08833: grid attention with scale = 1 and relative embeddings, and strided attention
+as in Child et al. 2019, "Sparse Transformers", arXiv 1904.10509, on each axis. In the authors' code a pair has
+the embedding of the one axis on which it differs, and i itself that of its row: with equal r[0], the same.
 
 Cost per head for n places: grid, time O(n (time + height + width) (D+M)) and as many scores; cube of c keys,
 scores O(n c), of which at most a few times c are computed and dropped; strided, O(n^2 / stride^3) more.
@@ -69,9 +69,11 @@ def line_parts(size: Axes) -> list[Part]:
 
 def cube_parts(size: Axes, radius: Axes, stride: Axes | None = None) -> list[Part]:
     """Tiles twice the radius wide that read their surroundings, then residue classes without the cube."""
-    whole = [2 * r >= n for n, r in zip(size, radius, strict=True)]
-    tile = [n if all_ else max(2 * r, 1) for n, r, all_ in zip(size, radius, whole, strict=True)]
-    halo = [0 if all_ else r for r, all_ in zip(radius, whole, strict=True)]
+    tile, halo = [], []
+    for n, r in zip(size, radius, strict=True):
+        one_tile = 2 * r >= n  # would read about all of the axis in any case
+        tile.append(n if one_tile else max(2 * r, 1))
+        halo.append(0 if one_tile else r)
     parts = [Part(axes(tile), halo=axes(halo), within=radius)]
     if stride is not None:
         members = axes([-(-n // s) for n, s in zip(size, stride, strict=True)])
@@ -119,6 +121,8 @@ def spatiotemporal_attention(
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, T)
     _check_sizes("height and width", (height, width), 1)
+    if radius is None and stride is not None:
+        raise ValueError(f"stride is {stride} without a radius, but wants one: 0 for no cube")
     size = (-(-T // (height * width)), height, width)
     parts = line_parts(size) if radius is None else cube_parts(size, radius, stride)
     if relative is not None:
@@ -248,7 +252,7 @@ class SpatiotemporalAttention(MultiHeadAttention):
         self.radius = None if radius is None else _three("radius", radius, 0)
         self.stride = None if stride is None else _three("stride", stride, 1)
         if radius is None and stride is not None:
-            raise ValueError(f"stride is {stride} without radius, but wants one; 0 adds no cube")
+            raise ValueError(f"stride is {stride} without a radius, but wants one: 0 for no cube")
         self.scale, self.relative = scale, None
         if relative:
             self.relative = nn.ParameterList(torch.zeros(2 * n - 1, self.head_dim) for n in self.shape)

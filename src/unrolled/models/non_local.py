@@ -2,11 +2,11 @@ r"""Non-local block: every place of a feature map reads all of them, and the res
 
     z_i = x_i + W_z y_i + b_z        y_i = sum_j f(x_i, x_j) g(x_j) / C_i
 
-    pairwise        f(x_i, x_j)                          C_i
-    "gaussian"      exp(x_i . x_j)                       sum_j f(x_i, x_j)
-    "embedded"      exp(theta_i . phi_j)                 sum_j f(x_i, x_j)
-    "dot"           theta_i . phi_j                      N, the number of places j
-    "concatenation" relu(w_theta . theta_i + w_phi . phi_j)    N
+    pairwise           f(x_i, x_j)                                C_i
+    "gaussian"         exp(x_i . x_j)                             sum_j f(x_i, x_j)
+    "embedded"         exp(theta_i . phi_j)                       sum_j f(x_i, x_j)
+    "dot"              theta_i . phi_j                            the number of places j
+    "concatenation"    relu(w_theta . theta_i + w_phi . phi_j)    the number of places j
 
 theta, phi and g are linear in x: convolutions with a kernel of one place. The first two are softmax attention
 with one head and without its 1 / sqrt(D).
