@@ -13,8 +13,9 @@ where the relative embeddings r are optional.
 
 Duke, Ahmed, Wolf, Aarabi and Taylor 2021, "SSTVOS: Sparse Spatiotemporal Transformers for Video Object
 Segmentation", arXiv 2101.08833: grid attention with scale = 1 and relative embeddings, and strided attention
-as in Child et al. 2019, "Sparse Transformers", arXiv 1904.10509, on each axis. In the authors' code a pair has
-the embedding of the one axis on which it differs, and i itself that of its row: with equal r[0], the same.
+as in Child et al. 2019, "Sparse Transformers", arXiv 1904.10509, on each axis. In the authors' code a pair
+has the embedding of the one axis on which it differs, and i itself that of its row: the same, where the three
+r[0] are equal.
 
 Cost per head for n places: grid, time O(n (time + height + width) (D+M)) and as many scores; cube of c keys,
 scores O(n c), of which at most a few times c are computed and dropped; strided, O(n^2 / stride^3) more.
