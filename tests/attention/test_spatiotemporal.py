@@ -134,16 +134,9 @@ def test_padded_frames_are_not_part_of_the_video():
     assert_same(module(video, key_padding_mask=padding)[:, ~padding[0]], alone)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"shape": (80, 3, 3), "relative": True, "scale": 1.0},
-        {"shape": (100, 3, 2), "radius": (2, 1, 1), "stride": (5, 2, 1), "relative": True},
-    ],
-    ids=str,
-)
-def test_it_keeps_the_contract(options):
-    assert "check_padding" in check_mechanism("spatiotemporal", **options)
+def test_it_keeps_the_contract_with_every_option():
+    options = {"radius": (2, 1, 1), "stride": (5, 2, 1), "relative": True, "scale": 1.0}
+    assert "check_padding" in check_mechanism("spatiotemporal", shape=(100, 3, 2), **options)
 
 
 @pytest.mark.parametrize(
