@@ -4,9 +4,11 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
+from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
 from unrolled.models.saving import read_config
+from unrolled.models.vit import ViT, ViTConfig
 
 __all__ = [
     "KINDS",
@@ -15,19 +17,22 @@ __all__ = [
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "NonLocalBlock",
     "Perceiver",
     "PerceiverAR",
     "PerceiverARConfig",
     "PerceiverConfig",
     "PerceiverIO",
     "PerceiverIOConfig",
+    "ViT",
+    "ViTConfig",
     "load",
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | Perceiver | PerceiverIO
+Model = Decoder | Encoder | Perceiver | PerceiverIO | ViT
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR)
+    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR, ViT)
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 

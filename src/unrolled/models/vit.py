@@ -1,0 +1,207 @@
+r"""Vision Transformer: an image as a sequence of patches, read by bidirectional blocks and classified.
+
+    z = [c; E x_1 + e; ... E x_N + e] + P        patches x_n of the image, as vectors, in row-major order
+    z <- block_L( ... block_1(z))
+    logits = W norm(z)_c + b
+
+c is a learned class token, E and e a linear layer, P the positions. In place of the class token's, the mean
+of the patches' outputs can be classified; then there is no c.
+
+Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words", arXiv 2010.11929, eq. 1-4. Boxes of a video in place
+of patches: Arnab et al. 2021, "ViViT", arXiv 2103.15691, section 3.2 (tubelet embedding).
+
+Cost: that of the blocks for N + 1 tokens, where N is the number of pixels over those of a patch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.models.blocks import INIT_STD, Stack, init_weights
+from unrolled.models.checks import check_targets
+from unrolled.models.config import TransformerConfig
+from unrolled.models.embeddings import PositionEmbedding
+from unrolled.models.heads import Categorical, mean_nll
+from unrolled.models.saving import SavedModel
+from unrolled.ops.checks import shape
+from unrolled.ops.dense import Linear
+
+Pooling = Literal["class", "mean"]
+
+
+@dataclass(kw_only=True)
+class ViTConfig(TransformerConfig):
+    """A Vision Transformer's fields; see `TransformerConfig` for the rest.
+
+    Attributes:
+        image_size: [height, width] of the images, or [time, height, width] of videos.
+        patch_size: that of a patch, a divisor on every axis.
+        channels: numbers for each pixel.
+        n_classes: number of labels.
+        pooling: what is classified: the "class" token, or the "mean" of the patches.
+        max_length: follows from the sizes: the number of tokens.
+    """
+
+    image_size: list[int]
+    patch_size: list[int]
+    n_classes: int
+    channels: int = 3
+    pooling: Pooling = "class"
+    attention: str | list[str] = "softmax"
+
+    def __post_init__(self) -> None:
+        for name in ("n_classes", "channels"):
+            self._at_least(name, 1)
+        self._one_of("pooling", get_args(Pooling))
+        for name in ("image_size", "patch_size"):
+            sizes = getattr(self, name)
+            fine = isinstance(sizes, list) and all(type(size) is int and size >= 1 for size in sizes)
+            if not fine or len(sizes) not in (2, 3):
+                raise ValueError(f"{name} is {sizes!r}, wanted a list of 2 or 3 sizes, such as [16, 16]")
+        fits = len(self.image_size) == len(self.patch_size)
+        if not fits or any(n % p for n, p in zip(self.image_size, self.patch_size, strict=True)):
+            raise ValueError(
+                f"patch_size is {self.patch_size}, wanted divisors of image_size = {self.image_size}"
+            )
+        if self.max_length not in (TransformerConfig.max_length, self.n_tokens):
+            raise ValueError(f"max_length is {self.max_length}, wanted {self.n_tokens}, the number of tokens")
+        self.max_length = self.n_tokens
+        super().__post_init__()
+        if "spatiotemporal" in self.layer_attention:
+            self._check_spatiotemporal()
+
+    @property
+    def grid(self) -> list[int]:
+        """Number of patches along each axis."""
+        return [n // p for n, p in zip(self.image_size, self.patch_size, strict=True)]
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of patches, and the class token if there is one."""
+        return math.prod(self.grid) + (self.pooling == "class")
+
+    def _check_spatiotemporal(self) -> None:
+        """The mechanism would take any sequence for a grid of its own shape."""
+        given = self.attention_options.get("spatiotemporal", {}).get("shape")
+        if not isinstance(given, list | tuple) or list(given[-2:]) != self.grid[-2:]:
+            raise ValueError(
+                f"attention_options['spatiotemporal'] has the shape {given}, wanted one that ends in "
+                f"{self.grid[-2:]}, the patches of an image"
+            )
+        if self.pooling == "class":
+            raise ValueError(
+                "pooling is 'class' with spatiotemporal attention, wanted 'mean', since a class token has no "
+                "place in a grid"
+            )
+
+
+class PatchEmbedding(nn.Module):
+    """Maps each patch of an image to a vector: a convolution whose kernel and stride are a patch.
+
+    The weight is the convolution's, `[d_model, channels, *patch_size]`, with its last axes flattened.
+
+    Args:
+        channels: numbers for each pixel.
+        patch_size: size of a patch on each axis.
+        d_model: width of the vectors.
+    """
+
+    def __init__(self, channels: int, patch_size: Sequence[int], d_model: int) -> None:
+        super().__init__()
+        self.patch_size = tuple(patch_size)
+        self.project = Linear(channels * math.prod(patch_size), d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, channels, *image_size]` to `[B, patches, d_model]`, in row-major order."""
+        n_axes = len(self.patch_size)
+        split = [size for n, p in zip(x.shape[2:], self.patch_size, strict=True) for size in (n // p, p)]
+        x = x.reshape(*x.shape[:2], *split)
+        x = x.permute(0, *range(2, 2 + 2 * n_axes, 2), 1, *range(3, 3 + 2 * n_axes, 2))
+        y: Tensor = self.project(x.flatten(1 + n_axes).flatten(1, n_axes))
+        return y
+
+
+class ViT(SavedModel):
+    """Patches, positions, bidirectional blocks, and a linear output.
+
+    Weights start as in `unrolled.models.blocks.init_weights`, and the class token like an embedding. Set
+    `gradient_checkpointing` to True to keep only the input of each block for the backward pass.
+    """
+
+    model_name = "vit"
+    config_type = ViTConfig
+    config: ViTConfig
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.embedding = PatchEmbedding(config.channels, config.patch_size, config.d_model)
+        self.class_token = None
+        if config.pooling == "class":
+            self.class_token = nn.Parameter(INIT_STD * torch.randn(config.d_model))
+        self.positions = PositionEmbedding(config.positions, config.d_model, config.n_tokens)
+        self.dropout = nn.Dropout(config.dropout)
+        self.stack = Stack(config, causal=False)
+        self.head = Categorical(config.d_model, config.n_classes, bias=True)
+        init_weights(self, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits `[B, n_classes]` of images `x [B, channels, *image_size]`, in floating point."""
+        logits: Tensor = self.head(self.hidden(x))
+        return logits
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats, computed in at least fp32.
+
+        Args:
+            inputs: as `x` of `forward`.
+            targets: `[B]` long; -100 is ignored.
+        """
+        hidden = self.hidden(inputs)
+        check_targets(targets, hidden.shape[:-1], self.head.levels)
+        return mean_nll(self.head.nll(hidden, targets), targets)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What the output layer reads: `[B, d_model]`."""
+        y = self.tokens(x)
+        return y.mean(dim=1) if self.class_token is None else y[:, 0]
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """What leaves the last block: `[B, tokens, d_model]`, the class token first if there is one."""
+        wanted = [self.config.channels, *self.config.image_size]
+        if not x.is_floating_point() or shape(x)[1:] != wanted:
+            sizes = ", ".join(map(str, wanted))
+            raise ValueError(f"x is {x.dtype} of the shape {shape(x)}, wanted floating point [B, {sizes}]")
+        y = self.embedding(x).to(self.embedding.project.weight.dtype)  # autocast must not narrow the stream
+        if self.class_token is not None:
+            y = torch.cat([self.class_token.expand(len(y), 1, -1), y], dim=1)
+        recompute = self.gradient_checkpointing and self.training
+        z: Tensor = self.stack(self.dropout(self.positions(y)), recompute=recompute)
+        return z
+
+    @torch.no_grad()
+    def resized(self, image_size: list[int]) -> "ViT":
+        """Make a copy for images of another size, whose patches are as large: section 3.2 of the paper.
+
+        Learned positions are interpolated between the centres of the patches, by cubics on two axes and
+        linearly on three. The class token keeps its own.
+
+        Raises:
+            ValueError: as for the config.
+        """
+        name, n_places = "positions.table.weight", math.prod(self.config.grid)
+        config = replace(self.config, image_size=image_size, max_length=TransformerConfig.max_length)
+        model, weights = ViT(config).to(self.embedding.project.weight), self.state_dict()
+        if name in weights:
+            own, places = weights[name].split([len(weights[name]) - n_places, n_places])
+            mode = "bicubic" if len(config.grid) == 2 else "trilinear"
+            places = places.T.reshape(1, -1, *self.config.grid)
+            places = F.interpolate(places, config.grid, mode=mode, align_corners=False)
+            weights[name] = torch.cat([own, places[0].flatten(1).T])
+        model.load_state_dict(weights)
+        return model.train(self.training)

@@ -1,0 +1,110 @@
+"""A grid [time, height, width] cut into groups of places, each of them one block of a sparse attention.
+
+A volume is `[B,H,*size,W]`: W numbers for each place of the grid, in each of H heads. Rows, tiles that read
+their surroundings, and the places of one residue are all groups.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+Axes = tuple[int, int, int]
+"""One number for each of time, height and width."""
+
+
+def axes(numbers: Sequence[int]) -> Axes:
+    """Take three numbers as such."""
+    t, h, w = numbers
+    return t, h, w
+
+
+class Part(NamedTuple):
+    """Cuts the grid into groups that attend among themselves: one matrix product for each.
+
+    On each axis a group has `members` that stand `step` apart, and reads `halo` places more on either side.
+    Of the pairs it keeps those that differ by at most `within` on every axis, and not by at most `without`.
+    """
+
+    members: Axes
+    step: Axes = (1, 1, 1)
+    halo: Axes = (0, 0, 0)  # only with a step of 1
+    within: Axes | None = None
+    without: Axes | None = None
+
+    @property
+    def keys(self) -> Axes:
+        """Number of keys of a group on each axis."""
+        t, h, w = (m + 2 * r for m, r in zip(self.members, self.halo, strict=True))
+        return t, h, w
+
+    def groups(self, size: Axes) -> Axes:
+        """How many times the members and steps go into each axis, rounded up."""
+        t, h, w = (-(-n // (m * s)) for n, m, s in zip(size, self.members, self.step, strict=True))
+        return t, h, w
+
+    def overhang(self, size: Axes) -> Axes:
+        """By how much the groups exceed each axis."""
+        needed = zip(self.groups(size), self.members, self.step, size, strict=True)
+        t, h, w = (groups * m * s - n for groups, m, s, n in needed)
+        return t, h, w
+
+
+def volume(x: Tensor, size: Axes) -> Tensor:
+    """Lay `[B,T,H,W]` out as `[B,H,*size,W]`, with zeros after the end."""
+    x = F.pad(x.transpose(1, 2), (0, 0, 0, math.prod(size) - x.shape[1]))
+    return x.reshape(*x.shape[:2], *size, x.shape[-1])
+
+
+def grouped(x: Tensor, part: Part) -> Tensor:
+    """Cut a volume `[B,H,*size,W]` into groups: `[B,H,P,members,W]`."""
+    size = axes(x.shape[2:5])
+    x = _pad(x, (0, 0, 0), part.overhang(size))
+    (t, h, w), (m_t, m_h, m_w), (s_t, s_h, s_w) = part.groups(size), part.members, part.step
+    x = x.reshape(*x.shape[:2], t, m_t, s_t, h, m_h, s_h, w, m_w, s_w, x.shape[-1])
+    return x.permute(0, 1, 2, 4, 5, 7, 8, 10, 3, 6, 9, 11).flatten(8, 10).flatten(2, 7)
+
+
+def ungrouped(x: Tensor, part: Part, size: Axes) -> Tensor:
+    """Undo `grouped`."""
+    (t, h, w), (s_t, s_h, s_w) = part.groups(size), part.step
+    x = x.reshape(*x.shape[:2], t, s_t, h, s_h, w, s_w, *part.members, x.shape[-1])
+    x = x.permute(0, 1, 2, 8, 3, 4, 9, 5, 6, 10, 7, 11).flatten(8, 10).flatten(5, 7).flatten(2, 4)
+    return x[:, :, : size[0], : size[1], : size[2]]
+
+
+def read_by_groups(x: Tensor, part: Part) -> Tensor:
+    """Cut a volume `[B,H,*size,W]` into what each group reads: `[B,H,P,keys,W]`."""
+    if not any(part.halo):
+        return grouped(x, part)
+    t, h, w = (a + b for a, b in zip(part.overhang(axes(x.shape[2:5])), part.halo, strict=True))
+    x = _pad(x, part.halo, (t, h, w))
+    for axis in range(3):
+        x = x.unfold(2 + axis, part.keys[axis], part.members[axis])
+    return x.permute(0, 1, 2, 3, 4, 6, 7, 8, 5).flatten(5, 7).flatten(2, 4)
+
+
+def distances_in(part: Part, device: torch.device) -> list[Tensor]:
+    """d_ij of the members and keys of a group, on each axis: `[members,keys]`."""
+    return [
+        (torch.arange(keys, device=device) - halo - torch.arange(members, device=device).unsqueeze(1)) * step
+        for members, keys, halo, step in zip(part.members, part.keys, part.halo, part.step, strict=True)
+    ]
+
+
+def near(distances: list[Tensor], radius: Axes) -> Tensor:
+    """Whether pairs differ by at most `radius` on every axis: `[members,keys]` of a whole group."""
+    t, h, w = (d.abs() <= r for d, r in zip(distances, radius, strict=True))
+    pairs = t[:, None, None, :, None, None] & h[:, None, None, :, None] & w[:, None, None, :]
+    return pairs.flatten(3).flatten(0, 2)
+
+
+def _pad(x: Tensor, before: Axes, after: Axes) -> Tensor:
+    """Add zeros, or False, before and after the three axes of a volume."""
+    if not any(before) and not any(after):
+        return x
+    (t, h, w), (t_end, h_end, w_end) = before, after
+    return F.pad(x, (0, 0, w, w_end, h, h_end, t, t_end))

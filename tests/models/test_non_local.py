@@ -1,0 +1,132 @@
+"""The non-local block: its formula place by place, softmax attention in it, and nothing at first."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.models import NonLocalBlock
+
+PAIRWISE = ("gaussian", "embedded", "dot", "concatenation")
+SPACES = ((5,), (3, 4), (2, 4, 5))
+
+
+def normal(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def block(**options) -> NonLocalBlock:
+    torch.manual_seed(0)
+    module = NonLocalBlock(6, **options).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+
+
+def formula(module: NonLocalBlock, x: torch.Tensor) -> torch.Tensor:
+    """z_i of one map [C, N], place by place."""
+    z = []
+    for i in range(x.shape[1]):
+        weights = []
+        for j in range(x.shape[1]):
+            if module.pairwise == "gaussian":
+                weights.append(torch.exp(x[:, i] @ x[:, j]))
+                continue
+            theta, phi = module.theta(x[:, i]), module.phi(x[:, j])
+            if module.pairwise == "concatenation":
+                w = torch.cat([module.w_theta.weight[0], module.w_phi.weight[0]])
+                weights.append((w @ torch.cat([theta, phi])).relu())
+            else:
+                weights.append((theta @ phi).exp() if module.pairwise == "embedded" else theta @ phi)
+        f = torch.stack(weights)
+        f = f / (f.sum() if module.pairwise in ("gaussian", "embedded") else len(f))
+        y = sum(f[j] * module.g(x[:, j]) for j in range(x.shape[1]))
+        z.append(x[:, i] + module.w_z(y))
+    return torch.stack(z, 1)
+
+
+@pytest.mark.parametrize("pairwise", PAIRWISE)
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_it_is_its_formula(pairwise, space):
+    module, x = block(pairwise=pairwise), normal(2, 6, *space)
+    wanted = torch.stack([formula(module, m) for m in x.flatten(2)]).reshape(x.shape)
+    found = module(x)
+    assert_same(found, wanted)
+    weights = normal(*x.shape).detach()
+    inputs = [x, *module.parameters()]
+    for a, b in zip(
+        *(torch.autograd.grad((y * weights).sum(), inputs) for y in (found, wanted)), strict=True
+    ):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("pool", [1, 2])
+def test_the_embedded_gaussian_is_softmax_attention_between_convolutions(pool):
+    module, x = block(pool=pool), normal(2, 6, 4, 5, 6)
+
+    def convolved(layer, x):
+        return F.conv3d(x, layer.weight[..., None, None, None], layer.bias)
+
+    def pooled(x):
+        return F.max_pool3d(x, (1, pool, pool)).flatten(2).mT
+
+    theta = convolved(module.theta, x).flatten(2).mT
+    phi, g = pooled(convolved(module.phi, x)), pooled(convolved(module.g, x))
+    assert phi.shape[1] == 4 * (5 // pool) * (6 // pool)
+    y = F.scaled_dot_product_attention(theta, phi, g, scale=1.0)
+    assert_same(module(x), x + convolved(module.w_z, y.mT.reshape(2, 3, 4, 5, 6)))
+
+
+@pytest.mark.parametrize("pairwise", PAIRWISE)
+def test_it_begins_as_the_identity_and_can_leave_it(pairwise):
+    module, x = NonLocalBlock(6, pairwise=pairwise), normal(2, 6, 3, 4).float()
+    y = module(x)
+    assert torch.equal(y, x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), module.w_z.weight)
+    assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("pairwise", PAIRWISE)
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_pooling_reads_the_largest_of_each_square(pairwise, space):
+    module, x = block(pairwise=pairwise, pool=2), normal(1, 6, *space)
+    assert module(x).shape == x.shape
+    same = F.interpolate(
+        normal(1, 6, 2, 3), scale_factor=2
+    )  # squares of one value: half of the keys say it all
+    if pairwise != "concatenation" and len(space) == 2:
+        assert_same(module(same), block(pairwise=pairwise)(same))
+
+
+def test_half_precision_does_not_overflow_where_the_exponential_would():
+    module = block(inner_channels=4).bfloat16()
+    x = (30 * normal(1, 6, 4, 4)).detach().bfloat16()
+    assert (module.theta(x.flatten(2).mT) @ module.phi(x.flatten(2).mT).mT).exp().isinf().any()
+    assert module(x).isfinite().all()
+
+
+def test_it_compiles_and_its_state_is_its_weights():
+    module, x = block(pool=2), normal(2, 6, 4, 4)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(x), module(x))
+    other = NonLocalBlock(6, pool=2).double()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(x), module(x))
+
+
+def test_wrong_input_is_named():
+    with pytest.raises(ValueError, match="pairwise is 'cosine', but must be one of gaussian, embedded"):
+        NonLocalBlock(6, pairwise="cosine")
+    with pytest.raises(ValueError, match="pool is 0, but must be at least 1"):
+        NonLocalBlock(6, pool=0)
+    with pytest.raises(ValueError, match=r"x has the shape \[2, 5, 3\], wanted \[B, 6, \*space\]"):
+        NonLocalBlock(6)(torch.zeros(2, 5, 3))
+    with pytest.raises(ValueError, match=r"1 to 3 axes"):
+        NonLocalBlock(6)(torch.zeros(2, 6))
+    with pytest.raises(ValueError, match="wanted at least pool = 2"):
+        NonLocalBlock(6, pool=2)(torch.zeros(2, 6, 3, 1))

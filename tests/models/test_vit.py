@@ -1,0 +1,184 @@
+"""The Vision Transformer: patches as a convolution, its equations, any mechanism, other image sizes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled import models
+from unrolled.contract import UnsupportedError
+from unrolled.models import ViT, ViTConfig
+from unrolled.models.vit import PatchEmbedding
+
+SMALL = {"image_size": [6, 8], "patch_size": [3, 2], "channels": 2, "n_classes": 5, "d_model": 16, "n_heads": 4, "n_layers": 2}  # fmt: skip
+VIDEO = {"image_size": [4, 6, 8], "patch_size": [2, 3, 2], "pooling": "mean"}
+
+
+def vit(**fields) -> ViT:
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**SMALL | fields))
+    for parameter in model.parameters():  # fresh weights are too small to show a mistake
+        nn.init.normal_(parameter, std=0.4)
+    return model.double().eval()
+
+
+def normal(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("patch", [[3, 2], [2, 3, 2]], ids=str)
+def test_the_patch_embedding_is_a_strided_convolution(patch):
+    embedding = PatchEmbedding(2, patch, 16).double()
+    x = normal(3, 2, *(2 * p for p in patch[:-1]), 4 * patch[-1])
+    convolve = F.conv2d if len(patch) == 2 else F.conv3d
+    weight, bias = embedding.project.weight, embedding.project.bias
+    wanted = convolve(x, weight.reshape(16, 2, *patch), bias, stride=patch)
+    assert_same(embedding(x), wanted.flatten(2).mT)
+
+
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_it_is_what_the_paper_says(pooling):
+    model, x = vit(pooling=pooling), normal(3, 2, 6, 8)
+    z = model.embedding(x)
+    if pooling == "class":
+        z = torch.cat([model.class_token.repeat(3, 1, 1), z], 1)
+    z = z + model.positions.table.weight
+    for block in model.stack.blocks:
+        z = z + block.attention(block.attention_norm(z))
+        z = z + block.ff.down(F.gelu(block.ff.up(block.ff_norm(z))))
+    z = model.stack.norm(z)
+    assert_same(model.tokens(x), z)
+    y = z[:, 0] if pooling == "class" else z.mean(1)
+    assert_same(model(x), y @ model.head.project.weight.T + model.head.project.bias)
+
+
+def test_the_sizes_are_those_of_the_paper():
+    config = ViTConfig(image_size=[224, 224], patch_size=[16, 16], n_classes=1000, d_model=768, n_heads=12, n_layers=12)  # fmt: skip
+    assert config.n_tokens == config.max_length == 197
+    with torch.device("meta"):
+        model = ViT(config)
+    assert sum(p.numel() for p in model.parameters()) == 86_567_656
+
+
+def test_positions_tell_the_patches_apart():
+    x = normal(1, 2, 6, 8)
+    flipped = x.reshape(1, 2, 6, 4, 2).flip(3).reshape(x.shape)  # the columns of patches, in another order
+    assert (vit()(x) - vit()(flipped)).abs().max() > 1e-3
+    blind = vit(positions="none")
+    assert_same(blind(x), blind(flipped))
+
+
+def test_the_loss_is_the_mean_over_labelled_images():
+    model, x = vit(), normal(3, 2, 6, 8)
+    targets = torch.tensor([1, -100, 4])
+    assert_same(model.loss(x, targets), F.cross_entropy(model(x)[[0, 2]], targets[[0, 2]]))
+    assert float(model.loss(x, torch.full((3,), -100)).detach()) == 0
+
+
+@pytest.mark.parametrize("attention", ["linear", "nystromformer", ["softmax", "performer"]], ids=str)
+def test_any_bidirectional_mechanism_goes(attention):
+    model, x = vit(attention=attention), normal(2, 2, 6, 8)
+    model.loss(x, torch.tensor([0, 1])).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_causal_mechanism_is_refused():
+    with pytest.raises(UnsupportedError, match="'retention' attention cannot be bidirectional"):
+        vit(attention="retention")
+
+
+def test_videos_go_through_grid_attention():
+    options = {"spatiotemporal": {"shape": [2, 2, 4], "relative": True}}
+    model = vit(**VIDEO, attention="spatiotemporal", attention_options=options)
+    x = normal(2, 2, 4, 6, 8).requires_grad_()
+    y = model.tokens(x)
+    assert y.shape == (2, 16, 16)
+    (read,) = torch.autograd.grad(y[0, 0].sum(), x)
+    assert read[1].abs().max() == 0
+    patches = read[0].abs().reshape(2, 2, 2, 2, 3, 4, 2).sum((0, 2, 4, 6))
+    differ = sum((i > 0).long() for i in torch.meshgrid(*map(torch.arange, (2, 2, 4)), indexing="ij"))
+    assert torch.equal(patches > 0, differ <= 2)  # each of the two layers goes along one axis
+
+
+@pytest.mark.parametrize("fields", [{}, {"pooling": "mean"}, VIDEO], ids=str)
+def test_learned_positions_are_interpolated_for_other_sizes(fields):
+    model = vit(**fields)
+    size, grid, x = model.config.image_size, model.config.grid, normal(1, 2, *model.config.image_size)
+    same = model.resized(size)
+    assert same is not model
+    assert_same(same(x), model(x))
+
+    table = model.positions.table.weight
+    n_own = len(table) - model.embedding(x).shape[1]
+    rising = torch.linspace(0, 1, grid[-1], dtype=torch.float64)  # from column to column
+    table.data[n_own:] = rising.repeat(len(table) // grid[-1]).unsqueeze(1)
+    larger = model.resized([2 * n for n in size])
+    assert larger.config.n_tokens == larger.config.max_length == len(larger.positions.table.weight)
+    assert torch.equal(larger.positions.table.weight[:n_own], table[:n_own])
+    rows = larger.positions.table.weight[n_own:, 0].detach().reshape(-1, 2 * grid[-1])
+    assert_same(rows, rows[:1].expand_as(rows))
+    assert (rows[0].diff() >= 0).all() or len(grid) == 2  # cubics overshoot at the ends
+    assert (rows[0, 1:-1].diff() > 0).all()
+    assert_same(rows[0] + rows[0].flip(0), torch.ones_like(rows[0]))
+
+
+def test_a_saved_model_is_the_same_function(tmp_path):
+    model, x = vit(), normal(2, 2, 6, 8)
+    model.save(tmp_path)
+    loaded = models.load(tmp_path)
+    assert loaded.config == model.config
+    assert torch.equal(loaded.eval()(x), model(x))
+
+
+def test_recomputing_changes_nothing():
+    model, x = vit().train(), normal(2, 2, 6, 8)
+    model.loss(x, torch.tensor([0, 1])).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing = True
+    model.loss(x, torch.tensor([0, 1])).backward()
+    for name, p in model.named_parameters():
+        assert_same(p.grad, wanted[name])
+
+
+def test_it_compiles():
+    model, x = vit(), normal(2, 2, 6, 8)
+    assert_same(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image_size": 8}, "image_size is 8, wanted a list of 2 or 3 sizes"),
+        ({"patch_size": [4]}, r"patch_size is \[4\], wanted a list"),
+        ({"patch_size": [4, 2]}, r"patch_size is \[4, 2\], wanted divisors of image_size = \[6, 8\]"),
+        ({"patch_size": [2, 3, 2]}, "wanted divisors"),
+        ({"pooling": "first"}, "pooling is 'first', wanted one of"),
+        ({"n_classes": 0}, "n_classes is 0"),
+        ({"max_length": 12}, "max_length is 12, wanted 9, the number of tokens"),
+        ({"attention": "spatiotemporal", "pooling": "mean"}, r"has the shape None, wanted one that ends in \[2, 4\]"),
+        (
+            {"attention": "spatiotemporal", "attention_options": {"spatiotemporal": {"shape": [1, 2, 4]}}},
+            "pooling is 'class' with spatiotemporal attention, wanted 'mean'",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_settings_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ViTConfig(**SMALL | fields)
+
+
+def test_wrong_input_is_named():
+    with pytest.raises(ValueError, match=r"x is torch.float64 of the shape \[1, 2, 8, 6\], wanted .* \[B, 2, 6, 8\]"):  # fmt: skip
+        vit()(normal(1, 2, 8, 6))
+    with pytest.raises(ValueError, match=r"x is torch\.uint8"):
+        vit()(torch.zeros(1, 2, 6, 8, dtype=torch.uint8))
+    with pytest.raises(
+        ValueError, match=r"patch_size is \[3, 2\], wanted divisors of image_size = \[2, 6, 8\]"
+    ):
+        vit().resized([2, 6, 8])
