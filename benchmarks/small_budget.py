@@ -31,12 +31,13 @@ OUT = Path("runs/small-budget")
 SHAPE = {"d_model": 64, "n_layers": 2, "n_heads": 4}
 TASKS: dict[str, dict[str, Any]] = {
     "imdb": {"length": 1024, "norm": "post", "positions": "none"},
-    "shakespeare": {"length": 128, "norm": "pre", "positions": "learned"},
+    "shakespeare": {"length": 64, "norm": "pre", "positions": "learned"},
 }
 BUDGET = {
-    "imdb": TrainConfig(steps=300, batch_size=16, lr=2e-3, warmup_steps=30, eval_every=300, eval_batches=1),
+    "imdb": TrainConfig(steps=200, batch_size=8, lr=2e-3, warmup_steps=20, eval_every=200, eval_batches=1),
     "shakespeare": TrainConfig(steps=800, batch_size=12, lr=3e-3, warmup_steps=80, eval_every=800),
 }
+OPTIONS = {"aft": {"position_bias": "local"}}  # its default is quadratic in the length
 JUDGED = 2000  # reviews of the test part
 
 
@@ -62,7 +63,9 @@ def run(task: str, mechanism: str, dataset: Any) -> None:
     folder = OUT / mechanism / task
     torch.manual_seed(0)
     settings = dict(TASKS[task])
-    shape: dict[str, Any] = SHAPE | {"attention": mechanism, "max_length": settings.pop("length")} | settings
+    options = {name: given for name, given in OPTIONS.items() if name == mechanism}
+    attend = {"attention": mechanism, "attention_options": options, "max_length": settings.pop("length")}
+    shape: dict[str, Any] = SHAPE | attend | settings
     try:
         if task == "imdb":
             model: Any = Encoder(EncoderConfig(dataset.vocab_size, n_classes=dataset.n_classes, **shape))

@@ -1,6 +1,7 @@
 """`unrolled list`."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,11 +13,35 @@ def mechanisms(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the table in Markdown, as the README has it.")
     ] = False,
+    draw: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Draw which keys a sparse mechanism reads.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the drawing.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal", help="Draw the causal form.")] = False,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the mechanism drawn, in YAML."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File of the drawing; NAME.png by default.")] = None,
 ) -> None:
     """List the attention mechanisms and what each supports, as its class declares it.
 
     Choose one in training with model.attention=NAME, or one per layer with "model.attention=\\[NAME, NAME]".
+
+    \b
+    Draw what a mechanism reads: a row for each query, a column for each key, a panel for heads that differ.
+      unrolled list --draw longformer --set window=8 --set "global_tokens=\\[0, 30]"
+      unrolled list --draw window --causal --set window=6 --set "dilation=\\[1, 1, 2, 4]" --length 32
     """
+    if draw is not None:
+        from unrolled.cli import run_config
+        from unrolled.models.saving import write_atomically
+
+        image = pattern_image(draw, length, causal=causal, **run_config.read(None, options or []))
+        path = Path(f"{draw}.png") if out is None else out
+        write_atomically(path, lambda file: file.write_bytes(image))
+        typer.echo(f"drawn: {path}")
+        return
     if markdown:
         typer.echo(markdown_table())
         return
@@ -51,3 +76,36 @@ def markdown_table(names: Sequence[str] | None = None, *, link: str = "src/unrol
     rows = [[f"[{name}]({link.format(name)})", *words] for name, *words in rows]
     lines = [header, ["---", *[":---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def pattern_image(name: str, length: int, *, causal: bool = False, n_heads: int = 4, **options: Any) -> bytes:
+    """Draw as PNG which keys a mechanism reads; see `MultiHeadAttention.pattern`.
+
+    Raises:
+        ValueError: the mechanism or one of its options does not exist, or matplotlib is missing.
+        UnsupportedError: what it reads depends on the data, or is everything.
+    """
+    from importlib.util import find_spec
+
+    from unrolled import attention
+
+    mechanism: Any = attention.load(name)
+    try:
+        module = mechanism(8 * n_heads, n_heads, causal=causal, **options)
+    except TypeError as error:
+        raise ValueError(f"the options of {name} do not fit: {error}") from error
+    pattern = module.pattern(length)
+    if find_spec("matplotlib") is None:
+        raise ValueError("matplotlib is missing, pip install 'unrolled[plot]'")
+    from unrolled.cli import plots
+
+    heads: dict[str, Any] = {}
+    for head, reads in enumerate(pattern):
+        same = next((told for told, other in heads.items() if other.equal(reads)), None)
+        if same is not None:
+            heads[f"{same}, {head}"] = heads.pop(same)
+        else:
+            heads[str(head)] = reads
+    titles = [""] if len(heads) == 1 else [f"head{'s' * (',' in told)} {told}" for told in heads]
+    panels = dict(zip(titles, (reads.numpy() for reads in heads.values()), strict=True))
+    return plots.png(plots.patterns(plots.LIGHT, panels))

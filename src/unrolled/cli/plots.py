@@ -165,6 +165,21 @@ def against_size(
     return figure
 
 
+def patterns(theme: Theme, panels: Mapping[str, NDArray[np.integer]]) -> Figure:
+    """Draw which keys (columns) each query (row) reads, `[T,S]` counts, under the titles of the panels."""
+    figure = Figure(figsize=(3.4 * len(panels), 3.6), facecolor=theme.paper, layout="constrained")
+    shades = LinearSegmentedColormap.from_list("reads", [theme.paper, theme.series[0], theme.series[1]])
+    for place, (title, reads) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        axes.imshow(reads, cmap=shades, vmin=0, vmax=2, interpolation="nearest")
+        axes.spines[:].set_color(theme.faint)
+        axes.tick_params(color=theme.faint, labelcolor=theme.ink)
+        axes.set_xlabel("key", color=theme.ink)
+        axes.set_ylabel("query", color=theme.ink)
+        axes.set_title(title, loc="left", fontsize=FONT_SIZE, color=theme.ink)
+    return figure
+
+
 def of_report(
     figures: Mapping[str, Any],
     real: NDArray[np.uint8],
