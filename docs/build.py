@@ -20,12 +20,20 @@ from typer.testing import CliRunner
 
 import unrolled
 from unrolled import attention, cli
-from unrolled.cli.mechanisms import markdown_table
+from unrolled.cli.mechanisms import markdown_table, pattern_image
+from unrolled.contract import UnsupportedError
 
 DOCS = Path(__file__).parent
 MECHANISMS = DOCS / "attention"
 REFERENCE = DOCS / "reference"
 SITE = DOCS.parent / "site"
+DRAWN = {  # options that make a pattern of 64 tokens worth looking at
+    "bigbird": {"block_size": 4},
+    "longformer": {"window": 8, "global_tokens": [0, 30]},
+    "sparse_transformer": {"stride": 8},
+    "spatiotemporal": {"shape": [4, 4, 4]},
+    "window": {"window": 8, "dilation": [1, 1, 2, 4]},
+}
 
 
 def main() -> int:
@@ -47,7 +55,8 @@ def write_mechanisms() -> None:
         head, _, sentence = title.partition(": ")
         sentence = sentence[:1].upper() + sentence[1:]
         table = markdown_table([name], link="index.md")
-        write(MECHANISMS / f"{name}.md", head, sentence, table, enriched(body), *members(module))
+        picture = drawn(name)
+        write(MECHANISMS / f"{name}.md", head, sentence, table, picture, enriched(body), *members(module))
     write(
         MECHANISMS / "index.md",
         "Mechanisms",
@@ -59,6 +68,19 @@ def write_mechanisms() -> None:
         directive("unrolled.attention.names", level=3),
         directive("unrolled.attention.load", level=3),
     )
+
+
+def drawn(name: str) -> str:
+    """Draw what a mechanism reads, where that can be drawn, and return the line that shows it."""
+    try:
+        image = pattern_image(name, 64, **DRAWN.get(name, {}))
+    except UnsupportedError:
+        return ""
+    path = MECHANISMS / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(image)
+    options = "".join(f", {key}={value}" for key, value in DRAWN.get(name, {}).items())
+    return f"![Which keys each query reads]({path.name})\n\n64 tokens{options}."
 
 
 def write_modules() -> None:

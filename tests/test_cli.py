@@ -132,6 +132,15 @@ def test_a_refused_checkpoint_keeps_its_settings_until_fresh_is_asked_for(
     assert "n_layers: 2" in (copied / "run.yaml").read_text()
 
 
+def test_list_draws_what_a_mechanism_reads(tmp_path: Path) -> None:
+    file = tmp_path / "reads.png"
+    works("list", "--draw", "window", "--set", "window=4", "--length", 16, "--out", file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert "linear attention reads no fixed pattern" in error("list", "--draw", "linear")
+    assert "the options of window do not fit" in error("list", "--draw", "window", "--set", "size=4")
+    assert "window is 3, but must be even" in error("list", "--draw", "window", "--set", "window=3")
+
+
 def test_a_model_of_another_kind_trains_and_draws(text_settings: list[str], tmp_path: Path) -> None:
     kind = ["model.name=perceiver_ar", "model.n_latents=16", "model.positions=rotary"]
     run_dir = tmp_path / "run"
