@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
-from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding
+from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, rotary
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -25,6 +25,12 @@ class Heads(NamedTuple):
     v: Tensor
     positions: Tensor | None = None
     gates: Any = None
+
+    def rotated(self) -> tuple[Tensor, Tensor]:
+        """Give q and k turned by their positions, where there are any."""
+        if self.positions is None:
+            return self.q, self.k
+        return rotary(self.q, self.positions), rotary(self.k, self.positions)
 
 
 class Masks(NamedTuple):
@@ -88,13 +94,14 @@ class MultiHeadAttention(nn.Module):
         self.value_dim = self.head_dim if value_dim is None else value_dim
         if self.head_dim < 1 or self.value_dim < 1:
             raise ValueError(f"head_dim is {head_dim} and value_dim {value_dim}, but both must be at least 1")
-        self._widths = [
-            n_heads * self.head_dim,
-            self.n_kv_heads * self.head_dim,
-            self.n_kv_heads * self.value_dim,
-        ]
+        q_width, k_width, v_width = self.head_widths()
+        self._widths = [n_heads * q_width, self.n_kv_heads * k_width, self.n_kv_heads * v_width]
         self.qkv_proj = Linear(d_model, sum(self._widths), bias=bias)
         self.out_proj = Linear(n_heads * self.value_dim, d_model, bias=bias)
+
+    def head_widths(self) -> tuple[int, int, int]:
+        """Widths per head of queries, keys and values; those of the first two differ if they never meet."""
+        return self.head_dim, self.head_dim, self.value_dim
 
     @classmethod
     def tie_layers(cls, layers: Sequence[Self]) -> None:
@@ -216,9 +223,10 @@ class MultiHeadAttention(nn.Module):
     def _project(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        widths = self.head_widths()
         if key is None:
             qkv, heads = self.qkv_proj(query), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-            if self.head_dim == self.value_dim:  # one view, then the heads
+            if len(set(widths)) == 1:  # one view, then the heads
                 q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split_with_sizes(heads, -2)
                 return q, k, v
             q, k, v = qkv.split_with_sizes(self._widths, -1)
@@ -229,9 +237,9 @@ class MultiHeadAttention(nn.Module):
             inputs = (query, key, key if value is None else value)
             q, k, v = (nn.functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
         return (
-            q.unflatten(-1, (self.n_heads, self.head_dim)),
-            k.unflatten(-1, (self.n_kv_heads, self.head_dim)),
-            v.unflatten(-1, (self.n_kv_heads, self.value_dim)),
+            q.unflatten(-1, (self.n_heads, widths[0])),
+            k.unflatten(-1, (self.n_kv_heads, widths[1])),
+            v.unflatten(-1, (self.n_kv_heads, widths[2])),
         )
 
     def _positions(self, x: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -39,6 +39,7 @@ from unrolled.ops.linear_diagonal import diagonal_linear_attention, diagonal_lin
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets, segment_ids
 from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.scan import linear_scan
 
 
 class EfficientState(NamedTuple):
@@ -125,7 +126,7 @@ def causal_efficient_attention(
     maxima = _running_maxima(torch.cat([k_max.unsqueeze(1), k.detach()], dim=1))
     log_decay = maxima[:, :-1] - maxima[:, 1:]
     k = (k - maxima[:, 1:]).exp()
-    sums = _decayed_sums(torch.cat([k_sum.unsqueeze(1), k], dim=1), pad(log_decay.exp(), (0, 0, 0, 0, 1, 0)))
+    sums = linear_scan(pad(log_decay.exp(), (0, 0, 0, 0, 1, 0)), torch.cat([k_sum.unsqueeze(1), k], dim=1))
     read = sums[:, -T:] if T else sums[:, :0]
     q = safe_divide(q.to(dtype).softmax(-1), read.repeat_interleave(H // G, 2))
     o, kv = diagonal_linear_attention(q, k, v, log_decay, state=kv, return_state=True)
@@ -192,18 +193,6 @@ def _check_state(state: EfficientState, sizes: tuple[int, ...], dtype: torch.dty
 def _running_maxima(x: Tensor) -> Tensor:
     """Largest so far along axis 1, where it is searched in the order of memory: twice as fast."""
     return x.movedim(1, -1).contiguous().cummax(-1).values.movedim(-1, 1)
-
-
-def _decayed_sums(x: Tensor, decay: Tensor) -> Tensor:
-    """z_t = decay_t z_{t-1} + x_t along axis 1: a sequence of pairs of tokens is half as long."""
-    T = x.shape[1]
-    if T == 1:
-        return x
-    x, decay = (pad(y, (0, 0, 0, 0, 0, T % 2)) for y in (x, decay))
-    (x_1, x_2), (decay_1, decay_2) = ((y[:, ::2], y[:, 1::2]) for y in (x, decay))
-    second = _decayed_sums(x_2 + decay_2 * x_1, decay_2 * decay_1)
-    first = x_1 + decay_1 * pad(second, (0, 0, 0, 0, 1, 0))[:, :-1]
-    return torch.stack([first, second], dim=2).flatten(1, 2)[:, :T]
 
 
 def _softmax_in_segments(k: Tensor, segment: Tensor, n_segments: int) -> Tensor:

@@ -29,7 +29,6 @@ from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import reorder, valid_first
-from unrolled.ops.positions import rotary
 from unrolled.ops.softmax import softmax_attention
 
 SHARING = ("none", "headwise", "key-value", "layerwise")
@@ -274,12 +273,10 @@ class LinformerAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k, v, positions, _ = heads
-        if positions is not None:
-            q, k = rotary(q, positions), rotary(k, positions)
+        q, k = heads.rotated()
         project_v = self.projection if self.value_projection is None else self.value_projection
         return linformer_attention(
-            q, k, v, self.projection, project_v, key_padding_mask=masks.key_padding_mask
+            q, k, heads.v, self.projection, project_v, key_padding_mask=masks.key_padding_mask
         )
 
     def _check_given(self, projection: Projection, rank: int | None, max_length: int | None) -> None:

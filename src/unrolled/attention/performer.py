@@ -49,7 +49,7 @@ from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
 from unrolled.ops.linear import LinearState, check_state, linear_attention, linear_attention_step
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import segment_ids
-from unrolled.ops.positions import positions_from_cu_seqlens, rotary
+from unrolled.ops.positions import positions_from_cu_seqlens
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.random_features import (
     Projection,
@@ -332,7 +332,7 @@ class PerformerAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = _rotated(heads)
+        q, k = heads.rotated()
         padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
         phi, causal = self.feature_map, self.causal
         o, _ = favor_attention(
@@ -355,7 +355,7 @@ class PerformerAttention(MultiHeadAttention):
     ) -> tuple[Tensor, PerformerState]:
         """Attend in parallel, from a state to a state."""
         before = self._before(state, heads.q.shape[0])
-        q, k = _rotated(heads)
+        q, k = heads.rotated()
         o, after = favor_attention(
             q, k, heads.v, self.feature_map, causal=True, key_padding_mask=key_padding_mask, state=before
         )
@@ -365,7 +365,7 @@ class PerformerAttention(MultiHeadAttention):
     def step_heads(self, heads: Heads, state: PerformerState) -> tuple[Tensor, PerformerState]:
         """Run one step of the recurrence."""
         before = self._before(state, heads.q.shape[0])
-        q, k = _rotated(heads)
+        q, k = heads.rotated()
         o, after = favor_attention_step(q, k, heads.v, self.feature_map, before)
         return self._unless_redrawn(o, state), PerformerState(*after, state.position + 1, state.draw)
 
@@ -378,9 +378,3 @@ class PerformerAttention(MultiHeadAttention):
     def _unless_redrawn(self, o: Tensor, state: PerformerState) -> Tensor:
         projection = self.feature_map.projection
         return o if projection is None else projection.unless_redrawn(o, state.draw)
-
-
-def _rotated(heads: Heads) -> tuple[Tensor, Tensor]:
-    """q and k, turned by their positions where there are any."""
-    q, k, _, positions, _ = heads
-    return (q, k) if positions is None else (rotary(q, positions), rotary(k, positions))

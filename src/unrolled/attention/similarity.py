@@ -43,7 +43,6 @@ from unrolled.ops.checks import (
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.linear_chunked import safe_divide
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
-from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 
@@ -223,7 +222,7 @@ class SimilarityAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = _rotated(heads)
+        q, k = heads.rotated()
         return similarity_attention(q, k, heads.v, self.similarity, causal=self.causal, **masks._asdict())
 
     def init_state(self, batch_size: int) -> SimilarityState:
@@ -240,7 +239,7 @@ class SimilarityAttention(MultiHeadAttention):
         self, heads: Heads, state: SimilarityState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, SimilarityState]:
         """Attend in parallel to all tokens seen and to the new ones, which join them."""
-        q, k = _rotated(heads)
+        q, k = heads.rotated()
         v, (B, T), dtype = heads.v, k.shape[:2], state.k.dtype
         for name, found, new in (("k", state.k, k), ("v", state.v, v)):
             if found.shape[2:] != new.shape[2:]:
@@ -285,8 +284,3 @@ class SimilarityAttention(MultiHeadAttention):
 def _products(q: Tensor, k: Tensor) -> Tensor:
     """q . k of every query and key: `[B,T,H,D]`, `[B,S,H,D]` -> `[B,H,T,S]`."""
     return q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
-
-
-def _rotated(heads: Heads) -> tuple[Tensor, Tensor]:
-    q, k, _, positions, _ = heads
-    return (q, k) if positions is None else (rotary(q, positions), rotary(k, positions))

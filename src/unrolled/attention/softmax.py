@@ -18,7 +18,6 @@ from torch import Tensor
 
 from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
-from unrolled.ops.positions import rotary
 from unrolled.ops.softmax import KVCache, empty_cache, softmax_attention, softmax_prefill, softmax_step
 
 
@@ -38,10 +37,8 @@ class SoftmaxAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k, v, positions, _ = heads
-        if positions is not None:
-            q, k = rotary(q, positions), rotary(k, positions)
-        return softmax_attention(q, k, v, causal=self.causal, **masks._asdict())
+        q, k = heads.rotated()
+        return softmax_attention(q, k, heads.v, causal=self.causal, **masks._asdict())
 
     def init_state(self, batch_size: int) -> KVCache:
         """Make the cache of `batch_size` sequences that have not begun: empty."""
@@ -52,15 +49,10 @@ class SoftmaxAttention(MultiHeadAttention):
         self, heads: Heads, state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Attend in parallel to the cache and to the new tokens."""
-        q, k, v, positions, _ = heads
-        if positions is not None:
-            q, k = rotary(q, positions), rotary(k, positions)
-        return softmax_prefill(q, k, v, state, key_padding_mask=key_padding_mask)
+        q, k = heads.rotated()
+        return softmax_prefill(q, k, heads.v, state, key_padding_mask=key_padding_mask)
 
     def step_heads(self, heads: Heads, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend from one token to the whole cache."""
-        q, k, v, positions, _ = heads
-        if positions is not None:
-            place = positions.unsqueeze(1)
-            q, k = rotary(q.unsqueeze(1), place).squeeze(1), rotary(k.unsqueeze(1), place).squeeze(1)
-        return softmax_step(q, k, v, state)
+        q, k = heads.rotated()
+        return softmax_step(q, k, heads.v, state)

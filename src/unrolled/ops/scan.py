@@ -1,0 +1,20 @@
+"""The linear recurrence of numbers, in parallel."""
+
+import torch
+from torch import Tensor
+
+
+def linear_scan(a: Tensor, b: Tensor) -> Tensor:
+    """x_t = a_t x_{t-1} + b_t along axis 1, from x_{-1} = 0; `a` broadcasts to `b`.
+
+    Two steps are one of the same kind: x_t = a_t a_{t-1} x_{t-2} + (a_t b_{t-1} + b_t). So the odd steps are
+    a sequence half as long, which then gives the even ones: O(T) in all, one behind the other 2 log2(T).
+    """
+    T = b.shape[1]
+    if T < 2:
+        return b
+    a_odd = a[:, 1::2]
+    odd = linear_scan(a_odd * a[:, : T - 1 : 2], a_odd * b[:, : T - 1 : 2] + b[:, 1::2])
+    even = torch.cat([b[:, :1], a[:, 2::2] * odd[:, : (T - 1) // 2] + b[:, 2::2]], dim=1)
+    both = torch.stack([even[:, : T // 2], odd], dim=2).flatten(1, 2)
+    return torch.cat([both, even[:, T // 2 :]], dim=1)

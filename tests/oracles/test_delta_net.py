@@ -1,0 +1,69 @@
+"""The delta rule against flash-linear-attention's and Hugging Face's references, all of them in fp32."""
+
+import inspect
+
+import pytest
+import torch
+from agreement import assert_agree, gradients
+from torch.nn.functional import normalize
+
+from unrolled.attention.delta_net import delta_rule, delta_rule_step
+
+pytestmark = pytest.mark.oracles
+
+D = 8
+
+
+def random_inputs(T=192, H=2, M=5):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (normalize(torch.randn(2, T, H, D, generator=generator), dim=-1) for _ in range(2))
+    v, beta = torch.randn(2, T, H, M, generator=generator), torch.rand(2, T, H, generator=generator)
+    log_decay = -0.2 * torch.rand(2, T, H, generator=generator)
+    return [x.requires_grad_() for x in (q, k, v, beta, log_decay)]
+
+
+def agree(ours, theirs, inputs, what, library):
+    assert_agree(ours, theirs, what, library=library)
+    found, wanted = gradients(ours, inputs), gradients(theirs, inputs)
+    for x, y in zip(found, wanted, strict=True):
+        assert_agree(x, y, f"{what}, gradient {list(x.shape)}")
+
+
+@pytest.mark.parametrize("form", ["recurrence", "chunkwise"])
+def test_fla_delta_rule(form):
+    naive = pytest.importorskip("fla.ops.delta_rule.naive")
+    q, k, v, beta, _ = random_inputs()
+    heads_first = [x.transpose(1, 2) for x in (q, k, v, beta)]
+    theirs, state = getattr(naive, f"delta_rule_{form}")(*heads_first)
+    ours, our_state = delta_rule(q * D**-0.5, k, v, beta)  # they scale the queries
+    agree(ours, theirs.transpose(1, 2), [q, k, v, beta], f"delta rule, {form}", "fla-core 0.6.0")
+    assert_agree(our_state, state, f"delta rule, {form}, state")
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+def test_fla_gated_delta_rule(form):
+    naive = pytest.importorskip("fla.ops.gated_delta_rule.naive")
+    q, k, v, beta, log_decay = inputs = random_inputs()
+    function = getattr(naive, f"naive_{form}_gated_delta_rule")
+    theirs, state = function(q, k, v, beta=beta, g=log_decay, scale=1.0, output_final_state=True)
+    ours, our_state = delta_rule(q, k, v, beta, log_decay=log_decay)
+    agree(ours, theirs, inputs, f"gated delta rule, {form}", "fla-core 0.6.0")
+    assert_agree(our_state, state, f"gated delta rule, {form}, state")
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+def test_hugging_face_qwen3_next(form):
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    q, k, v, beta, log_decay = inputs = random_inputs(T=150)
+    # What is decorated prefers the Triton kernel of fla, where that is installed, GPU or not.
+    function = inspect.unwrap(getattr(qwen, f"torch_{form}_gated_delta_rule"))
+    begin = torch.randn(2, 2, D, 5, generator=torch.Generator().manual_seed(2))
+    theirs, state = function(q, k, v, g=log_decay, beta=beta, initial_state=begin, output_final_state=True)
+    ours, our_state = delta_rule(q * D**-0.5, k, v, beta, log_decay=log_decay, state=begin)
+    agree(ours, theirs, inputs, f"gated delta rule, {form}", "transformers 5.23.0")
+    assert_agree(our_state, state, f"gated delta rule, {form}, state")
+    S = begin
+    for t in range(20):
+        token = [x[:, t] for x in (q * D**-0.5, k, v, beta)]
+        o, S = delta_rule_step(*token, S, log_decay=log_decay[:, t])
+        assert_agree(o, theirs[:, t], f"step {t}")
