@@ -39,7 +39,6 @@ from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.packing import reorder, valid_first
-from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.window import window_attention
 
@@ -263,10 +262,7 @@ class LongShortAttention(MultiHeadAttention):
 
     def _window_heads(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet in the window: the keys normalised, then both rotated."""
-        q, k = heads.q, _normalised(heads.k, self.window_norm)
-        if heads.positions is None:
-            return q, k
-        return rotary(q, heads.positions), rotary(k, heads.positions)
+        return heads._replace(k=_normalised(heads.k, self.window_norm)).rotated()
 
     def _read_landmarks(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, padding: Tensor | None

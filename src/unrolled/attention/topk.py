@@ -1,6 +1,6 @@
 r"""Top-k attention: softmax attention in which each query keeps the k keys of its largest scores.
 
-    o_i = sum_{j in T_i} a_ij v_j    a_ij = exp(s_ij) / sum_{j' in T_i} exp(s_ij')    s_ij = q_i . k_j / sqrt(D)
+    o_i = sum_{j in T_i} a_ij v_j    a_ij = softmax over T_i of s_ij    s_ij = q_i . k_j / sqrt(D)
 
 T_i holds the k keys with the largest s_ij of those that query i may read, or all where there are no more
 than k. Which of two equal scores is kept is not said. The choice itself has no gradient.
@@ -38,7 +38,6 @@ from unrolled.ops.checks import (
 )
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import segment_ids
-from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.softmax import (
     KVCache,
@@ -238,7 +237,7 @@ class TopkAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = _rotated(heads)
+        q, k = heads.rotated()
         return topk_attention(q, k, heads.v, self.n_keys, causal=self.causal, **masks._asdict())
 
     def init_state(self, batch_size: int) -> KVCache:
@@ -250,16 +249,10 @@ class TopkAttention(MultiHeadAttention):
         self, heads: Heads, state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Attend in parallel to the cache and to the new tokens."""
-        q, k = _rotated(heads)
+        q, k = heads.rotated()
         return topk_prefill(q, k, heads.v, state, self.n_keys, key_padding_mask=key_padding_mask)
 
     def step_heads(self, heads: Heads, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend from one token to the best of the cache."""
-        q, k = _rotated(heads)
+        q, k = heads.rotated()
         return topk_step(q, k, heads.v, state, self.n_keys)
-
-
-def _rotated(heads: Heads) -> tuple[Tensor, Tensor]:
-    if heads.positions is None:
-        return heads.q, heads.k
-    return rotary(heads.q, heads.positions), rotary(heads.k, heads.positions)

@@ -1,0 +1,33 @@
+"""Top-k and clustered attention against idiap's own, in fp32, the only type that its kernels know."""
+
+import pytest
+import torch
+from agreement import assert_agree, gradients
+
+from unrolled.attention.topk import topk_attention
+
+pytestmark = pytest.mark.oracles
+
+LIBRARY = "pytorch-fast-transformers 0.4.0"
+
+
+def random_inputs(T, S, H=2, D=8, M=5):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, T, H, D), (2, S, H, D), (2, S, H, M)]
+    return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_exact_topk(causal):
+    attention = pytest.importorskip("fast_transformers.attention")
+    masking = pytest.importorskip("fast_transformers.masking")
+    q, k, v = random_inputs(60, 60)
+    theirs = attention.ExactTopKAttention(topk=16, attention_dropout=0.0)
+    mask = masking.TriangularCausalMask(60) if causal else masking.FullMask(60)
+    lengths = masking.LengthMask(torch.tensor([60, 40]), max_len=60)
+    wanted = theirs(q, k, v, mask, lengths, lengths)
+    padding = torch.arange(60) >= torch.tensor([[60], [40]])
+    found = topk_attention(q, k, v, 16, causal=causal, key_padding_mask=padding)
+    assert_agree(found, wanted, f"top-k attention, causal={causal}", library=LIBRARY)
+    for name, x, y in zip("qkv", gradients(found, (q, k, v)), gradients(wanted, (q, k, v)), strict=True):
+        assert_agree(x, y, f"top-k attention, causal={causal}, gradient of {name}", library=LIBRARY)
