@@ -4,6 +4,7 @@ import pytest
 import torch
 from agreement import assert_agree, gradients
 
+from unrolled.attention.clustered import clustered_attention
 from unrolled.attention.topk import topk_attention
 
 pytestmark = pytest.mark.oracles
@@ -31,3 +32,28 @@ def test_exact_topk(causal):
     assert_agree(found, wanted, f"top-k attention, causal={causal}", library=LIBRARY)
     for name, x, y in zip("qkv", gradients(found, (q, k, v)), gradients(wanted, (q, k, v)), strict=True):
         assert_agree(x, y, f"top-k attention, causal={causal}, gradient of {name}", library=LIBRARY)
+
+
+@pytest.mark.parametrize("n_keys", [0, 16])
+def test_clustered_with_the_same_clusters(n_keys):
+    attention = pytest.importorskip("fast_transformers.attention")
+    masking = pytest.importorskip("fast_transformers.masking")
+    improved = pytest.importorskip("fast_transformers.attention.improved_clustered_attention")
+    q, k, v = random_inputs(60, 70)
+    generator = torch.Generator().manual_seed(1)
+    cluster = torch.stack([torch.randperm(60, generator=generator) % 7 for _ in range(4)]).reshape(2, 2, 60)
+    if n_keys:
+        theirs = improved.ImprovedClusteredAttention(7, topk=n_keys, attention_dropout=0.0)
+    else:
+        theirs = attention.ClusteredAttention(7, attention_dropout=0.0)
+    ordered, order = cluster.sort(dim=-1)
+    counts = torch.nn.functional.one_hot(cluster, 7).sum(2)
+    theirs._create_query_groups = lambda *_: ((ordered.int(), counts.int()), order)
+    full, S = masking.FullMask(60, 70), masking.LengthMask(torch.tensor([70, 50]), max_len=70)
+    wanted = theirs(q, k, v, full, masking.LengthMask(torch.tensor([60, 60]), max_len=60), S)
+    padding = torch.arange(70) >= torch.tensor([[70], [50]])
+    found = clustered_attention(q, k, v, cluster.transpose(1, 2), 7, n_keys, key_padding_mask=padding)
+    what = "improved clustered attention" if n_keys else "clustered attention"
+    assert_agree(found, wanted, what, library=LIBRARY)
+    for name, x, y in zip("qkv", gradients(found, (q, k, v)), gradients(wanted, (q, k, v)), strict=True):
+        assert_agree(x, y, f"{what}, gradient of {name}", library=LIBRARY)

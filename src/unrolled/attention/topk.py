@@ -47,6 +47,7 @@ from unrolled.ops.softmax import (
     extend_cache,
     extend_cache_by_one,
     softmax_attention,
+    softmax_or_zero,
 )
 
 SCORES = 2**21  # that are in memory at a time, of all rows and heads; more of them are not faster on a CPU
@@ -164,14 +165,8 @@ def _read(
 ) -> Tensor:
     """Read the kept keys of each query; products with all of them are faster than gathering a few."""
     scores = _scores(q, k, hidden, mask)
-    weights = _softmax(scores.gather(-1, kept))
+    weights = softmax_or_zero(scores.gather(-1, kept))
     return torch.zeros_like(scores).scatter(-1, kept, weights) @ v
-
-
-def _softmax(scores: Tensor) -> Tensor:
-    """Softmax along the last axis; 0, with zero gradient, where all scores are minus infinity."""
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
 
 
 def topk_prefill(
@@ -201,7 +196,7 @@ def topk_step(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, n_keys: int) -> t
     with without_autocast(q.device):
         scores = cached_scores((q.to(dtype) * D**-0.5).reshape(B, G, H // G, D), cache)
         kept = scores.detach().topk(min(n_keys, scores.shape[-1]), sorted=False).indices
-        weights = torch.zeros_like(scores).scatter(-1, kept, _softmax(scores.gather(-1, kept)))
+        weights = torch.zeros_like(scores).scatter(-1, kept, softmax_or_zero(scores.gather(-1, kept)))
         P = cache.past_k.shape[2]
         o = weights[..., :P] @ cache.past_v + weights[..., P:] @ cache.recent_v
     return o.reshape(B, H, M).to(v.dtype), cache

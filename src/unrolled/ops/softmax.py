@@ -111,6 +111,12 @@ def softmax_attention(
     return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0).to(out_dtype)
 
 
+def softmax_or_zero(scores: Tensor) -> Tensor:
+    """Softmax along the last axis; 0, with zero gradient, where all scores are minus infinity."""
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+
+
 def empty_cache(batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor) -> KVCache:
     """Make a cache that has seen nothing, of the device and type of `like`."""
     k, v = (
