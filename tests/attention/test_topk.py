@@ -9,7 +9,7 @@ from unrolled.attention import topk
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.topk import TopkAttention, topk_attention, topk_reference
 from unrolled.ops.softmax import softmax_attention
-from unrolled.testing import Maker, check_compiles, checks
+from unrolled.testing import Maker, check_compiles, check_half_precision, checks
 
 
 def normal(*shape, seed=0):
@@ -84,7 +84,7 @@ def test_the_reference_of_one_head_is_the_same():
 def test_few_keys_keep_the_contract():
     maker = Maker(TopkAttention, {"n_keys": 3})
     for check in checks(TopkAttention.supports):
-        if check is not check_compiles:  # slow, and below in short
+        if check not in (check_compiles, check_half_precision):  # slow; below in short, and with 32 keys
             check(maker, TopkAttention.supports)
 
 
