@@ -130,7 +130,7 @@ class MultiHeadAttention(nn.Module):
         raise UnsupportedError(f"{self._name} attention reads no fixed pattern of keys")
 
     def gates(self, x: Tensor) -> Any:
-        """Read from the input `[...,d_model]` what is wanted beside q, k and v; by default nothing."""
+        """Read from the input of the keys `[...,d_model]` what is wanted beside k and v; by default nothing."""
         return None
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class MultiHeadAttention(nn.Module):
         positions = None
         if self.positional and key is None:
             positions = self._positions(query, key_padding_mask, cu_seqlens)
-        heads = Heads(q, k, v, positions, self.gates(query, **further))
+        heads = Heads(q, k, v, positions, self.gates(query if key is None else key, **further))
         o = self.attend(heads, masks)
         return self.merge_heads(o, query)
 

@@ -51,11 +51,13 @@ def valid_first(key_padding_mask: Tensor) -> Tensor:
 
 
 def reorder(x: Tensor, places: Tensor) -> Tensor:
-    """y[b, i] = x[b, places[b, i]] for `x [B,S,...]` and `places [B,S]`; `places.argsort(1)` undoes it."""
-    B, S = places.shape
+    """y[b, i] = x[b, places[b, i]] for `x [B,S,...]` and `places [B,N]`; of N = S, `places.argsort(1)` undoes
+    a new order.
+    """
+    B, S = x.shape[:2]
     row = torch.arange(B, device=places.device).unsqueeze(1)
     # One flat selection of rows: its gradient is as fast as itself, unlike that of x[row, places].
-    return x.flatten(0, 1).index_select(0, (row * S + places).flatten()).reshape(B, S, *x.shape[2:])
+    return x.flatten(0, 1).index_select(0, (row * S + places).flatten()).reshape(*places.shape, *x.shape[2:])
 
 
 def valid_tokens_first(

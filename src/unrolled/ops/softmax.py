@@ -111,6 +111,12 @@ def softmax_attention(
     return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0).to(out_dtype)
 
 
+def softmax_or_zero(scores: Tensor) -> Tensor:
+    """Softmax along the last axis; 0, with zero gradient, where all scores are minus infinity."""
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+
+
 def empty_cache(batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor) -> KVCache:
     """Make a cache that has seen nothing, of the device and type of `like`."""
     k, v = (
@@ -139,30 +145,19 @@ def softmax_prefill(
         `o [B,T,H,M]`, and the cache with the new tokens.
     """
     check_qkv(q, k, v)
-    _check_cache(cache, k, v)
-    B, T = k.shape[:2]
-    new_padding = (
-        torch.zeros(B, T, dtype=torch.bool, device=k.device) if key_padding_mask is None else key_padding_mask
-    )
-    check_key_padding_mask(new_padding, B, T)
+    anything_padded = key_padding_mask is not None or cached_length(cache) > 0
+    cache = extend_cache(cache, k, v, key_padding_mask)
     dtype = cache.past_k.dtype
-    keys = torch.cat([cache.past_k, cache.recent_k, k.transpose(1, 2).to(dtype)], dim=2)
-    values = torch.cat([cache.past_v, cache.recent_v, v.transpose(1, 2).to(dtype)], dim=2)
-    padding = torch.cat([cache.past_padding, cache.recent_padding, new_padding], dim=1)
-    anything_padded = (
-        key_padding_mask is not None or cache.past_padding.shape[1] + cache.recent_padding.shape[1] > 0
-    )
     with without_autocast(q.device):
         o = softmax_attention(
             q.to(dtype),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
+            cache.past_k.transpose(1, 2),
+            cache.past_v.transpose(1, 2),
             causal=True,
-            key_padding_mask=padding if anything_padded else None,
+            key_padding_mask=cache.past_padding if anything_padded else None,
             scale=scale,
         )
-    position = cache.position + (~new_padding).sum(1)
-    return o.to(v.dtype), KVCache(keys, values, padding, *_nothing_recent(keys, values, padding), position)
+    return o.to(v.dtype), cache
 
 
 def softmax_step(
@@ -174,26 +169,57 @@ def softmax_step(
         `o [B,H,M]`, and the new cache.
     """
     check_step(q, k, v)
+    cache = extend_cache_by_one(cache, k, v)
+    (B, H, D), (_, G, M), dtype = q.shape, v.shape, cache.past_k.dtype
+    with without_autocast(q.device):
+        grouped = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, G, H // G, D)
+        weights = cached_scores(grouped, cache).softmax(-1)
+        P = cache.past_k.shape[2]
+        o = weights[..., :P] @ cache.past_v + weights[..., P:] @ cache.recent_v
+    return o.reshape(B, H, M).to(v.dtype), cache
+
+
+def cached_length(cache: KVCache) -> int:
+    """Number of places in a cache, those of padding included."""
+    return cache.past_padding.shape[1] + cache.recent_padding.shape[1]
+
+
+def cached_scores(q: Tensor, cache: KVCache) -> Tensor:
+    """Scores of scaled queries `[B,G,P,D]` and all that is cached, `[B,G,P,S]`; padding has -inf."""
+    scores = torch.cat([q @ cache.past_k.mT, q @ cache.recent_k.mT], dim=-1)
+    padding = torch.cat([cache.past_padding, cache.recent_padding], dim=1)
+    return scores.masked_fill(padding[:, None, None, :], -torch.inf)
+
+
+def extend_cache(cache: KVCache, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> KVCache:
+    """Join new keys `[B,T,G,D]` and values `[B,T,G,M]`, and all that is recent, to the past."""
+    _check_cache(cache, k, v)
+    B, T = k.shape[:2]
+    new_padding = (
+        torch.zeros(B, T, dtype=torch.bool, device=k.device) if key_padding_mask is None else key_padding_mask
+    )
+    check_key_padding_mask(new_padding, B, T)
+    dtype = cache.past_k.dtype
+    keys = torch.cat([cache.past_k, cache.recent_k, k.transpose(1, 2).to(dtype)], dim=2)
+    values = torch.cat([cache.past_v, cache.recent_v, v.transpose(1, 2).to(dtype)], dim=2)
+    padding = torch.cat([cache.past_padding, cache.recent_padding, new_padding], dim=1)
+    position = cache.position + (~new_padding).sum(1)
+    return KVCache(keys, values, padding, *_nothing_recent(keys, values, padding), position)
+
+
+def extend_cache_by_one(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
+    """Join one key `[B,G,D]` and value `[B,G,M]` to what is recent; all of that joins the past at 64."""
     _check_cache(cache, k.unsqueeze(1), v.unsqueeze(1))
     dtype = cache.past_k.dtype
     recent_k = torch.cat([cache.recent_k, k.unsqueeze(2).to(dtype)], dim=2)
     recent_v = torch.cat([cache.recent_v, v.unsqueeze(2).to(dtype)], dim=2)
     recent_padding = torch.nn.functional.pad(cache.recent_padding, (0, 1))
     past_k, past_v, past_padding = cache.past_k, cache.past_v, cache.past_padding
-    (B, H, D), (_, G, M) = q.shape, v.shape
-    with without_autocast(q.device):
-        grouped = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, G, H // G, D)
-        scores = torch.cat([grouped @ past_k.mT, grouped @ recent_k.mT], dim=-1)
-        padding = torch.cat([past_padding, recent_padding], dim=1)
-        weights = scores.masked_fill(padding[:, None, None, :], -torch.inf).softmax(-1)
-        P = past_k.shape[2]
-        o = weights[..., :P] @ past_v + weights[..., P:] @ recent_v
     if recent_k.shape[2] == RECENT:
         past_k, past_v = torch.cat([past_k, recent_k], dim=2), torch.cat([past_v, recent_v], dim=2)
-        past_padding = padding
+        past_padding = torch.cat([past_padding, recent_padding], dim=1)
         recent_k, recent_v, recent_padding = _nothing_recent(recent_k, recent_v, recent_padding)
-    cache = KVCache(past_k, past_v, past_padding, recent_k, recent_v, recent_padding, cache.position + 1)
-    return o.reshape(B, H, M).to(v.dtype), cache
+    return KVCache(past_k, past_v, past_padding, recent_k, recent_v, recent_padding, cache.position + 1)
 
 
 def _nothing_recent(k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:

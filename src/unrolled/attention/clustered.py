@@ -1,0 +1,279 @@
+r"""Clustered attention: similar queries share their attention, and each corrects it on the keys that matter.
+
+Queries are gathered into C clusters. Of each cluster c, the mean query attends; T_c are the k keys that it
+weighs most, and m_c is the weight of them all:
+
+    A_cj = softmax_j(mean q_c . k_j / sqrt(D))                            the clusters' attention, [C, S]
+    o_i  = m_c sum_{j in T_c} softmax_{T_c}(q_i . k_j / sqrt(D)) v_j + sum_{j not in T_c} A_cj v_j,   c = c(i)
+
+So a query shares out the weight of the k keys by its own scores. With k = 0, it gets what its cluster gets:
+o_i = sum_j A_cj v_j ("clustered attention"; with k > 0, "improved clustered attention").
+
+Clusters are of signs: the hash of a query is the signs of `bits` random projections, with a random offset,
+and Lloyd's algorithm runs on hashes: each is assigned to the centroid that differs in the fewest bits, then
+each centroid takes, bit by bit, what most of its members have. It begins with hashes at even distances in
+the sorted list of the different ones. Neither other rows, other heads nor padding have a say, and clusters
+have no gradient.
+
+Vyas, Katharopoulos and Fleuret 2020, "Fast Transformers with Clustered Attention", arXiv 2007.04825, sections
+3.2 and 3.3. Their code begins with hashes at random positions, padding included, the same for a whole batch.
+
+Cost per head: time O(S C (D + M) + T k (D + M) + T C bits), memory O((T + S) (D + M) + C S + T (bits + k)).
+Cannot: be causal (a mean query mixes past and future), or honour an arbitrary `attn_mask`. Where a projection
+is nearly 0, rounding decides on its sign, and with it, maybe, on the cluster of a query.
+Equals softmax attention: with k >= S; with no more queries than clusters; and where there are no more
+different queries than clusters and each has a hash of its own.
+
+With `rotary`, queries and keys are rotated by their positions before the queries are clustered.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_key_padding_mask, check_qkv
+from unrolled.ops.masks import without_padding
+from unrolled.ops.packing import reorder
+from unrolled.ops.positions import positions_from_padding
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.random_features import Projection
+from unrolled.ops.softmax import softmax_attention, softmax_or_zero
+
+MAX_BITS = 62  # of a hash in 64, with room for a value above all of them
+
+
+def sign_clusters(codes: Tensor, n_clusters: int, iterations: int, padding: Tensor) -> Tensor:
+    """Assign hashes to clusters by Lloyd's algorithm: `[X,T]`, numbers from 0 to C - 1.
+
+    Args:
+        codes: `[X,T,bits]`, entries 1 and -1 in fp32; at most 62 bits.
+        n_clusters: number C of clusters.
+        iterations: how often centroids are updated.
+        padding: `[X,T]`, True = no such query; its number says nothing.
+    """
+    X, T, bits = codes.shape
+    row = torch.arange(X, device=codes.device).unsqueeze(1)
+    codes = codes.masked_fill(padding.unsqueeze(-1), 0)
+    # Centroids to begin with: of the u different hashes in order, those at floor(c u / C).
+    powers = 2 ** torch.arange(bits, device=codes.device)
+    hashes = ((codes > 0) * powers).sum(-1).masked_fill(padding, 2**MAX_BITS)
+    hashes, order = hashes.sort(dim=1, stable=True)
+    first = pad(hashes[:, 1:] != hashes[:, :-1], (1, 0), value=True) & (hashes < 2**MAX_BITS)
+    rank = first.cumsum(1)
+    wanted = torch.arange(n_clusters, device=codes.device) * rank[:, -1:] // n_clusters + 1
+    chosen = torch.searchsorted(rank, wanted).clamp(max=T - 1)
+    centroids = codes[row, order.gather(1, chosen)]
+    for _ in range(iterations):
+        nearest = (codes @ centroids.mT).argmax(-1)
+        votes = _sum_by(nearest, codes, n_clusters)
+        centroids = torch.where(votes == 0, centroids, votes.sign())
+    return (codes @ centroids.mT).argmax(-1)
+
+
+def group(cluster: Tensor, n_clusters: int, size: int, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay the queries out in blocks of `size` places, each block for one cluster.
+
+    Returns:
+        how many are in each cluster, `[X,C]`; the place of each query, `[X,T]`, that of padding behind the
+        last; and the cluster of each block, `[X,N]` with N = ceil(T/size) + C.
+    """
+    X, T = cluster.shape
+    n_blocks = -(-T // size) + n_clusters
+    of_cluster = cluster.masked_fill(padding, n_clusters)
+    members = torch.zeros(X, n_clusters + 1, dtype=torch.long, device=cluster.device)
+    members = members.scatter_add(1, of_cluster, torch.ones_like(of_cluster))
+    ordered, order = of_cluster.sort(dim=1, stable=True)
+    nth = torch.arange(T, device=cluster.device) - (members.cumsum(1) - members).gather(1, ordered)
+    blocks = (members[:, :-1] + size - 1) // size
+    end = blocks.cumsum(1)
+    begin = pad(end - blocks, (0, 1), value=n_blocks)
+    place = torch.zeros_like(order).scatter(1, order, begin.gather(1, ordered) * size + nth)
+    place = place.masked_fill(padding, n_blocks * size)
+    number = torch.arange(n_blocks, device=cluster.device).expand(X, -1).contiguous()
+    of_block = torch.searchsorted(end, number, right=True).clamp(max=n_clusters - 1)
+    return members[:, :-1], place, of_block
+
+
+def clustered_reference(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, n_keys: int) -> Tensor:
+    """One head, as the equations are written: `q [T,D]`, `k [S,D]`, `v [S,M]`, `cluster [T]` to `[T,M]`."""
+    rows = []
+    for i, c in enumerate(cluster):
+        shared = (k @ q[cluster == c].mean(0) / math.sqrt(q.shape[-1])).softmax(-1)
+        top = shared.topk(min(n_keys, len(k))).indices
+        rest = shared.index_fill(0, top, 0) @ v
+        own = (k[top] @ q[i] / math.sqrt(q.shape[-1])).softmax(-1)
+        rows.append(shared[top].sum() * own @ v[top] + rest)
+    return torch.stack(rows)
+
+
+def clustered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cluster: Tensor,
+    n_clusters: int,
+    n_keys: int,
+    *,
+    q_padding: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Attend from `q [B,T,H,D]` in clusters to `k [B,S,G,D]` and `v [B,S,G,M]`: `[B,T,H,M]`.
+
+    Args:
+        q, k, v: as for `softmax_attention`.
+        cluster: `[B,T,H]`, the cluster of each query, from 0 to C - 1.
+        n_clusters: number C of clusters.
+        n_keys: number k of keys that a query weighs by its own scores.
+        q_padding: `[B,T]`, True = no such query: it is in no cluster, and gets 0.
+        key_padding_mask: `[B,S]`, True = padding.
+
+    Raises:
+        ValueError: an argument of another shape or type.
+    """
+    check_qkv(q, k, v)
+    (B, T, H, D), (S, G, M) = q.shape, v.shape[1:]
+    out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, B, S)
+        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+    nobody = q.new_zeros(B, T, dtype=torch.bool) if q_padding is None else q_padding
+    nobody = nobody.unsqueeze(1).expand(B, H, T).reshape(B * H, T)
+    cluster = cluster.transpose(1, 2).reshape(B * H, T)
+    with without_autocast(q.device):
+        # X = B*H rows of queries and C clusters of each; P = H/G query heads read one key head.
+        q = q.to(dtype).transpose(1, 2).reshape(B * H, T, D) * D**-0.5
+        k, v = (x.to(dtype).transpose(1, 2) for x in (k, v))
+        size = -(-T // n_clusters)
+        members, place, of_block = group(cluster, n_clusters, size, nobody)
+        n_blocks = of_block.shape[1]
+        blocks = q.new_zeros(B * H, n_blocks * size + 1, D)
+        blocks = blocks.scatter(1, place.unsqueeze(-1).expand(-1, -1, D), q)[:, :-1]
+        blocks = blocks.reshape(B * H, n_blocks, size, D)
+        means = _sum_by(of_block, blocks.sum(2), n_clusters) / members.clamp(min=1).unsqueeze(-1)
+
+        scores = means.reshape(B, G, H // G * n_clusters, D) @ k.mT  # [B,G,P*C,S]
+        if key_padding_mask is not None:
+            scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
+        n_keys = min(n_keys, S)
+        top = scores.detach().topk(n_keys, sorted=False).indices
+        hidden = (scores.gather(-1, top) == -torch.inf).reshape(B * H, n_clusters, 1, n_keys)
+        shared = softmax_or_zero(scores)
+        mass = shared.gather(-1, top).sum(-1).reshape(B * H, n_clusters, 1, 1)
+        rest = (shared.scatter(-1, top, 0) @ v).reshape(B * H, n_clusters, 1, M)
+
+        head = torch.arange(B * G, device=q.device).reshape(B, G, 1, 1)
+        top = (head * S + top).reshape(B * H, n_clusters, n_keys)
+        kept_k, kept_v = (_take(x.flatten(0, 2), reorder(top, of_block)) for x in (k, v))  # [X,N,k,D]
+        own = (blocks @ kept_k.mT).masked_fill(reorder(hidden, of_block), -torch.inf)
+        o = reorder(mass, of_block) * (softmax_or_zero(own) @ kept_v) + reorder(rest, of_block)
+        o = pad(o.flatten(1, 2), (0, 0, 0, 1))  # what padding gets
+        o = o.gather(1, place.unsqueeze(-1).expand(-1, -1, M))
+    return o.reshape(B, H, T, M).transpose(1, 2).to(out_dtype)
+
+
+def _sum_by(number: Tensor, x: Tensor, n: int) -> Tensor:
+    """Add up the rows of `x [X,N,W]` that have the same `number [X,N]`: `[X,n,W]`."""
+    X, _, W = x.shape
+    row = torch.arange(X, device=x.device).unsqueeze(1)
+    total = x.new_zeros(X * n, W).index_add(0, (row * n + number).flatten(), x.flatten(0, 1))
+    return total.reshape(X, n, W)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of `x [R,W]` by `index [...]`: `[...,W]`."""
+    return x.index_select(0, index.flatten()).reshape(*index.shape, x.shape[1])
+
+
+class ClusteredAttention(MultiHeadAttention):
+    """Multi-head clustered attention.
+
+    Args:
+        d_model, n_heads, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        causal: refused.
+        n_clusters: number C of clusters of each head; up to C queries get softmax attention.
+        n_keys: number k of keys that a query weighs by its own scores; 0 for plain clustered attention.
+        bits: length of the hashes, up to 62.
+        iterations: how often Lloyd's algorithm updates the centroids.
+        seed: of the projections that hash; by default drawn like initial weights. They are in the state_dict.
+
+    Raises:
+        ValueError: sizes out of range.
+        UnsupportedError: causal attention.
+    """
+
+    supports = Supports(
+        causal=False, bidirectional=True, cross=True, padding=True, packing=False, recurrence="none"
+    )
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        causal: bool = False,
+        n_clusters: int = 100,
+        n_keys: int = 32,
+        bits: int = 32,
+        iterations: int = 10,
+        seed: int | None = None,
+        **shared: Any,
+    ):
+        if causal:
+            raise UnsupportedError(
+                "clustered attention cannot be causal, since the mean of a cluster mixes past and future; "
+                "use topk or reformer attention"
+            )
+        super().__init__(d_model, n_heads, **shared)
+        for name, value, least in (
+            ("n_clusters", n_clusters, 1),
+            ("n_keys", n_keys, 0),
+            ("iterations", iterations, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}, but must be at least {least}")
+        if not 1 <= bits <= MAX_BITS:
+            raise ValueError(f"bits is {bits}, but must be between 1 and {MAX_BITS}")
+        self.n_clusters, self.n_keys, self.iterations = n_clusters, n_keys, iterations
+        self.hash = Projection(1, bits, self.head_dim + 1, "independent", seed)
+        self.positional = True  # what has positions here is self-attention, even without rotary
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        itself, padding = heads.positions is not None, masks.key_padding_mask
+        q, k = heads.rotated() if self.rotary else (heads.q, heads.k)
+        if self.n_clusters >= q.shape[1] or self.n_keys >= k.shape[1]:
+            return softmax_attention(q, k, heads.v, key_padding_mask=padding)
+        q_padding = padding if itself else None
+        return clustered_attention(
+            q,
+            k,
+            heads.v,
+            self.cluster(q, q_padding),
+            self.n_clusters,
+            self.n_keys,
+            q_padding=q_padding,
+            key_padding_mask=padding,
+        )
+
+    @torch.no_grad()
+    def cluster(self, q: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Assign queries `[B,T,H,D]` to the clusters of their row and head: `[B,T,H]`, from 0 to C - 1.
+
+        Where a row has no more queries than there are clusters, each has its own.
+        """
+        B, T, H, _ = q.shape
+        if padding is None:
+            padding = q.new_zeros(B, T, dtype=torch.bool)
+        q = without_padding(q.to(accumulation_dtype(q.dtype)), padding)
+        with without_autocast(q.device):
+            codes = torch.where(self.hash(pad(q, (0, 1), value=1)) > 0, 1.0, -1.0)
+            codes = codes.to(torch.float32).transpose(1, 2).flatten(0, 1)
+            found = sign_clusters(codes, self.n_clusters, self.iterations, padding.repeat_interleave(H, 0))
+        found = found.reshape(B, H, T).transpose(1, 2)
+        few = (~padding).sum(1) <= self.n_clusters
+        return torch.where(few[:, None, None], positions_from_padding(padding).unsqueeze(-1), found)

@@ -1,0 +1,414 @@
+r"""Long-short attention (Transformer-LS): the tokens near a query, and landmarks that stand for all others.
+
+    o_i = softmax([q_i K_i^T | q_i L_k^T] / sqrt(D)) [V_i ; L_v]        one softmax over both
+    L_k = P^T K,  L_v = P^T V,  P = softmax over positions of X W_P     r landmarks, made of the content
+
+K_i, V_i are a window around query i. Bidirectional: the sequence is cut into segments of w queries, which
+read their segment and w/2 keys on either side. Causal: the last w keys, i among them, and the landmarks of
+finished chunks: each chunk of l tokens has its own P and r landmarks, which the chunks after it read.
+
+DualLN: layer norms over all heads, one for the window's keys and values, one for those of landmarks. As in
+the authors' two programs, landmarks are pooled from normalised tokens when bidirectional, from raw ones when
+causal, and then normalised.
+
+Zhu, Ping, Xiao, Shoeybi, Goldstein, Anandkumar and Catanzaro 2021, "Long-Short Transformer: Efficient
+Transformers for Language and Vision", arXiv 2107.02192, section 3. As there, a token in the window also
+counts through its landmarks. Not as there, nothing is read from before the beginning, and there are no
+relative positions of its own: `rotary` rotates the queries and keys of the window.
+
+Cost per head: bidirectional, time O(T (2w + r) (D + M)); causal, time O(T (w + T r / l) (D + M)), and a state
+of O((w + l + T r / l) (D + M)), which is the time per generated token; memory of both O(T (D + M + r)).
+Cannot: generate at a constant cost, since landmarks gather, one set per chunk; honour an arbitrary
+`attn_mask`. Reading another sequence, it has no window, so that this wants `window=None`: landmarks alone.
+Equals softmax attention: with `rank=0`, `dual_norm=False` and a window that reaches everything.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, pad
+
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import Supports
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
+from unrolled.ops.dense import Linear
+from unrolled.ops.masks import without_padding
+from unrolled.ops.merge import merge_softmax
+from unrolled.ops.packing import reorder, valid_first
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.window import window_attention
+
+Part = tuple[Tensor, Tensor]  # o and lse of one part of a softmax
+
+
+class LongShortState(NamedTuple):
+    """What a causal sequence is continued from. The newest tokens are last; a row's first may be missing.
+
+    Of the last tokens, between l and 2l - 1 are kept as they came: how many more than l says when the next
+    slot for landmarks is wanted, for there is always one to spare.
+    """
+
+    landmark_k: Tensor  # [B,L,r,G,D]; row b has filled its first position[b] // l slots
+    landmark_v: Tensor  # [B,L,r,G,M]
+    window_k: Tensor  # [B,w,G,D], normalised and rotated
+    window_v: Tensor  # [B,w,G,M], normalised
+    chunk_k: Tensor  # [B,l..2l-1,G,D]
+    chunk_v: Tensor  # [B,l..2l-1,G,M]
+    chunk_logits: Tensor  # [B,l..2l-1,G,r]
+    position: Tensor  # [B], valid tokens seen
+
+
+def long_short_reference(
+    q: Tensor, k: Tensor, v: Tensor, landmark_k: Tensor, landmark_v: Tensor, read: Tensor
+) -> Tensor:
+    """One head, as the equation is written: `q [T,D]`, `k [S,D]`, `landmark_k [L,D]`, values alike.
+
+    `read [T,L+S]` says which landmarks and which keys a query reads (True).
+    """
+    scores = q @ torch.cat([landmark_k, k]).mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~read, -torch.inf).softmax(-1) @ torch.cat([landmark_v, v])
+
+
+def pool(logits: Tensor, x: Tensor, padding: Tensor | None) -> Tensor:
+    """P^T x over the valid tokens: `logits [...,S,G,r]`, `x [...,S,G,W]`, `padding [...,S]` to `[...,r,G,W]`.
+
+    Computed in fp32 at least. Where all is padding, landmarks are 0.
+    """
+    dtype = accumulation_dtype(logits.dtype, x.dtype)
+    with without_autocast(x.device):
+        logits = logits.to(dtype)
+        if padding is not None:
+            hidden = padding[..., None, None]
+            nothing = padding.all(-1)[..., None, None, None]
+            logits = logits.masked_fill(hidden & ~nothing, -torch.inf)
+            x = x.masked_fill(hidden, 0)
+        pooled: Tensor = torch.einsum("...sgr,...sgw->...rgw", logits.softmax(-3), x.to(dtype))
+        return pooled
+
+
+def segment_window(q: Tensor, k: Tensor, v: Tensor, window: int, padding: Tensor | None) -> Part:
+    """Read one's own segment of w queries and w/2 keys (1 of w = 1, none of w = 0) on either side of it."""
+    (B, T), width = q.shape[:2], max(window, 1)
+    beside = max(window // 2, 1) if window else 0
+    n = -(-T // width)
+    padding = q.new_zeros(B, T, dtype=torch.bool) if padding is None else padding
+    padding = pad(padding, (beside, n * width - T + beside), value=True)
+    q = _pad(q, 0, n * width - T).reshape(B * n, width, *q.shape[2:])
+    # Segments overlap in the keys they read, so these are copied, up to twice.
+    place = torch.arange(n, device=q.device).unsqueeze(1) * width
+    place = (place + torch.arange(width + 2 * beside, device=q.device)).flatten()
+    k, v, padding = (
+        x.index_select(1, place).reshape(B * n, width + 2 * beside, *x.shape[2:])
+        for x in (*(_pad(x, beside, n * width - T + beside) for x in (k, v)), padding)
+    )
+    o, lse = window_attention(q, k, v, window_size=(-1, -1), key_padding_mask=padding, return_lse=True)
+    return tuple(x.reshape(B, n * width, *x.shape[2:])[:, :T] for x in (o, lse))  # type: ignore[return-value]
+
+
+def earlier_chunks(q: Tensor, landmark_k: Tensor, landmark_v: Tensor) -> Part:
+    """Read the landmarks `[B,n,r,G,D]` of the chunks before one's own: `q [B,n*l,H,D]`.
+
+    The l queries of a chunk read the same, like query heads that share a key head. So each is made a head,
+    a chunk a position, and what is left is causal attention, once for each of the r landmarks.
+    """
+    (B, T, H, D), (n, r, G, M) = q.shape, landmark_v.shape[1:]
+    chunk = T // n
+    heads = q.reshape(B, n, chunk, G, H // G, D).permute(0, 1, 3, 4, 2, 5).reshape(B, n, H * chunk, D)[:, 1:]
+    before = [(landmark_k[:, :-1, i], landmark_v[:, :-1, i]) for i in range(r)]
+    o, lse = merge_softmax(
+        [window_attention(heads, k, v, window_size=(-1, 0), return_lse=True) for k, v in before]
+    )
+    o = o.reshape(B, n - 1, G, H // G, chunk, M).permute(0, 1, 4, 2, 3, 5).reshape(B, T - chunk, H, M)
+    lse = lse.reshape(B, n - 1, H, chunk).transpose(2, 3).reshape(B, T - chunk, H)
+    return _pad(o, chunk, 0), pad(lse, (0, 0, chunk, 0), value=-torch.inf)
+
+
+def _pad(x: Tensor, before: int, after: int) -> Tensor:
+    """Put zeros before and after `x [B,T,H,D]` in its length."""
+    return pad(x, (0, 0, 0, 0, before, after))
+
+
+def _missing(count: Tensor, n: int) -> Tensor:
+    """Which of n places hold nothing if the last `count [B]` of them are taken: `[B,n]`."""
+    return torch.arange(n, device=count.device) < n - count.unsqueeze(1)
+
+
+def _last(x: Tensor, end: Tensor, n: int) -> Tensor:
+    """The n tokens of `x [B,S,...]` that come before token `end [B]`: `[B,n,...]`."""
+    return reorder(x, end.unsqueeze(1) - n + torch.arange(n, device=x.device))
+
+
+def _reorder(heads: Heads, places: Tensor, padding: Tensor) -> Heads:
+    """Put tokens in another order, and zeros for padding."""
+    q, k, v, logits = (
+        reorder(without_padding(x, padding), places) for x in (heads.q, heads.k, heads.v, heads.gates)
+    )
+    positions = None if heads.positions is None else reorder(heads.positions, places)
+    return Heads(q, k, v, positions, logits)
+
+
+def _normalised(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
+    """Normalise `x [...,G,W]` over all heads, in fp32 at least; without a norm, leave it as it is."""
+    if norm is None:
+        return x
+    dtype = accumulation_dtype(x.dtype)
+    weight, bias = norm.weight.to(dtype), norm.bias.to(dtype)
+    y = layer_norm(x.flatten(-2).to(dtype), norm.normalized_shape, weight, bias, norm.eps)
+    return y.reshape(x.shape).to(x.dtype)
+
+
+class LongShortAttention(MultiHeadAttention):
+    """Multi-head long-short attention.
+
+    Args:
+        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias: see `MultiHeadAttention`.
+        window: w, the number of queries in a segment, which reads up to 2w keys (of 0, each its own key
+            only), or causal, the number of keys that a query reads, at least l. None for landmarks alone,
+            which can read another sequence, but not be causal.
+        rank: number of landmarks r, of the sequence (32 by default), or causal, of each chunk (1).
+        chunk: number l of tokens in a chunk of causal attention.
+        dual_norm: normalise keys and values, in window and landmarks; they are of one width then.
+        rotary: rotate queries and keys in the window; landmarks have no position, and are read by content.
+
+    Raises:
+        ValueError: sizes out of range, or that do not fit together.
+    """
+
+    supports = Supports(
+        causal=True, bidirectional=True, cross=False, padding=True, packing=False, recurrence="growing"
+    )
+    state_type = LongShortState
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        causal: bool = False,
+        window: int | None = 64,
+        rank: int | None = None,
+        chunk: int = 16,
+        dual_norm: bool = True,
+        **shared: Any,
+    ):
+        if window is None:
+            self.supports = replace(self.supports, causal=False, cross=True, recurrence="none")
+        super().__init__(d_model, n_heads, causal=causal, **shared)
+        self.window, self.chunk = window, chunk
+        self.rank = (1 if causal else 32) if rank is None else rank
+        if self.rank < 0 or (window is None and self.rank == 0):
+            raise ValueError(f"rank is {rank}, but must be at least 0, and 1 without a window")
+        if chunk < 1:
+            raise ValueError(f"chunk is {chunk}, but must be at least 1")
+        if window is not None and window < (chunk if causal else 0):
+            wanted = f"chunk = {chunk}, or tokens of a chunk could not be read" if causal else "0"
+            raise ValueError(f"window is {window}, but must be at least {wanted}")
+        if window is None and self.rotary:
+            raise ValueError(
+                "rotary is True, but landmarks have no position, and window=None leaves nothing else"
+            )
+        if dual_norm and self.head_dim != self.value_dim:
+            raise ValueError(
+                f"value_dim is {self.value_dim}, but dual_norm wants keys and values of one width, "
+                f"head_dim = {self.head_dim}"
+            )
+        width, G = self.n_kv_heads * self.head_dim, self.n_kv_heads
+        self.pool_proj = Linear(d_model, G * self.rank) if self.rank else None
+        self.window_norm = nn.LayerNorm(width) if dual_norm else None
+        self.landmark_norm = nn.LayerNorm(width) if dual_norm and self.rank else None
+
+    def gates(self, x: Tensor) -> Tensor:
+        """Logits of P, `[...,G,r]`."""
+        logits = x[..., :0] if self.pool_proj is None else self.pool_proj(x)
+        return logits.unflatten(-1, (self.n_kv_heads, self.rank))  # type: ignore[no-any-return]
+
+    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+        """Attend in parallel."""
+        check_qkv(heads.q, heads.k, heads.v)
+        padding = masks.key_padding_mask
+        if padding is not None:
+            check_key_padding_mask(padding, *heads.k.shape[:2])
+        if self.window is None:
+            return self._read_landmarks(heads.q, heads.k, heads.v, heads.gates, padding)[0]
+        if padding is None:
+            return self._attend(heads, None)
+        places = valid_first(padding)
+        moved = _reorder(heads, places, padding)
+        return reorder(self._attend(moved, reorder(padding, places)), places.argsort(1))
+
+    def _attend(self, heads: Heads, padding: Tensor | None) -> Tensor:
+        """Attend where the padding, if any, is last."""
+        assert self.window is not None
+        q, k, v, _, logits = heads
+        near_q, near_k = self._window_heads(heads)
+        near_v = _normalised(v, self.window_norm)
+        if not self.causal:
+            parts = [segment_window(near_q, near_k, near_v, self.window, padding)]
+            if self.rank:
+                parts.append(self._read_landmarks(q, k, v, logits, padding))
+            return merge_softmax(parts)[0]
+        parts = [window_attention(near_q, near_k, near_v, window_size=(self.window - 1, 0), return_lse=True)]
+        if self.rank and q.shape[1] > self.chunk:
+            n = -(-q.shape[1] // self.chunk)
+            far_k, far_v = self._chunk_landmarks((k, v, logits), padding)
+            o, lse = earlier_chunks(_pad(q, 0, n * self.chunk - q.shape[1]), far_k, far_v)
+            parts.append((o[:, : q.shape[1]], lse[:, : q.shape[1]]))
+        o = merge_softmax(parts)[0]
+        return o if padding is None else without_padding(o, padding)
+
+    def _window_heads(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they meet in the window: the keys normalised, then both rotated."""
+        return heads._replace(k=_normalised(heads.k, self.window_norm)).rotated()
+
+    def _read_landmarks(
+        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, padding: Tensor | None
+    ) -> Part:
+        """Read the landmarks of a whole sequence."""
+        if padding is None:
+            padding = k.new_zeros(k.shape[:2], dtype=torch.bool)
+        pooled = (
+            _normalised(pool(logits, _normalised(x, self.window_norm), padding), self.landmark_norm).to(
+                v.dtype
+            )
+            for x in (k, v)
+        )
+        nothing = padding.all(1, keepdim=True).expand(-1, self.rank)
+        return window_attention(q, *pooled, window_size=(-1, -1), key_padding_mask=nothing, return_lse=True)
+
+    def _chunk_landmarks(self, tokens: Sequence[Tensor], padding: Tensor | None) -> tuple[Tensor, ...]:
+        """Make the landmarks `[B,n,r,G,D]` of the chunks of `k, v, logits`; an unfinished one has no use."""
+        (B, T), l = tokens[0].shape[:2], self.chunk  # noqa: E741
+        n = -(-T // l)
+        k, v, logits = (_pad(x, 0, n * l - T).reshape(B, n, l, *x.shape[2:]) for x in tokens)
+        if padding is not None:
+            padding = pad(padding, (0, n * l - T), value=True).reshape(B, n, l)
+        return tuple(_normalised(pool(logits, x, padding), self.landmark_norm).to(v.dtype) for x in (k, v))
+
+    def init_state(self, batch_size: int) -> LongShortState:
+        """Make the state of `batch_size` sequences that have not begun: zeros, and one slot for landmarks."""
+        if self.window is None:
+            return super().init_state(batch_size)  # type: ignore[no-any-return]
+        zero = self.out_proj.weight.new_zeros((), dtype=self._state_dtype)
+        B, G, l = batch_size, self.n_kv_heads, self.chunk  # noqa: E741 the paper's letter
+        sizes = [(1, self.rank, G), (self.window, G), (l, G)]
+        k_and_v = [zero.new_zeros(B, *size, x) for size in sizes for x in (self.head_dim, self.value_dim)]
+        logits = zero.new_zeros(B, l, G, self.rank)
+        position = torch.zeros(B, dtype=torch.long, device=zero.device)
+        return LongShortState._make((*k_and_v, logits, position))
+
+    def prefill_heads(
+        self, heads: Heads, state: LongShortState, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, LongShortState]:
+        """Attend in parallel, from a state to a state."""
+        self._check_state(state)
+        assert self.window is not None
+        (B, T), l, dtype = heads.q.shape[:2], self.chunk, state.window_k.dtype  # noqa: E741
+        out_dtype, padding = heads.v.dtype, heads.q.new_zeros(B, T, dtype=torch.bool)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, B, T)
+            padding = key_padding_mask
+        places = valid_first(padding)
+        q, k, v, positions, logits = _reorder(heads, places, padding)
+        padding, back = reorder(padding, places), places.argsort(1)
+        q, k, v, logits = (x.to(dtype) for x in (q, k, v, logits))
+
+        # The window of the state stands before the new tokens.
+        near_q, near_k = self._window_heads(Heads(q, k, v, positions))
+        near_k = torch.cat([state.window_k, near_k], 1)
+        near_v = torch.cat([state.window_v, _normalised(v, self.window_norm)], 1)
+        hidden = torch.cat([_missing(state.position, self.window), padding], 1)
+        size = (self.window - 1, 0)
+        parts = [
+            window_attention(
+                near_q, near_k, near_v, window_size=size, key_padding_mask=hidden, return_lse=True
+            )
+        ]
+
+        # The unfinished chunk stands before them too, and further chunks begin where it began.
+        old = (state.chunk_k, state.chunk_v, state.chunk_logits)
+        recent = [torch.cat([x[:, -l:], new], 1) for x, new in zip(old, (k, v, logits), strict=True)]
+        hidden = torch.cat([_missing(state.position % l, l), padding], 1)
+        order = valid_first(hidden)
+        landmarks = self._chunk_landmarks([reorder(x, order) for x in recent], reorder(hidden, order))
+        if self.rank:
+            parts.append(self._read_filled_slots(q, state))
+            queries = _pad(reorder(_pad(q, l, 0), order), 0, -(T + l) % l)
+            far = (
+                reorder(x[:, : T + l], order.argsort(1))[:, l:] for x in earlier_chunks(queries, *landmarks)
+            )
+            parts.append(tuple(far))  # type: ignore[arg-type]
+        o = without_padding(merge_softmax(parts)[0].to(out_dtype), padding)
+
+        seen = (~padding).sum(1)
+        fed = (state.landmark_k.shape[1] - 1) * l + state.chunk_k.shape[1] - l + T
+        slots = self._fill_slots(state, landmarks, state.position + seen, fed // l + 1)
+        window = (_last(x, self.window + seen, self.window) for x in (near_k, near_v))
+        chunk = (_pad(_last(x, l + seen, l), fed % l, 0) for x in recent)
+        return reorder(o, back), LongShortState._make((*slots, *window, *chunk, state.position + seen))
+
+    def step_heads(self, heads: Heads, state: LongShortState) -> tuple[Tensor, LongShortState]:
+        """Read the window and all landmarks; a token that is the last of its chunk then makes new ones."""
+        self._check_state(state)
+        assert self.window is not None
+        l, dtype = self.chunk, state.window_k.dtype  # noqa: E741
+        q, k, v, logits = (x.unsqueeze(1).to(dtype) for x in (heads.q, heads.k, heads.v, heads.gates))
+        positions = None if heads.positions is None else heads.positions.unsqueeze(1)
+        near_q, near_k = self._window_heads(Heads(q, k, v, positions))
+        near_k = torch.cat([state.window_k[:, 1:], near_k], 1)
+        near_v = torch.cat([state.window_v[:, 1:], _normalised(v, self.window_norm)], 1)
+        position = state.position + 1
+        hidden = _missing(position, self.window)
+        parts = [
+            window_attention(
+                near_q, near_k, near_v, window_size=(-1, -1), key_padding_mask=hidden, return_lse=True
+            )
+        ]
+        if self.rank:
+            parts.append(self._read_filled_slots(q, state))
+        o = merge_softmax(parts)[0].squeeze(1).to(heads.v.dtype)
+        old = (state.chunk_k, state.chunk_v, state.chunk_logits)
+        chunk = [torch.cat([x, new], 1) for x, new in zip(old, (k, v, logits), strict=True)]
+        landmarks = self._chunk_landmarks([x[:, -l:] for x in chunk], None)
+        slots, full = state.landmark_k.shape[1], chunk[0].shape[1] == 2 * l
+        filled = self._fill_slots(state, landmarks, position, slots + full)
+        chunk = [x[:, l:].clone() for x in chunk] if full else chunk
+        return o, LongShortState._make((*filled, near_k, near_v, *chunk, position))
+
+    def _read_filled_slots(self, q: Tensor, state: LongShortState) -> Part:
+        """Read the landmarks of the state."""
+        slot = torch.arange(state.landmark_k.shape[1], device=q.device)
+        empty = (slot >= (state.position // self.chunk).unsqueeze(1)).repeat_interleave(self.rank, 1)
+        k, v = state.landmark_k.flatten(1, 2), state.landmark_v.flatten(1, 2)
+        return window_attention(q, k, v, window_size=(-1, -1), key_padding_mask=empty, return_lse=True)
+
+    def _fill_slots(
+        self, state: LongShortState, landmarks: tuple[Tensor, ...], position: Tensor, n: int
+    ) -> list[Tensor]:
+        """Put landmarks `[B,n',r,G,D]` that begin with the first unfinished chunk into n slots."""
+        slot = torch.arange(n, device=position.device)
+        nth = slot - (state.position // self.chunk).unsqueeze(1)
+        new = (nth >= 0) & (slot < (position // self.chunk).unsqueeze(1))
+        return [
+            torch.where(
+                new[..., None, None, None],
+                reorder(x, nth.clamp(0, x.shape[1] - 1)),
+                pad(old, (0, 0, 0, 0, 0, 0, 0, n - old.shape[1])),
+            )
+            for x, old in zip(landmarks, (state.landmark_k, state.landmark_v), strict=True)
+        ]
+
+    def _check_state(self, state: LongShortState) -> None:
+        window, G = self.window or 0, self.n_kv_heads
+        for name, size in (
+            ("window_k", [window, G, self.head_dim]),
+            ("window_v", [window, G, self.value_dim]),
+            ("chunk_logits", [G, self.rank]),
+        ):
+            found = shape(getattr(state, name))
+            if found[-len(size) :] != size:
+                wanted = ", ".join(map(str, size))
+                raise ValueError(f"state.{name} has shape {found}, but this module wants [..., {wanted}]")

@@ -1,0 +1,224 @@
+"""What makes long-short attention itself, beyond the contract: one softmax over a window and landmarks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import layer_norm
+
+from unrolled.attention.long_short import LongShortAttention, long_short_reference
+from unrolled.attention.softmax import SoftmaxAttention
+from unrolled.contract import UnsupportedError
+from unrolled.ops.state import nbytes
+from unrolled.testing import Maker, check_forms_agree, check_mechanism, check_padding, check_state_is_a_value
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def make(d_model=8, n_heads=2, **options):
+    """One whose norms and biases are not those that it begins with."""
+    return Maker(LongShortAttention, options, d_model, n_heads)(causal=options.pop("causal", False))
+
+
+def defined(module, x):
+    """The definition, by heads and queries, of one sequence `x [T,d_model]` with as many key heads as heads."""
+    T, H, D, r = len(x), module.n_heads, module.head_dim, module.rank
+    q, k, v = module.qkv_proj(x).chunk(3, dim=-1)
+    logits = module.pool_proj(x).reshape(T, H, r) if r else x.new_zeros(T, H, 0)
+
+    def norm(y, layer):
+        return layer_norm(y, y.shape[-1:], layer.weight, layer.bias) if layer else y
+
+    def pooled(tokens, y):
+        """P^T y of some of the tokens, `[r, H*D]`."""
+        weights = logits[tokens].softmax(0)
+        return torch.einsum("thr,thd->rhd", weights, y[tokens].reshape(-1, H, D)).reshape(r, H * D)
+
+    near = [norm(y, module.window_norm) for y in (k, v)]
+    rows = []
+    for i in range(T):
+        if module.causal:
+            window = range(max(0, i - module.window + 1), i + 1)
+            groups = [range(c - module.chunk, c) for c in range(module.chunk, i + 1, module.chunk)]
+            sources = k, v
+        else:
+            begin = i // module.window * module.window if module.window else i
+            beside = max(module.window // 2, 1) if module.window else 0
+            window = range(max(0, begin - beside), min(T, begin + max(module.window, 1) + beside))
+            groups, sources = [range(T)], near
+        keys, values = (
+            torch.cat(
+                [*(norm(pooled(list(g), y), module.landmark_norm) for g in groups if r), z[list(window)]]
+            )
+            for y, z in zip(sources, near, strict=True)
+        )
+        heads = []
+        for h in range(H):
+            head = slice(h * D, (h + 1) * D)
+            scores = keys[:, head] @ q[i, head] / D**0.5
+            heads.append(scores.softmax(0) @ values[:, head])
+        rows.append(torch.cat(heads))
+    return module.out_proj(torch.stack(rows))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    T=st.integers(1, 14),
+    window=st.integers(0, 6),
+    rank=st.integers(0, 3),
+    dual_norm=st.booleans(),
+    chunk=st.integers(1, 5),
+    causal=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_it_is_one_softmax_over_window_and_landmarks(T, window, rank, dual_norm, chunk, causal, seed):
+    window = max(window, chunk) if causal else window
+    module = make(causal=causal, window=window, rank=rank, dual_norm=dual_norm, chunk=chunk)
+    x = normal(2, T, 8, seed=seed).requires_grad_()
+    found, wanted = module(x), torch.stack([defined(module, row) for row in x])
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    loss, inputs = normal(2, T, 8, seed=99), [x, *module.parameters()]
+    for a, b in zip(
+        *(
+            torch.autograd.grad(y, inputs, loss, materialize_grads=True, allow_unused=True)
+            for y in (found, wanted)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_the_reference_of_one_head_is_the_same_softmax():
+    module = make(n_heads=1, window=3, chunk=3, causal=True)
+    x = normal(1, 8, 8)
+    q, k, v = module.qkv_proj(x)[0].chunk(3, dim=-1)
+    norms = module.window_norm, module.landmark_norm
+    near_k, near_v = (norms[0](y) for y in (k, v))
+    logits = module.pool_proj(x)[0]
+    far_k, far_v = (
+        norms[1](torch.stack([logits[c : c + 3].softmax(0)[:, 0] @ y[c : c + 3] for c in (0, 3)]))
+        for y in (k, v)
+    )
+    i, j = torch.arange(8)[:, None], torch.arange(8)
+    read = torch.cat([i // 3 > torch.arange(2), (j <= i) & (j > i - 3)], 1)
+    wanted = module.out_proj(long_short_reference(q, near_k, near_v, far_k, far_v, read))
+    torch.testing.assert_close(module(x)[0], wanted)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_without_landmarks_a_window_that_reaches_everything_is_softmax_attention(causal, rotary):
+    options = {"causal": causal, "rotary": rotary}
+    module = LongShortAttention(8, 2, window=20, rank=0, dual_norm=False, **options).double()
+    softmax = SoftmaxAttention(8, 2, **options).double()
+    softmax.load_state_dict(module.state_dict())
+    x, padding = normal(3, 20, 8), torch.arange(20) >= torch.tensor([[20], [11], [0]])
+    found, wanted = (m(x, key_padding_mask=padding) for m in (module, softmax))
+    torch.testing.assert_close(found[~padding], wanted[~padding])
+
+
+def test_a_row_of_padding_reads_nothing_not_even_the_bias_of_a_norm():
+    for options in ({"window": 4}, {"window": 4, "causal": True, "chunk": 2}):
+        module = make(**options)
+        x = normal(2, 9, 8).requires_grad_()
+        padding = torch.tensor([[True] * 9, [False] * 9])
+        y = module(x, key_padding_mask=padding)
+        torch.testing.assert_close(y[0], module.out_proj.bias.expand(9, 8))
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert not gradient[0].any()
+        assert gradient.isfinite().all()
+
+
+def test_causal_chunks_are_counted_in_valid_tokens_through_prefills_and_steps():
+    module = make(causal=True, window=4, chunk=3, rank=2)
+    x = normal(2, 30, 8)
+    padding = torch.rand(2, 20, generator=torch.Generator().manual_seed(0)) < 0.4
+    state = module.init_state(2)
+    for begin, end in ((0, 7), (7, 8), (8, 20)):
+        _, state = module.prefill(x[:, begin:end], state, key_padding_mask=padding[:, begin:end])
+    steps = []
+    for t in range(20, 30):
+        y, state = module.step(x[:, t], state)
+        steps.append(y)
+    found = torch.stack(steps, 1)
+    for b in range(2):
+        row = torch.cat([x[b, :20][~padding[b]], x[b, 20:]])
+        torch.testing.assert_close(found[b], module(row[None])[0, -10:])
+    assert state.position.tolist() == [30 - int(n) for n in padding.sum(1)]
+
+
+def test_the_state_grows_by_the_landmarks_of_a_chunk():
+    module = LongShortAttention(16, 2, causal=True, window=8, chunk=4).float()
+    with torch.no_grad():
+        sizes = []
+        for n in (400, 800, 1200):
+            state = module.prefill(torch.randn(1, n, 16), module.init_state(1))[1]
+            sizes.append(nbytes(state))
+            _, state = module.step(torch.randn(1, 16), state)
+    per_landmark = 2 * 16 * 4  # a key and a value of all heads in fp32
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 100 * per_landmark
+
+
+def test_rotary_queries_and_keys_meet_in_the_window_and_landmarks_have_no_position():
+    module = make(causal=True, window=4, chunk=4, rank=1, rotary=True)
+    x = normal(1, 9, 8)
+    plain = make(causal=True, window=4, chunk=4, rank=1)
+    plain.load_state_dict(module.state_dict())
+    assert (module(x) - plain(x)).abs().max() > 1e-3
+    torch.testing.assert_close(module(x)[:, 0], plain(x)[:, 0])  # the first token reads itself alone
+    far = normal(1, 12, 8)
+    other = far[:, [1, 0, *range(2, 12)]]  # in the chunk of the same landmark, and out of the last window
+    torch.testing.assert_close(module(other)[:, 8:], module(far)[:, 8:])
+
+
+def test_landmarks_alone_keep_the_contract_and_read_another_sequence():
+    check_mechanism("long_short", window=None, rank=3)
+    assert not LongShortAttention.supports.cross
+    module = make(window=None, rank=3)
+    x, memory = normal(2, 4, 8), normal(2, 9, 8, seed=1)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(module(x, memory[:, order]), module(x, memory))  # a set, not a sequence
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 4, "chunk": 4}, {"window": 5, "chunk": 3, "rank": 2, "dual_norm": False}]
+)
+def test_small_windows_and_chunks_keep_the_contract(options):
+    maker = Maker(LongShortAttention, options)
+    for check in (check_forms_agree, check_padding, check_state_is_a_value):
+        check(maker, LongShortAttention.supports)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": -1}, "window is -1, but must be at least 0"),
+        ({"window": 8, "causal": True}, "window is 8, but must be at least chunk = 16"),
+        ({"rank": -1}, "rank is -1, but must be at least 0"),
+        ({"rank": 0, "window": None}, "rank is 0, but must be at least 0, and 1 without a window"),
+        ({"chunk": 0}, "chunk is 0, but must be at least 1"),
+        ({"value_dim": 6}, "value_dim is 6, but dual_norm wants keys and values of one width, head_dim = 4"),
+        ({"window": None, "rotary": True}, "rotary is True, but landmarks have no position"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        LongShortAttention(8, 2, **options)
+
+
+def test_what_landmarks_alone_cannot_do_is_refused():
+    with pytest.raises(UnsupportedError, match="not causal"):
+        LongShortAttention(8, 2, window=None, causal=True)
+    with pytest.raises(UnsupportedError, match="reading another sequence"):
+        LongShortAttention(8, 2)(torch.zeros(1, 3, 8), torch.zeros(1, 4, 8))
+
+
+def test_a_state_of_other_options_is_named():
+    module = LongShortAttention(8, 2, causal=True, window=32)
+    other = LongShortAttention(8, 2, causal=True, window=16)
+    with pytest.raises(
+        ValueError, match=r"state.window_k has shape \[1, 16, 2, 4\], but .* \[..., 32, 2, 4\]"
+    ):
+        module.prefill(torch.zeros(1, 3, 8), other.init_state(1))
