@@ -141,7 +141,7 @@ class ReformerAttention(MultiHeadAttention):
         with torch.no_grad(), without_autocast(x.device):
             b = None if bias is None else bias[:width].to(dtype)
             q = linear(x.to(dtype), self.qkv_proj.weight[:width].to(dtype), b)
-        return q.unflatten(-1, (self.n_heads, self.head_dim))
+        return torch.unflatten(q, -1, (self.n_heads, self.head_dim))
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""

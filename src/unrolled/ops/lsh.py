@@ -26,7 +26,8 @@ ABSENT = -1  # the bucket of what is no token
 
 def unit_keys(q: Tensor) -> Tensor:
     """k = q / |q|, where 1e-6 in the mean of squares keeps a query of zeros from dividing by 0."""
-    return q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5
+    length = (q.shape[-1] * (q.square().mean(-1, keepdim=True) + 1e-6)).sqrt()
+    return q / length
 
 
 def hash_buckets(rotated: Tensor, factors: Sequence[int]) -> Tensor:
@@ -35,7 +36,7 @@ def hash_buckets(rotated: Tensor, factors: Sequence[int]) -> Tensor:
     Each factor n takes the next n/2 rows and hashes into n; the first one counts fastest.
     """
     bucket, stride = torch.zeros(rotated.shape[:-1], dtype=torch.long, device=rotated.device), 1
-    for part, n in zip(rotated.split([n // 2 for n in factors], -1), factors, strict=True):
+    for part, n in zip(torch.split(rotated, [n // 2 for n in factors], -1), factors, strict=True):
         bucket = bucket + stride * torch.cat([part, -part], -1).argmax(-1)
         stride *= n
     return bucket
@@ -178,15 +179,15 @@ def _tokens(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, key_padding_mask: 
     buckets = buckets.permute(0, 2, 3, 1).flatten(0, 1)
     present = buckets[:, 0] != ABSENT
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    rows = (
+    q, k, v = (
         x.transpose(1, 2).flatten(0, 1).to(dtype).masked_fill(~present.unsqueeze(-1), 0) for x in (q, k, v)
     )
-    return Tokens(*rows, buckets, present)
+    return Tokens(q, k, v, buckets, present)
 
 
 def _by_token(o: Tensor, batch: int) -> Tensor:
     """`[N,T,M]` to `[B,T,H,M]`."""
-    return o.unflatten(0, (batch, -1)).transpose(1, 2)
+    return torch.unflatten(o, 0, (batch, -1)).transpose(1, 2)
 
 
 def _sort(tokens: Tokens) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ repeats what was chosen the first time, as it repeats the state of the random ge
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,36 +33,44 @@ class Replay:
         self._choices: list[Tensor] = []
         self._next: int | None = None
         self._random: list[Tensor] | None = None
-        kind = device.type
-        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._autocast: tuple[bool, torch.dtype] | None = None
+        if (kind := device.type) != "meta":  # which knows no autocast
+            self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def first(self, function: Callable[[], Result]) -> Result:
+    def first(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run the function, and note what it chooses and, if it draws random numbers, where these began."""
         before = self._generators()
-        result = self._run(function)
+        result = self._run(function, args)
         if not all(map(torch.equal, before, self._generators())):
             self._random = before
         return result
 
-    def again(self, function: Callable[[], Result]) -> Result:
+    def again(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run it as before, under the autocast of then. The caller's generators are left as they are."""
         self._next = 0
-        enabled, dtype = self._autocast
-        autocast = torch.autocast(self.device.type, dtype=dtype, enabled=enabled)
         cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(cuda) if self._random else nullcontext(), autocast:
+        with torch.random.fork_rng(cuda) if self._random else nullcontext():
             if self._random:
                 torch.set_rng_state(self._random[0])
                 if cuda:
                     torch.cuda.set_rng_state(self._random[1], self.device)
-            return self._run(function)
+            return self._run(function, args)
 
-    def _run(self, function: Callable[[], Result]) -> Result:
+    def _run(self, function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
         outer, _running.replay = getattr(_running, "replay", None), self
         try:
-            return function()
+            with self._as_then():
+                return function(*args)
         finally:
             _running.replay = outer
+
+    def _as_then(self) -> AbstractContextManager[object]:
+        """The autocast of then, without its cache: a weight converted while nothing is recorded by autograd
+        would have no gradient when it is used again."""
+        if self._autocast is None:
+            return nullcontext()
+        enabled, dtype = self._autocast
+        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
     def _generators(self) -> list[Tensor]:
         cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
