@@ -249,7 +249,7 @@ def _round(tokens: Tokens, sets: Sets, layout: Layout, r: int, scale: float) -> 
     beside = _take(block, other.clamp(min=0)).masked_fill((other == ABSENT).unsqueeze(-1), ABSENT)
     readable = torch.cat([beside, block], -1)
     i, j = block.clamp(min=0), readable.clamp(min=0)
-    count = torch.zeros((), dtype=torch.long, device=i.device)
+    count = torch.zeros((), dtype=torch.int16, device=i.device)
     for other_round in range(sets.key.shape[1]):
         query, key = _take(sets.query[:, other_round], i), _take(sets.key[:, other_round], j)
         member = sets.reads(query.unsqueeze(3), key.unsqueeze(2), i.unsqueeze(3), j.unsqueeze(2))
