@@ -335,3 +335,19 @@ def test_bidirectional_attention_says_why_it_has_no_step():
     attention = module()
     with pytest.raises(UnsupportedError, match="only causal attention runs as a recurrence"):
         attention.step(torch.randn(1, 12, dtype=F64), module(causal=True).init_state(1))
+
+
+def test_padding_takes_no_place_in_a_full_state():
+    """2 buckets of 1 token: padding, of which the state takes note, must not push a token out."""
+    attention = module(causal=True, chunk=1, n_buckets=2, n_rounds=1)
+    x = torch.randn(40, 12, 12, dtype=F64)
+    padding = torch.rand(40, 12, generator=torch.Generator().manual_seed(0)) < 0.4
+    padding[:, -1] = False
+    wanted = attention(x, key_padding_mask=padding)
+    state, outputs = attention.init_state(40), []
+    for part, mask in zip(x[:, :-1].split(3, 1), padding[:, :-1].split(3, 1), strict=True):
+        y, state = attention.prefill(part, state, key_padding_mask=mask)
+        outputs.append(y)
+    y, _ = attention.step(x[:, -1], state)
+    found = torch.cat([*outputs, y.unsqueeze(1)], 1)
+    torch.testing.assert_close(found[~padding], wanted[~padding])

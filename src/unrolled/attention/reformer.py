@@ -12,9 +12,9 @@ Queries and keys are one projection. Token i is not in its own P_i; if nothing i
     causal          P_i^r is the last c of the earlier members of i's bucket.
 
 Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer", arXiv 2001.04451, section 2. Each
-round gives o_i^r and its log-sum-exp; a key that N_ij rounds read gets log N_ij subtracted in each (eq. 6),
-so that merging the rounds is one softmax over the union. The paper's finite penalty of 1e5 for i itself is
-taken to its limit. There is no 1/sqrt(D), as in the authors' code; `scale` is 1.
+round gives o_i^r and its log-sum-exp; a key that N_ij rounds read gets log N_ij subtracted in each (appendix
+A), so that merging the rounds is one softmax over the union. The paper's finite penalty of 1e5 for i itself
+is taken to its limit. There is no 1/sqrt(D), as in the authors' code; `scale` is 1.
 
 **Why causal attention is another one.** The paper's causal form masks the later keys of its chunks. No value
 of a later token then enters o_i, yet later tokens move the borders of the chunks, and with them which
@@ -25,12 +25,12 @@ does not have when it generates. `lsh_attention(causal=True)` is that form, to c
 depend on the past alone, so that it also runs token by token, giving the same.
 
 Cost per head, for R rounds: time O(R T (log T + c (D+M+R))), memory O(R T (c+D+M)); short inputs take one
-masked softmax over the union in O(T^2). A causal state holds the min(T, R n_buckets c) last tokens that can
-still be read, and a step reads these. Bidirectional attention has no step: later tokens move all chunks.
-Cannot: attend to another sequence (queries are keys), or honour `attn_mask` or packs.
-Equals softmax attention over the others with unit keys: bidirectional, up to c tokens in any number of
-rounds and up to 2c in each; causal, while no more than c earlier tokens share the bucket and one bucket
-holds all. Many rounds approach it.
+masked softmax over the union in O(T^2). The state of causal attention grows up to R n_buckets c tokens, as
+many as later ones may read, and a step reads all of it. Bidirectional attention has no step: a later token
+moves every chunk.
+Cannot: attend to another sequence, since queries are keys, or honour an `attn_mask`.
+Equals softmax attention to the other tokens with unit keys: bidirectional, up to 2c tokens; causal, up to
+c + 1 tokens of one bucket. More rounds come closer to it.
 """
 
 import math
@@ -42,7 +42,7 @@ from torch import Tensor
 
 from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
-from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.lsh import (
     ABSENT,
@@ -52,6 +52,7 @@ from unrolled.ops.lsh import (
     masked_softmax,
     unit_keys,
 )
+from unrolled.ops.packing import length_buckets
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.random_features import Projection
@@ -98,7 +99,7 @@ class ReformerAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=True, cross=False, padding=True, packing=False, recurrence="growing"
+        causal=True, bidirectional=True, cross=False, padding=True, packing=True, recurrence="growing"
     )
     state_type = ReformerState
 
@@ -145,19 +146,18 @@ class ReformerAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k, buckets = self._hashed(heads)
-        if self.causal:
-            return self._causal(q, k, heads.v, buckets, masks.key_padding_mask)
-        return lsh_attention(
-            q,
-            k,
-            heads.v,
-            buckets,
-            chunk=self.chunk,
-            same_bucket=self.same_bucket,
-            key_padding_mask=masks.key_padding_mask,
-            scale=self.scale,
-        )
+        (q, k, buckets), v = self._hashed(heads), heads.v
+        if masks.cu_seqlens is None:
+            return self._attend(q, k, v, buckets, masks.key_padding_mask)
+        check_cu_seqlens(masks.cu_seqlens, q, k)
+        o = v.new_zeros(v.shape)
+        for _, places, padding in length_buckets(masks.cu_seqlens, v.shape[1]):
+            q_n, k_n, v_n, buckets_n = (
+                x[0].index_select(0, places.flatten()).view(*places.shape, *x.shape[2:])
+                for x in (q, k, v, buckets)
+            )
+            o[0, places[~padding]] = self._attend(q_n, k_n, v_n, buckets_n, padding)[~padding]
+        return o
 
     def init_state(self, batch_size: int) -> ReformerState:
         """Make the state of `batch_size` sequences that have not begun: no tokens."""
@@ -183,7 +183,7 @@ class ReformerAttention(MultiHeadAttention):
             new = (~key_padding_mask).sum(1)
         joined = self._joined(state, k, heads.v, buckets, new)
         old = q.new_zeros(*state.k.shape)
-        o = self._causal(torch.cat([old, q], 1), joined.k, joined.v, joined.buckets, None)[:, old.shape[1] :]
+        o = self._attend(torch.cat([old, q], 1), joined.k, joined.v, joined.buckets, None)[:, old.shape[1] :]
         o = self.rotations.unless_redrawn(o.to(heads.v.dtype), state.draw)
         return o, self._readable(joined)
 
@@ -212,11 +212,22 @@ class ReformerAttention(MultiHeadAttention):
             with torch.no_grad(), without_autocast(q.device):
                 return hash_buckets(self.rotations(wide).unflatten(-1, (self.n_rounds, -1)), self.factors)
 
-        return q, unit_keys(q), chosen(choose)
+        return q, unit_keys(q), chosen(choose, self.n_buckets)
 
-    def _causal(
+    def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, key_padding_mask: Tensor | None
     ) -> Tensor:
+        if not self.causal:
+            return lsh_attention(
+                q,
+                k,
+                v,
+                buckets,
+                chunk=self.chunk,
+                same_bucket=self.same_bucket,
+                key_padding_mask=key_padding_mask,
+                scale=self.scale,
+            )
         return causal_lsh_attention(
             q,
             k,
@@ -253,7 +264,8 @@ class ReformerAttention(MultiHeadAttention):
         order = state.buckets.movedim(1, -1).argsort(dim=-1, stable=True)  # [B,H,R,S]
         bucket = state.buckets.movedim(1, -1).gather(-1, order)
         further = torch.nn.functional.pad(bucket[..., self.chunk :], (0, self.chunk), value=ABSENT)
-        last = (bucket != further).gather(-1, order.argsort(-1)).any(2)  # of their bucket, in some round
+        last = (bucket != further) & (bucket != ABSENT)
+        last = last.gather(-1, order.argsort(-1)).any(2)  # of their bucket, in some round
         keep = last.byte().argsort(dim=-1, stable=True)[..., S - most :].movedim(-1, 1).unsqueeze(-1)
         k, v, buckets = (x.take_along_dim(keep, 1) for x in (state.k, state.v, state.buckets))
         return ReformerState(k, v, buckets, state.position, state.draw)

@@ -43,7 +43,8 @@ class PositionEmbedding(nn.Module):
     """Adds positions to embeddings; does nothing for "rotary", which lives in the attention, and "none".
 
     With "axial", position p is the point (p // n_2, p % n_2) of a grid [n_1, n_2], likewise for more axes,
-    and the vectors of its coordinates stand side by side (Kitaev et al. 2020, arXiv 2001.04451, section 2).
+    and the vectors of its coordinates stand side by side, as the authors of Reformer have it in their code
+    (Kitaev et al. 2020, arXiv 2001.04451).
     With "sinusoidal" the embeddings are multiplied by sqrt(d_model) first (Vaswani et al. 2017, §3.4): at
     their initial size they would drown next to sinusoids of amplitude 1.
     """

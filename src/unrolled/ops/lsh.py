@@ -7,8 +7,8 @@ In round r query i reads a set P_i^r of keys, of the same tokens and never i its
 A round multiplies blocks of c queries with 2c keys, and gives o_i^r with its log-sum-exp. A key that N_ij
 rounds read gets log N_ij subtracted in each, so that merging the rounds is the softmax over the union.
 
-Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 2 and eq. 6. `attention/reformer.py`
-says which sets there are, and why the causal ones differ from those of the paper.
+Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 2 and appendix A. The mechanism
+`reformer` says which sets there are, and why the causal ones differ from those of the paper.
 """
 
 from collections.abc import Callable, Sequence

@@ -17,12 +17,12 @@ Result = TypeVar("Result")
 _running = threading.local()  # .replay: the one that the function now running belongs to
 
 
-def chosen(choose: Callable[[], Tensor]) -> Tensor:
-    """Call `choose`, whose result is made of integers; in a `Replay.again`, return what it gave before."""
+def chosen(choose: Callable[[], Tensor], n: int) -> Tensor:
+    """Call `choose`, which gives integers below n; in a `Replay.again`, return what it gave before."""
     if torch.compiler.is_compiling():
         return choose()
     replay: Replay | None = getattr(_running, "replay", None)
-    return choose() if replay is None else replay._choice(choose)
+    return choose() if replay is None else replay._choice(choose, n)
 
 
 class Replay:
@@ -76,20 +76,17 @@ class Replay:
         cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return [torch.get_rng_state(), *cuda]
 
-    def _choice(self, choose: Callable[[], Tensor]) -> Tensor:
+    def _choice(self, choose: Callable[[], Tensor], n: int) -> Tensor:
         if self._next is None:
             choice = choose()
-            self._choices.append(_narrow(choice))
+            self._choices.append(choice.to(_narrowest(n)))
             return choice
         kept = self._choices[self._next]
         self._next += 1
         return kept.long()
 
 
-def _narrow(choice: Tensor) -> Tensor:
-    """Keep integers in one or two bytes each where they fit."""
-    low, high = (int(x) for x in choice.aminmax()) if choice.numel() else (0, 0)
-    for dtype in (torch.uint8, torch.int16, torch.int32):
-        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
-            return choice.to(dtype)
-    return choice
+def _narrowest(n: int) -> torch.dtype:
+    """The type that keeps the integers below n in the fewest bytes."""
+    types = (torch.uint8, torch.int16, torch.int32)
+    return next((dtype for dtype in types if n - 1 <= torch.iinfo(dtype).max), torch.int64)
