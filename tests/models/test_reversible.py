@@ -88,20 +88,18 @@ def activation_peak(n_layers, **fields):
     return kept, kept + backward.peak - weights
 
 
-def test_activations_do_not_depend_on_the_depth():
-    shallow, deep = activation_peak(2), activation_peak(16)
-    ordinary = activation_peak(2, reversible=False), activation_peak(16, reversible=False)
-    assert ordinary[1][0] > 7 * ordinary[0][0]
-    random_states = 14 * 2 * torch.get_rng_state().nbytes  # where each layer's dropout began
-    assert deep[0] - shallow[0] <= random_states
-    assert deep[1] - shallow[1] <= random_states
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_activations_do_not_depend_on_the_depth(attention):
+    """Not counted: a few kilobytes for each layer with dropout, to draw the same again."""
+    shallow, deep = activation_peak(2, attention=attention), activation_peak(16, attention=attention)
+    assert deep == shallow
+    ordinary = [activation_peak(n, attention=attention, reversible=False)[0] for n in (2, 16)]
+    assert ordinary[1] > 7 * ordinary[0]
 
 
 def test_reformer_keeps_a_byte_for_each_bucket():
     shallow, deep = activation_peak(2, **REFORMER), activation_peak(16, **REFORMER)
-    random_states = 14 * 2 * torch.get_rng_state().nbytes
-    buckets = 14 * 2 * 128 * 2 * 2  # layers, rows, tokens, heads, rounds
-    assert deep[0] - shallow[0] <= buckets + random_states
+    assert deep[0] - shallow[0] == 14 * 2 * 128 * 2 * 2  # layers, rows, tokens, heads, rounds
 
 
 @pytest.mark.parametrize("fields", [{}, {"attention": "softmax"}, REFORMER, {"ff_chunk": 3}])
