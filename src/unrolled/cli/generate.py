@@ -108,14 +108,14 @@ def generate(
 
 def _room(model: "Decoder", prompt: list[int], tokens: int | None) -> int:
     """Return how many tokens to draw, refusing what the learned positions of the model cannot count."""
-    if model.config.positions != "learned":
+    if model.config.n_positions is None:
         return DEFAULT_TOKENS if tokens is None else tokens
-    room = max(model.config.max_length - len(prompt) + 1, 0)  # the last token is drawn, but not read
+    room = max(model.config.n_positions - len(prompt) + 1, 0)  # the last token is drawn, but not read
     if tokens is None:
         return min(DEFAULT_TOKENS, room)
     if tokens > room:
         raise ValueError(
-            f"--tokens {tokens} is too many: the model has {model.config.max_length} learned positions, "
+            f"--tokens {tokens} is too many: the model has {model.config.n_positions} learned positions, "
             f"which leave {room} after this prompt; one trained with model.positions=rotary has no such bound"
         )
     return tokens

@@ -121,9 +121,11 @@ def resolve(values: Mapping[str, Any]) -> Run:
     from_data = {key: getattr(dataset, key) for key in wanted} | {"max_length": dataset.length}
     _check_keys("model.", fields_given, ["name", *(field.name for field in fields(kind.config_type))])
     model = kind.config_type(**(from_data | fields_given))
-    if model.positions == "learned" and model.max_length < dataset.length:
+    if model.n_positions is not None and model.n_positions < dataset.length:
+        field_name = "max_length" if model.positions == "learned" else "axial_shape"
         raise ValueError(
-            f"model.max_length is {model.max_length}, but the data set {name} needs {dataset.length}"
+            f"model.{field_name} is {getattr(model, field_name)}, "
+            f"but the data set {name} needs {dataset.length} positions"
         )
     for key in wanted:
         if getattr(model, key) < from_data[key]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
@@ -19,16 +20,29 @@ INIT_STD = 0.02  # of every weight that starts random
 
 
 class FeedForward(nn.Module):
-    """Two layers at each position: W2 f(W1 x), where swiglu's f is [g, u] -> silu(g) u (Shazeer 2020)."""
+    """Two layers at each position: W2 f(W1 x), where swiglu's f is [g, u] -> silu(g) u (Shazeer 2020).
 
-    def __init__(self, d_model: int, d_ff: int, activation: Activation) -> None:
+    With a `chunk`, that many positions at a time (Kitaev et al. 2020, "Reformer", arXiv 2001.04451, section
+    3): d_ff wide activations exist for these only, in the backward too, where they are computed again.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, activation: Activation, chunk: int | None = None) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.chunk = activation, chunk
         self.up = Linear(d_model, 2 * d_ff if activation == "swiglu" else d_ff)
         self.down = Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_model] -> [..., d_model]."""
+        if self.chunk is None or x.dim() < 3 or x.shape[-2] <= self.chunk:
+            return self._whole(x)
+        parts = torch.split(x, self.chunk, dim=-2)
+        if not torch.is_grad_enabled():
+            return torch.cat([self._whole(part) for part in parts], dim=-2)
+        again = partial(checkpoint, self._whole, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([again(part) for part in parts], dim=-2)
+
+    def _whole(self, x: Tensor) -> Tensor:
         x = self.up(x)
         if self.activation == "swiglu":
             gate, x = x.chunk(2, dim=-1)
@@ -54,7 +68,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(config)
         self.attention: Any = make_attention(config, layer, causal=causal)
         self.ff_norm = make_norm(config)
-        self.ff = FeedForward(config.d_model, config.ff_width, config.activation)
+        self.ff = FeedForward(config.d_model, config.ff_width, config.activation, config.ff_chunk)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -98,9 +112,11 @@ class Stack(nn.Module):
     Without `final_norm` the stream is handed on as it is, for more of it to come.
     """
 
+    block = Block
+
     def __init__(self, config: TransformerConfig, *, causal: bool, final_norm: bool = True) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(config, i, causal=causal) for i in range(config.n_layers))
+        self.blocks = nn.ModuleList(self.block(config, i, causal=causal) for i in range(config.n_layers))
         tie_layers(block.attention for block in self._blocks())
         self.norm = make_norm(config) if config.norm == "pre" and final_norm else nn.Identity()
 
@@ -117,10 +133,11 @@ class Stack(nn.Module):
 
         `recompute` keeps each block's input only, for the backward.
         """
+        x = self._enter(x)
         for block in self._blocks()[start:]:
             run = partial(block, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
             x = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
-        return cast(Tensor, self.norm(x))
+        return self._leave(x)
 
     def init_state(self, batch_size: int) -> tuple[Any, ...]:
         """One state per block."""
@@ -130,19 +147,25 @@ class Stack(nn.Module):
         self, x: Tensor, states: tuple[Any, ...], *, key_padding_mask: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """[B, T, d_model] -> [B, T, d_model], by the blocks from number `start` on, from states to states."""
-        after = []
+        x, after = self._enter(x), []
         for block, state in zip(self._blocks()[start:], states, strict=True):
             x, state = block.prefill(x, state, key_padding_mask=key_padding_mask)
             after.append(state)
-        return self.norm(x), tuple(after)
+        return self._leave(x), tuple(after)
 
     def step(self, x: Tensor, states: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """[B, d_model] -> [B, d_model], from states to states."""
-        after = []
+        x, after = self._enter(x), []
         for block, state in zip(self._blocks(), states, strict=True):
             x, state = block.step(x, state)
             after.append(state)
-        return self.norm(x), tuple(after)
+        return self._leave(x), tuple(after)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def _leave(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(x))
 
     def _blocks(self) -> list[Block]:
         return cast("list[Block]", list(self.blocks))

@@ -1,5 +1,6 @@
 """What every transformer here is told: its size, its attention, its norms, its positions."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -7,7 +8,7 @@ from typing import Any, Literal, get_args
 Norm = Literal["pre", "post"]
 NormType = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "relu", "swiglu"]
-Positions = Literal["learned", "sinusoidal", "rotary", "none"]
+Positions = Literal["learned", "axial", "sinusoidal", "rotary", "none"]
 
 
 @dataclass(kw_only=True)
@@ -29,10 +30,16 @@ class TransformerConfig:
         norm: "pre" normalises what enters each sub-layer (GPT-2), "post" what leaves it (Vaswani et al.).
         norm_type: "layernorm" or "rmsnorm".
         activation: of the feed-forward layer, "gelu", "relu" or "swiglu".
-        positions: "learned" (one vector for each of `max_length` positions), "sinusoidal" (any length),
-            "rotary" (inside the attention, any length) or "none".
+        positions: "learned" (one vector for each of `max_length` positions), "axial" (learned, as below),
+            "sinusoidal" (any length), "rotary" (inside the attention, any length) or "none".
         max_length: number of learned positions; bounds nothing else.
+        axial_shape: for axial positions, the sizes [n_1, n_2 ..] of a grid that the positions fill row by
+            row: up to n_1 n_2 .. of them, with n_1 + n_2 + .. vectors.
+        axial_widths: widths of the vectors of each axis, which add up to d_model; by default about equal.
         dropout: probability, for the embeddings and for what each sub-layer adds to the residual stream.
+        reversible: let each block's input be computed from its output, so that training keeps no activations
+            of the blocks (see `ReversibleStack`); with norm "pre".
+        ff_chunk: number of positions that go through a feed-forward layer at a time; None for all.
     """
 
     d_model: int = 256
@@ -48,12 +55,16 @@ class TransformerConfig:
     activation: Activation = "gelu"
     positions: Positions = "learned"
     max_length: int = 1024
+    axial_shape: list[int] | None = None
+    axial_widths: list[int] | None = None
     dropout: float = 0.0
+    reversible: bool = False
+    ff_chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "max_length"):
             self._at_least(name, 1)
-        for name in ("n_kv_heads", "d_ff"):
+        for name in ("n_kv_heads", "d_ff", "ff_chunk"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         self._one_of("norm", get_args(Norm))
@@ -66,6 +77,12 @@ class TransformerConfig:
             raise ValueError(f"n_kv_heads is {self.n_kv_heads}, wanted a divisor of n_heads = {self.n_heads}")
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"d_model is {self.d_model}, wanted an even width for sinusoidal positions")
+        self._true_or_false("reversible")
+        if self.reversible and self.norm != "pre":
+            raise ValueError(
+                f"norm is {self.norm!r}, wanted 'pre' where blocks are reversible: others have no inverse"
+            )
+        self._check_axial()
         self._check_attention()
 
     @property
@@ -85,6 +102,36 @@ class TransformerConfig:
         if self.d_ff is not None:
             return self.d_ff
         return 8 * -(-self.d_model // 3) if self.activation == "swiglu" else 4 * self.d_model
+
+    @property
+    def positions_width(self) -> int:
+        """The width of what the positions are added to."""
+        return self.d_model
+
+    @property
+    def n_positions(self) -> int | None:
+        """How many positions there are; None for any number."""
+        if self.positions == "axial":
+            return math.prod(self.axial_shape or ())
+        return self.max_length if self.positions == "learned" else None
+
+    def _check_axial(self) -> None:
+        shape, widths, total = self.axial_shape, self.axial_widths, self.positions_width
+        if self.positions != "axial":
+            for name in ("axial_shape", "axial_widths"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is given with positions {self.positions!r}, wanted 'axial'")
+            return
+        if not _sizes(shape):
+            raise ValueError(f"axial_shape is {shape!r}, wanted a list of sizes, such as [32, 32]")
+        axes = len(shape or ())
+        if widths is None:
+            self.axial_widths = [total // axes + (i < total % axes) for i in range(axes)]
+            widths = self.axial_widths
+        if not _sizes(widths) or len(widths) != axes or sum(widths) != total:
+            raise ValueError(
+                f"axial_widths is {widths!r}, wanted one width for each of {axes} axes, {total} in all"
+            )
 
     def _check_attention(self) -> None:
         named = [self.attention] if isinstance(self.attention, str) else self.attention
@@ -135,3 +182,7 @@ class TransformerConfig:
     def _one_of(self, name: str, choices: Collection[str]) -> None:
         if (value := getattr(self, name)) not in choices:
             raise ValueError(f"{name} is {value!r}, wanted one of {sorted(choices)}")
+
+
+def _sizes(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(size) is int and size >= 1 for size in value)

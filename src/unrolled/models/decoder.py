@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import IGNORED
-from unrolled.models.blocks import Stack, init_weights
+from unrolled.models.blocks import init_weights
 from unrolled.models.checks import check_ids, check_targets
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture, mean_nll
+from unrolled.models.reversible import make_stack
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_key_padding_mask
 
@@ -88,9 +89,9 @@ class Decoder(SavedModel):
             )
         else:
             self.embedding = table = nn.Embedding(self.n_ids, config.d_model)
-        self.positions = PositionEmbedding(config.positions, config.d_model, config.max_length)
+        self.positions = PositionEmbedding.of(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.stack = Stack(config, causal=True)
+        self.stack = make_stack(config, causal=True)
         self.head: Categorical | LogisticMixture
         if config.head == "logistic_mixture":
             self.head = LogisticMixture(config.d_model, config.vocab_size, config.n_mixtures)

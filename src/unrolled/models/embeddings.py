@@ -1,13 +1,14 @@
 """What enters the first block: a vector per token or pixel, and what is added for its position."""
 
 import math
-from typing import cast
+from collections.abc import Sequence
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.models.blocks import INIT_STD
-from unrolled.models.config import Positions
+from unrolled.models.config import Positions, TransformerConfig
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, sinusoidal
 
 
@@ -41,14 +42,34 @@ class PixelEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Adds positions to embeddings; does nothing for "rotary", which lives in the attention, and "none".
 
+    With "axial", position p is the point (p // n_2, p % n_2) of a grid [n_1, n_2], likewise for more axes,
+    and the vectors of its coordinates stand side by side, as the authors of Reformer have it in their code
+    (Kitaev et al. 2020, arXiv 2001.04451).
     With "sinusoidal" the embeddings are multiplied by sqrt(d_model) first (Vaswani et al. 2017, §3.4): at
     their initial size they would drown next to sinusoids of amplitude 1.
     """
 
-    def __init__(self, kind: Positions, d_model: int, max_length: int) -> None:
+    def __init__(
+        self,
+        kind: Positions,
+        d_model: int,
+        max_length: int,
+        axial_shape: Sequence[int] = (),
+        axial_widths: Sequence[int] = (),
+    ) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.axial_shape = kind, tuple(axial_shape)
         self.table = nn.Embedding(max_length, d_model) if kind == "learned" else None
+        if kind == "axial":
+            self.axes = nn.ModuleList(map(nn.Embedding, axial_shape, axial_widths))
+            max_length = math.prod(axial_shape)
+        self.max_length = max_length
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Self:
+        """The positions that the config asks for."""
+        axial = config.axial_shape or (), config.axial_widths or ()
+        return cls(config.positions, config.positions_width, config.max_length, *axial)
 
     def forward(
         self,
@@ -87,17 +108,25 @@ class PositionEmbedding(nn.Module):
         """
         if self.kind in ("rotary", "none"):
             return x
-        if self.table is None:
+        if self.kind == "sinusoidal":
             d_model = x.shape[-1]
             return x * math.sqrt(d_model) + sinusoidal(positions, d_model, dtype=x.dtype)
-        max_length = self.table.num_embeddings
+        max_length = self.max_length
         if (below is None or below > max_length) and _readable(positions):
             length = int(positions.max()) + 1
             if length > max_length:
-                raise ValueError(
-                    f"the input reaches length {length}, wanted at most max_length = {max_length}"
-                )
-        return x + cast(Tensor, self.table(positions))
+                bound = "the product of axial_shape" if self.kind == "axial" else "max_length"
+                raise ValueError(f"the input reaches length {length}, wanted at most {bound} = {max_length}")
+        return x + self._vectors(positions)
+
+    def _vectors(self, positions: Tensor) -> Tensor:
+        if self.table is not None:
+            return cast(Tensor, self.table(positions))
+        vectors: list[Tensor] = []
+        for size, axis in zip(reversed(self.axial_shape), reversed(self.axes), strict=True):
+            vectors.insert(0, axis(positions % size))
+            positions = positions // size
+        return torch.cat(vectors, dim=-1)
 
 
 def _readable(x: Tensor) -> bool:

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import IGNORED
-from unrolled.models.blocks import Stack, init_weights
+from unrolled.models.blocks import init_weights
 from unrolled.models.checks import check_ids, check_targets
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll
+from unrolled.models.reversible import make_stack
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_key_padding_mask
 
@@ -81,9 +82,9 @@ class Encoder(SavedModel):
             self.embedding: nn.Linear | nn.Embedding = nn.Linear(config.input_dim, config.d_model)
         else:
             self.embedding = table = nn.Embedding(config.vocab_size, config.d_model)
-        self.positions = PositionEmbedding(config.positions, config.d_model, config.max_length)
+        self.positions = PositionEmbedding.of(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.stack = Stack(config, causal=False)
+        self.stack = make_stack(config, causal=False)
         n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
         assert n_outputs is not None  # the config has checked it
         tied = table if config.tie_embeddings else None

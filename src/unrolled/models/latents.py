@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unrolled.models.blocks import INIT_STD, FeedForward, Stack, init_weights, make_norm
+from unrolled.models.blocks import INIT_STD, FeedForward, init_weights, make_norm
 from unrolled.models.checks import check_ids
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
+from unrolled.models.reversible import make_stack
 from unrolled.ops.checks import check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.positions import fourier_features, grid_positions
@@ -90,6 +91,11 @@ class LatentConfig(TransformerConfig):
             return self.d_model if self.input_width is None else self.input_width
         return self.input_dim + len(self.grid or ()) * (2 * self.n_bands + 1)
 
+    @property
+    def positions_width(self) -> int:
+        """The width of what the positions are added to: the inputs."""
+        return self.array_width
+
     def _check_grid(self, grid: list[int]) -> None:
         sizes = isinstance(grid, list) and all(type(size) is int and size >= 1 for size in grid)
         if not grid or not sizes:
@@ -110,7 +116,7 @@ class InputArray(nn.Module):
         self.embedding: nn.Embedding | None = None
         if config.vocab_size is not None:
             self.embedding = nn.Embedding(config.vocab_size, config.array_width)
-        self.positions = PositionEmbedding(config.positions, config.array_width, config.max_length)
+        self.positions = PositionEmbedding.of(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -161,7 +167,7 @@ class CrossAttend(nn.Module):
         self.kv_proj = Linear(array_width, 2 * width)
         self.out_proj = Linear(width, config.d_model)
         self.ff_norm = make_norm(config)
-        self.ff = FeedForward(config.d_model, config.ff_width, config.activation)
+        self.ff = FeedForward(config.d_model, config.ff_width, config.activation, config.ff_chunk)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, z: Tensor, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -204,7 +210,8 @@ class Latents(nn.Module):
             CrossAttend(config, config.array_width) for _ in range(min(n_reads, 2) if shared else n_reads)
         )
         self.stacks = nn.ModuleList(
-            Stack(config, causal=False, final_norm=False) for _ in range(1 if shared else config.n_iterations)
+            make_stack(config, causal=False, final_norm=False)
+            for _ in range(1 if shared else config.n_iterations)
         )
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None, *, recompute: bool = False) -> Tensor:

@@ -60,6 +60,10 @@ class PerceiverARConfig(DecoderConfig):
         self._at_least("n_latents", 1)
         if not isinstance(self.prefix_dropout, int | float) or not 0 <= self.prefix_dropout < 1:
             raise ValueError(f"prefix_dropout is {self.prefix_dropout!r}, wanted a probability in [0, 1)")
+        if self.reversible:
+            raise ValueError(
+                "reversible is True, wanted False: the first block has fewer outputs than inputs"
+            )
         if self.layer_attention[0] != "softmax":
             raise ValueError(
                 f"attention begins with {self.layer_attention[0]!r}, wanted 'softmax' for the block that "

@@ -1,0 +1,282 @@
+r"""Attention to the tokens that hash to the same bucket: hashing, and one softmax over several rounds.
+
+In round r query i reads a set P_i^r of keys, of the same tokens and never i itself. Over all R rounds
+
+    P_i = union of P_i^r        o_i = sum_{j in P_i} softmax_j(scale q_i . k_j) v_j, or v_i if P_i is empty
+
+A round multiplies blocks of c queries with 2c keys, and gives o_i^r with its log-sum-exp. A key that N_ij
+rounds read gets log N_ij subtracted in each, so that merging the rounds is the softmax over the union.
+
+Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 2 and appendix A. The mechanism
+`reformer` says which sets there are, and why the causal ones differ from those of the paper.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
+from unrolled.ops.merge import merge_softmax
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+
+ABSENT = -1  # the bucket of what is no token
+
+
+def unit_keys(q: Tensor) -> Tensor:
+    """k = q / |q|, where 1e-6 in the mean of squares keeps a query of zeros from dividing by 0."""
+    length = (q.shape[-1] * (q.square().mean(-1, keepdim=True) + 1e-6)).sqrt()
+    return q / length
+
+
+def hash_buckets(rotated: Tensor, factors: Sequence[int]) -> Tensor:
+    """Buckets of `rotated` = x R `[..., sum(factors)/2]`: integers `[...]` below the product of the factors.
+
+    Each factor n takes the next n/2 rows and hashes into n; the first one counts fastest.
+    """
+    bucket, stride = torch.zeros(rotated.shape[:-1], dtype=torch.long, device=rotated.device), 1
+    for part, n in zip(torch.split(rotated, [n // 2 for n in factors], -1), factors, strict=True):
+        bucket = bucket + stride * torch.cat([part, -part], -1).argmax(-1)
+        stride *= n
+    return bucket
+
+
+def lsh_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buckets: Tensor,
+    *,
+    chunk: int,
+    causal: bool = False,
+    same_bucket: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Attend within chunks of the order by buckets, as published (equations above): `[B,T,H,M]`.
+
+    Args:
+        q, k: `[B,T,H,D]`, of the same tokens.
+        v: `[B,T,H,M]`.
+        buckets: `[B,T,H,R]`, integers; in each of R rounds, -1 where there is no token.
+        chunk: length c of the chunks.
+        causal: leave later keys out, as the paper does. Their buckets still count: see above.
+        same_bucket: leave the keys of other buckets out.
+        key_padding_mask: `[B,T]`, True = padding, which gives 0.
+        scale: factor of the scores.
+
+    Raises:
+        ValueError: an argument of another shape or type.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}, but must be at least 1")
+    tokens = _tokens(q, k, v, buckets, key_padding_mask)
+    if v.numel() == 0:
+        return v
+    order, place = _sort(tokens)
+    last = (tokens.present.sum(1).clamp(min=1) - 1).view(-1, 1, 1) // chunk
+    own = place // chunk
+    before = torch.where(own > 0, own - 1, last)
+    codes = torch.stack([own, before], -1)
+    if same_bucket:
+        codes = codes * (tokens.buckets.amax() + 1) + tokens.buckets.unsqueeze(-1)
+    absent = ~tokens.present[:, None, :, None]
+
+    def reads(query: Tensor, key: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (query == key).any(-1) & ((j < i) if causal else (j != i))
+
+    (N, R, T), C = order.shape, -(-q.shape[1] // chunk)
+    block = torch.arange(C, device=q.device).expand(N, R, C)
+    previous = torch.where(block > 0, block - 1, last)
+    layout = Layout(
+        torch.nn.functional.pad(order, (0, C * chunk - T), value=ABSENT).view(N, R, C, chunk),
+        place,
+        previous.masked_fill(previous == block, ABSENT),
+    )
+    sets = Sets(codes.masked_fill(absent, -2), codes[..., :1].masked_fill(absent, -1), reads)
+    return _by_token(_attend(tokens, sets, layout, scale), q.shape[0]).to(v.dtype)
+
+
+def causal_lsh_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buckets: Tensor,
+    *,
+    n_buckets: int,
+    window: int,
+    key_padding_mask: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Attend to the last `window` earlier tokens of the same bucket (equations above): `[B,T,H,M]`.
+
+    Args:
+        q, k, v, key_padding_mask, scale: as for `lsh_attention`.
+        buckets: `[B,T,H,R]`, integers below `n_buckets`; in each of R rounds, -1 where there is no token.
+        n_buckets: number of buckets.
+        window: how many tokens c.
+
+    Raises:
+        ValueError: an argument of another shape or type.
+    """
+    if window < 1:
+        raise ValueError(f"window is {window}, but must be at least 1")
+    tokens = _tokens(q, k, v, buckets, key_padding_mask)
+    if v.numel() == 0:
+        return v
+    _, place = _sort(tokens)
+    # Buckets lie `window` places apart, so that one difference says both same bucket and near enough.
+    code = place + tokens.buckets * (window + 1)
+    code = code.masked_fill(~tokens.present.unsqueeze(1), -window - 2).unsqueeze(-1)
+
+    def reads(query: Tensor, key: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        behind = (query - key).squeeze(-1)
+        return (behind > 0) & (behind <= window)
+
+    layout = _blocks_of_buckets(tokens, place, n_buckets, window)
+    return _by_token(_attend(tokens, Sets(code, code, reads), layout, scale), q.shape[0]).to(v.dtype)
+
+
+class Tokens(NamedTuple):
+    """What is attended with, by row: N = B*H of them, in the accumulation type, with zeros for no token."""
+
+    q: Tensor  # [N,T,D]
+    k: Tensor  # [N,T,D]
+    v: Tensor  # [N,T,M]
+    buckets: Tensor  # [N,R,T]
+    present: Tensor  # [N,T]
+
+
+class Sets(NamedTuple):
+    """What says whether i reads j in a round: `reads(code of i, code of j, i, j)`, which broadcasts."""
+
+    query: Tensor  # [N,R,T,F], integers
+    key: Tensor  # [N,R,T,1]
+    reads: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Layout(NamedTuple):
+    """How tokens are put into C blocks of c slots, such that a query reads in its block and one other."""
+
+    tokens: Tensor  # [N,R,C,c], the token in each slot, or -1
+    slot: Tensor  # [N,R,T], the slot of each token
+    other: Tensor  # [N,R,C], the other block, or -1
+
+
+def _tokens(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, key_padding_mask: Tensor | None) -> Tokens:
+    check_qkv(q, k, v)
+    if q.shape != k.shape:
+        raise ValueError(f"q has shape {shape(q)}, but k {shape(k)}: they must be those of the same tokens")
+    if buckets.dim() != 4 or buckets.shape[:3] != q.shape[:3] or buckets.is_floating_point():
+        raise ValueError(
+            f"buckets is {buckets.dtype} of shape {shape(buckets)}, "
+            f"but must be integers {[*q.shape[:3], 'R']}"
+        )
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, *q.shape[:2])
+        buckets = buckets.masked_fill(key_padding_mask[:, :, None, None], ABSENT)
+    buckets = buckets.permute(0, 2, 3, 1).flatten(0, 1)
+    present = buckets[:, 0] != ABSENT
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    q, k, v = (
+        x.transpose(1, 2).flatten(0, 1).to(dtype).masked_fill(~present.unsqueeze(-1), 0) for x in (q, k, v)
+    )
+    return Tokens(q, k, v, buckets, present)
+
+
+def _by_token(o: Tensor, batch: int) -> Tensor:
+    """`[N,T,M]` to `[B,T,H,M]`."""
+    return torch.unflatten(o, 0, (batch, -1)).transpose(1, 2)
+
+
+def _sort(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Order by bucket, then by position, what is no token last: the token at each place, and its inverse."""
+    buckets = tokens.buckets
+    order = buckets.masked_fill(buckets == ABSENT, torch.iinfo(buckets.dtype).max).argsort(
+        dim=-1, stable=True
+    )
+    return order, _scatter(order, torch.arange(order.shape[-1], device=order.device), order.shape[-1])
+
+
+def _scatter(places: Tensor, values: Tensor, size: int) -> Tensor:
+    """y[..., places] = values, of the last axis; -1 elsewhere."""
+    y = torch.full((*places.shape[:-1], size), ABSENT, device=places.device)
+    return y.scatter(-1, places, values.expand_as(places))
+
+
+def _blocks_of_buckets(tokens: Tokens, place: Tensor, n_buckets: int, size: int) -> Layout:
+    """Begin each bucket in a block of its own.
+
+    So the slot of a key beside its query depends on earlier tokens only: its sum is the same bit for bit.
+    """
+    (N, R, T), buckets = place.shape, tokens.buckets
+    C = min(T, (T + n_buckets * (size - 1)) // size)  # the most blocks that T tokens can take
+    absent = buckets == ABSENT
+    bucket = buckets.masked_fill(absent, n_buckets)
+    count = place.new_zeros(N, R, n_buckets + 1).scatter_add(-1, bucket, torch.ones_like(bucket))
+    first_place, blocks = count.cumsum(-1) - count, (count + size - 1) // size
+    first_slot = (blocks.cumsum(-1) - blocks) * size
+    slot = (place + (first_slot - first_place).gather(-1, bucket)).masked_fill(absent, C * size)
+    token = _scatter(slot, torch.arange(T, device=place.device), C * size + 1)[..., :-1]
+    other = torch.arange(-1, C - 1, device=place.device).expand(N, R, C)
+    return Layout(token.view(N, R, C, size), slot.masked_fill(absent, 0), other)
+
+
+def _attend(tokens: Tokens, sets: Sets, layout: Layout, scale: float) -> Tensor:
+    """Softmax over the union of the sets, `[N,T,M]`."""
+    (T, C, c), v = (tokens.q.shape[1], *layout.tokens.shape[2:]), tokens.v
+    rounds = range(layout.tokens.shape[1])
+    with without_autocast(v.device):
+        if len(rounds) * C * c * 2 * c >= T * T:
+            o, lse = _all_pairs(tokens, sets, scale)
+        else:
+            o, lse = merge_softmax([_round(tokens, sets, layout, r, scale) for r in rounds])
+        o = torch.where((lse == -torch.inf).unsqueeze(-1), v, o)
+        return o.masked_fill(~tokens.present.unsqueeze(-1), 0)
+
+
+def _all_pairs(tokens: Tokens, sets: Sets, scale: float) -> tuple[Tensor, Tensor]:
+    """The definition: one softmax over the union, as a mask of all pairs."""
+    i = torch.arange(tokens.q.shape[1], device=tokens.q.device)
+    member = sets.reads(sets.query.unsqueeze(3), sets.key.unsqueeze(2), i.unsqueeze(1), i)
+    return masked_softmax(scale * tokens.q @ tokens.k.mT, member.any(1), tokens.v)
+
+
+def _round(tokens: Tokens, sets: Sets, layout: Layout, r: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The softmax of one round, in which a key that N rounds read weighs 1/N: `o [N,T,M]`, `lse [N,T]`."""
+    block, other = layout.tokens[:, r], layout.other[:, r]
+    beside = _take(block, other.clamp(min=0)).masked_fill((other == ABSENT).unsqueeze(-1), ABSENT)
+    readable = torch.cat([beside, block], -1)
+    i, j = block.clamp(min=0), readable.clamp(min=0)
+    count = torch.zeros((), dtype=torch.int16, device=i.device)
+    for other_round in range(sets.key.shape[1]):
+        query, key = _take(sets.query[:, other_round], i), _take(sets.key[:, other_round], j)
+        member = sets.reads(query.unsqueeze(3), key.unsqueeze(2), i.unsqueeze(3), j.unsqueeze(2))
+        count = count + member
+        if other_round == r:
+            allowed = member & (readable != ABSENT).unsqueeze(2)
+    q, k, v = _take(tokens.q, i), _take(tokens.k, j), _take(tokens.v, j)
+    o, lse = masked_softmax(scale * q @ k.mT - count.clamp(min=1).to(q.dtype).log(), allowed, v)
+    slot = layout.slot[:, r]
+    return _take(o.flatten(1, 2), slot), _take(lse.flatten(1, 2), slot)
+
+
+def masked_softmax(scores: Tensor, allowed: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the allowed keys: `[...,t,M]`, and its log-sum-exp; 0 and -inf for none."""
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    largest = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(())
+    largest = torch.where(largest == -torch.inf, 0, largest)
+    weights = (scores - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse = (total.log() + largest).masked_fill(empty, -torch.inf).squeeze(-1)
+    return weights @ v / total, lse
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    """y[n, ...] = x[n, places[n, ...]] for `x [N,T,...]`."""
+    row = torch.arange(len(x), device=x.device).view(-1, *[1] * (places.dim() - 1))
+    flat = x.flatten(0, 1).index_select(0, (row * x.shape[1] + places).flatten())
+    return flat.view(*places.shape, *x.shape[2:])

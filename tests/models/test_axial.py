@@ -1,0 +1,74 @@
+import re
+
+import pytest
+import torch
+
+from unrolled.models import Decoder, DecoderConfig
+from unrolled.models.config import TransformerConfig
+from unrolled.models.embeddings import PositionEmbedding
+
+
+def axial(shape, widths=None, d_model=10):
+    fields = {"positions": "axial", "axial_shape": shape, "axial_widths": widths}
+    return PositionEmbedding.of(TransformerConfig(d_model=d_model, n_heads=2, **fields))
+
+
+@pytest.mark.parametrize(("shape", "widths"), [([3, 4], [6, 4]), ([2, 3, 2], [2, 5, 3]), ([5], [10])])
+def test_a_position_is_a_point_of_the_grid(shape, widths):
+    module = axial(shape, widths)
+    points = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape))
+    wanted = torch.stack(
+        [torch.cat([t.weight[i] for t, i in zip(module.axes, p, strict=True)]) for p in points.tolist()]
+    )
+    n = len(points)
+    assert torch.equal(module(torch.zeros(1, n, 10))[0], wanted)
+    assert torch.equal(module(torch.zeros(1, n - 1, 10))[0], wanted[:-1])  # any length up to the product
+    assert torch.equal(module.at(torch.zeros(10), torch.tensor(n - 1)), wanted[-1])
+
+
+def test_it_has_a_sum_of_sizes_where_a_table_has_their_product():
+    module = axial([100, 200], [5, 5])
+    assert sum(p.numel() for p in module.parameters()) == (100 + 200) * 5
+    assert axial([4, 4, 4]).axes[0].weight.shape == (4, 4)  # widths 4, 3, 3 of 10 by default
+    assert axial([4, 4, 4]).axes[2].weight.shape == (4, 3)
+
+
+def test_a_decoder_steps_as_it_reads():
+    config = DecoderConfig(
+        vocab_size=7, d_model=16, n_heads=2, n_layers=2, positions="axial", axial_shape=[3, 5]
+    )
+    model = Decoder(config).double()
+    tokens = torch.randint(7, (2, 15))
+    wanted = model(tokens)
+    logits, state = model.prefill(tokens[:, :7], model.init_state(2))
+    found = [logits]
+    for token in tokens[:, 7:].unbind(1):
+        logits, state = model.step(token, state)
+        found.append(logits.unsqueeze(1))
+    torch.testing.assert_close(torch.cat(found, 1), wanted)
+    message = "the input reaches length 16, wanted at most the product of axial_shape = 15"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model(torch.zeros(1, 16, dtype=torch.long))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.step(tokens[:, 0], state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"axial_shape": [4, 4]}, "axial_shape is given with positions 'learned', wanted 'axial'"),
+        ({"positions": "axial"}, "axial_shape is None, wanted a list of sizes, such as [32, 32]"),
+        ({"positions": "axial", "axial_shape": [4, 0]}, "axial_shape is [4, 0], wanted a list of sizes"),
+        (
+            {"positions": "axial", "axial_shape": [4, 4], "axial_widths": [128, 127]},
+            "axial_widths is [128, 127], wanted one width for each of 2 axes, 256 in all",
+        ),
+        (
+            {"positions": "axial", "axial_shape": [4, 4], "axial_widths": [256]},
+            "axial_widths is [256], wanted one width for each of 2 axes, 256 in all",
+        ),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TransformerConfig(**fields)

@@ -1,0 +1,208 @@
+import re
+
+import pytest
+import torch
+
+from unrolled.cli.measure import PeakBytes
+from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
+from unrolled.models.blocks import Stack
+from unrolled.models.perceiver import PerceiverConfig
+from unrolled.models.perceiver_ar import PerceiverARConfig
+from unrolled.models.reversible import ReversibleStack
+
+REFORMER = {
+    "attention": "reformer",
+    "attention_options": {"reformer": {"chunk": 4, "n_buckets": 4, "seed": 1}},
+}
+
+
+def decoder(**fields):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "d_model": 16, "n_heads": 2, "n_layers": 3, "reversible": True}
+    return Decoder(DecoderConfig(**sizes | fields)).double()
+
+
+def tokens_of(batch=2, length=21):
+    return torch.randint(11, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def by_hand(stack, x, **masks):
+    """The equations, with autograd as usual."""
+    x1 = x2 = x
+    for block in stack.blocks:
+        x1 = x1 + block.dropout(block.attention(block.attention_norm(x2), **masks))
+        x2 = x2 + block.dropout(block.ff(block.ff_norm(x1)))
+    return stack.norm((x1 + x2) / 2)
+
+
+def gradients(y, x, stack):
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    return torch.autograd.grad((y * weights).sum(), [x, *stack.parameters()])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"attention": "softmax", "ff_chunk": 4}, REFORMER, {"attention": ["linear", "softmax", "linear"]}],
+    ids=["linear", "softmax, chunked", "reformer", "mixed"],
+)
+def test_outputs_and_gradients_are_those_of_ordinary_autograd(fields, dropout):
+    stack = decoder(dropout=dropout, **fields).stack.train()
+    x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
+    padding = torch.arange(21) >= torch.tensor([[21], [13]])
+    torch.manual_seed(5)
+    wanted = by_hand(stack, x, key_padding_mask=padding)
+    torch.manual_seed(5)
+    found = stack(x, key_padding_mask=padding)
+    assert torch.equal(found, wanted)
+    torch.manual_seed(6)  # the backward draws what the forward drew, and leaves this generator alone
+    before = torch.get_rng_state()
+    found = gradients(found, x, stack)
+    assert torch.equal(torch.get_rng_state(), before)
+    for ours, theirs in zip(found, gradients(wanted, x, stack), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-11)
+
+
+def test_buckets_are_those_of_the_forward(monkeypatch):
+    """A restored input differs by rounding; here the hash would differ by a bucket each time it is computed."""
+    stack = decoder(n_layers=2, **REFORMER).stack
+    x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
+    wanted = gradients(stack(x), x, stack)
+    y, hashed = stack(x), []
+    monkeypatch.setattr("unrolled.attention.reformer.hash_buckets", lambda *_: hashed.append(1))
+    for ours, theirs in zip(gradients(y, x, stack), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not hashed
+
+
+def activation_peak(n_layers, **fields):
+    """Bytes of activations at the peak of a forward and a backward, beyond the gradients of the weights."""
+    stack = decoder(n_layers=n_layers, d_model=32, dropout=0.1, **fields).float().stack.train()
+    x = torch.randn(2, 128, 32, requires_grad=True)
+    with PeakBytes() as forward:
+        y = stack(x)
+        kept = forward.live
+    with PeakBytes() as backward:
+        y.sum().backward()
+        weights = sum(p.grad.nbytes for p in stack.parameters())
+    return kept, kept + backward.peak - weights
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_activations_do_not_depend_on_the_depth(attention):
+    """Not counted: a few kilobytes for each layer with dropout, to draw the same again."""
+    shallow, deep = activation_peak(2, attention=attention), activation_peak(16, attention=attention)
+    assert deep == shallow
+    ordinary = [activation_peak(n, attention=attention, reversible=False)[0] for n in (2, 16)]
+    assert ordinary[1] > 7 * ordinary[0]
+
+
+def test_reformer_keeps_a_byte_for_each_bucket():
+    shallow, deep = activation_peak(2, **REFORMER), activation_peak(16, **REFORMER)
+    assert deep[0] - shallow[0] == 14 * 2 * 128 * 2 * 2  # layers, rows, tokens, heads, rounds
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention": "softmax"}, REFORMER, {"ff_chunk": 3}])
+def test_prefill_and_step_give_what_forward_gives(fields):
+    model, tokens = decoder(**fields).eval(), tokens_of()
+    wanted = model(tokens)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), wanted)
+    logits, state = model.prefill(tokens[:, :9], model.init_state(2))
+    found = [logits]
+    for token in tokens[:, 9:].unbind(1):
+        logits, state = model.step(token, state)
+        found.append(logits.unsqueeze(1))
+    torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_saved_model_is_reversible_again(tmp_path):
+    model = decoder(positions="axial", axial_shape=[4, 6], ff_chunk=5, **REFORMER)
+    model.save(tmp_path)
+    loaded = Decoder.load(tmp_path)
+    assert isinstance(loaded.stack, ReversibleStack)
+    assert loaded.config == model.config
+    assert torch.equal(loaded(tokens_of()), model(tokens_of()))
+
+
+def test_it_has_the_weights_of_an_ordinary_stack():
+    ordinary = decoder(reversible=False)
+    assert type(ordinary.stack) is Stack
+    assert ordinary.state_dict().keys() == decoder().state_dict().keys()
+
+
+def test_streams_are_fp32_in_half_precision():
+    model = decoder(n_layers=8).bfloat16().train()
+    streams = []
+    model.stack.blocks[3].register_forward_hook(lambda _, args, y: streams.append(y.dtype))
+    with torch.no_grad():
+        model(tokens_of())
+    assert streams == [torch.float32]
+    model.loss(tokens_of(), tokens_of()).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_autocast_is_that_of_the_forward():
+    model = decoder(attention="softmax").float().train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.loss(tokens_of(), tokens_of())
+        inside = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    outside = torch.autograd.grad(loss, list(model.parameters()))
+    for a, b in zip(inside, outside, strict=True):
+        assert torch.equal(a, b)
+        assert a.abs().max() > 0
+
+
+def test_it_trains_an_encoder_with_frozen_embeddings():
+    config = EncoderConfig(vocab_size=11, n_classes=2, d_model=16, n_heads=2, n_layers=2, reversible=True)
+    model = Encoder(config).train()
+    model.embedding.requires_grad_(False)
+    model.positions.requires_grad_(False)
+    model.loss(tokens_of(), torch.tensor([0, 1])).backward()
+    assert all(p.grad is not None for p in model.stack.parameters())
+
+
+def test_it_compiles_whole():
+    model, tokens = decoder(n_layers=1), tokens_of(2, 9)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: decoder(norm="post"), "norm is 'post', wanted 'pre' where blocks are reversible"),
+        (lambda: decoder(reversible=1), "reversible is 1, wanted True or False"),
+        (lambda: decoder(ff_chunk=0), "ff_chunk is 0, wanted an integer of at least 1"),
+        (lambda: PerceiverARConfig(vocab_size=11, reversible=True), "reversible is True, wanted False"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_chunks_change_no_output_and_no_gradient():
+    whole, chunked = decoder(reversible=False), decoder(reversible=False, ff_chunk=4)
+    x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
+    y, wanted = chunked.stack(x), whole.stack(x)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=1e-13)
+    for ours, theirs in zip(gradients(y, x, chunked.stack), gradients(wanted, x, whole.stack), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_chunks_bound_the_wide_activations():
+    def peak(**fields):
+        ff = decoder(d_model=16, d_ff=512, **fields).stack.blocks[0].ff
+        x = torch.randn(1, 256, 16, dtype=torch.float64, requires_grad=True)
+        with PeakBytes() as memory:
+            ff(x).sum().backward()
+        return memory.peak
+
+    one_wide_tensor = 256 * 512 * 8
+    assert peak() > 2 * one_wide_tensor
+    assert peak(ff_chunk=16) < one_wide_tensor
+
+
+def test_a_perceiver_may_be_reversible():
+    PerceiverConfig(vocab_size=11, n_classes=2, d_model=16, n_heads=2, reversible=True)
