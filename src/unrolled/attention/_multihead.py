@@ -130,7 +130,7 @@ class MultiHeadAttention(nn.Module):
         raise UnsupportedError(f"{self._name} attention reads no fixed pattern of keys")
 
     def gates(self, x: Tensor) -> Any:
-        """Read from the input of the keys `[...,d_model]` what is wanted beside k and v; by default nothing."""
+        """Read from the input of the keys `[...,d_model]` what is wanted besides; by default nothing."""
         return None
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:

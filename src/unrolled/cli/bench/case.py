@@ -49,7 +49,8 @@ class Definition:
     Attributes:
         compute: the results, by a form that shares no code with any contender.
         names: of the results.
-        tolerance: the largest error of a right contender, as a part of the largest number of each result.
+        tolerance: the largest error of a right contender, as a part of the largest number of each result; or
+            a function that measures it.
         flops: additions, multiplications, divisions and exponentials that the function needs.
         nbytes: bytes that must be read and written once.
         compared: takes from a contender's result what `compute` gives; all of it by default.
@@ -57,10 +58,15 @@ class Definition:
 
     compute: Callable[[], Sequence[Tensor]]
     names: Sequence[str]
-    tolerance: float
+    tolerance: float | Callable[[], float]
     flops: float | None = None
     nbytes: float | None = None
     compared: Callable[[Tensor], Tensor] = lambda x: x
+
+    @cached_property
+    def allowed(self) -> float:
+        """The tolerance, measured once."""
+        return self.tolerance() if callable(self.tolerance) else self.tolerance
 
     @cached_property
     def results(self) -> list[Tensor]:

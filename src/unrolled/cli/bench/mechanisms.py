@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unrolled import attention
 from unrolled.cli.bench.case import (
+    LAMBDA,
     Case,
     Contender,
     Definition,
@@ -43,9 +44,32 @@ def mechanisms(length: int, settings: Settings, *, causal: bool) -> Problem:
             return run(layer(name, length, causal).to(settings.device).double(), x.double())
 
         names = ["output", "gradient of the input"]
-        definitions[name] = Definition(compute, names, tolerance(torch.float32, STAGES * length))
+        definitions[name] = Definition(compute, names, partial(rounding, compute, name, length, causal, x))
         contenders.append(Contender(f"unrolled {name}", prepare, name, ours=True))
     return Problem(contenders, definitions, tokens=length)
+
+
+def rounding(
+    compute: Callable[[], Sequence[Tensor]], name: str, length: int, causal: bool, x: Tensor
+) -> float:
+    """Bound what rounding may do: that of the sums in a layer, and that of its inputs and weights.
+
+    The second depends on how well conditioned a mechanism is. So it is measured, by moving every number that
+    goes into the exact layer by one unit of fp32.
+    """
+    unit, generator = torch.finfo(torch.float32).eps / 2, torch.Generator().manual_seed(1)
+
+    def moved(y: Tensor) -> Tensor:
+        signs = torch.randint(2, y.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        return y.detach().double() * (1 + unit * signs.to(y.device))
+
+    module = layer(name, length, causal).to(x.device).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(moved(parameter))
+    changed = zip(run(module, moved(x)), compute(), strict=True)
+    effect = max(float((a - b).abs().max() / b.abs().max()) for a, b in changed)
+    return tolerance(torch.float32, STAGES * length) + LAMBDA * effect
 
 
 def layer(name: str, length: int, causal: bool) -> nn.Module:

@@ -93,9 +93,9 @@ def _check(
     except Exception as error:  # whatever a peer may raise, the others are still to be measured
         return replace(row, status="failed", reason=_sentence(error)), None
     largest, name = largest_error(found, definition)
-    row = replace(row, error=largest, tolerance=definition.tolerance)
-    if largest > definition.tolerance:
-        reason = f"max error {largest:.2g} in {name}, where at most {definition.tolerance:.2g} is rounding"
+    row = replace(row, error=largest, tolerance=definition.allowed)
+    if largest > definition.allowed:
+        reason = f"max error {largest:.2g} in {name}, where at most {definition.allowed:.2g} is rounding"
         return replace(row, status="wrong", reason=reason), None
 
     def timed() -> None:

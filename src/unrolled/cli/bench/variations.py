@@ -80,7 +80,7 @@ def alternation(length: int, settings: Settings) -> Problem:
     both = Definition(
         lambda: [*linear.results, *product.results],
         [*linear.names, *product.names],
-        max(linear.tolerance, product.tolerance),
+        max(linear.allowed, product.allowed),
     )
     contenders = [
         repeated("attention alone", "attention", attend),
