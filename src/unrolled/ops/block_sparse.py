@@ -26,7 +26,7 @@ from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape, transf
 from unrolled.ops.masks import without_padding
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 
-CPU_SCORES = 2**20  # that a group computes at once: 4 MB, about what stays in a cache
+CPU_SCORES = 2**18  # that a group computes at once: 1 MB, about what stays in a cache
 GPU_SCORES = 2**26  # 256 MB, which keep a GPU busy
 
 
@@ -115,8 +115,9 @@ def _attend(
 
     `hidden [B,H,g,L K]` are the keys that none of the queries reads.
     """
-    B, H, g = places.shape[:3]
-    k, v = (x.index_select(0, places.flatten()).reshape(B, H, g, -1, x.shape[2]) for x in (k, v))
+    B, H, g, L = places.shape
+    size = (B, H, g, L * k.shape[1])
+    k, v = (x.index_select(0, places.flatten()).reshape(*size, x.shape[2]) for x in (k, v))
     masked = hidden.unsqueeze(-2)
     if allowed is not None:
         masked = masked | ~allowed.expand(H, *allowed.shape[-2:]).unsqueeze(1)

@@ -1,0 +1,245 @@
+"""Factorized attention one token at a time: the keys that are still to be read, and what is read of them.
+
+Strided attention still reads every key. Of fixed attention there remain the current block, and of each block
+before it the last c u tokens. A token gathers the keys that it reads, and looks at no others.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, shape
+from unrolled.ops.factorized import Layout, factorized_attention
+from unrolled.ops.positions import positions_from_padding
+from unrolled.ops.precision import without_autocast
+
+
+class FactorizedState(NamedTuple):
+    """The keys and values that are still to be read, as a value: nothing here writes to one it is given.
+
+    Tokens join a short `recent` part, and from there the `past`, where each position has its slot.
+    """
+
+    past_k: Tensor  # [B,P,G,D]
+    past_v: Tensor  # [B,P,G,M]
+    recent_k: Tensor  # [B,W,G,D]
+    recent_v: Tensor  # [B,W,G,M]
+    position: Tensor  # [B], valid tokens seen
+
+
+def empty_state(
+    layout: Layout, batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor
+) -> FactorizedState:
+    """Make a state that has seen nothing, of the device and type of `like`."""
+    slots = layout.stride if layout.kind == "fixed" else 0
+    k = like.new_zeros(batch_size, slots, n_kv_heads, head_dim)
+    v = like.new_zeros(batch_size, slots, n_kv_heads, value_dim)
+    position = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+    return FactorizedState(k, v, k[:, :0].clone(), v[:, :0].clone(), position)
+
+
+def factorized_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    state: FactorizedState,
+    *,
+    key_padding_mask: Tensor | None = None,
+) -> tuple[Tensor, FactorizedState]:
+    """Attend from T new tokens to those of the state and to themselves: `[B,T,H,M]` and the state after them.
+
+    Padding (`key_padding_mask [B,T]`, True) is never read and does not count as seen.
+    """
+    check_qkv(q, k, v)
+    _check_state(state, k, v)
+    (B, T), out_dtype, dtype = q.shape[:2], v.dtype, state.past_k.dtype
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    W = state.recent_k.shape[1]
+    base = (state.position - W).unsqueeze(1)
+    order = torch.arange(T, device=q.device).expand(B, T)
+    count: Tensor | int = T
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, B, T)
+        order, count = positions_from_padding(key_padding_mask), (~key_padding_mask).sum(1)
+    new = base + W + order
+    if key_padding_mask is not None:
+        new = torch.where(key_padding_mask, -1, new)
+    position = torch.cat([base + torch.arange(W, device=q.device), new], 1)
+    k, v = torch.cat([state.recent_k, k], 1), torch.cat([state.recent_v, v], 1)
+    kept = _blocks_kept(layout, state.past_k) * layout.stride
+    with without_autocast(q.device):
+        if kept + W == 0 and key_padding_mask is None:
+            o = factorized_attention(q, k, v, layout)
+        else:
+            n = kept + W + T
+            all_k, all_v = (
+                _scatter(_whole(layout, past, base.squeeze(1), n), x, position)
+                for past, x in ((state.past_k, k), (state.past_v, v))
+            )
+            all_q = _scatter(q.new_zeros(B, n, *q.shape[2:]), q, new)
+            o = factorized_attention(all_q, all_k, all_v, layout)
+            o = o.gather(1, new.clamp(min=0)[..., None, None].expand(-1, -1, *o.shape[2:]))
+    keep = (W + T) % _fold(layout) if key_padding_mask is None else 0
+    return o.to(out_dtype), _add(layout, state, k, v, position, keep, count)
+
+
+def factorized_step(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: FactorizedState
+) -> tuple[Tensor, FactorizedState]:
+    """Run one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `o [B,H,M]` and the state after it."""
+    check_step(q, k, v)
+    _check_state(state, k.unsqueeze(1), v.unsqueeze(1))
+    (B, H, D), out_dtype, dtype = q.shape, v.dtype, state.past_k.dtype
+    q = q.to(dtype)
+    k = torch.cat([state.recent_k, k.to(dtype).unsqueeze(1)], 1)
+    v = torch.cat([state.recent_v, v.to(dtype).unsqueeze(1)], 1)
+    W, query = k.shape[1] - 1, state.position[:, None, None]
+    base = query - W
+    near, far = _candidates(layout, state, query)
+    read = torch.cat([near.expand(B, H, -1), far.expand(B, H, -1)], -1)
+    slot = torch.cat([_slots(layout, near)[0].expand(B, H, -1), _slots(layout, far)[1].expand(B, H, -1)], -1)
+    allowed = layout.allows(query, read) & (read >= 0)
+    with without_autocast(q.device):
+        keys, values = _take(k, read - base, H), _take(v, read - base, H)
+        if state.past_k.shape[1] > 0:
+            recent = (read >= base).unsqueeze(-1)
+            keys = torch.where(recent, keys, _take(state.past_k, slot, H))
+            values = torch.where(recent, values, _take(state.past_v, slot, H))
+        scores = torch.einsum("bhd,bhld->bhl", q * D**-0.5, keys).masked_fill(~allowed, -math.inf)
+        o = torch.einsum("bhl,bhlm->bhm", scores.softmax(-1), values)
+    position = (state.position - W).unsqueeze(1) + torch.arange(W + 1, device=q.device)
+    keep = (W + 1) % _fold(layout)
+    return o.to(out_dtype), _add(layout, state, k, v, position, keep, 1)
+
+
+def _fold(layout: Layout) -> int:
+    """How many tokens a state collects before they join its past: whole blocks, 64 at least."""
+    return layout.stride * -(-64 // layout.stride)
+
+
+def _candidates(layout: Layout, state: FactorizedState, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions that `query [B,1,1]` may read, each once: `[B,1,X]` near ones and `[B,H or 1,Y]` far ones.
+
+    Those that it does not are negative, or not allowed.
+    """
+    stride, device = layout.stride, query.device
+    seen = _blocks_kept(layout, state.past_k) * stride + state.recent_k.shape[1]  # or more
+    if layout.kind == "strided":
+        near = query - torch.arange(layout.window + 1, device=device)
+        first = layout.window // stride + 1  # that is not near
+        return near, query - stride * torch.arange(first, max(first, seen // stride + 1), device=device)
+    begin = query // stride * stride
+    near = begin + torch.arange(stride, device=device)
+    block = torch.arange(seen // stride, device=device).unsqueeze(-1) * stride
+    subblock = torch.arange(layout.n_heads, device=device)[:, None, None] % layout.subblocks
+    place = stride - (subblock + 1) * layout.summary + torch.arange(layout.summary, device=device)
+    far = (block + place).flatten(1)
+    return near, torch.where(far < begin, far, -1)
+
+
+def _take(x: Tensor, place: Tensor, n_heads: int) -> Tensor:
+    """Read `x [B,P,G,D]` at `place [B,H,X]`, moved into range: `[B,H,X,D]`."""
+    B, P, G, D = x.shape
+    row = torch.arange(B, device=x.device)[:, None, None] * P
+    head = (torch.arange(n_heads, device=x.device) // (n_heads // G)).unsqueeze(1)
+    index = (row + place.clamp(0, P - 1)) * G + head
+    return x.reshape(-1, D).index_select(0, index.flatten()).reshape(*index.shape, D)
+
+
+def _check_state(state: FactorizedState, k: Tensor, v: Tensor) -> None:
+    (B, _, G, D), M = k.shape, v.shape[3]
+    for part in ("past", "recent"):
+        for name, width in (("k", D), ("v", M)):
+            x = getattr(state, f"{part}_{name}")
+            if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, G, width):
+                raise ValueError(
+                    f"state.{part}_{name} has shape {shape(x)}, but these inputs want [{B}, X, {G}, {width}]"
+                )
+
+
+def _blocks_kept(layout: Layout, past: Tensor) -> int:
+    """How many blocks of tokens the past has slots for."""
+    if layout.kind == "strided":
+        return past.shape[1] // layout.stride
+    return (past.shape[1] - layout.stride) // (layout.summary * layout.subblocks)
+
+
+def _slots(layout: Layout, position: Tensor) -> tuple[Tensor, Tensor]:
+    """The slots of a position in the past: as one of its block, and as one that later blocks read.
+
+    Strided, both are the position itself. Fixed, there are l slots for the current block, and then those of
+    each block's last c u tokens; what is none of them has a negative second slot.
+    """
+    if layout.kind == "strided":
+        return position, position
+    stride, kept = layout.stride, layout.summary * layout.subblocks
+    block, place = position // stride, position % stride - (stride - kept)
+    return position % stride, torch.where(place < 0, -1, stride + block * kept + place)
+
+
+def _store(layout: Layout, past: Tensor, x: Tensor, position: Tensor, following: Tensor) -> Tensor:
+    """Add tokens `x [B,W,G,D]` at `position [B,W]` (-1 = padding) that are read from `following [B]` on.
+
+    The past grows by whole blocks, enough for all.
+    """
+    slot, later = _slots(layout, position)
+    per_block = layout.stride if layout.kind == "strided" else layout.summary * layout.subblocks
+    n = past.shape[1] + -(-x.shape[1] // layout.stride) * per_block
+    if layout.kind == "fixed":
+        current = position // layout.stride == (following // layout.stride).unsqueeze(1)
+        slot, x = torch.cat([torch.where(current, slot, -1), later], 1), torch.cat([x, x], 1)
+        position = torch.cat([position, position], 1)
+    return _scatter(_longer(past, n), x, torch.where(position < 0, -1, slot))
+
+
+def _longer(x: Tensor, n: int) -> Tensor:
+    return pad(x, (0, 0, 0, 0, 0, n - x.shape[1]))
+
+
+def _scatter(x: Tensor, tokens: Tensor, slot: Tensor) -> Tensor:
+    """Write `tokens [B,W,G,D]` into a copy of `x [B,P,G,D]`, each at its slot `[B,W]`, -1 for nowhere."""
+    n = x.shape[1]
+    slot = torch.where(slot < 0, n, slot)[..., None, None].expand_as(tokens)
+    return _longer(x, n + 1).scatter(1, slot, tokens)[:, :n].contiguous()
+
+
+def _whole(layout: Layout, past: Tensor, base: Tensor, n: int) -> Tensor:
+    """Lay what is kept of the first `base [B]` tokens where it stood: `[B,n,G,D]`, zeros elsewhere."""
+    if layout.kind == "strided":
+        return _longer(past, n)
+    stride, kept = layout.stride, layout.summary * layout.subblocks
+    later = past[:, stride:]
+    later = later.reshape(len(past), _blocks_kept(layout, past), kept, *past.shape[2:])
+    later = pad(later, (0, 0, 0, 0, stride - kept, 0)).flatten(1, 2)
+    position = (base // stride * stride).unsqueeze(1) + torch.arange(stride, device=base.device)
+    current = torch.where(position < base.unsqueeze(1), position, -1)
+    return _scatter(_longer(later, n), past[:, :stride], current)
+
+
+def _add(
+    layout: Layout,
+    state: FactorizedState,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    keep: int,
+    count: Tensor | int,
+) -> FactorizedState:
+    """Make the state after `k`, `v [B,X,G,..]` at `position [B,X]`: the recent tokens, then new ones.
+
+    The last `keep` of them stay recent. `count` new tokens have been seen.
+    """
+    begin = k.shape[1] - keep
+    following = state.position + count - keep
+    past_k, past_v = state.past_k, state.past_v
+    if begin > 0:
+        past_k, past_v = (
+            _store(layout, past, x[:, :begin], position[:, :begin], following)
+            for past, x in ((past_k, k), (past_v, v))
+        )
+        k, v = k[:, begin:].clone(), v[:, begin:].clone()
+    return FactorizedState(past_k, past_v, k, v, state.position + count)
