@@ -12,7 +12,7 @@ kept apart, and merged through lse.
     strided near    a window
     strided far     tokens of one residue modulo l are l short sequences, of neighbours
     fixed near      blocks of l are short sequences
-    fixed far       block-sparse: blocks of l queries read blocks of c keys
+    fixed far       summaries are met pair by pair of blocks, pairs of pairs and so on
 
 Child et al. 2019, "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509), section 4.2.
 """
@@ -33,7 +33,6 @@ from unrolled.ops.window import window_attention
 
 KINDS = ("strided", "fixed")
 READS = ("merged", "split", "near", "far")
-PIECES = 8  # that the causal fixed pattern is cut into: few, yet few products that the mask throws away
 
 Part = tuple[Tensor, Tensor]  # o [B,T,H,M] and lse [B,T,H]
 
@@ -73,11 +72,14 @@ class Layout:
             )
 
     def groups(self) -> list[tuple[range, bool, bool]]:
-        """Heads that read alike, in their order, and whether they read near and far keys."""
+        """Heads that read alike, and whether they read near and far keys."""
         H, half = self.n_heads, (self.n_heads + 1) // 2
+        u = self.subblocks if self.kind == "fixed" else 1
+        if self.reads == "near":
+            return [(range(H), True, False)]
         if self.reads == "split":
-            return [(range(half), True, False), (range(half, H), False, True)]
-        return [(range(H), self.reads != "far", self.reads != "near")]
+            return [(range(half), True, False), *((range(h, H, u), False, True) for h in range(half, H)[:u])]
+        return [(range(h, H, u), self.reads == "merged", True) for h in range(H)[:u]]
 
     def allows(self, i: Tensor, j: Tensor) -> Tensor:
         """Whether each head reads key j from query i, `[...,H,X]` or `[...,1,X]` both: the definition."""
@@ -88,9 +90,13 @@ class Layout:
             end = stride - head % self.subblocks * self.summary
             near, place = i // stride == j // stride, j % stride
             far = ((place >= end - self.summary) & (place < end)) | (i == j)
-        reads_near = torch.cat([torch.full((len(h), 1), near) for h, near, _ in self.groups()]).to(j.device)
-        reads_far = torch.cat([torch.full((len(h), 1), far) for h, _, far in self.groups()]).to(j.device)
-        allowed = (near & reads_near) | (far & reads_far)
+        if self.reads == "merged":
+            allowed = near | far
+        elif self.reads == "split":
+            allowed = torch.where(head < (self.n_heads + 1) // 2, near, far)
+        else:
+            allowed = near if self.reads == "near" else far
+        allowed = allowed.expand(*allowed.shape[:-2], self.n_heads, -1)
         return allowed & (j <= i) if self.causal else allowed
 
 
@@ -111,28 +117,35 @@ def factorized_attention(
     (B, T, H, _), G = q.shape, k.shape[2]
     if k.shape[1] != T:
         raise ValueError(f"k has length {k.shape[1]}, but q has {T}, and both must be of the same tokens")
-    padding, places = key_padding_mask, None
+    padding, first = key_padding_mask, None
     if padding is not None:
         check_key_padding_mask(padding, B, T)
-        places = valid_first(padding)
+        first = valid_first(padding)
         k, v = without_padding(k, padding), without_padding(v, padding)
-        q, k, v, padding = (reorder(x, places) for x in (q, k, v, padding))
+        q, k, v, padding = (reorder(x, first) for x in (q, k, v, padding))
         padding = None if layout.causal else padding  # it comes last, where nobody looks back from
     groups, outputs = layout.groups(), []
     if len(groups) > 1:
         k, v = k.repeat_interleave(H // G, 2), v.repeat_interleave(H // G, 2)
     for heads, near, far in groups:
-        of_group = slice(heads.start, heads.stop) if len(groups) > 1 else slice(None)
-        inputs = (q[:, :, heads.start : heads.stop], k[:, :, of_group], v[:, :, of_group])
+        of_group = slice(heads.start, heads.stop, heads.step)
+        inputs = (q, k, v)
+        if len(groups) > 1:
+            inputs = (q[:, :, of_group], k[:, :, of_group], v[:, :, of_group])
         parts = [_near(*inputs, layout, padding)] if near else []
         if far and layout.kind == "strided":
             parts += _residues(*inputs, layout, padding, beyond=layout.window if near else -1)
         elif far:
-            parts += [] if near else [_own_summary(*inputs, layout, padding, heads)]
-            parts += _summaries(*inputs, layout, padding, heads)
+            end = layout.stride - heads.start % layout.subblocks * layout.summary
+            places = slice(end - layout.summary, end)
+            parts += [] if near else [_own_summary(*inputs, layout, padding, places)]
+            parts += _summaries(*inputs, layout, padding, places)
         outputs.append(merge_softmax(parts)[0])
-    o = torch.cat(outputs, 2)
-    return o if places is None else reorder(o, places.argsort(1))
+    o = outputs[0]
+    if len(groups) > 1:
+        order = torch.tensor([head for heads, *_ in groups for head in heads], device=q.device)
+        o = torch.cat(outputs, 2).index_select(2, order.argsort())
+    return o if first is None else reorder(o, first.argsort(1))
 
 
 def _near(q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None) -> Part:
@@ -195,51 +208,62 @@ def _residues(
 
 
 def _own_summary(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None, heads: range
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None, places: slice
 ) -> Part:
     """Read the query itself, and the summary of its own block."""
-    stride, blocks = layout.stride, torch.arange(-(-q.shape[1] // layout.stride), device=q.device)
-    allowed = factorized_pattern(layout, stride)[heads.start : heads.stop].to(q.device)
+    stride, N = layout.stride, -(-q.shape[1] // layout.stride)
+    allowed = torch.eye(stride, dtype=torch.bool, device=q.device)
+    allowed[:, places] = True
     return block_sparse_attention(
         q,
         k,
         v,
-        blocks.reshape(1, 1, -1, 1),
+        torch.arange(N, device=q.device).reshape(1, 1, N, 1),
         block_size=(stride, stride),
-        allowed=allowed,
+        allowed=allowed.tril() if layout.causal else allowed,
         key_padding_mask=padding,
     )
 
 
 def _summaries(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None, heads: range
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None, places: slice
 ) -> list[Part]:
-    """Read the summaries of all blocks but the query's own: those before it and, if not causal, after it."""
-    T, stride, c = q.shape[1], layout.stride, layout.summary
-    N = -(-T // stride)
-    if N < 2:
-        return []
-    own, other = torch.arange(N, device=q.device).unsqueeze(1), torch.arange(N, device=q.device)
-    subblock = torch.tensor(heads, device=q.device)[:, None, None] % layout.subblocks
-    number = (other + 1) * (stride // c) - 1 - subblock  # of the summary, in blocks of c
-    read = (other < own) if layout.causal else (other != own) & (number * c < T)
-    blocks = torch.where(read, number, -1).unsqueeze(0)
-    step, pieces = (-(-N // PIECES) if layout.causal else N), []
-    for begin in range(0, N, step):
-        end = min(begin + step, N)
-        last = end - 1 if layout.causal else N
-        pieces.append(
-            block_sparse_attention(
-                q[:, begin * stride : end * stride],
-                k[:, : last * stride],
-                v[:, : last * stride],
-                blocks[:, :, begin:end, :last],
-                block_size=(stride, c),
-                key_padding_mask=padding,
-            )
+    """Read the summaries of all blocks but the query's own: those before it and, if not causal, after it.
+
+    Blocks are paired, then pairs, and so on: of two neighbours of one size, the later reads all of the earlier.
+    Each pair of blocks meets once in this way, and nothing is computed to be masked.
+    """
+    (B, T), stride = q.shape[:2], layout.stride
+    N, size, parts = -(-T // stride), 1, []
+    mask = None if layout.causal else _cut_padding(padding, B, T, stride, q.device)[:, :, places]
+    q, k, v = _cut(q, stride), _cut(k, stride)[:, :, places], _cut(v, stride)[:, :, places]
+    while size < N:
+        pairs = -(-N // (2 * size))
+
+        def halves(x: Tensor, size: int = size, pairs: int = pairs) -> tuple[Tensor, Tensor]:
+            if pairs > 1:
+                x = _cut(x, 2 * size).flatten(0, 1)
+            return x[:, :size].flatten(1, 2), x[:, size:].flatten(1, 2)
+
+        (q_0, q_1), (k_0, k_1), (v_0, v_1) = halves(q), halves(k), halves(v)
+        mask_0, mask_1 = (None, None) if mask is None else (~x for x in halves(~mask))
+        later = window_attention(
+            q_1, k_0, v_0, window_size=(-1, -1), key_padding_mask=mask_0, return_lse=True
         )
-    o, lse = (torch.cat(piece, 1) for piece in zip(*pieces, strict=True))
-    return [(o, lse)]
+        if layout.causal:
+            o, lse = torch.zeros_like(later[0][:, :1]), torch.full_like(later[1][:, :1], -math.inf)
+            earlier = o.expand(-1, q_0.shape[1], -1, -1), lse.expand(-1, q_0.shape[1], -1)
+        else:
+            earlier = window_attention(
+                q_0, k_1, v_1, window_size=(-1, -1), key_padding_mask=mask_1, return_lse=True
+            )
+        o, lse = (
+            torch.cat(x, 1).reshape(B, pairs * (x[0].shape[1] + x[1].shape[1]), *x[0].shape[2:])[:, :T]
+            for x in zip(earlier, later, strict=True)
+        )
+        parts.append((o, lse))
+        size *= 2
+    return parts
 
 
 def _cut(x: Tensor, stride: int) -> Tensor:

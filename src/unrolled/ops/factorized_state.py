@@ -93,27 +93,26 @@ def factorized_step(
     """Run one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `o [B,H,M]` and the state after it."""
     check_step(q, k, v)
     _check_state(state, k.unsqueeze(1), v.unsqueeze(1))
-    (B, H, D), out_dtype, dtype = q.shape, v.dtype, state.past_k.dtype
+    (_, H, D), out_dtype, dtype = q.shape, v.dtype, state.past_k.dtype
     q = q.to(dtype)
     k = torch.cat([state.recent_k, k.to(dtype).unsqueeze(1)], 1)
     v = torch.cat([state.recent_v, v.to(dtype).unsqueeze(1)], 1)
-    W, query = k.shape[1] - 1, state.position[:, None, None]
-    base = query - W
-    near, far = _candidates(layout, state, query)
-    read = torch.cat([near.expand(B, H, -1), far.expand(B, H, -1)], -1)
-    slot = torch.cat([_slots(layout, near)[0].expand(B, H, -1), _slots(layout, far)[1].expand(B, H, -1)], -1)
-    allowed = layout.allows(query, read) & (read >= 0)
+    W, query = k.shape[1] - 1, state.position.unsqueeze(1)
+    position = query - W + torch.arange(W + 1, device=q.device)
     with without_autocast(q.device):
-        keys, values = _take(k, read - base, H), _take(v, read - base, H)
-        if state.past_k.shape[1] > 0:
-            recent = (read >= base).unsqueeze(-1)
-            keys = torch.where(recent, keys, _take(state.past_k, slot, H))
-            values = torch.where(recent, values, _take(state.past_v, slot, H))
-        scores = torch.einsum("bhd,bhld->bhl", q * D**-0.5, keys).masked_fill(~allowed, -math.inf)
-        o = torch.einsum("bhl,bhlm->bhm", scores.softmax(-1), values)
-    position = (state.position - W).unsqueeze(1) + torch.arange(W + 1, device=q.device)
-    keep = (W + 1) % _fold(layout)
-    return o.to(out_dtype), _add(layout, state, k, v, position, keep, 1)
+        if layout.kind == "strided":
+            keys, values, allowed = _gathered(layout, state, k, v, position, H)
+        else:
+            parts = ((state.past_k, k), (state.past_v, v))
+            keys, values = (
+                torch.cat(x, 1).transpose(1, 2).repeat_interleave(H // k.shape[2], 1) for x in parts
+            )
+            where = torch.cat([_positions_kept(layout, state.past_k, query, position[:, :1]), position], 1)
+            where = where.unsqueeze(1)
+            allowed = layout.allows(query.unsqueeze(1), where) & (where >= 0)
+        scores = torch.einsum("bhd,bhxd->bhx", q * D**-0.5, keys).masked_fill(~allowed, -math.inf)
+        o = torch.einsum("bhx,bhxm->bhm", scores.softmax(-1), values)
+    return o.to(out_dtype), _add(layout, state, k, v, position, (W + 1) % _fold(layout), 1)
 
 
 def _fold(layout: Layout) -> int:
@@ -121,33 +120,46 @@ def _fold(layout: Layout) -> int:
     return layout.stride * -(-64 // layout.stride)
 
 
-def _candidates(layout: Layout, state: FactorizedState, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions that `query [B,1,1]` may read, each once: `[B,1,X]` near ones and `[B,H or 1,Y]` far ones.
+def _gathered(
+    layout: Layout, state: FactorizedState, k: Tensor, v: Tensor, position: Tensor, n_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather what the last of the recent tokens `k`, `v [B,W,G,..]` may read: `[B,H,X,..]`, and which of it.
 
-    Those that it does not are negative, or not allowed.
+    Strided: the window, and one token of each stride before it.
     """
-    stride, device = layout.stride, query.device
-    seen = _blocks_kept(layout, state.past_k) * stride + state.recent_k.shape[1]  # or more
-    if layout.kind == "strided":
-        near = query - torch.arange(layout.window + 1, device=device)
-        first = layout.window // stride + 1  # that is not near
-        return near, query - stride * torch.arange(first, max(first, seen // stride + 1), device=device)
+    stride, query, base = layout.stride, position[:, -1:], position[:, :1]
+    seen, first = state.past_k.shape[1] + k.shape[1], layout.window // stride + 1
+    near = torch.arange(layout.window + 1, device=k.device)
+    far = stride * torch.arange(first, max(first, seen // stride + 1), device=k.device)
+    read = query - torch.cat([near, far])
+    keys, values = _take(k, read - base), _take(v, read - base)
+    if state.past_k.shape[1] > 0:
+        recent = (read >= base)[..., None, None]
+        keys = torch.where(recent, keys, _take(state.past_k, read))
+        values = torch.where(recent, values, _take(state.past_v, read))
+    allowed = layout.allows(query.unsqueeze(1), read.unsqueeze(1)) & (read >= 0).unsqueeze(1)
+    keys, values = (x.transpose(1, 2).repeat_interleave(n_heads // x.shape[2], 1) for x in (keys, values))
+    return keys, values, allowed
+
+
+def _take(x: Tensor, place: Tensor) -> Tensor:
+    """Read `x [B,P,G,D]` at `place [B,X]`, moved into range: `[B,X,G,D]`."""
+    return x.gather(1, place.clamp(0, x.shape[1] - 1)[..., None, None].expand(-1, -1, *x.shape[2:]))
+
+
+def _positions_kept(layout: Layout, past: Tensor, query: Tensor, base: Tensor) -> Tensor:
+    """The position whose key each slot of the past holds, for a `query [B,1]` of the fixed pattern: `[B,P]`.
+
+    It is -1 where the slot holds none of the first `base [B,1]`, or one that another slot holds as well.
+    """
+    stride, kept, device = layout.stride, layout.summary * layout.subblocks, past.device
     begin = query // stride * stride
-    near = begin + torch.arange(stride, device=device)
-    block = torch.arange(seen // stride, device=device).unsqueeze(-1) * stride
-    subblock = torch.arange(layout.n_heads, device=device)[:, None, None] % layout.subblocks
-    place = stride - (subblock + 1) * layout.summary + torch.arange(layout.summary, device=device)
-    far = (block + place).flatten(1)
-    return near, torch.where(far < begin, far, -1)
-
-
-def _take(x: Tensor, place: Tensor, n_heads: int) -> Tensor:
-    """Read `x [B,P,G,D]` at `place [B,H,X]`, moved into range: `[B,H,X,D]`."""
-    B, P, G, D = x.shape
-    row = torch.arange(B, device=x.device)[:, None, None] * P
-    head = (torch.arange(n_heads, device=x.device) // (n_heads // G)).unsqueeze(1)
-    index = (row + place.clamp(0, P - 1)) * G + head
-    return x.reshape(-1, D).index_select(0, index.flatten()).reshape(*index.shape, D)
+    current = begin + torch.arange(stride, device=device)
+    block = torch.arange(_blocks_kept(layout, past), device=device).unsqueeze(1) * stride
+    later = (block + torch.arange(stride - kept, stride, device=device)).flatten()
+    return torch.cat(
+        [torch.where(current < base, current, -1), torch.where(later < begin.minimum(base), later, -1)], 1
+    )
 
 
 def _check_state(state: FactorizedState, k: Tensor, v: Tensor) -> None:
