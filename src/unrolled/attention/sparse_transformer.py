@@ -7,18 +7,17 @@ With the stride l, query i of causal attention reads keys j <= i of
     fixed        floor(j / l) = floor(i / l)      j mod l among the last c places, or j = i
 
 The fixed pattern cuts the sequence into blocks of l, whose last c tokens sum them up for all that follow.
-With u sub-blocks, head h reads instead the c places that end at l - (h mod u) c; what stands after
-them is then two hops away only through heads that read the last ones. Bidirectional attention reads ahead as
-it reads back. A head that reads both sets reads their union by one softmax, each key once.
+With u sub-blocks, head h reads instead the c places that end at l - (h mod u) c; what stands after them is
+then two hops away only through heads that read the last ones. Bidirectional attention reads ahead as it reads
+back. A head that reads both sets reads their union by one softmax, each key once.
 
 Child, Gray, Radford and Sutskever 2019, "Generating Long Sequences with Sparse Transformers",
-arXiv 1904.10509, sections 4.2, 4.3 and 5.2. Their w is l; their code has
-l - 1. By their formula, far keys alone leave early queries of the fixed pattern with nothing to read: here
-each query reads itself.
+arXiv 1904.10509, sections 4.2, 4.3 and 5.2. Their w is l; their code has l - 1. By their formula, far keys
+alone leave early queries of the fixed pattern with nothing to read: here each query reads itself.
 
-Cost per head, strided and fixed: time O(T (w + T / l) (D + M)) and O(T (l + T c / l) (D + M)), memory that of
-inputs and outputs. Per generated token time O(w + T / l) and O(l + T c u / l), state O(T) and O(l + T c u / l).
-A prefill that continues a state costs as much as one of the whole sequence.
+Cost per head, strided and fixed: time O(T (w + T / l) (D + M)) and O(T (l + T c / l) (D + M)), memory that
+of inputs and outputs. Per generated token, times D + M: time O(w + T / l) and O(l + T c u / l), state O(T) and
+O(l + T c u / l). A prefill that continues a state costs as much as one of the whole sequence.
 Cannot: read another sequence, or honour an arbitrary `attn_mask`. The strided pattern is for what has a
 period, such as the rows of an image, and fails on text.
 Equals softmax attention: where both sets are read, at l = 1, at l >= n and, fixed, at c = l.

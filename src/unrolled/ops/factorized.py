@@ -230,8 +230,8 @@ def _summaries(
 ) -> list[Part]:
     """Read the summaries of all blocks but the query's own: those before it and, if not causal, after it.
 
-    Blocks are paired, then pairs, and so on: of two neighbours of one size, the later reads all of the earlier.
-    Each pair of blocks meets once in this way, and nothing is computed to be masked.
+    Blocks are paired, then pairs, and so on: of two neighbours of one size, the later reads all of the
+    earlier. Each pair of blocks meets once in this way, and nothing is computed to be masked.
     """
     (B, T), stride = q.shape[:2], layout.stride
     N, size, parts = -(-T // stride), 1, []

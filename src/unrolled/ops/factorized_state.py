@@ -93,26 +93,28 @@ def factorized_step(
     """Run one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `o [B,H,M]` and the state after it."""
     check_step(q, k, v)
     _check_state(state, k.unsqueeze(1), v.unsqueeze(1))
-    (_, H, D), out_dtype, dtype = q.shape, v.dtype, state.past_k.dtype
-    q = q.to(dtype)
+    (B, H, D), G, out_dtype, dtype = q.shape, k.shape[1], v.dtype, state.past_k.dtype
     k = torch.cat([state.recent_k, k.to(dtype).unsqueeze(1)], 1)
     v = torch.cat([state.recent_v, v.to(dtype).unsqueeze(1)], 1)
     W, query = k.shape[1] - 1, state.position.unsqueeze(1)
     position = query - W + torch.arange(W + 1, device=q.device)
+    if layout.kind == "strided":
+        parts = [_gathered(layout, state, k, v, position)]
+    else:
+        kept = _positions_kept(layout, state.past_k, query, position[:, :1])
+        parts = [(state.past_k, state.past_v, kept), (k, v, position)]
     with without_autocast(q.device):
-        if layout.kind == "strided":
-            keys, values, allowed = _gathered(layout, state, k, v, position, H)
-        else:
-            parts = ((state.past_k, k), (state.past_v, v))
-            keys, values = (
-                torch.cat(x, 1).transpose(1, 2).repeat_interleave(H // k.shape[2], 1) for x in parts
-            )
-            where = torch.cat([_positions_kept(layout, state.past_k, query, position[:, :1]), position], 1)
-            where = where.unsqueeze(1)
-            allowed = layout.allows(query.unsqueeze(1), where) & (where >= 0)
-        scores = torch.einsum("bhd,bhxd->bhx", q * D**-0.5, keys).masked_fill(~allowed, -math.inf)
-        o = torch.einsum("bhx,bhxm->bhm", scores.softmax(-1), values)
-    return o.to(out_dtype), _add(layout, state, k, v, position, (W + 1) % _fold(layout), 1)
+        grouped = q.to(dtype).reshape(B, G, H // G, D) * D**-0.5
+        scores = [torch.einsum("bgpd,bxgd->bgpx", grouped, keys).flatten(1, 2) for keys, _, _ in parts]
+        place = torch.cat([place for _, _, place in parts], 1).unsqueeze(1)
+        allowed = layout.allows(query.unsqueeze(1), place) & (place >= 0)
+        weights = torch.cat(scores, -1).masked_fill(~allowed, -math.inf).softmax(-1).reshape(B, G, H // G, -1)
+        o, begin = torch.zeros((), dtype=dtype, device=q.device), 0
+        for _, values, _ in parts:
+            share = weights[..., begin : begin + values.shape[1]]
+            o, begin = o + torch.einsum("bgpx,bxgm->bgpm", share, values), begin + values.shape[1]
+    after = _add(layout, state, k, v, position, (W + 1) % _fold(layout), 1)
+    return o.flatten(1, 2).to(out_dtype), after
 
 
 def _fold(layout: Layout) -> int:
@@ -121,11 +123,11 @@ def _fold(layout: Layout) -> int:
 
 
 def _gathered(
-    layout: Layout, state: FactorizedState, k: Tensor, v: Tensor, position: Tensor, n_heads: int
+    layout: Layout, state: FactorizedState, k: Tensor, v: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather what the last of the recent tokens `k`, `v [B,W,G,..]` may read: `[B,H,X,..]`, and which of it.
+    """Gather what the last of the recent tokens reads if strided: the window, and one a stride.
 
-    Strided: the window, and one token of each stride before it.
+    Keys and values `[B,X,G,..]` of `k`, `v [B,W,G,..]` and the past, and positions `[B,X]`, negative for none.
     """
     stride, query, base = layout.stride, position[:, -1:], position[:, :1]
     seen, first = state.past_k.shape[1] + k.shape[1], layout.window // stride + 1
@@ -137,14 +139,14 @@ def _gathered(
         recent = (read >= base)[..., None, None]
         keys = torch.where(recent, keys, _take(state.past_k, read))
         values = torch.where(recent, values, _take(state.past_v, read))
-    allowed = layout.allows(query.unsqueeze(1), read.unsqueeze(1)) & (read >= 0).unsqueeze(1)
-    keys, values = (x.transpose(1, 2).repeat_interleave(n_heads // x.shape[2], 1) for x in (keys, values))
-    return keys, values, allowed
+    return keys, values, read
 
 
 def _take(x: Tensor, place: Tensor) -> Tensor:
     """Read `x [B,P,G,D]` at `place [B,X]`, moved into range: `[B,X,G,D]`."""
-    return x.gather(1, place.clamp(0, x.shape[1] - 1)[..., None, None].expand(-1, -1, *x.shape[2:]))
+    B, P = x.shape[:2]
+    row = torch.arange(B, device=x.device).unsqueeze(1) * P + place.clamp(0, P - 1)
+    return x.flatten(0, 1).index_select(0, row.flatten()).reshape(*place.shape, *x.shape[2:])
 
 
 def _positions_kept(layout: Layout, past: Tensor, query: Tensor, base: Tensor) -> Tensor:
