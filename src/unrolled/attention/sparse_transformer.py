@@ -16,8 +16,9 @@ arXiv 1904.10509, sections 4.2, 4.3 and 5.2. Their w is l; their code has l - 1.
 alone leave early queries of the fixed pattern with nothing to read: here each query reads itself.
 
 Cost per head, strided and fixed: time O(T (w + T / l) (D + M)) and O(T (l + T c / l) (D + M)), memory that
-of inputs and outputs. Per generated token, times D + M: time O(w + T / l) and O(l + T c u / l), state O(T) and
-O(l + T c u / l). A prefill that continues a state costs as much as one of the whole sequence.
+of inputs and outputs. Per generated token time O((w + T / l) (D + M)) and O((l + T c u / l) (D + M)); state
+O(T (D + M)) and O((l + T c u / l) (D + M)). A prefill that continues a state costs as much as one of the whole
+sequence.
 Cannot: read another sequence, or honour an arbitrary `attn_mask`. The strided pattern is for what has a
 period, such as the rows of an image, and fails on text.
 Equals softmax attention: where both sets are read, at l = 1, at l >= n and, fixed, at c = l.

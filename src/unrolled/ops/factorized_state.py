@@ -125,9 +125,10 @@ def _fold(layout: Layout) -> int:
 def _gathered(
     layout: Layout, state: FactorizedState, k: Tensor, v: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather what the last of the recent tokens reads if strided: the window, and one a stride.
+    """Gather what the last token reads of the strided pattern: its window, then one key of each stride.
 
-    Keys and values `[B,X,G,..]` of `k`, `v [B,W,G,..]` and the past, and positions `[B,X]`, negative for none.
+    Returns keys and values `[B,X,G,..]`, from the past and from the recent `k`, `v [B,W,G,..]`, and their
+    positions `[B,X]`, negative for none.
     """
     stride, query, base = layout.stride, position[:, -1:], position[:, :1]
     seen, first = state.past_k.shape[1] + k.shape[1], layout.window // stride + 1
