@@ -17,8 +17,8 @@ alone leave early queries of the fixed pattern with nothing to read: here each q
 
 Cost per head, strided and fixed: time O(T (w + T / l) (D + M)) and O(T (l + T c / l) (D + M)), memory that
 of inputs and outputs. Per generated token time O((w + T / l) (D + M)) and O((l + T c u / l) (D + M)); state
-O(T (D + M)) and O((l + T c u / l) (D + M)). A prefill that continues a state costs as much as one of the whole
-sequence.
+O(T (D + M)) and O((l + T c u / l) (D + M)). A prefill that continues a state costs as much as one of the
+whole sequence.
 Cannot: read another sequence, or honour an arbitrary `attn_mask`. The strided pattern is for what has a
 period, such as the rows of an image, and fails on text.
 Equals softmax attention: where both sets are read, at l = 1, at l >= n and, fixed, at c = l.

@@ -108,7 +108,8 @@ def factorized_step(
         scores = [torch.einsum("bgpd,bxgd->bgpx", grouped, keys).flatten(1, 2) for keys, _, _ in parts]
         place = torch.cat([place for _, _, place in parts], 1).unsqueeze(1)
         allowed = layout.allows(query.unsqueeze(1), place) & (place >= 0)
-        weights = torch.cat(scores, -1).masked_fill(~allowed, -math.inf).softmax(-1).reshape(B, G, H // G, -1)
+        weights = torch.cat(scores, -1).masked_fill(~allowed, -math.inf).softmax(-1)
+        weights = weights.reshape(B, G, H // G, place.shape[-1])
         o, begin = torch.zeros((), dtype=dtype, device=q.device), 0
         for _, values, _ in parts:
             share = weights[..., begin : begin + values.shape[1]]
