@@ -1,0 +1,151 @@
+r"""Block-sparse softmax attention: each block of queries reads a list of blocks of keys.
+
+With b(i) = floor(i / C) the block of query i and key j in block floor(j / K), the keys of a query are
+
+    J_i = union of { K l, .., K l + K - 1 } over l in blocks[b(i)]
+    lse_i = log sum_{j in J_i} exp(scale q_i . k_j)
+    o_i = sum_{j in J_i} exp(scale q_i . k_j - lse_i) v_j
+
+where a block that is listed twice counts twice. The keys of each list are gathered and met by a dense
+product, so time is O(T L K (D + M)) for lists of L blocks. Query blocks are worked off in groups, and the
+backward pass gathers and multiplies again, so memory is that of the inputs, of the outputs and of one group.
+
+Zaheer et al. 2020, "Big Bird" (arXiv 2007.14062), appendix D, gathers blocks in this way. Parts over other
+keys join through lse (`ops/merge.py`).
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape, transforming
+from unrolled.ops.masks import without_padding
+from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
+
+CPU_SCORES = 2**18  # that a group computes at once: 1 MB, about what stays in a cache
+GPU_SCORES = 2**26  # 256 MB, which keep a GPU busy
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    block_size: tuple[int, int],
+    allowed: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend from each block of queries to its list of blocks of keys (equations above).
+
+    Args:
+        q: queries `[B,T,H,D]`; the last block may be short.
+        k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
+        v: values `[B,S,G,M]`.
+        blocks: int64, broadcastable to `[B,H,N,L]` for the N = ceil(T/C) blocks of queries: the numbers of
+            the blocks of keys that each reads, below ceil(S/K); -1 for none.
+        block_size: (C, K), the lengths of a block of queries and of a block of keys.
+        allowed: boolean, broadcastable to `[H,C,L K]`, True = attend: which keys of its list each query of a
+            block reads, the same in every block; all by default.
+        key_padding_mask: `[B,S]`, True = padding: such a key is never read, but keeps its place.
+        scale: factor of the scores, 1/sqrt(D) by default.
+
+    Returns:
+        `o [B,T,H,M]` in the type of `v`, and the logarithm `lse [B,T,H]` of the softmax's divisor in fp32
+        (fp64 for fp64 inputs), which is also what the softmax is computed in. A query that has nothing to
+        read gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k and v
+        through both.
+
+    Raises:
+        ValueError: an argument of another shape or type.
+    """
+    check_qkv(q, k, v)
+    C, K = block_size
+    if C < 1 or K < 1:
+        raise ValueError(f"block_size is {block_size}, but both lengths must be at least 1")
+    (B, T, H, D), (_, S, G, M) = q.shape, v.shape
+    N, n_keys = -(-T // C), -(-S // K)
+    fits = blocks.dim() == 4 and blocks.shape[0] in (1, B) and blocks.shape[1] in (1, H)
+    if blocks.dtype != torch.int64 or not fits or blocks.shape[2] != N:
+        raise ValueError(
+            f"blocks is {blocks.dtype} of shape {shape(blocks)}, but must be torch.int64 [{B}, {H}, {N}, L]"
+        )
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, B, S)
+        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+    q, k, v, out_dtype = *promoted(q, k, v), v.dtype
+    dtype, L = accumulation_dtype(q.dtype), blocks.shape[3]
+    if N * n_keys * L == 0:
+        return v.new_zeros(B, T, H, M, dtype=out_dtype), q.new_full((B, T, H), -math.inf, dtype=dtype)
+    with without_autocast(q.device):
+        q = _cut(q.to(dtype) * (D**-0.5 if scale is None else scale), C)
+        k, v = (_cut(x.to(dtype), K).flatten(0, 2) for x in (k, v))
+        number = blocks.clamp(min=0)
+        hidden = (blocks < 0).repeat_interleave(K, -1)
+        if key_padding_mask is not None or S % K:
+            padding = _padding(key_padding_mask, B, S, K, q.device)
+            row = torch.arange(B, device=q.device).reshape(B, 1, 1, 1)
+            hidden = hidden | padding[row * n_keys + number].flatten(-2)
+        head = torch.arange(B * G, device=q.device).reshape(B, G, 1, 1).repeat_interleave(H // G, 1)
+        places = head * n_keys + number
+        hidden = hidden.expand(B, H, N, L * K)
+        recompute = torch.is_grad_enabled() and not transforming()
+        outs, lses = [], []
+        for group in _groups(N, B * H * C * L * K, q.device):
+            inputs = (q[:, :, group], k, v, places[:, :, group], hidden[:, :, group], allowed)
+            if recompute:
+                o, lse = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                o, lse = _attend(*inputs)
+            outs.append(o)
+            lses.append(lse)
+        o = torch.cat(outs, 2).flatten(2, 3)[:, :, :T].transpose(1, 2)
+        return o.to(out_dtype), torch.cat(lses, 2).flatten(2, 3)[:, :, :T].transpose(1, 2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, places: Tensor, hidden: Tensor, allowed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attend from `q [B,H,g,C,D]` to rows `places [B,H,g,L]` of `k [R,K,D]`, `v [R,K,M]`: `o` and `lse`.
+
+    `hidden [B,H,g,L K]` are the keys that none of the queries reads.
+    """
+    B, H, g, L = places.shape
+    size = (B, H, g, L * k.shape[1])
+    k, v = (x.index_select(0, places.flatten()).reshape(*size, x.shape[2]) for x in (k, v))
+    masked = hidden.unsqueeze(-2)
+    if allowed is not None:
+        masked = masked | ~allowed.expand(H, *allowed.shape[-2:]).unsqueeze(1)
+    scores = (q @ k.mT).masked_fill(masked, -math.inf)
+    top = scores.detach().amax(-1, keepdim=True)
+    nothing = top == -math.inf
+    top = top.masked_fill(nothing, 0)
+    weights = (scores - top).exp_()
+    total = weights.sum(-1, keepdim=True).masked_fill(nothing, 1)
+    o = (weights @ v / total).masked_fill(nothing, 0)
+    return o, (top + total.log()).masked_fill(nothing, -math.inf).squeeze(-1)
+
+
+def _groups(N: int, per_block: int, device: torch.device) -> Iterator[slice]:
+    """Cut N blocks of queries, with so many scores in each, into groups."""
+    size = max(1, (CPU_SCORES if device.type == "cpu" else GPU_SCORES) // max(1, per_block))
+    return (slice(begin, begin + size) for begin in range(0, N, size))
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """`[B,T,H,D]` to blocks `[B,H,N,size,D]`, with zeros after the end."""
+    B, T, H, D = x.shape
+    x = pad(x, (0, 0, 0, 0, 0, -T % size))
+    return x.reshape(B, -(-T // size), size, H, D).permute(0, 3, 1, 2, 4)
+
+
+def _padding(key_padding_mask: Tensor | None, B: int, S: int, size: int, device: torch.device) -> Tensor:
+    """The padding of each block of keys, `[B N,size]`, True also after the end."""
+    if key_padding_mask is None:
+        key_padding_mask = torch.zeros(B, S, dtype=torch.bool, device=device)
+    return pad(key_padding_mask, (0, -S % size), value=True).reshape(-1, size)
