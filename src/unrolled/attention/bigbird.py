@@ -37,7 +37,6 @@ from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.packing import reorder, valid_first
-from unrolled.ops.positions import rotary
 from unrolled.ops.softmax import softmax_attention
 from unrolled.ops.window import window_attention
 
@@ -278,9 +277,7 @@ class BigBirdAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k, v, positions, _ = heads
-        if positions is not None:
-            q, k = rotary(q, positions), rotary(k, positions)
+        (q, k), v = heads.rotated(), heads.v
         padding = masks.key_padding_mask
         if self.layout.reads_all(q.shape[1]):
             return softmax_attention(q, k, v, key_padding_mask=padding)
