@@ -30,7 +30,7 @@ SITE = DOCS.parent / "site"
 DRAWN = {  # options that make a pattern of 64 tokens worth looking at
     "bigbird": {"block_size": 4},
     "longformer": {"window": 8, "global_tokens": [0, 30]},
-    "sparse_transformer": {"stride": 8},
+    "sparse_transformer": {"stride": 8, "summary": 2},
     "spatiotemporal": {"shape": [4, 4, 4]},
     "window": {"window": 8, "dilation": [1, 1, 2, 4]},
 }
