@@ -49,7 +49,10 @@ def mechanisms(
     table = Table(*header, box=None, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    widest = sum(max(map(len, column)) + 1 for column in zip(header, *rows, strict=True))
+    console.width = max(console.width, widest)  # rather than names cut short
+    console.print(table)
 
 
 def abilities(names: Sequence[str] | None = None) -> list[list[str]]:
