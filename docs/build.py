@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import unrolled
 from unrolled import attention, cli
-from unrolled.cli.mechanisms import markdown_table, pattern_image
+from unrolled.cli.mechanisms import markdown_table, pattern_image, pattern_of
 from unrolled.contract import UnsupportedError
 
 DOCS = Path(__file__).parent
@@ -73,12 +73,12 @@ def write_mechanisms() -> None:
 def drawn(name: str) -> str:
     """Draw what a mechanism reads, where that can be drawn, and return the line that shows it."""
     try:
-        image = pattern_image(name, 64, **DRAWN.get(name, {}))
+        pattern = pattern_of(name, 64, **DRAWN.get(name, {}))
     except UnsupportedError:
         return ""
     path = MECHANISMS / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(image)
+    path.write_bytes(pattern_image(pattern))
     options = "".join(f", {key}={value}" for key, value in DRAWN.get(name, {}).items())
     return f"![Which keys each query reads]({path.name})\n\n64 tokens{options}."
 

@@ -178,6 +178,10 @@ class MultiHeadAttention(nn.Module):
         self._refuse("padding", key_padding_mask, "key_padding_mask")
         self._refuse("packing", cu_seqlens, "cu_seqlens")
         self._refuse("attn_mask", attn_mask, "attn_mask")
+        if key_padding_mask is not None and cu_seqlens is not None:
+            raise ValueError(
+                "key_padding_mask was given with cu_seqlens, but a pack has no padding: give one of them"
+            )
         if key is None and value is not None:
             raise ValueError("value was given without key, but only a key says what the value belongs to")
         if key is not None:

@@ -68,10 +68,6 @@ class WindowAttention(SlidingWindow):
         (q, k), v = heads.rotated(), heads.v
         padding, back = masks.key_padding_mask, None
         if padding is not None:
-            if masks.cu_seqlens is not None:
-                raise ValueError(
-                    "key_padding_mask was given with cu_seqlens, but a pack has no padding: give one of them"
-                )
             check_key_padding_mask(padding, *k.shape[:2])
             (q, k, v), padding, back = valid_tokens_first(padding, q, k, v)
         o, _ = self.near(q, k, v, key_padding_mask=padding, cu_seqlens=masks.cu_seqlens)

@@ -37,10 +37,16 @@ def mechanisms(
         from unrolled.cli import run_config
         from unrolled.models.saving import write_atomically
 
-        image = pattern_image(draw, length, causal=causal, **run_config.read(None, options or []))
+        pattern = pattern_of(draw, length, causal=causal, **run_config.read(None, options or []))
+        image = pattern_image(pattern)
         path = Path(f"{draw}.png") if out is None else out
         write_atomically(path, lambda file: file.write_bytes(image))
         typer.echo(f"drawn: {path}")
+        pairs = length * (length + 1) // 2 if causal else length * length
+        if int((pattern > 0).sum()) == len(pattern) * pairs:
+            typer.echo(
+                "every query reads all that it may: try a larger --length, or options by --set", err=True
+            )
         return
     if markdown:
         typer.echo(markdown_table())
@@ -81,15 +87,13 @@ def markdown_table(names: Sequence[str] | None = None, *, link: str = "src/unrol
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def pattern_image(name: str, length: int, *, causal: bool = False, n_heads: int = 4, **options: Any) -> bytes:
-    """Draw as PNG which keys a mechanism reads; see `MultiHeadAttention.pattern`.
+def pattern_of(name: str, length: int, *, causal: bool = False, n_heads: int = 4, **options: Any) -> Any:
+    """Return which keys a mechanism reads, `[H,length,length]`; see `MultiHeadAttention.pattern`.
 
     Raises:
-        ValueError: the mechanism or one of its options does not exist, or matplotlib is missing.
+        ValueError: the mechanism or one of its options does not exist.
         UnsupportedError: what it reads depends on the data, or is everything.
     """
-    from importlib.util import find_spec
-
     from unrolled import attention
 
     mechanism: Any = attention.load(name)
@@ -97,7 +101,17 @@ def pattern_image(name: str, length: int, *, causal: bool = False, n_heads: int 
         module = mechanism(8 * n_heads, n_heads, causal=causal, **options)
     except TypeError as error:
         raise ValueError(f"the options of {name} do not fit: {error}") from error
-    pattern = module.pattern(length)
+    return module.pattern(length)
+
+
+def pattern_image(pattern: Any) -> bytes:
+    """Draw a pattern as PNG, with a panel for heads that differ.
+
+    Raises:
+        ValueError: matplotlib is missing.
+    """
+    from importlib.util import find_spec
+
     if find_spec("matplotlib") is None:
         raise ValueError("matplotlib is missing, pip install 'unrolled[plot]'")
     from unrolled.cli import plots

@@ -122,11 +122,13 @@ class PositionEmbedding(nn.Module):
     def _vectors(self, positions: Tensor) -> Tensor:
         if self.table is not None:
             return cast(Tensor, self.table(positions))
+        first, *others = self.axes
         vectors: list[Tensor] = []
-        for size, axis in zip(reversed(self.axial_shape), reversed(self.axes), strict=True):
+        for size, axis in zip(reversed(self.axial_shape[1:]), reversed(others), strict=True):
             vectors.insert(0, axis(positions % size))
             positions = positions // size
-        return torch.cat(vectors, dim=-1)
+        # Of the first axis no remainder is taken: a position beyond the grid has no vector there.
+        return torch.cat([first(positions), *vectors], dim=-1)
 
 
 def _readable(x: Tensor) -> bool:

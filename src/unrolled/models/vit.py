@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.models.blocks import INIT_STD, Stack, init_weights
+from unrolled.contract import UnsupportedError
+from unrolled.models.blocks import INIT_STD, init_weights
 from unrolled.models.checks import check_targets
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll
+from unrolled.models.reversible import make_stack
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape
 from unrolled.ops.dense import Linear
@@ -72,8 +74,11 @@ class ViTConfig(TransformerConfig):
             raise ValueError(f"max_length is {self.max_length}, wanted {self.n_tokens}, the number of tokens")
         self.max_length = self.n_tokens
         super().__post_init__()
-        if "spatiotemporal" in self.layer_attention:
-            self._check_spatiotemporal()
+        if self.positions == "axial" and math.prod(self.axial_shape or ()) < self.n_tokens:
+            raise ValueError(f"axial_shape is {self.axial_shape}, wanted room for {self.n_tokens} tokens")
+        for layer, name in enumerate(self.layer_attention):
+            if name == "spatiotemporal":
+                self._check_spatiotemporal(layer)
 
     @property
     def grid(self) -> list[int]:
@@ -85,13 +90,13 @@ class ViTConfig(TransformerConfig):
         """Number of patches, and the class token if there is one."""
         return math.prod(self.grid) + (self.pooling == "class")
 
-    def _check_spatiotemporal(self) -> None:
+    def _check_spatiotemporal(self, layer: int) -> None:
         """The mechanism would take any sequence for a grid of its own shape."""
-        given = self.attention_options.get("spatiotemporal", {}).get("shape")
+        given = self.options_of(layer).get("shape")
         if not isinstance(given, list | tuple) or list(given[-2:]) != self.grid[-2:]:
             raise ValueError(
-                f"attention_options['spatiotemporal'] has the shape {given}, wanted one that ends in "
-                f"{self.grid[-2:]}, the patches of an image"
+                f"the spatiotemporal attention of layer {layer} has the shape {given}, wanted one that ends "
+                f"in {self.grid[-2:]}, the patches of an image"
             )
         if self.pooling == "class":
             raise ValueError(
@@ -144,9 +149,9 @@ class ViT(SavedModel):
         self.class_token = None
         if config.pooling == "class":
             self.class_token = nn.Parameter(INIT_STD * torch.randn(config.d_model))
-        self.positions = PositionEmbedding(config.positions, config.d_model, config.n_tokens)
+        self.positions = PositionEmbedding.of(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.stack = Stack(config, causal=False)
+        self.stack = make_stack(config, causal=False)
         self.head = Categorical(config.d_model, config.n_classes, bias=True)
         init_weights(self, config)
 
@@ -193,7 +198,10 @@ class ViT(SavedModel):
 
         Raises:
             ValueError: as for the config.
+            UnsupportedError: axial positions, whose tables are made for one grid.
         """
+        if self.config.positions == "axial":
+            raise UnsupportedError("axial positions cannot be interpolated; use learned or sinusoidal ones")
         name, n_places = "positions.table.weight", math.prod(self.config.grid)
         config = replace(self.config, image_size=image_size, max_length=TransformerConfig.max_length)
         model, weights = ViT(config).to(self.embedding.project.weight), self.state_dict()

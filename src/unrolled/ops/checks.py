@@ -39,6 +39,8 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, n_axes: int, axes: str, length
 
 def check_key_padding_mask(mask: Tensor, batch: int, length: int) -> None:
     """Require a boolean `[B,S]` mask (True = padding)."""
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"key_padding_mask is a {type(mask).__name__}, but must be a boolean tensor")
     if mask.dtype != torch.bool:
         raise ValueError(
             f"key_padding_mask has dtype {mask.dtype}, but must be torch.bool with True = padding"

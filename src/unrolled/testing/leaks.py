@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unrolled.contract import Supports
+from unrolled.contract import Supports, UnsupportedError
 from unrolled.testing._kit import (
     Maker,
     assert_close,
@@ -153,5 +153,20 @@ def check_packing(make: Maker, supports: Supports) -> None:
                 rest = [*range(start), *range(end, total)]
                 what_changed = f"{what}, tokens {start}..{end} changed, other sequences"
                 assert_identical(changed[:, rest], packed[:, rest], what_changed)
+        if supports.padding:
+            _check_padded_pack(module, x.detach(), cu_seqlens, f"causal={causal}: padding in a pack")
         nothing = module(x[:, :0], cu_seqlens=torch.zeros(3, dtype=torch.int32))
         require(nothing.shape == (1, 0, make.d_model), f"a pack of two empty sequences gives {nothing.shape}")
+
+
+def _check_padded_pack(module: Any, x: Tensor, cu_seqlens: Tensor, what: str) -> None:
+    """A pack with padding is refused, or gives what it gives without the padded tokens."""
+    padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+    padding[0, [1, 7, 30]] = True
+    try:
+        found = module(x, cu_seqlens=cu_seqlens, key_padding_mask=padding)
+    except (ValueError, UnsupportedError):
+        return
+    kept = torch.nn.functional.pad((~padding[0]).cumsum(0), (1, 0))[cu_seqlens.long()].int()
+    wanted = module(x[~padding][None], cu_seqlens=kept)
+    assert_close(found[~padding][None], wanted, f"{what} against the pack without it")
