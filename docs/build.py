@@ -73,7 +73,7 @@ def write_mechanisms() -> None:
 def drawn(name: str) -> str:
     """Draw what a mechanism reads, where that can be drawn, and return the line that shows it."""
     try:
-        pattern = pattern_of(name, 64, **DRAWN.get(name, {}))
+        pattern = pattern_of(name, 64, DRAWN.get(name, {}))
     except UnsupportedError:
         return ""
     path = MECHANISMS / f"{name}.png"

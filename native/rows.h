@@ -114,7 +114,7 @@ inline void scale_row(float* row, Int n, float factor) {
 
 // Too small a divisor counts as nothing to attend to, and gives zeros whatever it would divide; NaN stays
 // NaN.
-inline bool divisible(float divisor) { return !(__builtin_fabsf(divisor) < __FLT_MIN__); }
+inline bool divisible(float divisor) { return !(__builtin_fabsf(divisor) < __FLT_MIN__ / __FLT_EPSILON__); }
 
 inline void divide_row(float* row, Int n, float divisor) {
     if (divisible(divisor)) scale_row(row, n, 1 / divisor);

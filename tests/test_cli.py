@@ -139,6 +139,8 @@ def test_list_draws_what_a_mechanism_reads(tmp_path: Path) -> None:
     assert "try a larger --length" in works("list", "--draw", "window", "--causal", "--out", file).stderr
     assert "linear attention reads no fixed pattern" in error("list", "--draw", "linear")
     assert "the options of window do not fit" in error("list", "--draw", "window", "--set", "size=4")
+    assert "the options of window do not fit" in error("list", "--draw", "window", "--set", "causal=true")
+    assert "name its mechanism with --draw" in error("list", "--set", "window=4")
     assert "window is 3, but must be even" in error("list", "--draw", "window", "--set", "window=3")
 
 

@@ -82,3 +82,16 @@ def test_wrong_input_is_named(arguments, message, tmp_path):
     result = CliRunner().invoke(app, ["compare", *arguments, "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_other_projections_have_no_error(tmp_path):
+    options = {"linear": {"bias": False}}
+    assert compare(["linear"], [8], Settings(**SMALL, options=options))[1].error is None
+
+
+def test_what_cannot_be_written_or_scaled_is_found_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    for options in (["--out", str(tmp_path / "file")], ["--spread", "0", "--out", str(tmp_path)]):
+        result = CliRunner().invoke(app, ["compare", "linear", *options])
+        assert result.exit_code == 2
+        assert "| tokens |" not in result.output

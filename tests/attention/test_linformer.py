@@ -247,3 +247,28 @@ def test_a_projection_prints_its_sizes():
     assert str(LinearProjection(4, 8, 2)) == "LinearProjection(rank=4, max_length=8, n_heads=2)"
     with pytest.raises(NotImplementedError):
         Projection(4, 8)(torch.zeros(1, 8, 1, 1))
+
+
+def test_layers_share_only_where_they_say_so_and_are_alike():
+    shared = {"linformer": {"max_length": 8}}
+    config = EncoderConfig(
+        9,
+        n_classes=2,
+        d_model=8,
+        n_heads=2,
+        n_layers=3,
+        attention="linformer",
+        attention_options=shared,
+        layer_options={"linformer": {"sharing": ["none", "layerwise", "layerwise"]}},
+    )
+    first, second, third = (block.attention for block in Encoder(config).stack.blocks)
+    assert second.projection is third.projection
+    assert first.projection is not second.projection
+    config.layer_options = {"linformer": {"sharing": ["layerwise"] * 3, "rank": [2, 2, 4]}}
+    with pytest.raises(ValueError, match="one layer's projection is LinearProjection"):
+        Encoder(config)
+
+
+def test_the_mean_of_a_long_window_of_half_precision_is_finite():
+    x = torch.full((1, 512, 1, 1), 600.0, dtype=torch.float16)
+    assert torch.equal(MeanPooling(2, 512)(x), torch.full((1, 2, 1, 1), 600.0, dtype=torch.float16))

@@ -340,3 +340,11 @@ def test_weights_start_as_in_gpt2():
 def test_wrong_input_is_refused_in_one_sentence(call, message):
     with pytest.raises(ValueError, match=message):
         call(decoder())
+
+
+def test_a_layer_may_rotate_where_the_model_does_not():
+    config = DecoderConfig(
+        9, d_model=8, n_heads=2, n_layers=2, positions="none", attention=["aft", "retention"],
+        attention_options={"retention": {"rotary": True}},
+    )  # fmt: skip
+    assert [block.attention.rotary for block in Decoder(config).stack.blocks] == [False, True]

@@ -10,6 +10,7 @@ from linear_cases import Case, assert_error_at_most_twice_that_of, outputs_and_g
 from torch import Tensor
 
 from unrolled.ops.feature_maps import Elu, make_feature_map
+from unrolled.ops.kernels import native
 from unrolled.ops.linear import (
     LinearState,
     linear_attention,
@@ -456,3 +457,15 @@ def test_a_feature_map_of_another_width_is_refused():
     x = torch.ones(1, 1, 4)
     with pytest.raises(ValueError, match="feature_map takes heads 3 wide"):
         linear_attention_step(x, x, x, state, feature_map=Elu(3))
+
+
+@pytest.mark.parametrize("exponent", [-60.0, -70.0, -72.0, -80.0, -85.0, -87.0, -100.0])
+@pytest.mark.parametrize("backend", ["plain", *(["native"] if native.available() else [])])
+def test_a_divisor_next_to_nothing_leaves_gradients_finite(exponent, backend):
+    q = torch.tensor([[[[1.0, 0.0]]]], requires_grad=True)
+    k = torch.tensor([[[[exponent, 0.0]]]], requires_grad=True)
+    v = torch.tensor([[[[3.0, 40.0]]]], requires_grad=True)
+    o = linear_attention(q, k.exp(), v, backend=backend)
+    assert torch.isfinite(torch.stack(torch.autograd.grad(o.square().sum(), [q, k]))).all()
+    wanted = v.detach() if exponent > -71.4 else torch.zeros_like(v)
+    torch.testing.assert_close(o, wanted)

@@ -223,8 +223,11 @@ class MultiHeadAttention(nn.Module):
     def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Run one token `x_t [B,d_model]`: `[B,d_model]` and the new state. `state` is not changed."""
         self._check_recurrent(state)
+        if not isinstance(x_t, Tensor):
+            raise ValueError(f"x_t is a {type(x_t).__name__}, but must be a tensor [B, {self.d_model}]")
         if x_t.dim() != 2 or x_t.shape[-1] != self.d_model:
             raise ValueError(f"x_t has shape {shape(x_t)}, but must be [B, {self.d_model}]")
+        self._check_dtype("x_t", x_t)
         self._check_rows(state, x_t.shape[0])
         positions = state.position if self.positional else None
         heads = Heads(*self._project(x_t, None, None), positions, self.gates(x_t))
@@ -276,6 +279,9 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor [B, T, {self.d_model}]")
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ValueError(f"{name} has shape {shape(x)}, but must be [B, T, {self.d_model}]")
+        self._check_dtype(name, x)
+
+    def _check_dtype(self, name: str, x: Tensor) -> None:
         dtype = self.qkv_proj.weight.dtype
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(

@@ -333,8 +333,11 @@ class AFT(MultiHeadAttention):
         W = state.k.shape[1] if self.position_bias == "full" else max(0, self.window - 1)
         wanted = ((B, W, H, K), (B, W, H, M), (B, H, K), (B, H, 2, M))
         for name, x, sizes in zip(AFTState._fields, state, wanted, strict=False):
-            if x.shape != sizes:
-                raise ValueError(f"state.{name} has shape {shape(x)}, but these inputs want {list(sizes)}")
+            if x.shape != sizes or x.dtype != self._state_dtype:
+                raise ValueError(
+                    f"state.{name} is {x.dtype} of shape {shape(x)}, but these inputs want "
+                    f"{self._state_dtype} {list(sizes)}"
+                )
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:

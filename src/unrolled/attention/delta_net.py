@@ -253,14 +253,14 @@ def _check_rule(
     if not may_read(k) or k.numel() == 0:
         return
     longest = k.detach().to(dtype).square().sum(-1).max().sqrt().item()
-    if not longest <= 1.01:  # room for keys that were normalised in bf16
+    if longest > 1.01:  # room for keys that were normalised in bf16; NaN is for whoever made it to find
         raise ValueError(
             f"k has a key of length {longest:g}, but the delta rule wants at most 1: "
             "normalise the keys, as torch.nn.functional.normalize(k, dim=-1) does"
         )
-    if not bool(((beta >= 0) & (beta <= 2)).all()):
+    if bool(((beta < 0) | (beta > 2)).any()):
         raise ValueError(f"beta must lie in [0, 2], found {beta.min().item():g} to {beta.max().item():g}")
-    if log_decay is not None and not bool((log_decay <= 0).all()):
+    if log_decay is not None and bool((log_decay > 0).any()):
         raise ValueError(
             f"log_decay must be at most 0 (a gate of at most 1), found {log_decay.max().item():g}"
         )

@@ -69,7 +69,7 @@ class GatedLinearAttention(MultiHeadAttention):
                 "gated_linear attention forgets what is past, so it wants causal=True; for both directions "
                 "run one over the sequence and one over its reverse, or use linear attention"
             )
-        if gate_rank < 1 or temperature <= 0:
+        if gate_rank < 1 or not 0 < temperature < float("inf"):
             raise ValueError(
                 f"gate_rank is {gate_rank} and temperature {temperature}, but must be at least 1 and above 0"
             )

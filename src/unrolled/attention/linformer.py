@@ -29,6 +29,7 @@ from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import reorder, valid_first
+from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.softmax import softmax_attention
 
 SHARING = ("none", "headwise", "key-value", "layerwise")
@@ -116,7 +117,8 @@ class MeanPooling(WindowProjection):
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Project `x [B,S,G,W]` to `[B,slots,G,W]`."""
         count = self._present(x, padding).sum(2).clamp(min=1)
-        return self._windows(x).sum(2) / count
+        total = self._windows(x).sum(2, dtype=accumulation_dtype(x.dtype))  # for which fp16 may have no room
+        return (total / count).to(x.dtype)
 
 
 class MaxPooling(WindowProjection):
@@ -265,9 +267,19 @@ class LinformerAttention(MultiHeadAttention):
 
     @classmethod
     def tie_layers(cls, layers: Sequence[Self]) -> None:
-        """Give all layers the projection of the first if they share "layerwise"; it keeps that one name."""
-        first, *others = layers
-        for layer in others if first.sharing == "layerwise" else []:
+        """Give all layers that share "layerwise" the projection of the first; it keeps that one name.
+
+        Raises:
+            ValueError: their projections are not alike.
+        """
+        sharing = [layer for layer in layers if layer.sharing == "layerwise"]
+        for layer in sharing[1:]:
+            first = sharing[0]
+            if str(layer.projection) != str(first.projection):
+                raise ValueError(
+                    f"sharing is 'layerwise', but one layer's projection is {layer.projection} and the "
+                    f"first one's {first.projection}"
+                )
             del layer.projection
             layer.__dict__["projection"] = first.projection  # not as a sub-module of this layer too
 

@@ -136,7 +136,8 @@ class Retention(MultiHeadAttention):
     Args:
         d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias: see `MultiHeadAttention`. With
             `n_kv_heads` it is the key heads that fade at different rates.
-        rotary: rotate queries and keys by their positions, as the paper does.
+        rotary: rotate queries and keys by their positions, as the paper does. In a model this follows its
+            `positions`, unless it is among the options of the layer.
     """
 
     supports = Supports(

@@ -75,6 +75,10 @@ class Rbf:
 
     scale: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"scale is {self.scale}, but must be above 0, so that nearer keys weigh more")
+
     def __call__(self, q: Tensor, k: Tensor) -> Kernel:
         """Compare all queries with all keys."""
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -89,6 +93,10 @@ class Polynomial:
 
     degree: int = 2
     offset: float = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.degree) is not int or self.degree < 1:
+            raise ValueError(f"degree is {self.degree!r}, but must be an integer of at least 1")
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
         """Compare all queries with all keys."""
@@ -208,7 +216,12 @@ class SimilarityAttention(MultiHeadAttention):
             if similarity not in SIMILARITIES:
                 known = ", ".join(SIMILARITIES)
                 raise ValueError(f"similarity is {similarity!r}, but must be one of {known}, or a function")
-            similarity = SIMILARITIES[similarity](**(similarity_options or {}))
+            try:
+                similarity = SIMILARITIES[similarity](**(similarity_options or {}))
+            except TypeError as error:
+                raise ValueError(
+                    f"similarity_options is {similarity_options}, which does not fit: {error}"
+                ) from error
         elif similarity_options is not None:
             raise ValueError("similarity_options are for a similarity given by name, not for a function")
         if not callable(similarity):
@@ -242,9 +255,11 @@ class SimilarityAttention(MultiHeadAttention):
         q, k = heads.rotated()
         v, (B, T), dtype = heads.v, k.shape[:2], state.k.dtype
         for name, found, new in (("k", state.k, k), ("v", state.v, v)):
-            if found.shape[2:] != new.shape[2:]:
-                wanted = f"[{B}, S, {new.shape[2]}, {new.shape[3]}]"
-                raise ValueError(f"state.{name} has shape {shape(found)}, but these inputs want {wanted}")
+            if found.shape[2:] != new.shape[2:] or found.dtype != self._state_dtype:
+                wanted = f"{self._state_dtype} [{B}, S, {new.shape[2]}, {new.shape[3]}]"
+                raise ValueError(
+                    f"state.{name} is {found.dtype} of shape {shape(found)}, but these inputs want {wanted}"
+                )
         padding = k.new_zeros(B, T, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
         check_key_padding_mask(padding, B, T)
         after = SimilarityState(

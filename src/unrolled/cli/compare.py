@@ -28,7 +28,7 @@ def compare(
     d_model: Annotated[int, typer.Option(min=1, help="Width of the layer.")] = 256,
     n_heads: Annotated[int, typer.Option(min=1, help="Heads of the layer.")] = 8,
     spread: Annotated[
-        float, typer.Option(min=0.0, help="Standard deviation of queries and keys: how sharp softmax is.")
+        float, typer.Option(help="Standard deviation of queries and keys: how sharp softmax is.")
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     seconds: Annotated[
@@ -64,6 +64,9 @@ def compare(
 
     sizes = parse_lengths(lengths)
     assert sizes is not None
+    if not 0 < spread < float("inf"):
+        raise ValueError(f"--spread is {spread}, wanted a number above 0")
+    out.mkdir(parents=True, exist_ok=True)
     settings = comparison.Settings(
         against, d_model, n_heads, causal, spread, seconds=seconds, options=_by_mechanism(options or [])
     )
@@ -125,7 +128,6 @@ def _write(rows: "Sequence[Row]", settings: dict[str, Any], text: str, out: Path
 
     from unrolled.models.saving import write_atomically
 
-    out.mkdir(parents=True, exist_ok=True)
     found = {"settings": settings, "rows": [asdict(row) for row in rows]}
     files = {"comparison.json": json.dumps(found, indent=1).encode(), "comparison.md": text.encode() + b"\n"}
     if find_spec("matplotlib") is None:

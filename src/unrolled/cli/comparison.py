@@ -151,13 +151,19 @@ def _layer(name: str, settings: Settings) -> nn.Module:
         std = settings.spread / settings.d_model**0.5
         for projection in (layer.get_submodule("qkv_proj"), layer.get_submodule("out_proj")):
             nn.init.normal_(projection.weight, std=std)  # type: ignore[arg-type]
-            nn.init.zeros_(projection.bias)  # type: ignore[arg-type]
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)  # type: ignore[arg-type]
     return layer.eval()
 
 
 def _comparable(layer: nn.Module, other: nn.Module) -> bool:
     mine, its = (
-        [m.get_submodule(name).weight.shape for name in ("qkv_proj", "out_proj")] for m in (layer, other)
+        {
+            f"{name}.{key}": x.shape
+            for name in ("qkv_proj", "out_proj")
+            for key, x in m.get_submodule(name).state_dict().items()
+        }
+        for m in (layer, other)
     )
     return mine == its
 

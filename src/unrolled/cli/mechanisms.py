@@ -1,6 +1,6 @@
 """`unrolled list`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +37,7 @@ def mechanisms(
         from unrolled.cli import run_config
         from unrolled.models.saving import write_atomically
 
-        pattern = pattern_of(draw, length, causal=causal, **run_config.read(None, options or []))
+        pattern = pattern_of(draw, length, run_config.read(None, options or []), causal=causal)
         image = pattern_image(pattern)
         path = Path(f"{draw}.png") if out is None else out
         write_atomically(path, lambda file: file.write_bytes(image))
@@ -48,6 +48,8 @@ def mechanisms(
                 "every query reads all that it may: try a larger --length, or options by --set", err=True
             )
         return
+    if options or causal or out is not None:
+        raise ValueError("--set, --causal and --out are for a drawing: name its mechanism with --draw")
     if markdown:
         typer.echo(markdown_table())
         return
@@ -87,7 +89,7 @@ def markdown_table(names: Sequence[str] | None = None, *, link: str = "src/unrol
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def pattern_of(name: str, length: int, *, causal: bool = False, n_heads: int = 4, **options: Any) -> Any:
+def pattern_of(name: str, length: int, options: Mapping[str, Any], *, causal: bool = False) -> Any:
     """Return which keys a mechanism reads, `[H,length,length]`; see `MultiHeadAttention.pattern`.
 
     Raises:
@@ -98,7 +100,7 @@ def pattern_of(name: str, length: int, *, causal: bool = False, n_heads: int = 4
 
     mechanism: Any = attention.load(name)
     try:
-        module = mechanism(8 * n_heads, n_heads, causal=causal, **options)
+        module = mechanism(d_model=32, n_heads=4, causal=causal, **options)
     except TypeError as error:
         raise ValueError(f"the options of {name} do not fit: {error}") from error
     return module.pattern(length)

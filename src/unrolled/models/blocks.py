@@ -189,13 +189,9 @@ def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn
         others = [n for n in attention.names() if able(n)]
         raise UnsupportedError(f"{name!r} attention cannot be {ability}; use one of {others} instead")
     try:
+        options = {"rotary": config.positions == "rotary", **config.options_of(layer)}
         return attention.load(name)(
-            config.d_model,
-            config.n_heads,
-            causal=causal,
-            n_kv_heads=config.n_kv_heads,
-            rotary=config.positions == "rotary",
-            **config.options_of(layer),
+            config.d_model, config.n_heads, causal=causal, n_kv_heads=config.n_kv_heads, **options
         )
     except TypeError as error:  # an option that it does not take, or that is set above
         where = "attention_options" if name in config.attention_options else "layer_options"

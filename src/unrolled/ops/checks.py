@@ -66,6 +66,8 @@ def check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
     """Require int32 `[N+1]` offsets that rise from 0 to T (where they may be read), B = 1 and T = S."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor of int32")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} of shape {shape(cu_seqlens)}, but must be torch.int32 [N+1]"

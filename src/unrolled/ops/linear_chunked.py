@@ -226,8 +226,13 @@ def _bidirectional_reads(
 
 
 def safe_divide(num: Tensor, den: Tensor) -> Tensor:
-    """num / den, and 0 with zero gradient where den is 0 or too small to be divided by."""
-    nothing = den.abs() < torch.finfo(den.dtype).tiny
+    """num / den, and 0 with zero gradient where den is 0 or too small to be divided by.
+
+    The gradient divides as well, numbers of any size and not just sums of which den is the whole: a margin of
+    1 / eps above the smallest normal number leaves it finite (1e-31 in fp32).
+    """
+    kind = torch.finfo(den.dtype)
+    nothing = den.abs() < kind.tiny / kind.eps
     return (num / den.masked_fill(nothing, 1)).masked_fill(nothing, 0)
 
 

@@ -64,7 +64,10 @@ def make_feature_map(
             f"feature_map is {name!r}, but must be one of {', '.join(FEATURE_MAPS)}, or a FeatureMap"
         )
     kind: Any = FEATURE_MAPS[name]
-    if issubclass(kind, PerHeadMap):
+    try:
+        if not issubclass(kind, PerHeadMap):
+            return kind(head_dim, **options)  # type: ignore[no-any-return]
         queries = kind(head_dim, n_heads, **options)
         return QueryKeyMap(queries, kind(head_dim, n_heads if n_kv_heads is None else n_kv_heads, **options))
-    return kind(head_dim, **options)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise ValueError(f"the options {options} do not fit the feature map {name!r}: {error}") from error

@@ -22,7 +22,7 @@ class Polynomial(FeatureMap):
     """
 
     def __init__(self, head_dim: int, offset: float = 1.0):
-        if offset < 0:
+        if not 0 <= offset < float("inf"):
             raise ValueError(f"offset is {offset}, but must be at least 0")
         super().__init__(head_dim, 1 + head_dim + head_dim * (head_dim + 1) // 2)
         self.offset = offset

@@ -19,7 +19,7 @@ import triton.language as tl
 from unrolled.ops.linear_chunked import LOWEST_GATE
 
 LOWEST = tl.constexpr(LOWEST_GATE)
-TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # see `safe_divide`
 MIXED = tl.constexpr("tf32x3")
 UNSPECIALIZED = ["length", "chunks"]  # one compiled kernel for all lengths
 
