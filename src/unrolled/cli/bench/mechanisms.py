@@ -21,8 +21,8 @@ from unrolled.cli.bench.case import (
 )
 
 D_MODEL, N_HEADS = 128, 4
-LONGEST_PAIRS = 4096  # beyond, a mechanism that keeps a number for each pair wants more than a gigabyte
-KEEPS_PAIRS = ("similarity",)
+QUADRATIC, LONGEST = ("similarity", "topk"), 4096  # beyond, they want gigabytes or minutes
+OPTIONS = {"aft": {"position_bias": "local"}}  # its default is quadratic in memory
 MOVES = 3  # of all numbers; where few of them decide, as in the first tokens, one may do little by chance
 STAGES = 4  # sums over the length that follow each other in a layer and its gradient
 
@@ -37,8 +37,8 @@ def mechanisms(length: int, settings: Settings, *, causal: bool) -> Problem:
             continue
 
         def prepare(name: str = name) -> Callable[[], Sequence[Tensor]]:
-            if name in KEEPS_PAIRS and length > LONGEST_PAIRS:
-                raise NotMeasuredError(f"quadratic in memory, so up to {LONGEST_PAIRS:,} tokens only")
+            if name in QUADRATIC and length > LONGEST:
+                raise NotMeasuredError(f"quadratic in the length, so up to {LONGEST:,} tokens only")
             return partial(run, layer(name, length, causal).to(settings.device), x)
 
         def compute(name: str = name) -> Sequence[Tensor]:
@@ -81,7 +81,7 @@ def layer(name: str, length: int, causal: bool) -> nn.Module:
     bounded = "max_length" in inspect.signature(mechanism).parameters
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        options = {"max_length": length} if bounded else {}
+        options = ({"max_length": length} if bounded else {}) | OPTIONS.get(name, {})
         return mechanism(D_MODEL, N_HEADS, causal=causal, **options)
 
 
@@ -97,7 +97,8 @@ def run(module: nn.Module, x: Tensor) -> Sequence[Tensor]:
 CASES = [
     Case(
         name,
-        f"Every mechanism that is {kind}, a layer {D_MODEL} wide with {N_HEADS} heads, forward and backward.",
+        f"Every mechanism that is {kind}, a layer {D_MODEL} wide with {N_HEADS} heads, forward and backward, "
+        "with its default options (but AFT-local).",
         "N",
         (1024, 2048, 4096, 8192, 16384),
         (64, 128),
