@@ -71,6 +71,11 @@ class Layout:
                 f"{self.stride // self.summary}"
             )
 
+        if self.reads == "split" and self.n_heads < 2:
+            raise ValueError(
+                "reads is 'split', but n_heads = 1 leaves no head for the far keys: two heads are wanted"
+            )
+
     def groups(self) -> list[tuple[range, bool, bool]]:
         """Heads that read alike, and whether they read near and far keys."""
         H, half = self.n_heads, (self.n_heads + 1) // 2
