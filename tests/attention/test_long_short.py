@@ -200,6 +200,10 @@ def test_small_windows_and_chunks_keep_the_contract(options):
     ("options", "message"),
     [
         ({"window": -1}, "window is -1, but must be at least 0"),
+        ({"window": 2.5}, "window is 2.5, but must be an integer"),
+        ({"rank": 2.5}, "rank is 2.5, but must be an integer"),
+        ({"chunk": "x"}, "chunk is 'x', but must be an integer"),
+        ({"dual_norm": -1}, "dual_norm is -1, but must be True or False"),
         ({"window": 8, "causal": True}, "window is 8, but must be at least chunk = 16"),
         ({"rank": -1}, "rank is -1, but must be at least 0"),
         ({"rank": 0, "window": None}, "rank is 0, but must be at least 0, and 1 without a window"),

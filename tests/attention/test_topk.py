@@ -155,6 +155,9 @@ def test_what_is_hidden_is_not_kept_for_the_gradient():
     o.sum().backward()
 
 
-def test_no_key_is_too_few():
-    with pytest.raises(ValueError, match="n_keys is 0, but must be at least 1"):
-        TopkAttention(8, 2, n_keys=0)
+@pytest.mark.parametrize(
+    ("n_keys", "wanted"), [(0, "at least 1"), (2.5, "an integer"), (True, "an integer"), (None, "an integer")]
+)
+def test_wrong_numbers_of_keys_are_named(n_keys, wanted):
+    with pytest.raises(ValueError, match=f"n_keys is {n_keys}, but must be {wanted}"):
+        TopkAttention(8, 2, n_keys=n_keys)

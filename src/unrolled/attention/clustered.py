@@ -38,6 +38,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder
 from unrolled.ops.positions import positions_from_padding
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -230,16 +231,13 @@ class ClusteredAttention(MultiHeadAttention):
                 "use topk or reformer attention"
             )
         super().__init__(d_model, n_heads, **shared)
-        for name, value, least in (
-            ("n_clusters", n_clusters, 1),
-            ("n_keys", n_keys, 0),
-            ("iterations", iterations, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}, but must be at least {least}")
-        if not 1 <= bits <= MAX_BITS:
-            raise ValueError(f"bits is {bits}, but must be between 1 and {MAX_BITS}")
+        check_integers(1, n_clusters=n_clusters)
+        check_integers(0, n_keys=n_keys, iterations=iterations)
+        if type(bits) is not int or not 1 <= bits <= MAX_BITS:
+            raise ValueError(f"bits is {bits!r}, but must be between 1 and {MAX_BITS}")
         self.n_clusters, self.n_keys, self.iterations = n_clusters, n_keys, iterations
+        if seed is not None:
+            check_integers(0, seed=seed)
         self.hash = Projection(1, bits, self.head_dim + 1, "independent", seed)
         self.positional = True  # what has positions here is self-attention, even without rotary
 

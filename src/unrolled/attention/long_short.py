@@ -38,6 +38,7 @@ from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.options import check_booleans, check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.window import window_attention
@@ -195,22 +196,26 @@ class LongShortAttention(MultiHeadAttention):
         dual_norm: bool = True,
         **shared: Any,
     ):
+        if window is not None:
+            check_integers(0, window=window)
+        if rank is not None:
+            check_integers(0, rank=rank)
+        check_integers(1, chunk=chunk)
+        check_booleans(dual_norm=dual_norm)
         if window is None:
             self.supports = replace(self.supports, causal=False, cross=True, recurrence="none")
         super().__init__(d_model, n_heads, causal=causal, **shared)
         self.window, self.chunk = window, chunk
         self.rank = (1 if causal else 32) if rank is None else rank
-        if self.rank < 0 or (window is None and self.rank == 0):
+        if window is None and self.rank == 0:
             raise ValueError(f"rank is {rank}, but must be at least 0, and 1 without a window")
-        if chunk < 1:
-            raise ValueError(f"chunk is {chunk}, but must be at least 1")
         if window is not None and causal and self.rank and window < chunk:
             raise ValueError(
                 f"window is {window}, but must be at least chunk = {chunk}, or tokens of a chunk could not "
                 "be read"
             )
-        if window is not None and window < (1 if causal else 0):
-            raise ValueError(f"window is {window}, but must be at least {1 if causal else 0}")
+        if window == 0 and causal:
+            raise ValueError("window is 0, but must be at least 1 where causal: the token itself")
         if self.rank == 0:
             self.supports = replace(self.supports, recurrence="constant")
         if window is None and self.rotary:

@@ -52,6 +52,7 @@ from unrolled.ops.lsh import (
     masked_softmax,
     unit_keys,
 )
+from unrolled.ops.options import check_booleans, check_finite, check_integers
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -128,12 +129,14 @@ class ReformerAttention(MultiHeadAttention):
             raise ValueError(
                 f"n_kv_heads is {self.n_kv_heads}, but queries are keys here: n_heads = {n_heads} is wanted"
             )
-        self.factors = (n_buckets,) if isinstance(n_buckets, int) else tuple(n_buckets)
-        if not self.factors or any(n < 2 or n % 2 for n in self.factors):
-            raise ValueError(f"n_buckets is {n_buckets}, but must be even, or factors that are")
-        for name, value in (("chunk", chunk), ("n_rounds", n_rounds)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, but must be at least 1")
+        self.factors = tuple(n_buckets) if isinstance(n_buckets, Sequence) else (n_buckets,)
+        if not self.factors or any(type(n) is not int or n < 2 or n % 2 for n in self.factors):
+            raise ValueError(f"n_buckets is {n_buckets!r}, but must be even, or factors that are")
+        check_integers(1, chunk=chunk, n_rounds=n_rounds)
+        check_booleans(same_bucket=same_bucket)
+        check_finite(scale=scale)
+        if seed is not None:
+            check_integers(0, seed=seed)
         self.chunk, self.n_rounds, self.same_bucket, self.scale = chunk, n_rounds, same_bucket, scale
         self.n_buckets = math.prod(self.factors)
         self.qkv_proj = Linear(d_model, sum(self._widths[1:]), bias=self.qkv_proj.bias is not None)

@@ -34,6 +34,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.factorized import Layout, factorized_attention, factorized_pattern
 from unrolled.ops.factorized_state import FactorizedState, empty_state, factorized_prefill, factorized_step
+from unrolled.ops.options import check_integers
 from unrolled.ops.positions import rotary
 
 
@@ -81,6 +82,7 @@ class SparseTransformerAttention(MultiHeadAttention):
             )
         if kind == "strided" and (summary, subblocks) != (None, 1):
             raise ValueError(f"summary is {summary} and subblocks {subblocks}, but the strided kind has none")
+        check_integers(1, stride=stride)
         window = stride if window is None else window
         if summary is None:
             summary = stride if stride % 4 else stride // 4

@@ -37,6 +37,7 @@ from unrolled.ops.checks import (
     check_step,
 )
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.replay import chosen
@@ -231,8 +232,7 @@ class TopkAttention(MultiHeadAttention):
 
     def __init__(self, d_model: int, n_heads: int, *, n_keys: int = 32, **shared: Any):
         super().__init__(d_model, n_heads, **shared)
-        if n_keys < 1:
-            raise ValueError(f"n_keys is {n_keys}, but must be at least 1")
+        check_integers(1, n_keys=n_keys)
         self.n_keys = n_keys
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
