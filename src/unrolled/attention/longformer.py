@@ -81,7 +81,11 @@ def _checked(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
     if type(chosen) is int:
         if chosen >= 0:
             return chosen
-    elif isinstance(chosen, Sequence) and chosen != "" and all(type(position) is int for position in chosen):
+    elif (
+        isinstance(chosen, Sequence)
+        and not isinstance(chosen, str)
+        and all(type(position) is int for position in chosen)
+    ):
         return tuple(chosen)
     raise ValueError(f"global_tokens is {chosen!r}, but must be a number of tokens or a list of positions")
 

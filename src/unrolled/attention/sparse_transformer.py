@@ -49,8 +49,8 @@ class SparseTransformerAttention(MultiHeadAttention):
         summary: c of the fixed kind, a divisor of l; a quarter of l by default, or l if 4 does not divide it.
         subblocks: u of the fixed kind: how many different summaries the heads read in turn, up to l / c.
         reads: "merged", each head reads the union of near and far keys; "split", the first half of the heads
-            reads the near keys and the others the far ones; "near" or "far", all read those alone, as layers
-            that take turns do.
+            reads the near keys and the others the far ones, so there must be two; "near" or "far",
+            all read those alone, as layers that take turns do.
 
     Raises:
         ValueError: sizes out of range, or a window or a summary of the kind that has none.
