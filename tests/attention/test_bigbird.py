@@ -198,6 +198,13 @@ def test_cost_is_linear_in_the_length():
         ({"global_tokens": -1}, "global_tokens is -1, but must be at least 0"),
         ({"random_blocks": -1}, "random_blocks is -1, but must be at least 0"),
         ({"seed": -1}, "seed is -1, but must be at least 0"),
+        ({"seed": 1.5}, "seed is 1.5, but must be at least 0"),
+        ({"block_size": 2.5}, "block_size is 2.5, but must be an integer"),
+        ({"window_blocks": 3.0}, "window_blocks is 3.0, but must be odd"),
+        ({"global_blocks": 1}, r"global_blocks is 1, but must be \(first, last\)"),
+        ({"global_blocks": (1, 0.5)}, r"global_blocks is \(1, 0.5\), but must be \(first, last\)"),
+        ({"global_tokens": None}, "global_tokens is None, but must be an integer"),
+        ({"random_blocks": True}, "random_blocks is True, but must be an integer"),
     ],
 )
 def test_wrong_options(options, message):

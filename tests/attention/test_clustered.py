@@ -207,6 +207,11 @@ def test_causal_attention_is_refused_with_the_alternatives():
     ("options", "message"),
     [
         ({"n_clusters": 0}, "n_clusters is 0, but must be at least 1"),
+        ({"n_clusters": 2.5}, "n_clusters is 2.5, but must be an integer"),
+        ({"n_keys": None}, "n_keys is None, but must be an integer"),
+        ({"iterations": True}, "iterations is True, but must be an integer"),
+        ({"bits": 2.5}, "bits is 2.5, but must be between 1 and 62"),
+        ({"seed": "x"}, "seed is 'x', but must be an integer"),
         ({"n_keys": -1}, "n_keys is -1, but must be at least 0"),
         ({"iterations": -1}, "iterations is -1, but must be at least 0"),
         ({"bits": 63}, "bits is 63, but must be between 1 and 62"),

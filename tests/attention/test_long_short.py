@@ -183,7 +183,12 @@ def test_landmarks_alone_keep_the_contract_and_read_another_sequence():
 
 
 @pytest.mark.parametrize(
-    "options", [{"window": 4, "chunk": 4}, {"window": 5, "chunk": 3, "rank": 2, "dual_norm": False}]
+    "options",
+    [
+        {"window": 4, "chunk": 4},
+        {"window": 5, "chunk": 3, "rank": 2, "dual_norm": False},
+        {"window": 3, "chunk": 16, "rank": 0},
+    ],
 )
 def test_small_windows_and_chunks_keep_the_contract(options):
     maker = Maker(LongShortAttention, options)
@@ -195,6 +200,10 @@ def test_small_windows_and_chunks_keep_the_contract(options):
     ("options", "message"),
     [
         ({"window": -1}, "window is -1, but must be at least 0"),
+        ({"window": 2.5}, "window is 2.5, but must be an integer"),
+        ({"rank": 2.5}, "rank is 2.5, but must be an integer"),
+        ({"chunk": "x"}, "chunk is 'x', but must be an integer"),
+        ({"dual_norm": -1}, "dual_norm is -1, but must be True or False"),
         ({"window": 8, "causal": True}, "window is 8, but must be at least chunk = 16"),
         ({"rank": -1}, "rank is -1, but must be at least 0"),
         ({"rank": 0, "window": None}, "rank is 0, but must be at least 0, and 1 without a window"),
@@ -222,3 +231,33 @@ def test_a_state_of_other_options_is_named():
         ValueError, match=r"state.window_k has shape \[1, 16, 2, 4\], but .* \[..., 32, 2, 4\]"
     ):
         module.prefill(torch.zeros(1, 3, 8), other.init_state(1))
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "message"),
+    [
+        ({"chunk": 8}, {"chunk": 16}, "chunk_k has 8 tokens, but .* chunk = 16 and rank = 1 keeps 16 to 31"),
+        ({"chunk": 16}, {"chunk": 4}, "chunk_k has 16 tokens, but .* chunk = 4 and rank = 1 keeps 4 to 7"),
+    ],
+)
+def test_a_state_of_other_chunks_is_refused(made, given, message):
+    made, given = (LongShortAttention(8, 2, causal=True, window=32, **options) for options in (made, given))
+    state = made.init_state(1)
+    made.step(torch.zeros(1, 8), state)
+    with pytest.raises(ValueError, match=message):
+        given.step(torch.zeros(1, 8), state)
+    with pytest.raises(ValueError, match=message):
+        given.prefill(torch.zeros(1, 3, 8), state)
+
+
+def test_without_landmarks_a_state_is_the_window():
+    module = LongShortAttention(8, 2, causal=True, window=3, rank=0).double()
+    state = module.init_state(2)
+    size = nbytes(state)
+    assert size == 2 * (3 * 2 * 8 * 8 + 8)  # rows, window, keys and values, width, bytes; position
+    _, state = module.prefill(normal(2, 40, 8), state)
+    _, state = module.step(normal(2, 8), state)
+    assert nbytes(state) == size
+    assert module.supports.recurrence == "constant"
+    with pytest.raises(ValueError, match="window is 0, but must be at least 1"):
+        LongShortAttention(8, 2, causal=True, window=0, rank=0)

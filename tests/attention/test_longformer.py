@@ -209,6 +209,11 @@ def test_what_cannot_be_is_refused():
         ({"global_tokens": -1}, "global_tokens is -1, but must be a number of tokens or a list of positions"),
         ({"global_tokens": "first"}, "global_tokens is 'first', but must be"),
         ({"global_tokens": [0.5]}, "global_tokens is [0.5], but must be"),
+        ({"global_tokens": 2.5}, "global_tokens is 2.5, but must be"),
+        ({"global_tokens": 0.0}, "global_tokens is 0.0, but must be"),
+        ({"global_tokens": True}, "global_tokens is True, but must be"),
+        ({"global_tokens": ""}, "global_tokens is '', but must be"),
+        ({"dilation": 2.5}, "dilation is 2.5, but must be an integer"),
         ({"window": 3}, "window is 3, but must be even"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -258,6 +258,22 @@ def test_a_state_is_no_longer_than_what_can_be_read():
     assert state.k.shape[1] == 24
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_padding_in_a_pack_takes_no_place(causal, rotary):
+    options = {"causal": causal, "rotary": rotary, "chunk": 2, "n_buckets": 2, "seed": 1}
+    module = ReformerAttention(8, 2, **options).double()
+    x = torch.randn(1, 40, 8, dtype=F64, generator=torch.Generator().manual_seed(0))
+    padding = torch.rand(1, 40, generator=torch.Generator().manual_seed(1)) < 0.3
+    ends = [0, 3, 25, 25, 40]
+    fewer = [int((~padding)[0, :end].sum()) for end in ends]
+    o = module(x, key_padding_mask=padding, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+    wanted = module(x[~padding].unsqueeze(0), cu_seqlens=torch.tensor(fewer, dtype=torch.int32))
+    torch.testing.assert_close(o[~padding].unsqueeze(0), wanted, rtol=0, atol=1e-12)
+    unpadded = module(x, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+    assert (o - unpadded)[~padding].abs().max() > 1e-3
+
+
 def test_rotations_are_drawn_from_the_seed_and_stay():
     x = torch.randn(1, 30, 12, dtype=F64)
     a, b, other = module(), module(), module(seed=8)
@@ -311,6 +327,17 @@ def test_hashing():
         ({"n_buckets": []}, "n_buckets is [], but must be even"),
         ({"chunk": 0}, "chunk is 0, but must be at least 1"),
         ({"n_rounds": 0}, "n_rounds is 0, but must be at least 1"),
+        ({"n_rounds": 2.5}, "n_rounds is 2.5, but must be an integer"),
+        ({"n_rounds": True}, "n_rounds is True, but must be an integer"),
+        ({"n_buckets": 2.5}, "n_buckets is 2.5, but must be even"),
+        ({"n_buckets": "44"}, "n_buckets is '44', but must be even"),
+        ({"n_buckets": [4, 2.0]}, "n_buckets is [4, 2.0], but must be even"),
+        ({"chunk": None}, "chunk is None, but must be an integer"),
+        ({"scale": math.nan}, "scale is nan, but must be a finite number"),
+        ({"scale": None}, "scale is None, but must be a finite number"),
+        ({"scale": True}, "scale is True, but must be a finite number"),
+        ({"same_bucket": "x"}, "same_bucket is 'x', but must be True or False"),
+        ({"seed": 1.5}, "seed is 1.5, but must be an integer"),
         ({"n_kv_heads": 1}, "n_kv_heads is 1, but queries are keys here: n_heads = 2 is wanted"),
     ],
 )

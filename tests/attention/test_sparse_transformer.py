@@ -217,6 +217,12 @@ def test_cost_grows_as_the_pairs_that_are_read():
         ({"kind": "random"}, "kind is 'random', but must be one of strided, fixed"),
         ({"reads": "both"}, "reads is 'both', but must be one of merged, split, near, far"),
         ({"stride": 0}, "stride is 0, but must be at least 1"),
+        ({"stride": "x"}, "stride is 'x', but must be an integer"),
+        ({"stride": 8.0}, "stride is 8.0, but must be an integer"),
+        ({"kind": "strided", "window": 200.5}, "window is 200.5, but must be an integer"),
+        ({"summary": 2.0}, "summary is 2.0, but must be an integer"),
+        ({"subblocks": True}, "subblocks is True, but must be an integer"),
+        ({"kind": ["fixed"]}, r"kind is \['fixed'\], but must be one of strided, fixed"),
         ({"kind": "strided", "stride": 8, "window": 6}, "window is 6, but must be at least stride - 1 = 7"),
         ({"kind": "strided", "summary": 2}, "summary is 2 and subblocks 1, but the strided kind has none"),
         ({"window": 3}, "window is 3, but fixed blocks have none: stride = 128"),
@@ -240,3 +246,40 @@ def test_wrong_input():
     q = torch.randn(1, 20, 2, 3)
     with pytest.raises(ValueError, match="k has length 19, but q has 20"):
         factorized_attention(q, q[:, 1:], q[:, 1:], Layout(True, 2))
+
+
+def test_one_head_cannot_be_split():
+    with pytest.raises(ValueError, match="reads is 'split', but n_heads = 1"):
+        SparseTransformerAttention(16, 1, reads="split")
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "length", "message"),
+    [
+        ({"stride": 8}, {"stride": 12}, 0, "state.past_k has 8 slots, but fixed attention of stride = 12"),
+        ({"stride": 8}, {"kind": "strided", "stride": 12}, 0, "state.past_k has 8 slots, but strided"),
+        ({"kind": "strided", "stride": 8}, {"stride": 8}, 0, "state.past_k has 0 slots, but fixed"),
+        ({"stride": 8, "summary": 2}, {"stride": 8, "summary": 4}, 72, "state.past_k has 24 slots"),
+        (
+            {"kind": "strided", "stride": 8},
+            {"kind": "strided", "stride": 12},
+            64,
+            "has 64 slots, but strided",
+        ),
+        ({"stride": 8, "summary": 2}, {"stride": 8, "summary": 2, "subblocks": 2}, 136, "has 40 slots"),
+        (
+            {"kind": "strided", "stride": 128},
+            {"kind": "strided", "stride": 64},
+            100,
+            "state.recent_k has 100 tokens, but strided attention of stride = 64 keeps fewer than 64",
+        ),
+    ],
+)
+def test_a_state_of_other_options_is_refused(made, given, length, message):
+    made, given = (SparseTransformerAttention(8, 2, causal=True, **options) for options in (made, given))
+    _, state = made.prefill(torch.randn(1, length, 8), made.init_state(1))
+    made.step(torch.randn(1, 8), state)
+    with pytest.raises(ValueError, match=message):
+        given.step(torch.randn(1, 8), state)
+    with pytest.raises(ValueError, match=message):
+        given.prefill(torch.randn(1, 3, 8), state)

@@ -1,6 +1,7 @@
 """Grid and cube attention: the definition over a dense mask, what it equals, and how a video is laid out."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -172,6 +173,24 @@ def test_groups_are_what_they_are_called():
     assert read_by_groups(x, tiles)[0, 0, 0, :16].flatten().tolist() == [0, 0, 0, 0, 0, 0, 1, 2, 0, 4, 5, 6, 0, 8, 9, 10]  # fmt: skip
     for part in (columns, classes, tiles):
         assert torch.equal(ungrouped(grouped(x, part), part, (2, 3, 4)), x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shape": None}, "shape is None, but must be three numbers"),
+        ({"shape": 2.5}, "shape is 2.5, but must be three numbers"),
+        ({"shape": "444"}, "shape is ['4', '4', '4'], but must be integers of at least 1"),
+        ({"radius": 1.5}, "radius is 1.5, but must be three numbers"),
+        ({"radius": 1, "stride": (1, 2.0, 1)}, "stride is [1, 2.0, 1], but must be integers of at least 1"),
+        ({"scale": float("inf")}, "scale is inf, but must be a finite number"),
+        ({"scale": "x"}, "scale is 'x', but must be a finite number"),
+        ({"relative": 1}, "relative is 1, but must be True or False"),
+    ],
+)
+def test_options_of_another_type_are_named(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SpatiotemporalAttention(8, 2, **options)
 
 
 def test_wrong_settings_are_named():

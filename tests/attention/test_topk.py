@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from unrolled.attention import topk
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.topk import TopkAttention, topk_attention, topk_reference
+from unrolled.cli.measure import PeakBytes
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import Maker, check_compiles, check_half_precision, checks
 
@@ -140,6 +141,23 @@ def test_scores_are_not_kept_for_the_gradient():
     assert sparse < 2 * 40 * 40
 
 
-def test_no_key_is_too_few():
-    with pytest.raises(ValueError, match="n_keys is 0, but must be at least 1"):
-        TopkAttention(8, 2, n_keys=0)
+def test_what_is_hidden_is_not_kept_for_the_gradient():
+    """Kept as booleans, the hidden keys of each row would take B T (T + rows) / 2 bytes."""
+    B, T, rows = 2, 400, 20
+    q, k, v = (x.detach().requires_grad_() for x in heads(T, T, H=1, G=1, B=B))
+    padding = torch.arange(T) >= torch.tensor([[T], [T - 30]])
+    with pytest.MonkeyPatch.context() as patch, PeakBytes() as memory:
+        patch.setattr(topk, "SCORES", B * T * rows)
+        o = topk_attention(q, k, v, 1, causal=True, key_padding_mask=padding)
+        kept = memory.live
+    rows_kept = B * T * (4 + 4 + 3 + 2 * 3 + 1 + 1) * 8  # q, k and v, o twice, the choice and room for others
+    assert kept < rows_kept < B * T * (T + rows) // 2
+    o.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("n_keys", "wanted"), [(0, "at least 1"), (2.5, "an integer"), (True, "an integer"), (None, "an integer")]
+)
+def test_wrong_numbers_of_keys_are_named(n_keys, wanted):
+    with pytest.raises(ValueError, match=f"n_keys is {n_keys}, but must be {wanted}"):
+        TopkAttention(8, 2, n_keys=n_keys)

@@ -63,16 +63,35 @@ def test_outputs_and_gradients_are_those_of_ordinary_autograd(fields, dropout):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-11)
 
 
-def test_buckets_are_those_of_the_forward(monkeypatch):
-    """A restored input differs by rounding; here the hash would differ by a bucket each time it is computed."""
-    stack = decoder(n_layers=2, **REFORMER).stack
+@pytest.mark.parametrize(
+    ("attention", "options", "choices"),
+    [
+        ("reformer", REFORMER["attention_options"]["reformer"], ["unrolled.attention.reformer.hash_buckets"]),
+        ("topk", {"n_keys": 3}, ["torch.Tensor.topk"]),
+        (
+            "clustered",
+            {"n_clusters": 4, "n_keys": 3, "seed": 1},
+            ["torch.Tensor.topk", "unrolled.attention.clustered.sign_clusters"],
+        ),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_choices_are_those_of_the_forward(attention, options, choices, monkeypatch):
+    """A restored input differs by rounding; here a choice would come out as none if it were made again."""
+    fields = {"vocab_size": 11, "d_model": 16, "n_heads": 2, "n_layers": 2, "reversible": True}
+    fields |= {"attention": attention, "attention_options": {attention: options}}
+    torch.manual_seed(0)
+    causal = attention != "clustered"
+    model = Decoder(DecoderConfig(**fields)) if causal else Encoder(EncoderConfig(n_classes=2, **fields))
+    stack = model.double().stack
     x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
     wanted = gradients(stack(x), x, stack)
-    y, hashed = stack(x), []
-    monkeypatch.setattr("unrolled.attention.reformer.hash_buckets", lambda *_: hashed.append(1))
+    y, chosen = stack(x), []
+    for choice in choices:
+        monkeypatch.setattr(choice, lambda *_, **__: chosen.append(1))
     for ours, theirs in zip(gradients(y, x, stack), wanted, strict=True):
         assert torch.equal(ours, theirs)
-    assert not hashed
+    assert not chosen
 
 
 def activation_peak(n_layers, **fields):

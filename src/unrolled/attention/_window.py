@@ -19,7 +19,7 @@ def window_sides(window: int | tuple[int, int], *, causal: bool) -> tuple[int, i
     Raises:
         ValueError: negative sides, a right side where causal, no key, or an odd number to halve.
     """
-    if isinstance(window, int) and not isinstance(window, bool):
+    if type(window) is int:
         if causal and window >= 1:
             return window - 1, 0
         if not causal and window >= 0 and window % 2 == 0:
@@ -29,8 +29,8 @@ def window_sides(window: int | tuple[int, int], *, causal: bool) -> tuple[int, i
         )
         raise ValueError(f"window is {window}, but must be {wanted}, or a pair (left, right)")
     pair = list(window) if isinstance(window, tuple | list) else []
-    if len(pair) != 2 or not all(isinstance(side, int) and side >= 0 for side in pair):
-        raise ValueError(f"window is {window}, but must be one number or (left, right), neither negative")
+    if len(pair) != 2 or not all(type(side) is int and side >= 0 for side in pair):
+        raise ValueError(f"window is {window!r}, but must be one number or (left, right), neither negative")
     if causal and pair[1]:
         raise ValueError(f"window is {window}, but a causal one must be (left, 0), with nothing ahead")
     return pair[0], pair[1]
@@ -42,12 +42,14 @@ def dilation_per_head(dilation: int | Sequence[int], n_heads: int) -> tuple[int,
     Raises:
         ValueError: below 1, or another number of them.
     """
-    given = [dilation] * n_heads if isinstance(dilation, int) else list(dilation)
+    given = list(dilation) if isinstance(dilation, Sequence) else [dilation] * n_heads
+    if any(type(d) is not int for d in given):
+        raise ValueError(f"dilation is {dilation!r}, but must be an integer, or one for each head")
     if len(given) != n_heads:
         raise ValueError(
             f"dilation has {len(given)} values, but must have one for each of n_heads = {n_heads}"
         )
-    if not all(isinstance(d, int) and d >= 1 for d in given):
+    if not all(d >= 1 for d in given):
         raise ValueError(f"dilation is {dilation}, but must be at least 1")
     return tuple(given)
 

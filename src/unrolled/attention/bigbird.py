@@ -36,6 +36,7 @@ from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.softmax import softmax_attention
 from unrolled.ops.window import window_attention
@@ -53,15 +54,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         b, w, ends = self.block_size, self.window_blocks, self.global_blocks
-        if b < 1:
-            raise ValueError(f"block_size is {b}, but must be at least 1")
-        if w < 1 or w % 2 == 0:
-            raise ValueError(f"window_blocks is {w}, but must be odd: a block and as many on either side")
-        if len(ends) != 2 or min(ends) < 0:
-            raise ValueError(f"global_blocks is {ends}, but must be (first, last), both at least 0")
-        for name, count in (("global_tokens", self.global_tokens), ("random_blocks", self.random_blocks)):
-            if count < 0:
-                raise ValueError(f"{name} is {count}, but must be at least 0")
+        check_integers(1, block_size=b)
+        check_integers(0, global_tokens=self.global_tokens, random_blocks=self.random_blocks)
+        if type(w) is not int or w < 1 or w % 2 == 0:
+            raise ValueError(f"window_blocks is {w!r}, but must be odd: a block and as many on either side")
+        counts = ends if isinstance(ends, tuple | list) else ()
+        if len(counts) != 2 or not all(type(n) is int and n >= 0 for n in counts):
+            raise ValueError(f"global_blocks is {ends!r}, but must be (first, last), both at least 0")
 
     def count_blocks(self, n: Tensor) -> Tensor:
         """N, where there are n tokens."""
@@ -270,8 +269,8 @@ class BigBirdAttention(MultiHeadAttention):
         self.layout = Layout(block_size, window_blocks, global_blocks, global_tokens, random_blocks)
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed is {seed}, but must be at least 0 and below 2^63")
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise ValueError(f"seed is {seed!r}, but must be at least 0 and below 2^63")
         self.register_buffer("seed", torch.tensor(seed))
         self.register_buffer("redraws", torch.tensor(0))
 

@@ -38,10 +38,12 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder
 from unrolled.ops.positions import positions_from_padding
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.random_features import Projection
+from unrolled.ops.replay import chosen
 from unrolled.ops.softmax import softmax_attention, softmax_or_zero
 
 MAX_BITS = 62  # of a hash in 64, with room for a value above all of them
@@ -66,8 +68,8 @@ def sign_clusters(codes: Tensor, n_clusters: int, iterations: int, padding: Tens
     first = pad(hashes[:, 1:] != hashes[:, :-1], (1, 0), value=True) & (hashes < 2**MAX_BITS)
     rank = first.cumsum(1)
     wanted = torch.arange(n_clusters, device=codes.device) * rank[:, -1:] // n_clusters + 1
-    chosen = torch.searchsorted(rank, wanted).clamp(max=T - 1)
-    centroids = codes[row, order.gather(1, chosen)]
+    nth = torch.searchsorted(rank, wanted).clamp(max=T - 1)
+    centroids = codes[row, order.gather(1, nth)]
     for _ in range(iterations):
         nearest = (codes @ centroids.mT).argmax(-1)
         votes = _sum_by(nearest, codes, n_clusters)
@@ -160,7 +162,7 @@ def clustered_attention(
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
         n_keys = min(n_keys, S)
-        top = scores.detach().topk(n_keys, sorted=False).indices
+        top = chosen(lambda: scores.detach().topk(n_keys, sorted=False).indices, S)
         hidden = (scores.gather(-1, top) == -torch.inf).reshape(B * H, n_clusters, 1, n_keys)
         shared = softmax_or_zero(scores)
         mass = shared.gather(-1, top).sum(-1).reshape(B * H, n_clusters, 1, 1)
@@ -229,16 +231,13 @@ class ClusteredAttention(MultiHeadAttention):
                 "use topk or reformer attention"
             )
         super().__init__(d_model, n_heads, **shared)
-        for name, value, least in (
-            ("n_clusters", n_clusters, 1),
-            ("n_keys", n_keys, 0),
-            ("iterations", iterations, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}, but must be at least {least}")
-        if not 1 <= bits <= MAX_BITS:
-            raise ValueError(f"bits is {bits}, but must be between 1 and {MAX_BITS}")
+        check_integers(1, n_clusters=n_clusters)
+        check_integers(0, n_keys=n_keys, iterations=iterations)
+        if type(bits) is not int or not 1 <= bits <= MAX_BITS:
+            raise ValueError(f"bits is {bits!r}, but must be between 1 and {MAX_BITS}")
         self.n_clusters, self.n_keys, self.iterations = n_clusters, n_keys, iterations
+        if seed is not None:
+            check_integers(0, seed=seed)
         self.hash = Projection(1, bits, self.head_dim + 1, "independent", seed)
         self.positional = True  # what has positions here is self-attention, even without rotary
 
@@ -253,7 +252,7 @@ class ClusteredAttention(MultiHeadAttention):
             q,
             k,
             heads.v,
-            self.cluster(q, q_padding),
+            chosen(lambda: self.cluster(q, q_padding), max(self.n_clusters, q.shape[1])),
             self.n_clusters,
             self.n_keys,
             q_padding=q_padding,

@@ -18,8 +18,9 @@ relative positions of its own: `rotary` rotates the queries and keys of the wind
 
 Cost per head: bidirectional, time O(T (2w + r) (D + M)); causal, time O(T (w + T r / l) (D + M)), and a state
 of O((w + l + T r / l) (D + M)), which is the time per generated token; memory of both O(T (D + M + r)).
-Cannot: generate at a constant cost, since landmarks gather, one set per chunk; honour an arbitrary
-`attn_mask`. Reading another sequence, it has no window, so that this wants `window=None`: landmarks alone.
+Cannot: generate at a constant cost, since landmarks gather, one set per chunk (with `rank=0`, there are
+none, and it can); honour an arbitrary `attn_mask`. Reading another sequence, it has no window, so that this
+wants `window=None`: landmarks alone.
 Equals softmax attention: with `rank=0`, `dual_norm=False` and a window that reaches everything.
 """
 
@@ -38,6 +39,7 @@ from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.options import check_booleans, check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.window import window_attention
@@ -167,8 +169,8 @@ class LongShortAttention(MultiHeadAttention):
     Args:
         d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias: see `MultiHeadAttention`.
         window: w, the number of queries in a segment, which reads up to 2w keys (of 0, each its own key
-            only), or causal, the number of keys that a query reads, at least l. None for landmarks alone,
-            which can read another sequence, but not be causal.
+            only), or causal, the number of keys that a query reads, at least l where there are landmarks.
+            None for landmarks alone, which can read another sequence, but not be causal.
         rank: number of landmarks r, of the sequence (32 by default), or causal, of each chunk (1).
         chunk: number l of tokens in a chunk of causal attention.
         dual_norm: normalise keys and values, in window and landmarks; they are of one width then.
@@ -195,18 +197,28 @@ class LongShortAttention(MultiHeadAttention):
         dual_norm: bool = True,
         **shared: Any,
     ):
+        if window is not None:
+            check_integers(0, window=window)
+        if rank is not None:
+            check_integers(0, rank=rank)
+        check_integers(1, chunk=chunk)
+        check_booleans(dual_norm=dual_norm)
         if window is None:
             self.supports = replace(self.supports, causal=False, cross=True, recurrence="none")
         super().__init__(d_model, n_heads, causal=causal, **shared)
         self.window, self.chunk = window, chunk
         self.rank = (1 if causal else 32) if rank is None else rank
-        if self.rank < 0 or (window is None and self.rank == 0):
+        if window is None and self.rank == 0:
             raise ValueError(f"rank is {rank}, but must be at least 0, and 1 without a window")
-        if chunk < 1:
-            raise ValueError(f"chunk is {chunk}, but must be at least 1")
-        if window is not None and window < (chunk if causal else 0):
-            wanted = f"chunk = {chunk}, or tokens of a chunk could not be read" if causal else "0"
-            raise ValueError(f"window is {window}, but must be at least {wanted}")
+        if window is not None and causal and self.rank and window < chunk:
+            raise ValueError(
+                f"window is {window}, but must be at least chunk = {chunk}, or tokens of a chunk could not "
+                "be read"
+            )
+        if window == 0 and causal:
+            raise ValueError("window is 0, but must be at least 1 where causal: the token itself")
+        if self.rank == 0:
+            self.supports = replace(self.supports, recurrence="constant")
         if window is None and self.rotary:
             raise ValueError(
                 "rotary is True, but landmarks have no position, and window=None leaves nothing else"
@@ -289,11 +301,14 @@ class LongShortAttention(MultiHeadAttention):
         return tuple(_normalised(pool(logits, x, padding), self.landmark_norm).to(v.dtype) for x in (k, v))
 
     def init_state(self, batch_size: int) -> LongShortState:
-        """Make the state of `batch_size` sequences that have not begun: zeros, and one slot for landmarks."""
+        """Make the state of `batch_size` sequences that have not begun: zeros, and one slot for landmarks.
+
+        Without landmarks, no tokens of a chunk are kept, and the size of the state is constant.
+        """
         if self.window is None:
             return super().init_state(batch_size)  # type: ignore[no-any-return]
         zero = self.out_proj.weight.new_zeros((), dtype=self._state_dtype)
-        B, G, l = batch_size, self.n_kv_heads, self.chunk  # noqa: E741 the paper's letter
+        B, G, l = batch_size, self.n_kv_heads, self.chunk if self.rank else 0  # noqa: E741 the paper's letter
         sizes = [(1, self.rank, G), (self.window, G), (l, G)]
         k_and_v = [zero.new_zeros(B, *size, x) for size in sizes for x in (self.head_dim, self.value_dim)]
         logits = zero.new_zeros(B, l, G, self.rank)
@@ -328,26 +343,26 @@ class LongShortAttention(MultiHeadAttention):
             )
         ]
 
-        # The unfinished chunk stands before them too, and further chunks begin where it began.
-        old = (state.chunk_k, state.chunk_v, state.chunk_logits)
-        recent = [torch.cat([x[:, -l:], new], 1) for x, new in zip(old, (k, v, logits), strict=True)]
-        hidden = torch.cat([_missing(state.position % l, l), padding], 1)
-        order = valid_first(hidden)
-        landmarks = self._chunk_landmarks([reorder(x, order) for x in recent], reorder(hidden, order))
+        seen = (~padding).sum(1)
+        window = [_last(x, self.window + seen, self.window) for x in (near_k, near_v)]
+        slots: Sequence[Tensor] = (state.landmark_k, state.landmark_v)
+        chunk: Sequence[Tensor] = (state.chunk_k, state.chunk_v, state.chunk_logits)
         if self.rank:
+            # The unfinished chunk stands before them too, and further chunks begin where it began.
+            recent = [torch.cat([x[:, -l:], new], 1) for x, new in zip(chunk, (k, v, logits), strict=True)]
+            hidden = torch.cat([_missing(state.position % l, l), padding], 1)
+            order = valid_first(hidden)
+            landmarks = self._chunk_landmarks([reorder(x, order) for x in recent], reorder(hidden, order))
             parts.append(self._read_filled_slots(q, state))
             queries = _pad(reorder(_pad(q, l, 0), order), 0, -(T + l) % l)
             far = (
                 reorder(x[:, : T + l], order.argsort(1))[:, l:] for x in earlier_chunks(queries, *landmarks)
             )
             parts.append(tuple(far))  # type: ignore[arg-type]
+            fed = (state.landmark_k.shape[1] - 1) * l + state.chunk_k.shape[1] - l + T
+            slots = self._fill_slots(state, landmarks, state.position + seen, fed // l + 1)
+            chunk = [_pad(_last(x, l + seen, l), fed % l, 0) for x in recent]
         o = without_padding(merge_softmax(parts)[0].to(out_dtype), padding)
-
-        seen = (~padding).sum(1)
-        fed = (state.landmark_k.shape[1] - 1) * l + state.chunk_k.shape[1] - l + T
-        slots = self._fill_slots(state, landmarks, state.position + seen, fed // l + 1)
-        window = (_last(x, self.window + seen, self.window) for x in (near_k, near_v))
-        chunk = (_pad(_last(x, l + seen, l), fed % l, 0) for x in recent)
         return reorder(o, back), LongShortState._make((*slots, *window, *chunk, state.position + seen))
 
     def step_heads(self, heads: Heads, state: LongShortState) -> tuple[Tensor, LongShortState]:
@@ -367,16 +382,17 @@ class LongShortAttention(MultiHeadAttention):
                 near_q, near_k, near_v, window_size=(-1, -1), key_padding_mask=hidden, return_lse=True
             )
         ]
+        slots: Sequence[Tensor] = (state.landmark_k, state.landmark_v)
+        chunk: Sequence[Tensor] = (state.chunk_k, state.chunk_v, state.chunk_logits)
         if self.rank:
             parts.append(self._read_filled_slots(q, state))
+            chunk = [torch.cat([x, new], 1) for x, new in zip(chunk, (k, v, logits), strict=True)]
+            landmarks = self._chunk_landmarks([x[:, -l:] for x in chunk], None)
+            full = chunk[0].shape[1] == 2 * l
+            slots = self._fill_slots(state, landmarks, position, state.landmark_k.shape[1] + full)
+            chunk = [x[:, l:].clone() for x in chunk] if full else chunk
         o = merge_softmax(parts)[0].squeeze(1).to(heads.v.dtype)
-        old = (state.chunk_k, state.chunk_v, state.chunk_logits)
-        chunk = [torch.cat([x, new], 1) for x, new in zip(old, (k, v, logits), strict=True)]
-        landmarks = self._chunk_landmarks([x[:, -l:] for x in chunk], None)
-        slots, full = state.landmark_k.shape[1], chunk[0].shape[1] == 2 * l
-        filled = self._fill_slots(state, landmarks, position, slots + full)
-        chunk = [x[:, l:].clone() for x in chunk] if full else chunk
-        return o, LongShortState._make((*filled, near_k, near_v, *chunk, position))
+        return o, LongShortState._make((*slots, near_k, near_v, *chunk, position))
 
     def _read_filled_slots(self, q: Tensor, state: LongShortState) -> Part:
         """Read the landmarks of the state."""
@@ -387,19 +403,19 @@ class LongShortAttention(MultiHeadAttention):
 
     def _fill_slots(
         self, state: LongShortState, landmarks: tuple[Tensor, ...], position: Tensor, n: int
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Put landmarks `[B,n',r,G,D]` that begin with the first unfinished chunk into n slots."""
         slot = torch.arange(n, device=position.device)
         nth = slot - (state.position // self.chunk).unsqueeze(1)
         new = (nth >= 0) & (slot < (position // self.chunk).unsqueeze(1))
-        return [
+        return tuple(
             torch.where(
                 new[..., None, None, None],
                 reorder(x, nth.clamp(0, x.shape[1] - 1)),
                 pad(old, (0, 0, 0, 0, 0, 0, 0, n - old.shape[1])),
             )
             for x, old in zip(landmarks, (state.landmark_k, state.landmark_v), strict=True)
-        ]
+        )
 
     def _check_state(self, state: LongShortState) -> None:
         window, G = self.window or 0, self.n_kv_heads
@@ -412,3 +428,12 @@ class LongShortAttention(MultiHeadAttention):
             if found[-len(size) :] != size:
                 wanted = ", ".join(map(str, size))
                 raise ValueError(f"state.{name} has shape {found}, but this module wants [..., {wanted}]")
+        least = self.chunk if self.rank else 0
+        most = 2 * self.chunk - 1 if self.rank else 0
+        for name in ("chunk_k", "chunk_v", "chunk_logits"):
+            kept = getattr(state, name).shape[1]
+            if not least <= kept <= most:
+                raise ValueError(
+                    f"state.{name} has {kept} tokens, but a module of chunk = {self.chunk} and "
+                    f"rank = {self.rank} keeps {least} to {most}"
+                )

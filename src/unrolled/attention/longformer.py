@@ -78,10 +78,14 @@ def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) 
 
 def _checked(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
     """Require a number of tokens or positions."""
-    if isinstance(chosen, int):
+    if type(chosen) is int:
         if chosen >= 0:
             return chosen
-    elif all(isinstance(position, int) for position in chosen):
+    elif (
+        isinstance(chosen, Sequence)
+        and not isinstance(chosen, str)
+        and all(type(position) is int for position in chosen)
+    ):
         return tuple(chosen)
     raise ValueError(f"global_tokens is {chosen!r}, but must be a number of tokens or a list of positions")
 
@@ -143,11 +147,12 @@ class LongformerAttention(SlidingWindow):
         **shared: Any,
     ):
         super().__init__(d_model, n_heads, causal=causal, window=window, dilation=dilation, **shared)
+        given = global_tokens is not None
         if global_tokens is None:
             global_tokens = 0 if causal else 1
-        elif global_tokens not in (0, [], ()):
-            self.supports = replace(self.supports, causal=False, recurrence="none")
         self.global_tokens = _checked(global_tokens)
+        if given and self.global_tokens:
+            self.supports = replace(self.supports, causal=False, recurrence="none")
         self.global_proj = None
         if causal and self.global_tokens:
             raise UnsupportedError(

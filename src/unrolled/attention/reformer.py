@@ -52,6 +52,7 @@ from unrolled.ops.lsh import (
     masked_softmax,
     unit_keys,
 )
+from unrolled.ops.options import check_booleans, check_finite, check_integers
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -81,6 +82,13 @@ def causal_lsh_step(
         scores = scale * torch.einsum("bhd,bshd->bhs", q.to(dtype), state.k)
         o, lse = masked_softmax(scores.unsqueeze(2), read.movedim(1, 2).unsqueeze(2), state.v.transpose(1, 2))
         return torch.where(lse == -torch.inf, v.to(dtype), o.squeeze(2)).to(v.dtype)
+
+
+def _positions_without(padding: Tensor, positions: Tensor) -> Tensor:
+    """Count the valid tokens before each one in its sequence of a pack; `positions [1,T]` count all."""
+    padded = padding.long().cumsum(1) - padding.long()
+    begin = torch.arange(positions.shape[1], device=positions.device) - positions
+    return positions - padded + padded.gather(1, begin)
 
 
 class ReformerAttention(MultiHeadAttention):
@@ -121,12 +129,14 @@ class ReformerAttention(MultiHeadAttention):
             raise ValueError(
                 f"n_kv_heads is {self.n_kv_heads}, but queries are keys here: n_heads = {n_heads} is wanted"
             )
-        self.factors = (n_buckets,) if isinstance(n_buckets, int) else tuple(n_buckets)
-        if not self.factors or any(n < 2 or n % 2 for n in self.factors):
-            raise ValueError(f"n_buckets is {n_buckets}, but must be even, or factors that are")
-        for name, value in (("chunk", chunk), ("n_rounds", n_rounds)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, but must be at least 1")
+        self.factors = tuple(n_buckets) if isinstance(n_buckets, Sequence) else (n_buckets,)
+        if not self.factors or any(type(n) is not int or n < 2 or n % 2 for n in self.factors):
+            raise ValueError(f"n_buckets is {n_buckets!r}, but must be even, or factors that are")
+        check_integers(1, chunk=chunk, n_rounds=n_rounds)
+        check_booleans(same_bucket=same_bucket)
+        check_finite(scale=scale)
+        if seed is not None:
+            check_integers(0, seed=seed)
         self.chunk, self.n_rounds, self.same_bucket, self.scale = chunk, n_rounds, same_bucket, scale
         self.n_buckets = math.prod(self.factors)
         self.qkv_proj = Linear(d_model, sum(self._widths[1:]), bias=self.qkv_proj.bias is not None)
@@ -146,12 +156,20 @@ class ReformerAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        (q, k, buckets), v = self._hashed(heads), heads.v
+        hidden, v = masks.key_padding_mask, heads.v
         if masks.cu_seqlens is None:
-            return self._attend(q, k, v, buckets, masks.key_padding_mask)
-        check_cu_seqlens(masks.cu_seqlens, q, k)
+            q, k, buckets = self._hashed(heads)
+            return self._attend(q, k, v, buckets, hidden)
+        check_cu_seqlens(masks.cu_seqlens, heads.q, heads.k)
+        if hidden is not None:
+            check_key_padding_mask(hidden, *v.shape[:2])
+            if heads.positions is not None:
+                heads = heads._replace(positions=_positions_without(hidden, heads.positions))
+        q, k, buckets = self._hashed(heads)
         o = v.new_zeros(v.shape)
         for _, places, padding in length_buckets(masks.cu_seqlens, v.shape[1]):
+            if hidden is not None:
+                padding = padding | hidden[0][places]
             q_n, k_n, v_n, buckets_n = (
                 x[0].index_select(0, places.flatten()).view(*places.shape, *x.shape[2:])
                 for x in (q, k, v, buckets)

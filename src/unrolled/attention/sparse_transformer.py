@@ -34,6 +34,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.factorized import Layout, factorized_attention, factorized_pattern
 from unrolled.ops.factorized_state import FactorizedState, empty_state, factorized_prefill, factorized_step
+from unrolled.ops.options import check_integers
 from unrolled.ops.positions import rotary
 
 
@@ -48,8 +49,8 @@ class SparseTransformerAttention(MultiHeadAttention):
         summary: c of the fixed kind, a divisor of l; a quarter of l by default, or l if 4 does not divide it.
         subblocks: u of the fixed kind: how many different summaries the heads read in turn, up to l / c.
         reads: "merged", each head reads the union of near and far keys; "split", the first half of the heads
-            reads the near keys and the others the far ones; "near" or "far", all read those alone, as layers
-            that take turns do.
+            reads the near keys and the others the far ones, so there must be two; "near" or "far",
+            all read those alone, as layers that take turns do.
 
     Raises:
         ValueError: sizes out of range, or a window or a summary of the kind that has none.
@@ -81,6 +82,7 @@ class SparseTransformerAttention(MultiHeadAttention):
             )
         if kind == "strided" and (summary, subblocks) != (None, 1):
             raise ValueError(f"summary is {summary} and subblocks {subblocks}, but the strided kind has none")
+        check_integers(1, stride=stride)
         window = stride if window is None else window
         if summary is None:
             summary = stride if stride % 4 else stride // 4

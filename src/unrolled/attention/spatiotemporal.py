@@ -39,6 +39,7 @@ from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.grid import Axes, Part, axes, distances_in, grouped, near, read_by_groups, ungrouped, volume
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.options import check_booleans, check_finite
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
@@ -254,6 +255,9 @@ class SpatiotemporalAttention(MultiHeadAttention):
         self.stride = None if stride is None else _three("stride", stride, 1)
         if radius is None and stride is not None:
             raise ValueError(f"stride is {stride} without a radius, but wants one: 0 for no cube")
+        if scale is not None:
+            check_finite(scale=scale)
+        check_booleans(relative=relative)
         self.scale, self.relative = scale, None
         if relative:
             self.relative = nn.ParameterList(torch.zeros(2 * n - 1, self.head_dim) for n in self.shape)
@@ -279,8 +283,8 @@ class SpatiotemporalAttention(MultiHeadAttention):
 
 
 def _three(name: str, given: int | Sequence[int], low: int) -> Axes:
-    numbers = [given] * 3 if isinstance(given, int) else list(given)
+    numbers = [given] * 3 if type(given) is int else list(given) if isinstance(given, Sequence) else []
     if len(numbers) != 3:
-        raise ValueError(f"{name} is {given}, but must be three numbers, for time, height and width")
+        raise ValueError(f"{name} is {given!r}, but must be three numbers, for time, height and width")
     _check_sizes(name, numbers, low)
     return axes(numbers)

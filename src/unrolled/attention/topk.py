@@ -20,7 +20,7 @@ keys.
 """
 
 import math
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -37,8 +37,10 @@ from unrolled.ops.checks import (
     check_step,
 )
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.replay import chosen
 from unrolled.ops.softmax import (
     KVCache,
     cached_length,
@@ -113,12 +115,10 @@ def topk_attention(
         for begin in range(0, T, rows):
             end = min(begin + rows, T)
             seen = max(0, end + S - T) if causal else S
-            hidden = _hidden(begin, end, seen, last, segments, key_padding_mask)
             mask = None if attn_mask is None else attn_mask[..., begin:end, :seen]
-            given = (q[..., begin:end, :], k[..., :seen, :], hidden, mask)
-            with torch.no_grad():
-                kept = _scores(*given).topk(min(n_keys, seen), sorted=False).indices
-            # For the gradient, the scores are computed again rather than kept.
+            given = (q[..., begin:end, :], k[..., :seen, :], mask, begin, last, segments, key_padding_mask)
+            kept = chosen(partial(_best, n_keys, *given), S)
+            # For the gradient, the scores and what is hidden are computed again rather than kept.
             o = checkpoint(
                 _read, kept, v[..., :seen, :], *given, use_reentrant=False, preserve_rng_state=False
             )
@@ -149,22 +149,28 @@ def _hidden(
     return reduce(torch.logical_or, found) if found else None
 
 
-def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, mask: Tensor | None) -> Tensor:
-    """`[B,G,P,C,S]`, minus infinity for what may not be read."""
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, begin: int, *hiding: Tensor | None) -> Tensor:
+    """`[B,G,P,C,S]`, minus infinity for what queries from `begin` on may not read; see `_hidden`."""
     scores = q @ k.mT
     if mask is not None:
         if mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, -torch.inf)
         else:
             scores = (scores + mask).masked_fill(mask == -torch.inf, -torch.inf)
+    hidden = _hidden(begin, begin + q.shape[-2], k.shape[-2], *hiding)
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
-def _read(
-    kept: Tensor, v: Tensor, q: Tensor, k: Tensor, hidden: Tensor | None, mask: Tensor | None
-) -> Tensor:
+@torch.no_grad()
+def _best(n_keys: int, *given: Any) -> Tensor:
+    """Numbers of the keys with the largest scores, `[B,G,P,C,k]`."""
+    scores = _scores(*given)
+    return scores.topk(min(n_keys, scores.shape[-1]), sorted=False).indices
+
+
+def _read(kept: Tensor, v: Tensor, *given: Any) -> Tensor:
     """Read the kept keys of each query; products with all of them are faster than gathering a few."""
-    scores = _scores(q, k, hidden, mask)
+    scores = _scores(*given)
     weights = softmax_or_zero(scores.gather(-1, kept))
     return torch.zeros_like(scores).scatter(-1, kept, weights) @ v
 
@@ -226,8 +232,7 @@ class TopkAttention(MultiHeadAttention):
 
     def __init__(self, d_model: int, n_heads: int, *, n_keys: int = 32, **shared: Any):
         super().__init__(d_model, n_heads, **shared)
-        if n_keys < 1:
-            raise ValueError(f"n_keys is {n_keys}, but must be at least 1")
+        check_integers(1, n_keys=n_keys)
         self.n_keys = n_keys
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:

@@ -28,6 +28,7 @@ from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.window import window_attention
 
@@ -56,8 +57,10 @@ class Layout:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(options)}"
                 )
-        if self.stride < 1:
-            raise ValueError(f"stride is {self.stride}, but must be at least 1")
+        check_integers(1, stride=self.stride)
+        for name in ("window", "summary", "subblocks"):
+            if type(value := getattr(self, name)) is not int:
+                raise ValueError(f"{name} is {value!r}, but must be an integer")
         if self.kind == "strided" and self.window < self.stride - 1:
             raise ValueError(
                 f"window is {self.window}, but must be at least stride - 1 = {self.stride - 1}, or two hops "
@@ -69,6 +72,11 @@ class Layout:
             raise ValueError(
                 f"subblocks is {self.subblocks}, but must be between 1 and stride / summary = "
                 f"{self.stride // self.summary}"
+            )
+
+        if self.reads == "split" and self.n_heads < 2:
+            raise ValueError(
+                "reads is 'split', but n_heads = 1 leaves no head for the far keys: two heads are wanted"
             )
 
     def groups(self) -> list[tuple[range, bool, bool]]:

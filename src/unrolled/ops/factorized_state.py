@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, shape
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, may_read, shape
 from unrolled.ops.factorized import Layout, factorized_attention
 from unrolled.ops.positions import positions_from_padding
 from unrolled.ops.precision import without_autocast
@@ -34,7 +34,7 @@ def empty_state(
     layout: Layout, batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor
 ) -> FactorizedState:
     """Make a state that has seen nothing, of the device and type of `like`."""
-    slots = layout.stride if layout.kind == "fixed" else 0
+    slots, _ = _slot_sizes(layout)
     k = like.new_zeros(batch_size, slots, n_kv_heads, head_dim)
     v = like.new_zeros(batch_size, slots, n_kv_heads, value_dim)
     position = torch.zeros(batch_size, dtype=torch.long, device=like.device)
@@ -55,7 +55,7 @@ def factorized_prefill(
     Padding (`key_padding_mask [B,T]`, True) is never read and does not count as seen.
     """
     check_qkv(q, k, v)
-    _check_state(state, k, v)
+    _check_state(layout, state, k, v)
     (B, T), out_dtype, dtype = q.shape[:2], v.dtype, state.past_k.dtype
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     W = state.recent_k.shape[1]
@@ -92,7 +92,7 @@ def factorized_step(
 ) -> tuple[Tensor, FactorizedState]:
     """Run one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `o [B,H,M]` and the state after it."""
     check_step(q, k, v)
-    _check_state(state, k.unsqueeze(1), v.unsqueeze(1))
+    _check_state(layout, state, k.unsqueeze(1), v.unsqueeze(1))
     (B, H, D), G, out_dtype, dtype = q.shape, k.shape[1], v.dtype, state.past_k.dtype
     k = torch.cat([state.recent_k, k.to(dtype).unsqueeze(1)], 1)
     v = torch.cat([state.recent_v, v.to(dtype).unsqueeze(1)], 1)
@@ -166,7 +166,11 @@ def _positions_kept(layout: Layout, past: Tensor, query: Tensor, base: Tensor) -
     )
 
 
-def _check_state(state: FactorizedState, k: Tensor, v: Tensor) -> None:
+def _check_state(layout: Layout, state: FactorizedState, k: Tensor, v: Tensor) -> None:
+    """Require the sizes of this layout, and where it is free to look, slots for all tokens seen.
+
+    Sizes that are those of both layouts pass.
+    """
     (B, _, G, D), M = k.shape, v.shape[3]
     for part in ("past", "recent"):
         for name, width in (("k", D), ("v", M)):
@@ -175,13 +179,40 @@ def _check_state(state: FactorizedState, k: Tensor, v: Tensor) -> None:
                 raise ValueError(
                     f"state.{part}_{name} has shape {shape(x)}, but these inputs want [{B}, X, {G}, {width}]"
                 )
+    for name in ("k", "v"):
+        slots, recent = (getattr(state, f"{part}_{name}").shape[1] for part in ("past", "recent"))
+        first, per_block = _slot_sizes(layout)
+        if slots < first or (slots - first) % per_block:
+            raise ValueError(
+                f"state.past_{name} has {slots} slots, but {layout.kind} attention of "
+                f"stride = {layout.stride} wants {first} and a multiple of {per_block}: it is "
+                "the state of other options"
+            )
+        if recent >= _fold(layout):
+            raise ValueError(
+                f"state.recent_{name} has {recent} tokens, but {layout.kind} attention of "
+                f"stride = {layout.stride} keeps fewer than {_fold(layout)}: it is the state of other options"
+            )
+    if may_read(state.position) and len(state.position):
+        seen, room = int(state.position.max()), _blocks_kept(layout, state.past_k) * layout.stride
+        if seen > room + state.recent_k.shape[1]:
+            raise ValueError(
+                f"state.past_k has {state.past_k.shape[1]} slots, but {layout.kind} attention of "
+                f"stride = {layout.stride} wants more after {seen} tokens: it is the state of other options"
+            )
+
+
+def _slot_sizes(layout: Layout) -> tuple[int, int]:
+    """How many slots the past has to begin with, and how many more for each block."""
+    if layout.kind == "strided":
+        return 0, layout.stride
+    return layout.stride, layout.summary * layout.subblocks
 
 
 def _blocks_kept(layout: Layout, past: Tensor) -> int:
     """How many blocks of tokens the past has slots for."""
-    if layout.kind == "strided":
-        return past.shape[1] // layout.stride
-    return (past.shape[1] - layout.stride) // (layout.summary * layout.subblocks)
+    first, per_block = _slot_sizes(layout)
+    return (past.shape[1] - first) // per_block
 
 
 def _slots(layout: Layout, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,7 +234,7 @@ def _store(layout: Layout, past: Tensor, x: Tensor, position: Tensor, following:
     The past grows by whole blocks, enough for all.
     """
     slot, later = _slots(layout, position)
-    per_block = layout.stride if layout.kind == "strided" else layout.summary * layout.subblocks
+    _, per_block = _slot_sizes(layout)
     n = past.shape[1] + -(-x.shape[1] // layout.stride) * per_block
     if layout.kind == "fixed":
         current = position // layout.stride == (following // layout.stride).unsqueeze(1)
