@@ -258,22 +258,6 @@ def test_a_state_is_no_longer_than_what_can_be_read():
     assert state.k.shape[1] == 24
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rotary", [False, True])
-def test_padding_in_a_pack_takes_no_place(causal, rotary):
-    options = {"causal": causal, "rotary": rotary, "chunk": 2, "n_buckets": 2, "seed": 1}
-    module = ReformerAttention(8, 2, **options).double()
-    x = torch.randn(1, 40, 8, dtype=F64, generator=torch.Generator().manual_seed(0))
-    padding = torch.rand(1, 40, generator=torch.Generator().manual_seed(1)) < 0.3
-    ends = [0, 3, 25, 25, 40]
-    fewer = [int((~padding)[0, :end].sum()) for end in ends]
-    o = module(x, key_padding_mask=padding, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
-    wanted = module(x[~padding].unsqueeze(0), cu_seqlens=torch.tensor(fewer, dtype=torch.int32))
-    torch.testing.assert_close(o[~padding].unsqueeze(0), wanted, rtol=0, atol=1e-12)
-    unpadded = module(x, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
-    assert (o - unpadded)[~padding].abs().max() > 1e-3
-
-
 def test_rotations_are_drawn_from_the_seed_and_stay():
     x = torch.randn(1, 30, 12, dtype=F64)
     a, b, other = module(), module(), module(seed=8)

@@ -84,13 +84,6 @@ def causal_lsh_step(
         return torch.where(lse == -torch.inf, v.to(dtype), o.squeeze(2)).to(v.dtype)
 
 
-def _positions_without(padding: Tensor, positions: Tensor) -> Tensor:
-    """Count the valid tokens before each one in its sequence of a pack; `positions [1,T]` count all."""
-    padded = padding.long().cumsum(1) - padding.long()
-    begin = torch.arange(positions.shape[1], device=positions.device) - positions
-    return positions - padded + padded.gather(1, begin)
-
-
 class ReformerAttention(MultiHeadAttention):
     """Multi-head Reformer attention; what `causal` means here is told above.
 
@@ -156,20 +149,12 @@ class ReformerAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
-        hidden, v = masks.key_padding_mask, heads.v
+        (q, k, buckets), v = self._hashed(heads), heads.v
         if masks.cu_seqlens is None:
-            q, k, buckets = self._hashed(heads)
-            return self._attend(q, k, v, buckets, hidden)
-        check_cu_seqlens(masks.cu_seqlens, heads.q, heads.k)
-        if hidden is not None:
-            check_key_padding_mask(hidden, *v.shape[:2])
-            if heads.positions is not None:
-                heads = heads._replace(positions=_positions_without(hidden, heads.positions))
-        q, k, buckets = self._hashed(heads)
+            return self._attend(q, k, v, buckets, masks.key_padding_mask)
+        check_cu_seqlens(masks.cu_seqlens, q, k)
         o = v.new_zeros(v.shape)
         for _, places, padding in length_buckets(masks.cu_seqlens, v.shape[1]):
-            if hidden is not None:
-                padding = padding | hidden[0][places]
             q_n, k_n, v_n, buckets_n = (
                 x[0].index_select(0, places.flatten()).view(*places.shape, *x.shape[2:])
                 for x in (q, k, v, buckets)
