@@ -248,10 +248,10 @@ def test_causal_attention_is_refused_with_the_alternatives():
     ("options", "message"),
     [
         ({"n_landmarks": 0}, "n_landmarks is 0, but must be at least 1"),
-        ({"iterations": 0}, "iterations is 0, but must be between 1 and 20"),
+        ({"iterations": 0}, "iterations is 0, but must be at least 1"),
         ({"iterations": 21}, "iterations is 21, but must be between 1 and 20"),
         ({"conv_width": 4}, "conv_width is 4, but must be odd"),
-        ({"conv_width": -1}, "conv_width is -1, but must be odd"),
+        ({"conv_width": -1}, "conv_width is -1, but must be at least 1"),
     ],
 )
 def test_wrong_options_are_named(options, message):

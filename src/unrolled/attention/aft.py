@@ -50,6 +50,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_attn_mask, check_key_padding_mask, may_read, shape
 from unrolled.ops.masks import causal_mask, without_padding
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
@@ -130,9 +131,9 @@ class AFT(MultiHeadAttention):
             )
         if window is not None and position_bias not in WINDOWS:
             raise ValueError(f"window is {window}, but {position_bias!r} has none; local and conv have")
-        for name, size in (("window", window), ("max_length", max_length), ("bias_rank", bias_rank)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} is {size}, but must be at least 1")
+        check_integers(1, max_length=max_length, bias_rank=bias_rank)
+        if window is not None:
+            check_integers(1, window=window)
         window = WINDOWS.get(position_bias, 0) if window is None else window
         self.positional = True
         self.max_length = max_length if position_bias in ("full", "local") else None

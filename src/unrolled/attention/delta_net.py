@@ -53,6 +53,7 @@ from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear_chunked import LOWEST_GATE, decay_between
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import check_finite
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
@@ -285,6 +286,7 @@ class DeltaNet(MultiHeadAttention):
         self, d_model: int, n_heads: int, *, gated: bool = False, max_beta: float = 1.0, **shared: Any
     ):
         super().__init__(d_model, n_heads, **shared)
+        check_finite(max_beta=max_beta)
         if not 0 < max_beta <= 2:
             raise ValueError(f"max_beta is {max_beta}, but must be above 0 and at most 2")
         self.gated, self.max_beta = gated, max_beta

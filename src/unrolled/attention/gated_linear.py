@@ -27,6 +27,7 @@ from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear_diagonal import diagonal_linear_attention, diagonal_linear_attention_step
+from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -69,10 +70,10 @@ class GatedLinearAttention(MultiHeadAttention):
                 "gated_linear attention forgets what is past, so it wants causal=True; for both directions "
                 "run one over the sequence and one over its reverse, or use linear attention"
             )
-        if gate_rank < 1 or not 0 < temperature < float("inf"):
-            raise ValueError(
-                f"gate_rank is {gate_rank} and temperature {temperature}, but must be at least 1 and above 0"
-            )
+        check_integers(1, gate_rank=gate_rank)
+        check_finite(temperature=temperature)
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}, but must be above 0")
         super().__init__(d_model, n_heads, causal=causal, **shared)
         if self.rotary:
             raise UnsupportedError(

@@ -28,6 +28,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.softmax import softmax_attention
@@ -46,7 +47,8 @@ class Projection(nn.Module):
 
     def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
         super().__init__()
-        if not 1 <= rank <= max_length:
+        check_integers(1, rank=rank, max_length=max_length)
+        if not rank <= max_length:
             raise ValueError(f"rank is {rank}, but must be between 1 and max_length = {max_length}")
         self.rank, self.max_length, self.n_heads = rank, max_length, n_heads
 
@@ -260,6 +262,7 @@ class LinformerAttention(MultiHeadAttention):
                 f"projection is {projection!r}, but must be one of {', '.join(PROJECTIONS)}, or a Projection"
             )
         n = 1024 if max_length is None else max_length
+        check_integers(1, max_length=n)
         sizes = (min(256, n) if rank is None else rank, n, self.n_kv_heads if sharing == "none" else None)
         self.projection = PROJECTIONS[projection](*sizes)
         if sharing in ("none", "headwise"):

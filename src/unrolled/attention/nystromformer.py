@@ -32,6 +32,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.positions import positions_from_padding, rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -209,13 +210,13 @@ class NystromformerAttention(MultiHeadAttention):
                 "and future; use linear attention or Perceiver AR"
             )
         super().__init__(d_model, n_heads, **shared)
-        if n_landmarks < 1:
-            raise ValueError(f"n_landmarks is {n_landmarks}, but must be at least 1")
+        check_integers(1, n_landmarks=n_landmarks, iterations=iterations)
         _check_iterations(iterations, torch.float32)
         self.n_landmarks, self.iterations, self.conv = n_landmarks, iterations, None
         self.positional = True  # what has positions here is self-attention, even without rotary
         if conv_width is not None:
-            if conv_width < 1 or conv_width % 2 == 0:
+            check_integers(1, conv_width=conv_width)
+            if conv_width % 2 == 0:
                 raise ValueError(f"conv_width is {conv_width}, but must be odd")
             G = self.n_kv_heads
             self.conv = nn.Conv2d(G, G, (conv_width, 1), padding="same", groups=G, bias=False)

@@ -29,6 +29,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_qkv, shape
 from unrolled.ops.dense import Linear, linear
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import pad_packed
 from unrolled.ops.softmax import softmax_attention
 
@@ -135,8 +136,7 @@ class PerceiverAttention(MultiHeadAttention):
         super().__init__(d_model, n_heads, causal=causal, **shared)
         if self.rotary:
             raise UnsupportedError("latents have no position to rotate to; use other positions than rotary")
-        if n_latents < 1:
-            raise ValueError(f"n_latents is {n_latents}, but must be at least 1")
+        check_integers(1, n_latents=n_latents)
         # Of the size that queries have: latents that start alike would read alike for long.
         self.latents = nn.Parameter(torch.randn(n_latents, n_heads, self.head_dim))
         self.memory_proj = Linear(n_heads * self.value_dim, n_heads * self.head_dim, bias=False)

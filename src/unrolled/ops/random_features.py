@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from unrolled.ops.checks import may_read
 from unrolled.ops.linear import LinearState, check_state, linear_attention, linear_attention_step
+from unrolled.ops.options import check_integers
 from unrolled.ops.precision import accumulation_dtype
 
 Rows = Literal["orthogonal", "regularised", "independent"]
@@ -60,13 +61,13 @@ class Projection(nn.Module):
 
     def __init__(self, n_heads: int, n_features: int, dim: int, rows: Rows, seed: int | None = None):
         super().__init__()
-        if n_features < 1:
-            raise ValueError(f"n_features is {n_features}, but must be at least 1")
+        check_integers(1, n_features=n_features)
         if rows not in get_args(Rows):
             raise ValueError(f"rows is {rows!r}, but must be one of {', '.join(get_args(Rows))}")
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-        if not 0 <= seed < 2**63:
+        check_integers(0, seed=seed)
+        if not seed < 2**63:
             raise ValueError(f"seed is {seed}, but must be at least 0 and below 2^63")
         self.rows = rows
         self.register_buffer("weight", torch.empty(n_heads, n_features, dim))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.feature_maps.base import FeatureMap
+from unrolled.ops.options import check_integers
 from unrolled.ops.precision import accumulation_dtype
 
 LARGEST_EXPONENT = 60.0  # e^60 = 1e26 is far beyond any use, and leaves fp32 room for sums of 1e12 such keys
@@ -75,7 +76,8 @@ class Dpfp(FeatureMap):
 
     def __init__(self, head_dim: int, nu: int = 1):
         super().__init__(head_dim, 2 * head_dim * nu)
-        if not 1 <= nu < 2 * head_dim:
+        check_integers(1, nu=nu)
+        if nu >= 2 * head_dim:
             raise ValueError(f"nu is {nu}, but must be from 1 to 2 head_dim - 1 = {2 * head_dim - 1}")
         self.nu = nu
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.feature_maps.base import FeatureMap
+from unrolled.ops.options import check_finite
 
 
 def pairs(x: Tensor) -> Tensor:
@@ -22,7 +23,8 @@ class Polynomial(FeatureMap):
     """
 
     def __init__(self, head_dim: int, offset: float = 1.0):
-        if not 0 <= offset < float("inf"):
+        check_finite(offset=offset)
+        if offset < 0:
             raise ValueError(f"offset is {offset}, but must be at least 0")
         super().__init__(head_dim, 1 + head_dim + head_dim * (head_dim + 1) // 2)
         self.offset = offset

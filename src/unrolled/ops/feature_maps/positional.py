@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unrolled.ops.checks import may_read
 from unrolled.ops.feature_maps.base import FeatureMap
+from unrolled.ops.options import check_integers
 from unrolled.ops.precision import accumulation_dtype, exact_dtype
 
 
@@ -28,8 +29,7 @@ class CosFormer(FeatureMap):
 
     def __init__(self, head_dim: int, max_length: int = 1024):
         super().__init__(head_dim, 2 * head_dim)
-        if max_length < 1:
-            raise ValueError(f"max_length is {max_length}, but must be at least 1")
+        check_integers(1, max_length=max_length)
         self.max_length = max_length
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
