@@ -76,5 +76,5 @@ def test_what_it_cannot_do_is_refused():
         GatedLinearAttention(8, 2, causal=True, rotary=True)
     with pytest.raises(ValueError, match="gate_rank is 0, but must be at least 1"):
         GatedLinearAttention(8, 2, causal=True, gate_rank=0)
-    with pytest.raises(ValueError, match="temperature 0"):
+    with pytest.raises(ValueError, match="temperature is 0"):
         GatedLinearAttention(8, 2, causal=True, temperature=0)
