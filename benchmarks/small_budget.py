@@ -45,11 +45,13 @@ def main() -> None:
     """Train what is missing, then tell all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("mechanisms", nargs="*", help="all of them by default")
+    parser.add_argument("--task", choices=TASKS, action="append", help="both by default")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--data-dir", type=Path, help="where data files are kept")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    for task, settings in TASKS.items() if not chosen.table else ():
+    for task in (chosen.task or TASKS) if not chosen.table else ():
+        settings = TASKS[task]
         options = {"length": settings["length"], "data_dir": chosen.data_dir}
         dataset: Any = data.load("text" if task == "shakespeare" else task, **options)
         for mechanism in chosen.mechanisms or attention.names():
