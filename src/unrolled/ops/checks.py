@@ -64,6 +64,19 @@ def check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:
         )
 
 
+def check_log_decay(log_decay: Tensor, wanted: torch.Size, axes: str) -> None:
+    """Require floating-point logarithms of gates of a shape, at most 0 where they may be read."""
+    if log_decay.shape != wanted or not log_decay.is_floating_point():
+        raise ValueError(
+            f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
+            f"but must be floating point {axes} = {list(wanted)}"
+        )
+    if may_read(log_decay) and bool((log_decay > 0).any()):
+        raise ValueError(
+            f"log_decay must be at most 0 (a gate of at most 1), found {log_decay.max().item():g}"
+        )
+
+
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
     """Require int32 `[N+1]` offsets that rise from 0 to T (where they may be read), B = 1 and T = S."""
     if not isinstance(cu_seqlens, Tensor):

@@ -22,9 +22,9 @@ from torch import Tensor
 from unrolled.ops.checks import (
     check_cu_seqlens,
     check_key_padding_mask,
+    check_log_decay,
     check_qkv,
     check_step,
-    may_read,
     shape,
 )
 from unrolled.ops.feature_maps import FeatureMap
@@ -170,7 +170,7 @@ def linear_attention_step(
             raise ValueError(f"feature_map takes heads {feature_map.head_dim} wide, but q and k are {D}")
     check_state(state, (B, G, R, M), accumulation_dtype(q.dtype, k.dtype, v.dtype))
     if log_decay is not None:
-        _check_log_decay(log_decay, k.shape[:2], "[B, G]")
+        check_log_decay(log_decay, k.shape[:2], "[B, G]")
     o, kv, k_sum = kernels.linear_attention_step(q, k, v, *state, log_decay, normalize, feature_map)
     return o, LinearState(kv, k_sum)
 
@@ -278,7 +278,7 @@ def _check_and_mask(
     check_qkv(q, k, v)
     B, S = k.shape[:2]
     if log_decay is not None:
-        _check_log_decay(log_decay, k.shape[:3], "[B, S, G]")
+        check_log_decay(log_decay, k.shape[:3], "[B, S, G]")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
     if state is not None:
@@ -290,18 +290,6 @@ def _check_and_mask(
         if log_decay is not None:  # a gate of 1
             log_decay = without_padding(log_decay, key_padding_mask)
     return k, v, log_decay
-
-
-def _check_log_decay(log_decay: Tensor, wanted: torch.Size, axes: str) -> None:
-    if log_decay.shape != wanted or not log_decay.is_floating_point():
-        raise ValueError(
-            f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
-            f"but must be floating point {axes} = {list(wanted)}"
-        )
-    if may_read(log_decay) and bool((log_decay > 0).any()):
-        raise ValueError(
-            f"log_decay must be at most 0 (a gate of at most 1), found {log_decay.max().item():g}"
-        )
 
 
 def check_state(state: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> None:

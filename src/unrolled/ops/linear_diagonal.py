@@ -21,9 +21,9 @@ from torch.nn.functional import pad
 from unrolled.ops.checks import (
     check_cu_seqlens,
     check_key_padding_mask,
+    check_log_decay,
     check_qkv,
     check_step,
-    may_read,
     shape,
 )
 from unrolled.ops.linear_diagonal_chunked import operator
@@ -111,7 +111,7 @@ def diagonal_linear_attention_step(
         `o [B,H,M]` in the type of `v`, and the new state.
     """
     check_step(q, k, v)
-    _check_log_decay(log_decay, k.shape, "[B, G, R]")
+    check_log_decay(log_decay, k.shape, "[B, G, R]")
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
     _check_state(state, (*k.shape, v.shape[-1]), dtype)
     (B, H, R), G = q.shape, k.shape[1]
@@ -164,7 +164,7 @@ def _run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Check every argument, take padding and packing away, and run a form where T = S."""
     check_qkv(q, k, v)
-    _check_log_decay(log_decay, k.shape, "[B, S, G, R]")
+    check_log_decay(log_decay, k.shape, "[B, S, G, R]")
     (B, T, _, _), S = q.shape, k.shape[1]
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
     if cu_seqlens is not None:
@@ -198,18 +198,6 @@ def _packed(
         o = o.index_put((torch.zeros_like(tokens[~padding]), tokens[~padding]), o_part[~padding])
         state = state.index_copy(0, rows, state_part)
     return o, state
-
-
-def _check_log_decay(log_decay: Tensor, wanted: torch.Size, axes: str) -> None:
-    if log_decay.shape != wanted or not log_decay.is_floating_point():
-        raise ValueError(
-            f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
-            f"but must be floating point {axes} = {list(wanted)}"
-        )
-    if may_read(log_decay) and bool((log_decay > 0).any()):
-        raise ValueError(
-            f"log_decay must be at most 0 (a gate of at most 1), found {log_decay.max().item():g}"
-        )
 
 
 def _check_state(state: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
