@@ -80,5 +80,6 @@ def load(path: str | Path, like: State) -> State:
                 f"{name} in {path} is {found[name].dtype} with {found[name].dim()} dimensions, "
                 f"but this state wants {x.dtype} with {x.dim()}"
             )
-    in_order = iter(found[name].to(x.device) for name, x in wanted.items())
+    # Copies: a file's tensors lie anywhere in memory, and some products round as their operands are aligned.
+    in_order = iter(found[name].to(x.device, copy=True) for name, x in wanted.items())
     return map_tensors(lambda _: next(in_order), like)

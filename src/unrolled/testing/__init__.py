@@ -4,6 +4,7 @@
 
     check_mechanism("linear")                        # a mechanism of this library
     check_mechanism(MyAttention, my_option=3)        # any class that follows the contract
+    check_cell("lstm")                               # a recurrent layer, which owes what causal attention owes
 
 A mechanism is an `nn.Module` with `forward`, a class attribute `supports`, and, where that claims a
 recurrence, `init_state`, `prefill` and `step` (see `unrolled.contract`). Each claim is checked, and so is the
@@ -20,9 +21,9 @@ from typing import Any
 
 from torch import nn
 
-from unrolled import attention
+from unrolled import attention, recurrent as cells
 from unrolled.contract import Supports
-from unrolled.testing._kit import Maker, recurrent
+from unrolled.testing._kit import CellMaker, Maker, recurrent
 from unrolled.testing.forms import (
     check_forms_agree,
     check_gradients_through_state,
@@ -56,9 +57,11 @@ from unrolled.testing.states import (
 
 __all__ = [
     "CHECKS",
+    "CellMaker",
     "Maker",
     "check_attn_mask",
     "check_batch_independence",
+    "check_cell",
     "check_compiles",
     "check_constant_state",
     "check_copies",
@@ -143,14 +146,37 @@ def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> lis
     """
     mechanism = attention.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
     sizes = {name: options.pop(name) for name in ("d_model", "n_heads") if name in options}
-    make = Maker(mechanism, options, **sizes)
+    return _run(Maker(mechanism, options, **sizes))
+
+
+def check_cell(name_or_class: str | type[nn.Module], **options: Any) -> list[str]:
+    """Run every check that the claims of a recurrent layer call for: those of a causal mechanism.
+
+    Args:
+        name_or_class: a name in `unrolled.recurrent`, or any class that follows `RecurrentLayer`.
+        options: passed to its constructor after `input_size` and `hidden_size`, both `d_model` (16), which
+            may be given too.
+
+    Returns:
+        The names of the checks that ran; all of them passed.
+
+    Raises:
+        AssertionError: a claim does not hold; the message says what differed and by how much.
+        ValueError: there is no cell of that name.
+    """
+    cell = cells.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
+    sizes = {"d_model": options.pop("d_model")} if "d_model" in options else {}
+    return _run(CellMaker(cell, options, **sizes))
+
+
+def _run(make: Maker) -> list[str]:
     supports = make.supports
     ran = []
     for check in checks(supports):
         try:
             check(make, supports)
         except Exception as error:
-            error.add_note(f"in {check.__name__} of {mechanism.__name__}")
+            error.add_note(f"in {check.__name__} of {make.mechanism.__name__}")
             raise
         ran.append(check.__name__)
     return ran

@@ -1,6 +1,6 @@
 """What the checks share: building the mechanism, running its forms, comparing what comes out."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +35,13 @@ class Maker:
         self, *, causal: bool, dtype: torch.dtype | None = None, seed: int = 0, **overrides: Any
     ) -> Any:
         """Construct the mechanism in evaluation mode; `overrides` win over the options under test."""
+        options = {"d_model": self.d_model, "n_heads": self.n_heads, **self.options, **overrides}
+        return self._noisy(lambda: self.mechanism(causal=causal, **options), dtype, seed)
+
+    def _noisy(self, construct: Callable[[], nn.Module], dtype: torch.dtype | None, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            options = {"d_model": self.d_model, "n_heads": self.n_heads, **self.options, **overrides}
-            module = self.mechanism(causal=causal, **options)
+            module = construct()
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.add_(0.1 * torch.randn_like(parameter))
@@ -60,6 +63,19 @@ class Maker:
         """Draw a standard normal `[batch, length, d_model]`."""
         x = normal(batch, length, self.d_model, seed=seed)
         return x.to(dtype or self.dtype).requires_grad_(grad)
+
+
+@dataclass(frozen=True)
+class CellMaker(Maker):
+    """Builds a recurrent layer, `d_model` wide on both sides, which has neither heads nor a direction."""
+
+    def __call__(
+        self, *, causal: bool, dtype: torch.dtype | None = None, seed: int = 0, **overrides: Any
+    ) -> Any:
+        """Construct the layer; `overrides` are options of attention, and refused."""
+        if not causal or overrides:
+            raise UnsupportedError("a recurrent layer reads from left to right and takes no such option")
+        return self._noisy(lambda: self.mechanism(self.d_model, self.d_model, **self.options), dtype, seed)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -1,0 +1,27 @@
+"""One file per recurrent cell or memory: the directory is the registry, and a file's name is the cell's."""
+
+import importlib
+import inspect
+import pkgutil
+
+from unrolled.recurrent._layer import RecurrentLayer
+
+
+def names() -> list[str]:
+    """List the cells, in alphabetical order."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def load(name: str) -> type[RecurrentLayer]:
+    """Return the layer of a cell: the one class of its file that derives from `RecurrentLayer`.
+
+    Raises:
+        ValueError: there is no cell of that name.
+    """
+    if name not in names():
+        raise ValueError(f"cell is {name!r}, but must be one of {', '.join(names())}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    for _, found in inspect.getmembers(module, inspect.isclass):
+        if found.__module__ == module.__name__ and issubclass(found, RecurrentLayer):
+            return found
+    raise ValueError(f"{module.__name__} has no class that derives from RecurrentLayer")

@@ -1,0 +1,181 @@
+"""What recurrent layers share: the three verbs, made of one step, and refusing what is not supported."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
+from unrolled.ops.packing import pad_packed
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.state import leaves
+
+
+class RecurrentLayer(nn.Module):
+    """Runs a cell over a sequence: `[B,T,input_size]` to `[B,T,hidden_size]`.
+
+    A cell derives from this class and declares `state_type`. It defines `init_state` and `advance`, one step
+    from inputs that are already projected; what its inputs alone decide it computes in `project`, for all
+    tokens at once. One whose steps can run faster together overrides `scan`. States, and the steps, are fp32
+    (fp64 for fp64 weights) whatever the type of the input.
+
+    Args:
+        input_size: width of the inputs.
+        hidden_size: width of the outputs.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    supports = Supports(
+        causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
+    )
+    state_type: ClassVar[type] = tuple
+
+    def __init__(self, input_size: int, hidden_size: int):
+        super().__init__()
+        for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1")
+        self.input_size, self.hidden_size = input_size, hidden_size
+
+    def init_state(self, batch_size: int) -> Any:
+        """Make the state of `batch_size` sequences that have not begun."""
+        raise NotImplementedError
+
+    def project(self, x: Tensor) -> Tensor:
+        """Compute what the inputs `[...,input_size]` alone decide, `[...,P]`; by default they stay as are."""
+        return x
+
+    def advance(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Go one step: `inputs [B,P]`, in the type of the state, to `[B,hidden_size]` and the new state."""
+        raise NotImplementedError
+
+    def scan(self, inputs: Tensor, state: Any, padding: Tensor | None) -> tuple[Tensor, Any]:
+        """Go all steps, `inputs [B,T,P]`: `[B,T,hidden_size]` and the last state.
+
+        A step at padding (`[B,T]`, True) leaves the state of its row as it was; what it gives means nothing.
+        """
+        outputs = []
+        for t, now in enumerate(inputs.unbind(1)):
+            y, after = self.advance(now, state)
+            state = after if padding is None else keep(padding[:, t], state, after)
+            outputs.append(y)
+        if not outputs:  # nothing, and yet something that autograd can go through
+            return nn.functional.pad(inputs[..., :0], (0, self.hidden_size)), state
+        return torch.stack(outputs, 1), state
+
+    def forward(
+        self,
+        x: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Run over whole sequences from their beginning: `[B,T,input_size]` to `[B,T,hidden_size]`.
+
+        Args:
+            x: the sequences.
+            key: not supported, since a recurrent layer reads one sequence; here for the sake of one signature.
+            value: the same.
+            key_padding_mask: `[B,T]`, True = padding, on any side.
+            attn_mask: not supported.
+            cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row.
+
+        Raises:
+            ValueError: an argument of another shape or type.
+            UnsupportedError: a second sequence, or an `attn_mask`.
+        """
+        if key is not None or value is not None or attn_mask is not None:
+            raise UnsupportedError(
+                f"{self._name} is recurrent: it reads one sequence from left to right, without attn_mask"
+            )
+        self._check_input("x", x, 3)
+        if cu_seqlens is None:
+            y, _ = self.prefill(x, self.init_state(x.shape[0]), key_padding_mask=key_padding_mask)
+            return y
+        if key_padding_mask is not None:
+            raise ValueError(
+                "key_padding_mask was given with cu_seqlens, but a pack has no padding: give one of them"
+            )
+        check_cu_seqlens(cu_seqlens, x, x)
+        rows, padding = pad_packed(x, cu_seqlens)
+        return self.forward(rows)[~padding].unsqueeze(0)  # padding on the right changes nothing before it
+
+    def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Run over `x [B,T,input_size]` from `state`: `[B,T,hidden_size]` and the new state.
+
+        Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) leave the state of their row as
+        it was. `state` is not changed, and prefill may be called again on what follows.
+        """
+        self._check_input("x", x, 3)
+        self._check_state(state, x.shape[0])
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *x.shape[:2])
+            x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0)
+        inputs = self.project(x)
+        with without_autocast(x.device):
+            y, state = self.scan(inputs.to(self._state_dtype), state, key_padding_mask)
+        return y.to(inputs.dtype), state
+
+    def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Run one token `x_t [B,input_size]`: `[B,hidden_size]` and the new state. `state` is not changed."""
+        self._check_input("x_t", x_t, 2)
+        self._check_state(state, x_t.shape[0])
+        inputs = self.project(x_t)
+        with without_autocast(x_t.device):
+            y, state = self.advance(inputs.to(self._state_dtype), state)
+        return y.to(inputs.dtype), state
+
+    @property
+    def _weight(self) -> Tensor:
+        return next(self.parameters())
+
+    @property
+    def _state_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self._weight.dtype)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__module__.rpartition(".")[2]
+
+    def _check_input(self, name: str, x: Tensor, n_axes: int) -> None:
+        wanted = ["B", "T", self.input_size] if n_axes == 3 else ["B", self.input_size]
+        told = f"[{', '.join(map(str, wanted))}]"
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {told}")
+        if x.dim() != n_axes or x.shape[-1] != self.input_size:
+            raise ValueError(f"{name} has shape {shape(x)}, but must be {told}")
+        if x.dtype != self._weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"{name} is {x.dtype}, but the weights are {self._weight.dtype}: convert one, or use autocast"
+            )
+
+    def _check_state(self, state: Any, batch: int) -> None:
+        if not isinstance(state, self.state_type):
+            raise ValueError(
+                f"state is a {type(state).__name__}, but must be a {self.state_type.__name__}, "
+                "from init_state or prefill"
+            )
+        grows = self.supports.recurrence == "growing"  # along the axis after the batch
+        for (name, found), wanted in zip(
+            leaves(state).items(), leaves(self.init_state(0)).values(), strict=True
+        ):
+            free = 2 if grows and found.dim() > 1 else 1
+            if found.shape[:1] != (batch,) or found.shape[free:] != wanted.shape[free:]:
+                raise ValueError(
+                    f"{name} of the state has shape {shape(found)}, but this layer wants "
+                    f"{[batch, *shape(wanted)[1:]]} for {batch} rows"
+                )
+
+
+def keep(rows: Tensor, old: Any, new: Any) -> Any:
+    """Take the old state where `rows [B]` is True, and the new one elsewhere."""
+    if isinstance(new, Tensor):
+        return torch.where(rows.reshape(-1, *[1] * (new.dim() - 1)), old, new)
+    parts = [keep(rows, a, b) for a, b in zip(old, new, strict=True)]
+    return new._make(parts) if hasattr(new, "_make") else type(new)(parts)

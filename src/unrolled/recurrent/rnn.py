@@ -1,0 +1,55 @@
+r"""The plain recurrent network of Elman: a state that is the output.
+
+    h_t = tanh(U h_{t-1} + V x_t + b)
+
+Elman 1990, "Finding structure in time", eq. of fig. 2, as in Jose et al. 2017, arXiv 1705.10142, eq. 1.
+
+Cost, N = hidden_size and P = input_size: time O(T N (N+P)), one step after the other; N^2 + N P + N
+parameters; per generated token time O(N (N+P)), state O(N).
+Cannot: look back at anything but its N numbers; run in parallel over the sequence, but for V x_t.
+Equals softmax attention: never. It is `torch.nn.RNN` with the sum of its two biases.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.recurrent._layer import RecurrentLayer
+
+
+class RNNState(NamedTuple):
+    """What has been read so far, `h [B,hidden_size]`."""
+
+    h: Tensor
+
+
+class RNN(RecurrentLayer):
+    """A layer of Elman's cell; the arguments are those of `RecurrentLayer`.
+
+    All weights start uniform in +-1/sqrt(hidden_size), as torch's.
+    """
+
+    state_type = RNNState
+
+    def __init__(self, input_size: int, hidden_size: int):
+        super().__init__(input_size, hidden_size)
+        self.input_proj = nn.Linear(input_size, hidden_size)
+        self.recurrent = nn.Parameter(torch.empty(hidden_size, hidden_size))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+
+    def init_state(self, batch_size: int) -> RNNState:
+        """Zeros."""
+        return RNNState(self.recurrent.new_zeros(batch_size, self.hidden_size, dtype=self._state_dtype))
+
+    def project(self, x: Tensor) -> Tensor:
+        """V x + b, `[...,hidden_size]`."""
+        return self.input_proj(x)  # type: ignore[no-any-return]
+
+    def advance(self, inputs: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
+        """Go one step."""
+        h = torch.tanh(inputs + F.linear(state.h, self.recurrent.to(state.h.dtype)))
+        return h, RNNState(h)
