@@ -80,7 +80,7 @@ class RecurrentLayer(nn.Module):
 
         Args:
             x: the sequences.
-            key: not supported, since a recurrent layer reads one sequence; here for the sake of one signature.
+            key: not supported, since a recurrent layer reads one sequence; here for one signature.
             value: the same.
             key_padding_mask: `[B,T]`, True = padding, on any side.
             attn_mask: not supported.

@@ -4,7 +4,7 @@
 
     check_mechanism("linear")                        # a mechanism of this library
     check_mechanism(MyAttention, my_option=3)        # any class that follows the contract
-    check_cell("lstm")                               # a recurrent layer, which owes what causal attention owes
+    check_cell("lstm")                               # a recurrent layer: what causal attention owes
 
 A mechanism is an `nn.Module` with `forward`, a class attribute `supports`, and, where that claims a
 recurrence, `init_state`, `prefill` and `step` (see `unrolled.contract`). Each claim is checked, and so is the
@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import nn
 
-from unrolled import attention, recurrent as cells
+from unrolled import attention
+from unrolled import recurrent as cells
 from unrolled.contract import Supports
 from unrolled.testing._kit import CellMaker, Maker, recurrent
 from unrolled.testing.forms import (
