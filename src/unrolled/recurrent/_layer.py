@@ -162,9 +162,9 @@ class RecurrentLayer(nn.Module):
                 "from init_state or prefill"
             )
         grows = self.supports.recurrence == "growing"  # along the axis after the batch
-        for (name, found), wanted in zip(
-            leaves(state).items(), leaves(self.init_state(0)).values(), strict=True
-        ):
+        parts: tuple[Any, ...] = state
+        of_none = leaves(self.init_state(0)).values()
+        for (name, found), wanted in zip(leaves(parts).items(), of_none, strict=True):
             free = 2 if grows and found.dim() > 1 else 1
             if found.shape[:1] != (batch,) or found.shape[free:] != wanted.shape[free:]:
                 raise ValueError(
