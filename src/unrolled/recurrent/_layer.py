@@ -31,7 +31,7 @@ class RecurrentLayer(nn.Module):
     supports = Supports(
         causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
     )
-    state_type: ClassVar[type] = tuple
+    state_type: ClassVar[type[tuple[Any, ...]]] = tuple
 
     def __init__(self, input_size: int, hidden_size: int):
         super().__init__()
@@ -162,9 +162,8 @@ class RecurrentLayer(nn.Module):
                 "from init_state or prefill"
             )
         grows = self.supports.recurrence == "growing"  # along the axis after the batch
-        parts: tuple[Any, ...] = state
         of_none = leaves(self.init_state(0)).values()
-        for (name, found), wanted in zip(leaves(parts).items(), of_none, strict=True):
+        for (name, found), wanted in zip(leaves(state).items(), of_none, strict=True):
             free = 2 if grows and found.dim() > 1 else 1
             if found.shape[:1] != (batch,) or found.shape[free:] != wanted.shape[free:]:
                 raise ValueError(
