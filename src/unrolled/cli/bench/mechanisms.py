@@ -1,7 +1,7 @@
-"""Cases of whole layers: every mechanism by its name, and how its time and memory grow with the length."""
+"""Cases of whole layers: every mechanism by its name, as the length grows, or the window."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,37 +22,62 @@ from unrolled.cli.bench.case import (
 
 D_MODEL, N_HEADS = 128, 4
 QUADRATIC, LONGEST = ("similarity", "topk"), 4096  # beyond, they want gigabytes or minutes
-OPTIONS = {"aft": {"position_bias": "local"}}  # its default is quadratic in memory
+OPTIONS: dict[str, dict[str, Any]] = {
+    "aft": {"position_bias": "local"}
+}  # whose default is quadratic in memory
+WINDOWED = {  # what each calls the number of tokens that it reads around a query
+    "window": "window",
+    "longformer": "window",
+    "long_short": "window",
+    "bigbird": "block_size",
+    "sparse_transformer": "stride",
+    "reformer": "chunk",
+}
+WINDOW_LENGTH = 4096
 MOVES = 3  # of all numbers; where few of them decide, as in the first tokens, one may do little by chance
 STAGES = 4  # sums over the length that follow each other in a layer and its gradient
 
 
 def mechanisms(length: int, settings: Settings, *, causal: bool) -> Problem:
     """Run every mechanism that can be causal, or bidirectional, forward and backward."""
-    x = torch.randn(1, length, D_MODEL, generator=torch.Generator().manual_seed(0)).to(settings.device)
-    contenders, definitions = [], {}
+    chosen = {}
     for name in attention.names():
         mechanism: Any = attention.load(name)
-        if not (mechanism.supports.causal if causal else mechanism.supports.bidirectional):
-            continue
+        if mechanism.supports.causal if causal else mechanism.supports.bidirectional:
+            chosen[name] = OPTIONS.get(name, {})
+    return problem(chosen, length, settings, causal=causal)
 
-        def prepare(name: str = name) -> Callable[[], Sequence[Tensor]]:
+
+def windows(window: int, settings: Settings) -> Problem:
+    """Run those that read a number of tokens around each query, and softmax, which reads all."""
+    chosen = {name: {option: window} for name, option in WINDOWED.items()} | {"softmax": {}}
+    return problem(chosen, min(WINDOW_LENGTH, 8 * window) if settings.quick else WINDOW_LENGTH, settings)
+
+
+def problem(
+    chosen: Mapping[str, Mapping[str, Any]], length: int, settings: Settings, *, causal: bool = False
+) -> Problem:
+    """Run mechanisms with their options on one sequence, forward and backward."""
+    x = torch.randn(1, length, D_MODEL, generator=torch.Generator().manual_seed(0)).to(settings.device)
+    contenders, definitions = [], {}
+    for name, options in chosen.items():
+        make = partial(layer, name, length, causal, options)
+
+        def prepare(name: str = name, make: Callable[[], nn.Module] = make) -> Callable[[], Sequence[Tensor]]:
             if name in QUADRATIC and length > LONGEST:
                 raise NotMeasuredError(f"quadratic in the length, so up to {LONGEST:,} tokens only")
-            return partial(run, layer(name, length, causal).to(settings.device), x)
+            return partial(run, make().to(settings.device), x)
 
-        def compute(name: str = name) -> Sequence[Tensor]:
-            return run(layer(name, length, causal).to(settings.device).double(), x.double())
+        def compute(make: Callable[[], nn.Module] = make) -> Sequence[Tensor]:
+            return run(make().to(settings.device).double(), x.double())
 
         names = ["output", "gradient of the input"]
-        definitions[name] = Definition(compute, names, partial(rounding, compute, name, length, causal, x))
+        definitions[name] = Definition(compute, names, partial(rounding, compute, make, x))
         contenders.append(Contender(f"unrolled {name}", prepare, name, ours=True))
     return Problem(contenders, definitions, tokens=length)
 
 
-def rounding(
-    compute: Callable[[], Sequence[Tensor]], name: str, length: int, causal: bool, x: Tensor
-) -> float:
+def rounding(compute: Callable[[], Sequence[Tensor]], make: Callable[[], nn.Module], x: Tensor) -> float:
     """Bound what rounding may do: that of the sums in a layer, and that of its inputs and weights.
 
     The second depends on how well conditioned a mechanism is. So it is measured, by moving every number that
@@ -66,23 +91,24 @@ def rounding(
 
     exact, effects = compute(), []
     for _ in range(MOVES):
-        module = layer(name, length, causal).to(x.device).double()
+        module = make().to(x.device).double()
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.copy_(moved(parameter))
         changed = zip(run(module, moved(x)), exact, strict=True)
         effects += [float((a - b).abs().max() / b.abs().max()) for a, b in changed]
-    return tolerance(torch.float32, STAGES * length) + LAMBDA * max(effects)
+    return tolerance(torch.float32, STAGES * x.shape[1]) + LAMBDA * max(effects)
 
 
-def layer(name: str, length: int, causal: bool) -> nn.Module:
+def layer(name: str, length: int, causal: bool, options: Mapping[str, Any]) -> nn.Module:
     """Make a layer of a mechanism for so many tokens; the same one every time."""
     mechanism = attention.load(name)
     bounded = "max_length" in inspect.signature(mechanism).parameters
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        options = ({"max_length": length} if bounded else {}) | OPTIONS.get(name, {})
-        return mechanism(D_MODEL, N_HEADS, causal=causal, **options)
+        return mechanism(
+            D_MODEL, N_HEADS, causal=causal, **({"max_length": length} if bounded else {}), **options
+        )
 
 
 def run(module: nn.Module, x: Tensor) -> Sequence[Tensor]:
@@ -107,3 +133,16 @@ CASES = [
     )
     for name, kind in (("mechanisms", "bidirectional"), ("mechanisms-causal", "causal"))
 ]
+CASES.append(
+    Case(
+        "mechanisms-window",
+        f"Layers {D_MODEL} wide with {N_HEADS} heads on {WINDOW_LENGTH:,} tokens, forward and backward: "
+        "how many tokens each reads around a query (of BigBird its block, of the sparse transformer "
+        "its stride, of Reformer its chunk).",
+        "window",
+        (32, 64, 128, 256, 512),
+        (8, 16),
+        windows,
+        memory=True,
+    )
+)
