@@ -28,13 +28,12 @@ from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.training import TrainConfig, train
 
 OUT = Path("runs/small-budget")
-SHAPE = {"d_model": 64, "n_layers": 2, "n_heads": 4}
 TASKS: dict[str, dict[str, Any]] = {
-    "imdb": {"length": 1024, "norm": "post", "positions": "none"},
-    "shakespeare": {"length": 64, "norm": "pre", "positions": "learned"},
+    "imdb": {"length": 1024, "d_model": 32, "n_layers": 1, "n_heads": 4, "norm": "post", "positions": "none"},
+    "shakespeare": {"length": 64, "d_model": 64, "n_layers": 2, "n_heads": 4},
 }
 BUDGET = {
-    "imdb": TrainConfig(steps=200, batch_size=8, lr=2e-3, warmup_steps=20, eval_every=200, eval_batches=1),
+    "imdb": TrainConfig(steps=250, batch_size=64, lr=3e-3, warmup_steps=25, eval_every=250, eval_batches=1),
     "shakespeare": TrainConfig(steps=800, batch_size=12, lr=3e-3, warmup_steps=80, eval_every=800),
 }
 OPTIONS = {"aft": {"position_bias": "local"}}  # its default is quadratic in the length
@@ -67,7 +66,7 @@ def run(task: str, mechanism: str, dataset: Any) -> None:
     settings = dict(TASKS[task])
     options = {name: given for name, given in OPTIONS.items() if name == mechanism}
     attend = {"attention": mechanism, "attention_options": options, "max_length": settings.pop("length")}
-    shape: dict[str, Any] = SHAPE | attend | settings
+    shape: dict[str, Any] = attend | settings
     try:
         if task == "imdb":
             model: Any = Encoder(EncoderConfig(dataset.vocab_size, n_classes=dataset.n_classes, **shape))

@@ -107,7 +107,8 @@ def softmax_attention(
     # A row without any key attends to all of them instead, and is then zeroed: no NaN in either direction.
     allowed = allowed | ~something
     mask = allowed if bias is None else bias.masked_fill(~allowed, -torch.inf).masked_fill(~something, 0)
-    o = _sdpa(q, k, v, mask.expand(B, H, T, S), False, scale, backend)
+    mask = mask[(None,) * (4 - mask.dim())]  # broadcast, since torch's fused kernels copy what they get
+    o = _sdpa(q, k, v, mask, False, scale, backend)
     return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0).to(out_dtype)
 
 
