@@ -35,8 +35,8 @@ class GRUState(NamedTuple):
 class GRU(RecurrentLayer):
     """A layer of gated recurrent units; the arguments are those of `RecurrentLayer`.
 
-    The rows of `input_proj` and of `recurrent` are those of r, z and n, in this order, as torch's. All weights
-    start uniform in +-1/sqrt(hidden_size), as torch's.
+    The rows of `input_proj` and of `recurrent` are those of r, z and n, in this order. All weights start
+    uniform in +-1/sqrt(hidden_size). Both are as torch has it.
     """
 
     state_type = GRUState

@@ -5,9 +5,9 @@ r"""The gated recurrent unit as it was published: the reset gate acts before the
     n_t = tanh(W_n x_t + U_n (r_t * h_{t-1}) + b_n)
     h_t = (1 - z_t) * h_{t-1} + z_t * n_t
 
-Cho et al. 2014, arXiv 1406.1078v3, eq. 5-8, with the update gate as in Bahdanau et al. 2014, arXiv 1409.0473,
-appendix A.1.1: z_t lets the new state in. (The other paper and `torch.nn.GRU` let it keep the old one; negated
-weights of z change one into the other.)
+Cho et al. 2014, arXiv 1406.1078v3, eq. 5-8, with the update gate of Bahdanau et al. 2014, arXiv 1409.0473,
+appendix A.1.1: z_t lets the new state in. (The former and `torch.nn.GRU` let it keep the old one; negating
+the weights of z changes one into the other.)
 
 Cost, N = hidden_size and P = input_size: time O(T N (N+P)), one step after the other, of two products each;
 3 (N^2 + N P + N) parameters; per generated token time O(N (N+P)), state O(N).
