@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 FUSED = 16
-"""Neighbouring factors are multiplied out up to this size: one small product is cheaper than four tiny ones."""
+"""Neighbouring factors are multiplied out up to this size: one small product costs less than four."""
 
 
 def factor_sizes(size: int, factors: Sequence[int] | None) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class LSTMLayer(RecurrentLayer):
         uniform(self.input_proj, hidden_size)
 
     def recurrence(self) -> Callable[[Tensor], Tensor]:
-        """Return the function from h `[B,hidden_size]` to U h `[B,4 hidden_size]`, for any number of steps."""
+        """Return the function from h `[B,hidden_size]` to U h `[B,4 hidden_size]`."""
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> LSTMState:

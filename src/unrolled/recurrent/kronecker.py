@@ -112,5 +112,5 @@ def _advance(factors: list[Tensor], inputs: Tensor, state: KroneckerState) -> tu
 def _unitary(n: int) -> Tensor:
     """Draw a unitary matrix uniformly: the Q of a complex Gaussian, with the phases of R's diagonal."""
     Q, R = torch.linalg.qr(torch.randn(n, n, dtype=torch.complex64))
-    phases: Tensor = R.diagonal().sgn()
-    return Q * phases
+    unitary: Tensor = Q * R.diagonal().sgn()
+    return unitary
