@@ -43,8 +43,8 @@ RECURRENT = ("recurrent", "factors", "key_proj", "attended_proj", "score")  # wh
 TASKS: dict[str, dict[str, Any]] = {"text": {"length": 64}, "copy": {"length": 32}}
 TITLES = {"text": "Shakespeare: bits per character", "copy": "Copy: nats per symbol"}
 BUDGET = {
-    "text": TrainConfig(steps=1200, batch_size=16, lr=3e-3, warmup_steps=100, eval_every=1200),
-    "copy": TrainConfig(steps=1500, batch_size=32, lr=3e-3, warmup_steps=100, eval_every=1500),
+    "text": TrainConfig(steps=2400, batch_size=16, lr=3e-3, warmup_steps=100, eval_every=2400),
+    "copy": TrainConfig(steps=3000, batch_size=32, lr=3e-3, warmup_steps=100, eval_every=3000),
 }
 
 

@@ -19,8 +19,9 @@ class RecurrentLayer(nn.Module):
 
     A cell derives from this class and declares `state_type`. It defines `init_state` and `advance`, one step
     from inputs that are already projected; what its inputs alone decide it computes in `project`, for all
-    tokens at once. One whose steps can run faster together overrides `scan`. States, and the steps, are fp32
-    (fp64 for fp64 weights) whatever the type of the input.
+    tokens at once. One whose steps can run faster together overrides `scan`, and one for which there is a
+    kernel from the inputs to the outputs `fused`, which is asked first where nothing is padded. States, and
+    the steps, are fp32 (fp64 for fp64 weights) whatever the type of the input.
 
     Args:
         input_size: width of the inputs.
@@ -64,7 +65,7 @@ class RecurrentLayer(nn.Module):
         return unroll(self.advance, inputs, state, padding)
 
     def fused(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
-        """Do what `project` and `scan` do, without padding, in one kernel; None where there is none."""
+        """Do what `project` and `scan` do, without padding, in one kernel; None where there is none for `x`."""
         return None
 
     def forward(

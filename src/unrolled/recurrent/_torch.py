@@ -18,6 +18,8 @@ def run(
 
     None where it must not be used: by a compiler, which wants to see the steps; under a transform of
     `torch.func` or autocast, which the kernels know nothing of; for types or lengths that they do not have.
+    On a CPU gradients of any order pass; cuDNN's kernels have first ones only. Steps have all of them, on any
+    device, and run in their place wherever a `key_padding_mask` is given.
 
     Args:
         kernel: one of `rnn_tanh`, `gru` and `lstm`.
