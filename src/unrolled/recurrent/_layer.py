@@ -65,7 +65,7 @@ class RecurrentLayer(nn.Module):
         return unroll(self.advance, inputs, state, padding)
 
     def fused(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
-        """Do what `project` and `scan` do, without padding, in one kernel; None where there is none for `x`."""
+        """Do what `project` and `scan` do, without padding, in one kernel; None where there is none."""
         return None
 
     def forward(
