@@ -7,6 +7,7 @@ from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
+from unrolled.models.recurrent_lm import RecurrentLM, RecurrentLMConfig, RecurrentLMState
 from unrolled.models.saving import read_config
 from unrolled.models.vit import ViT, ViTConfig
 
@@ -24,15 +25,18 @@ __all__ = [
     "PerceiverConfig",
     "PerceiverIO",
     "PerceiverIOConfig",
+    "RecurrentLM",
+    "RecurrentLMConfig",
+    "RecurrentLMState",
     "ViT",
     "ViTConfig",
     "load",
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | Perceiver | PerceiverIO | ViT
+Model = Decoder | Encoder | Perceiver | PerceiverIO | RecurrentLM | ViT
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR, ViT)
+    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR, RecurrentLM, ViT)
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 
