@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
@@ -20,7 +19,7 @@ class SavedModel(nn.Module):
     """A module that is made from a config and can be written to and read from a folder."""
 
     model_name: ClassVar[str]
-    config_type: ClassVar[type[Any]]
+    config_type: ClassVar[type[Any]]  # a dataclass, whose fields JSON can say
 
     def __init__(self, config: Any) -> None:
         super().__init__()
