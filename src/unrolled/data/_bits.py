@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED
-from unrolled.data import Split
+from unrolled.data import Split, Task
 from unrolled.data._checks import check_integer, check_request, check_split
 
 TRAIN_EPOCH = 10_000  # training examples never repeat; this many count as an epoch
@@ -20,7 +20,7 @@ class BitsBatch(NamedTuple):
     """Bits to read, and bits to predict.
 
     Attributes:
-        inputs: [B, T, n_inputs], 0 or 1 in fp32: the bits, then one channel for each delimiter.
+        inputs: [B, T, input_size], 0 or 1 in fp32: the bits, then one channel for each delimiter.
         targets: [B, T, n_bits], 0 or 1 in fp32; -100 (`unrolled.contract.IGNORED`) where nothing counts.
     """
 
@@ -43,7 +43,7 @@ class BitsDataset(ABC):
     n_bits: int = 8
     val_size: int = 200
 
-    task: ClassVar[Literal["bits"]] = "bits"
+    task: ClassVar[Task] = "bits"
 
     def __post_init__(self) -> None:
         check_integer("n_bits", self.n_bits, 1)
@@ -54,8 +54,13 @@ class BitsDataset(ABC):
         self._val = BitsBatch(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
 
     @property
+    def output_size(self) -> int:
+        """Bits to predict at each step."""
+        return self.n_bits
+
+    @property
     @abstractmethod
-    def n_inputs(self) -> int:
+    def input_size(self) -> int:
         """Channels of the inputs: the bits and the delimiters."""
 
     @property

@@ -31,7 +31,7 @@ class CopyBitsDataset(BitsDataset):
     max_length: int = 20
 
     @property
-    def n_inputs(self) -> int:
+    def input_size(self) -> int:
         """The bits, start and end."""
         return self.n_bits + 2
 
@@ -49,7 +49,7 @@ class CopyBitsDataset(BitsDataset):
     def _draw(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> BitsBatch:
         (n,) = size
         vectors = rng.integers(2, size=(count, n, self.n_bits))
-        inputs = np.zeros((count, 2 * n + 2, self.n_inputs))
+        inputs = np.zeros((count, 2 * n + 2, self.input_size))
         inputs[:, 1 : n + 1, : self.n_bits] = vectors
         inputs[:, 0, -2] = inputs[:, n + 1, -1] = 1
         targets = np.full((count, 2 * n + 2, self.n_bits), IGNORED)

@@ -1,10 +1,11 @@
-"""Transformers made from a config, with any attention mechanism of `unrolled.attention`."""
+"""Models made from a config: Transformers of any attention mechanism, recurrent ones of any cell."""
 
 from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
 from unrolled.models.non_local import NonLocalBlock
+from unrolled.models.ntm import NTMModel, NTMModelConfig, NTMNumbers
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
 from unrolled.models.saving import read_config
@@ -17,6 +18,9 @@ __all__ = [
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "NTMModel",
+    "NTMModelConfig",
+    "NTMNumbers",
     "NonLocalBlock",
     "Perceiver",
     "PerceiverAR",
@@ -30,9 +34,9 @@ __all__ = [
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | Perceiver | PerceiverIO | ViT
+Model = Decoder | Encoder | NTMModel | NTMNumbers | Perceiver | PerceiverIO | ViT
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR, ViT)
+    m.model_name: m for m in (Decoder, Encoder, NTMModel, NTMNumbers, Perceiver, PerceiverIO, PerceiverAR, ViT)
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 

@@ -95,7 +95,8 @@ class LSTMN(RecurrentLayer):
                 raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1, or None")
         if tape_length is not None:
             self.supports = replace(self.supports, recurrence="constant")
-        self.tape_length, self.score_size = tape_length, score_size or hidden_size
+        self.tape_length = tape_length
+        self.score_size = hidden_size if score_size is None else score_size
         N, A = hidden_size, self.score_size
         self.input_proj = nn.Linear(input_size, 4 * N + A)  # of the gates, then of the query
         self.recurrent = nn.Parameter(torch.empty(4 * N, N))

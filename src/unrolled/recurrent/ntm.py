@@ -163,7 +163,8 @@ class NTM(RecurrentLayer):
         super().__init__(input_size, hidden_size)
         if controller not in get_args(Controller):
             raise ValueError(f"controller is {controller!r}, but must be one of {get_args(Controller)}")
-        self.controller, self.controller_size = controller, controller_size or hidden_size
+        self.controller = controller
+        self.controller_size = hidden_size if controller_size is None else controller_size
         self.memory_size, self.memory_width = memory_size, memory_width
         self.read_heads, self.write_heads, self.reach = read_heads, write_heads, reach
         for name in ("controller_size", "memory_size", "memory_width", "read_heads", "write_heads", "reach"):
