@@ -26,7 +26,7 @@ from unrolled.training import TrainConfig, read_log, train
 OUT = Path("runs/ntm-copy")
 LENGTHS = (10, 20, 30, 50, 100)
 SEQUENCES = 100  # of each length, to judge by
-STAGES = {1_500: 5, 3_500: 10, 12_000: 20}  # until this step, sequences up to this length
+STAGES = {1_500: 5, 3_500: 10, 6_000: 20}  # until this step, sequences up to this length
 MODEL = NTMModelConfig(input_size=10, output_size=8, cell_options={"controller": "feedforward"})
 BUDGET = TrainConfig(
     steps=max(STAGES),
@@ -42,7 +42,7 @@ BUDGET = TrainConfig(
 
 
 class Growing:
-    """The copy task with sequences that grow, to train on, and of length 20, to choose the best weights by."""
+    """The copy task with sequences that grow, to train on; of length 20, to choose the best weights by."""
 
     def __init__(self) -> None:
         self.stages = {until: CopyBitsDataset(max_length=n, val_size=1) for until, n in STAGES.items()}
@@ -142,7 +142,7 @@ def draw_memory(model: NTMModel) -> Figure:
 
 
 def rows_used(*weights: torch.Tensor) -> list[int]:
-    """List the rows from the first to the last that any head visits, round the circle from its largest gap."""
+    """List the rows that heads visit, from the first to the last, round the circle from its largest gap."""
     used = torch.stack([w.amax(0) for w in weights]).amax(0) > 0.1
     n = len(used)
     free = [next((k for k in range(n) if used[(i + k) % n]), n) for i in range(n)]

@@ -1,6 +1,7 @@
 """The tasks on bits and numbers: what an example is, and what all of them promise."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_associative_recall_asks_for_the_item_after_one(n, length, step):
         items = [row[start + 1 : start + 1 + length, :8] for start in starts]
         first, second = row[:, 9].nonzero().flatten().tolist()
         asked = row[first + 1 : second, :8]
-        after = [b for a, b in zip(items, items[1:], strict=False) if torch.equal(a, asked)]
+        after = [b for a, b in pairwise(items) if torch.equal(a, asked)]
         assert len(items) == n
         assert any(torch.equal(target[-length:], b) for b in after)
         assert (target[:-length] == IGNORED).all()

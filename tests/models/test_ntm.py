@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from unrolled import data, models
 from unrolled.cli import run_config
@@ -78,7 +78,9 @@ def test_a_run_takes_the_sizes_from_the_data(name, kind, sizes):
     run = run_config.resolve(run_config.read(None, [f"data.name={name}", "data.val_size=2", "run_dir=x"]))
     assert (run.kind, run.model.input_size, run.model.output_size) == (kind, *sizes)
     model, batch = run.kind(run.model), run.dataset.batch("train", step=0, batch_size=2, seed=0)
-    model.loss(batch.inputs[:, :3], batch.targets[:, :3] if batch.targets.dim() > 1 else batch.targets).backward()
+    model.loss(
+        batch.inputs[:, :3], batch.targets[:, :3] if batch.targets.dim() > 1 else batch.targets
+    ).backward()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from unrolled.recurrent.ntm import NTM, content, interpolate, read, sharpen, shift, write
 from unrolled.testing import CHECKS, CellMaker, check_rejects_wrong_input
@@ -78,7 +78,9 @@ def test_it_is_its_equations(controller, read_heads, write_heads, reach):
     upstream = drawn(*found.shape, seed=1)
     inputs = [x, *layer.parameters()]
     for a, b in zip(
-        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream), strict=True
+        torch.autograd.grad(found, inputs, upstream),
+        torch.autograd.grad(wanted, inputs, upstream),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 

@@ -36,7 +36,8 @@ __all__ = [
 
 Model = Decoder | Encoder | NTMModel | NTMNumbers | Perceiver | PerceiverIO | ViT
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, NTMModel, NTMNumbers, Perceiver, PerceiverIO, PerceiverAR, ViT)
+    m.model_name: m
+    for m in (Decoder, Encoder, NTMModel, NTMNumbers, Perceiver, PerceiverIO, PerceiverAR, ViT)
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 
