@@ -239,10 +239,10 @@ class NTM(RecurrentLayer):
         c, controller = CONTROLLERS[self.controller](gates, state.controller)
         told = F.linear(c, self.head_proj.weight.to(dtype), self.head_proj.bias.to(dtype))
 
-        heads = R + self.write_heads
-        addressing, writing = torch.split(told, [heads * sum(self._told), self.write_heads * 2 * W], 1)
-        key, beta, gate, gamma, moves = torch.split(addressing.unflatten(1, (heads, -1)), self._told, -1)
-        erase, add = writing.unflatten(1, (self.write_heads, -1)).chunk(2, -1)
+        B, heads, each = len(told), R + self.write_heads, sum(self._told)
+        addressing, writing = told[:, : heads * each], told[:, heads * each :]
+        key, beta, gate, gamma, moves = torch.split(addressing.reshape(B, heads, each), self._told, -1)
+        erase, add = writing.reshape(B, self.write_heads, 2 * W).chunk(2, -1)
         found = content(state.memory, key, F.softplus(beta).clamp(max=LARGEST_BETA))
         weights = shift(interpolate(found, state.weights, gate.sigmoid()), moves.softmax(-1))
         weights = sharpen(weights, 1 + F.softplus(gamma).clamp(max=LARGEST_GAMMA - 1))
