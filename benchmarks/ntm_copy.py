@@ -5,7 +5,8 @@
     python benchmarks/ntm_copy.py --tell       # tell what is there, train nothing
 
 Results are kept in runs/ntm-copy: table.md, curve.png and memory.png, the machine's heads while it copies.
-Lengths grow during training: up to 5 at first, then up to 10, then up to 20, uniformly drawn.
+Lengths grow during training: up to 5 at first, then up to 10, then up to 20, uniformly drawn. What is judged
+are the weights at the end.
 """
 
 import argparse
@@ -42,7 +43,7 @@ BUDGET = TrainConfig(
 
 
 class Growing:
-    """The copy task with sequences that grow, to train on; of length 20, to choose the best weights by."""
+    """The copy task with sequences that grow, to train on, and of length 20, for the log."""
 
     def __init__(self) -> None:
         self.stages = {until: CopyBitsDataset(max_length=n, val_size=1) for until, n in STAGES.items()}
@@ -72,6 +73,7 @@ def main() -> None:
             layer: Any = model.layers[0]
             layer._turn = torch.compile(layer._turn, dynamic=False)
         train(model, Growing(), BUDGET, OUT, progress=sys.stdout.isatty())
+        model.save(OUT)  # the last weights: the best at length 20 may never have seen it
     model = models.load(OUT)
     assert isinstance(model, NTMModel)
     wrong = {n: wrong_bits(model, n) for n in LENGTHS}

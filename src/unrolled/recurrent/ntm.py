@@ -39,7 +39,7 @@ from unrolled.recurrent._layer import RecurrentLayer, keep
 Controller = Literal["feedforward", "lstm"]
 
 INITIAL_MEMORY = 1e-6
-LARGEST_BETA = 50.0  # softmax is one-hot in fp32 long before cosines of such a scale differ by their most
+LARGEST_BETA = 50.0  # cosines differ by up to 2: with this a softmax is one-hot
 LARGEST_GAMMA = 20.0
 EPSILON = 1e-8  # added to squared lengths: rows as small as the initial memory are like nothing
 TINY = 1e-16  # added to weights under a logarithm
