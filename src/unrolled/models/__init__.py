@@ -1,14 +1,15 @@
-"""Transformers made from a config, with any attention mechanism of `unrolled.attention`."""
+"""Models made from a config: Transformers of any attention mechanism, recurrent ones of any cell."""
 
 from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
 from unrolled.models.non_local import NonLocalBlock
+from unrolled.models.ntm import NTMModel, NTMModelConfig, NTMNumbers
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
 from unrolled.models.recurrent_lm import RecurrentLM, RecurrentLMConfig, RecurrentLMState
-from unrolled.models.saving import read_config
+from unrolled.models.saving import SavedModel, read_config
 from unrolled.models.vit import ViT, ViTConfig
 
 __all__ = [
@@ -18,6 +19,9 @@ __all__ = [
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "NTMModel",
+    "NTMModelConfig",
+    "NTMNumbers",
     "NonLocalBlock",
     "Perceiver",
     "PerceiverAR",
@@ -34,14 +38,22 @@ __all__ = [
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | Perceiver | PerceiverIO | RecurrentLM | ViT
-KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR, RecurrentLM, ViT)
-}
+MODELS: list[type[SavedModel]] = [
+    Decoder,
+    Encoder,
+    NTMModel,
+    NTMNumbers,
+    Perceiver,
+    PerceiverAR,
+    PerceiverIO,
+    RecurrentLM,
+    ViT,
+]
+KINDS = {model.model_name: model for model in MODELS}
 """Every kind of model, by the name that its folder and a run's settings call it."""
 
 
-def load(path: str | Path) -> Model:
+def load(path: str | Path) -> SavedModel:
     """Read a model of any kind from the folder that its `save` wrote.
 
     Raises:
