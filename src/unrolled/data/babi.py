@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.data import LabelledBatch, Split
+from unrolled.data import LabelledBatch, Split, Task
 from unrolled.data._checks import check_integer, check_request, check_split
 from unrolled.data._files import folder, load_published
 from unrolled.data._images import epoch_rows
@@ -100,7 +100,7 @@ class BabiDataset:
     memory_size: int = 50
     data_dir: str | Path | None = None
 
-    task: ClassVar[str] = "answers"
+    task: ClassVar[Task] = "answers"
 
     def __post_init__(self) -> None:
         check_integer("memory_size", self.memory_size, 1)

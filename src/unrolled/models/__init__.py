@@ -4,6 +4,7 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
+from unrolled.models.memory_network import MemN2N, MemN2NConfig
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
@@ -17,6 +18,8 @@ __all__ = [
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "MemN2N",
+    "MemN2NConfig",
     "NonLocalBlock",
     "Perceiver",
     "PerceiverAR",
@@ -30,9 +33,9 @@ __all__ = [
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | Perceiver | PerceiverIO | ViT
+Model = Decoder | Encoder | MemN2N | Perceiver | PerceiverIO | ViT
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR, ViT)
+    m.model_name: m for m in (Decoder, Encoder, MemN2N, Perceiver, PerceiverIO, PerceiverAR, ViT)
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 

@@ -238,7 +238,7 @@ class MemN2N(SavedModel):
         # `count` of the usable places, at random; sentence number n from the end is at the n-th of them
         drawn = torch.rand(len(count), size, generator=generator).to(count.device).masked_fill(~usable, 2)
         chosen = drawn.argsort(1).argsort(1) < count
-        return (~chosen).long().argsort(1, stable=True).gather(1, after)
+        return (~chosen).long().argsort(stable=True, dim=1).gather(1, after)
 
     def _check(self, inputs: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Return where there is no word."""
