@@ -151,13 +151,14 @@ class BabiDataset:
         """Return a batch of one: sentences, and a question last; its target means nothing.
 
         Raises:
-            ValueError: there is no sentence, or a word that the files do not have.
+            ValueError: there is no sentence, an empty one, or a word that the files do not have.
         """
         if len(lines) < 2:
             raise ValueError(f"there are {len(lines)} lines, wanted sentences and a question after them")
         told = [split_words(line) for line in lines]
-        width = max(map(len, told))
-        ids = self._ids(told, max(width, 1))
+        if [] in told:
+            raise ValueError(f"line {told.index([]) + 1} has no words")
+        ids = self._ids(told, max(map(len, told)))
         last = torch.tensor([len(lines) - 1])
         return self._as_batch(
             Questions(ids[:-1], ids[-1:], torch.zeros_like(last), last, torch.zeros_like(last)),
