@@ -5,8 +5,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from unrolled.cli.attend import attend
 from unrolled.cli.bench import bench
 from unrolled.cli.compare import compare
+from unrolled.cli.complexity import table
 from unrolled.cli.demo import demo
 from unrolled.cli.generate import generate
 from unrolled.cli.info import info
@@ -44,6 +46,8 @@ app.command()(info)
 app.command()(demo)
 app.command()(bench)
 app.command()(compare)
+app.command()(attend)
+app.command()(table)
 
 
 @app.callback()
