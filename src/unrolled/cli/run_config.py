@@ -52,7 +52,7 @@ JOBS: dict[data.Task, Job] = {
     ),
     "answers": Job(("memory_network",), ("vocab_size", "memory_size"), "nats/answer"),
     "bits": Job(("ntm",), ("input_size", "output_size"), "nats/bit"),
-    "numbers": Job(("ntm",), ("input_size", "output_size"), "mean squared error"),
+    "numbers": Job(("ntm_numbers",), ("input_size", "output_size"), "mean squared error"),
 }
 
 

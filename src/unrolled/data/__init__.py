@@ -1,7 +1,7 @@
 """Data sets and synthetic tasks, one file each; the directory is the registry.
 
 `names()` lists them and `load("mnist", data_dir="...")` makes one. The options of a data set are the fields
-of its dataclass, `MnistDataset` in `mnist.py`. Files whose name starts with an underscore are helpers.
+of its dataclass, `MnistDataset` in `mnist.py` and `CopyBitsDataset` in `copy_bits.py`. Files whose name starts with an underscore are helpers.
 """
 
 import importlib
@@ -108,7 +108,7 @@ def load(name: str, **options: Any) -> Dataset:
     if name not in names():
         raise ValueError(f"name is {name!r}, but the data sets are {', '.join(names())}")
     module = importlib.import_module(f"{__name__}.{name}")
-    dataset = getattr(module, f"{name.capitalize()}Dataset")
+    dataset = getattr(module, "".join(part.capitalize() for part in name.split("_")) + "Dataset")
     valid = [field.name for field in fields(dataset)]
     for option in options:
         if option not in valid:

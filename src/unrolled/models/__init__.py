@@ -1,4 +1,4 @@
-"""Transformers made from a config, with any attention mechanism of `unrolled.attention`."""
+"""Models made from a config: Transformers of any attention mechanism, recurrent ones of any cell."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
 from unrolled.models.memory_network import MemN2N, MemN2NConfig
 from unrolled.models.non_local import NonLocalBlock
+from unrolled.models.ntm import NTMModel, NTMModelConfig, NTMNumbers
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
 from unrolled.models.saving import read_config
@@ -20,6 +21,9 @@ __all__ = [
     "EncoderConfig",
     "MemN2N",
     "MemN2NConfig",
+    "NTMModel",
+    "NTMModelConfig",
+    "NTMNumbers",
     "NonLocalBlock",
     "Perceiver",
     "PerceiverAR",
@@ -33,9 +37,10 @@ __all__ = [
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | MemN2N | Perceiver | PerceiverIO | ViT
+Model = Decoder | Encoder | MemN2N | NTMModel | NTMNumbers | Perceiver | PerceiverIO | ViT
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, MemN2N, Perceiver, PerceiverIO, PerceiverAR, ViT)
+    m.model_name: m
+    for m in (Decoder, Encoder, MemN2N, NTMModel, NTMNumbers, Perceiver, PerceiverIO, PerceiverAR, ViT)
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 

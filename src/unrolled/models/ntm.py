@@ -1,0 +1,175 @@
+r"""Bits in, bits or a number out: recurrent layers, by default a Neural Turing Machine, and a linear output.
+
+    bits       p(bit_t = 1) = sigmoid(W h_t + b)        after each step
+    numbers    y = W h_T + b                            after the last
+
+with h the last layer's outputs. Graves, Wayne and Danihelka 2014, "Neural Turing Machines", arXiv 1410.5401,
+section 4. Any other cell can take the place of theirs; an LSTM is what they compare with.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled import recurrent
+from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.models.saving import SavedModel
+from unrolled.ops.checks import shape
+from unrolled.recurrent.ntm import NTM, NTMTrace
+
+
+@dataclass(kw_only=True)
+class NTMModelConfig:
+    """Sizes and the cell. Every field is checked when the config is made.
+
+    Attributes:
+        input_size: channels of the inputs.
+        output_size: bits or numbers to predict.
+        cell: name of the recurrent layers in `unrolled.recurrent`.
+        cell_options: their further arguments, such as `{"controller": "feedforward", "memory_size": 64}`.
+        n_layers: number of layers.
+        hidden_size: width of each layer's output.
+    """
+
+    input_size: int
+    output_size: int
+    cell: str = "ntm"
+    cell_options: dict[str, Any] = field(default_factory=dict)
+    n_layers: int = 1
+    hidden_size: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("input_size", "output_size", "n_layers", "hidden_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}, wanted an integer of at least 1")
+        if not isinstance(self.cell_options, dict):
+            raise ValueError(f"cell_options is {self.cell_options!r}, wanted a dict of options")
+
+
+class _Layers(SavedModel):
+    """Recurrent layers and a linear output. All weights start as those of their layers.
+
+    Raises:
+        ValueError: there is no such cell, or it does not take one of its options.
+    """
+
+    config_type = NTMModelConfig
+    config: NTMModelConfig
+
+    def __init__(self, config: NTMModelConfig) -> None:
+        super().__init__(config)
+        kind: Any = recurrent.load(config.cell)
+        widths = [config.input_size] + [config.hidden_size] * config.n_layers
+        try:
+            self.layers = nn.ModuleList(
+                kind(before, config.hidden_size, **config.cell_options) for before in widths[:-1]
+            )
+        except TypeError as error:  # an option that it does not take
+            raise ValueError(f"cell_options does not fit {config.cell}: {error}") from error
+        self.head = nn.Linear(config.hidden_size, config.output_size)
+
+    def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """What the output layer reads: `[B,T,hidden_size]`."""
+        for layer in self.layers:
+            x = layer(x, key_padding_mask=key_padding_mask)
+        return x
+
+    @torch.no_grad()
+    def trace(self, x: Tensor) -> NTMTrace:
+        """Where the heads of the first layer were while it read `x [B,T,input_size]`.
+
+        Raises:
+            UnsupportedError: the cell is no Neural Turing Machine.
+        """
+        layer = self.layers[0]
+        if not isinstance(layer, NTM):
+            raise UnsupportedError(f"the cell {self.config.cell!r} has no heads to trace; use cell='ntm'")
+        return layer.trace(x)
+
+
+class NTMModel(_Layers):
+    """Predicts bits at every step; see `_Layers` for how it is made."""
+
+    model_name = "ntm"
+
+    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Logits `[B,T,output_size]` after each step of `x [B,T,input_size]`.
+
+        Steps at padding (`[B,T]`, True) are not read; their logits mean nothing.
+        """
+        logits: Tensor = self.head(self.hidden(x, key_padding_mask=key_padding_mask))
+        return logits
+
+    def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Mean binary cross-entropy in nats per bit, computed in at least fp32.
+
+        Args:
+            inputs: as `x` of `forward`.
+            targets: `[B,T,output_size]`, floating point, 0 or 1; -100 is ignored.
+            key_padding_mask: see `forward`.
+        """
+        logits = self(inputs, key_padding_mask=key_padding_mask)
+        _check_targets(targets, logits)
+        counted = targets != IGNORED
+        asked = torch.where(counted, targets, 0)
+        nats = F.binary_cross_entropy_with_logits(_wide(logits), _wide(asked), reduction="none")
+        return torch.where(counted, nats, 0).sum() / counted.sum().clamp(min=1)
+
+    @torch.no_grad()
+    def wrong_bits(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Count the bits of each row that are predicted wrongly, `[B]`: a bit is 1 where p > 1/2."""
+        wrong = (self(inputs) > 0) != (targets > 0.5)
+        return (wrong & (targets != IGNORED)).flatten(1).sum(1)
+
+
+class NTMNumbers(_Layers):
+    """Predicts numbers from a whole sequence; see `_Layers` for how it is made."""
+
+    model_name = "ntm_numbers"
+
+    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Numbers `[B,output_size]` after the last step of `x [B,T,input_size]` that is no padding.
+
+        Raises:
+            ValueError: `x` has length 0.
+        """
+        if x.dim() == 3 and x.shape[1] == 0:
+            raise ValueError(f"x has shape {shape(x)}, but must have at least one step")
+        hidden = self.hidden(x, key_padding_mask=key_padding_mask)
+        if key_padding_mask is None:
+            last = hidden[:, -1]
+        else:
+            place = torch.arange(x.shape[1], device=x.device).masked_fill(key_padding_mask, 0).amax(1)
+            last = hidden.gather(1, place[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
+        numbers: Tensor = self.head(last)
+        return numbers
+
+    def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Mean squared error, computed in at least fp32.
+
+        Args:
+            inputs: as `x` of `forward`.
+            targets: floating point `[B]` where output_size is 1, else `[B,output_size]`.
+            key_padding_mask: see `forward`.
+        """
+        numbers = self(inputs, key_padding_mask=key_padding_mask)
+        if self.config.output_size == 1 and targets.dim() == 1:
+            numbers = numbers.squeeze(1)
+        _check_targets(targets, numbers)
+        return F.mse_loss(_wide(numbers), _wide(targets))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _check_targets(targets: Tensor, like: Tensor) -> None:
+    if targets.shape != like.shape or not targets.is_floating_point():
+        raise ValueError(
+            f"targets is {targets.dtype} of the shape {shape(targets)}, "
+            f"wanted floating point of the shape {shape(like)}"
+        )

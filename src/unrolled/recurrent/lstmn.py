@@ -1,0 +1,276 @@
+r"""LSTMN: an LSTM that keeps all its past states on a tape, and attends to them in place of the last one.
+
+    a_i = v . tanh(W_h h_i + W_x x_t + W_a h~_{t-1})        s = softmax_i(a)        i = 0 ... t-1
+    [h~_t; c~_t] = sum_i s_i [h_i; c_i]
+    i, f, g, o = sigma, sigma, tanh, sigma of U h~_t + V x_t + b
+    c_t = f c~_t + i g        h_t = o tanh(c_t)
+
+The tape begins with a pair of zeros, h_0 and c_0, which stays on it. Cheng, Dong and Lapata 2016, "Long
+Short-Term Memory-Networks for Machine Reading", arXiv 1601.06733, eq. 4-9. The code that came with the paper
+leaves W_a h~ out in its encoder: that is `attended_proj` at zero.
+
+Shallow fusion with another sequence (section 4) is ordinary attention outside of this layer; deep fusion is
+`DeepFusionLSTMN`.
+
+Cost, N = hidden_size and A = score_size: time O(T N (N+P+A) + T^2 (N+A)), one step after the other; per
+generated token time O(N (N+P+A) + T (N+A)), state O(T (N+A)). With a `tape_length` of L in place of T.
+Cannot: run in parallel over the sequence.
+Equals softmax attention: never. With a tape of length 1 it is `torch.nn.LSTM`.
+"""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.contract import Supports
+from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.precision import without_autocast
+from unrolled.recurrent._layer import RecurrentLayer
+
+
+class LSTMNState(NamedTuple):
+    """The tape of S entries, the oldest first, and what was last read from it.
+
+    `tape [B,S,2N]` of [h_i; c_i]; `keys [B,S,A]`, W_h h_i; `filled [B,S]`, False where an entry is none, as
+    at padding; `attended [B,N]`, h~.
+    """
+
+    tape: Tensor
+    keys: Tensor
+    filled: Tensor
+    attended: Tensor
+
+
+def tape_weights(keys: Tensor, query: Tensor, score: Tensor, filled: Tensor) -> Tensor:
+    """Softmax of score . tanh(key + query) over those entries that are there (eq. 4, 5).
+
+    `keys [B,S,A]`, `query [B,A]`, `score [A]` and `filled [B,S]`, True in at least one place of each row, to
+    `[B,S]`.
+    """
+    scores = (keys + query.unsqueeze(1)).tanh() @ score
+    return scores.masked_fill(~filled, -math.inf).softmax(-1)
+
+
+def read_tape(weights: Tensor, tape: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum up the entries of `tape [B,S,2N]` by `weights [B,S]` (eq. 6): h~ and c~ `[B,N]`."""
+    hidden, memory = torch.bmm(weights.unsqueeze(1), tape).squeeze(1).chunk(2, -1)
+    return hidden, memory
+
+
+class LSTMN(RecurrentLayer):
+    """A layer of LSTM cells that attend to their own past.
+
+    All weights start uniform in +-1/sqrt(hidden_size), as those of torch's LSTM.
+
+    Args:
+        input_size: width of the inputs.
+        hidden_size: width of the outputs.
+        score_size: width A of the layer that scores; `hidden_size` by default.
+        tape_length: most entries that are kept, the zeros among them: the latest. All by default.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    supports = Supports(
+        causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="growing"
+    )
+    state_type = LSTMNState
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        score_size: int | None = None,
+        tape_length: int | None = None,
+    ):
+        super().__init__(input_size, hidden_size)
+        for name, size in (("score_size", score_size), ("tape_length", tape_length)):
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1, or None")
+        if tape_length is not None:
+            self.supports = replace(self.supports, recurrence="constant")
+        self.tape_length = tape_length
+        self.score_size = hidden_size if score_size is None else score_size
+        N, A = hidden_size, self.score_size
+        self.input_proj = nn.Linear(input_size, 4 * N + A)  # of the gates, then of the query
+        self.recurrent = nn.Parameter(torch.empty(4 * N, N))
+        self.key_proj = nn.Parameter(torch.empty(A, N))
+        self.attended_proj = nn.Parameter(torch.empty(A, N))
+        self.score = nn.Parameter(torch.empty(A))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -1 / math.sqrt(N), 1 / math.sqrt(N))
+
+    def init_state(self, batch_size: int) -> LSTMNState:
+        """Make a tape with a pair of zeros on it; a bounded one has its length from the beginning."""
+        B, S, N = batch_size, self.tape_length or 1, self.hidden_size
+        zeros = self.recurrent.new_zeros(B, N, dtype=self._state_dtype)
+        filled = torch.zeros(B, S, dtype=torch.bool, device=zeros.device)
+        filled[:, -1] = True
+        return LSTMNState(zeros.new_zeros(B, S, 2 * N), zeros.new_zeros(B, S, self.score_size), filled, zeros)
+
+    def project(self, x: Tensor) -> Tensor:
+        """V x + b and W_x x, `[...,4N+A]`."""
+        return self.input_proj(x)  # type: ignore[no-any-return]
+
+    def advance(self, inputs: Tensor, state: LSTMNState) -> tuple[Tensor, LSTMNState]:
+        """Go one step, and append to the tape; a full one loses its oldest entry."""
+        return self._append(state, *self._turn(inputs, state, 0.0))
+
+    def scan(self, inputs: Tensor, state: LSTMNState, padding: Tensor | None) -> tuple[Tensor, LSTMNState]:
+        """Go all steps. Room for a tape that grows is made once, unless autograd has to keep every length.
+
+        A step at padding takes up room on the tape, where nothing will look.
+        """
+        B, T = inputs.shape[:2]
+        if self.tape_length is not None or T == 0:
+            return super().scan(inputs, state, padding)
+        S, recording = state.tape.shape[1], torch.is_grad_enabled()
+        new = inputs.new_ones(B, T, dtype=torch.bool) if padding is None else ~padding
+        all_filled = torch.cat([state.filled, new], 1)
+        if not recording:
+            all_tape, all_keys = (F.pad(x, (0, 0, 0, T)) for x in (state.tape, state.keys))
+        outputs = []
+        for n, now in enumerate(inputs.unbind(1), start=S):
+            h, entry, key, attended = self._turn(now, state, 0.0)
+            if recording:
+                tape, keys = torch.cat([state.tape, entry], 1), torch.cat([state.keys, key], 1)
+            else:
+                all_tape[:, n : n + 1], all_keys[:, n : n + 1] = entry, key
+                tape, keys = all_tape[:, : n + 1], all_keys[:, : n + 1]
+            if padding is not None:
+                attended = torch.where(padding[:, n - S, None], state.attended, attended)
+            state = LSTMNState(tape, keys, all_filled[:, : n + 1], attended)
+            outputs.append(h)
+        return torch.stack(outputs, 1), state
+
+    def _append(
+        self, state: LSTMNState, h: Tensor, entry: Tensor, key: Tensor, attended: Tensor
+    ) -> tuple[Tensor, LSTMNState]:
+        oldest = 0 if self.tape_length is None else 1
+        tape = torch.cat([state.tape[:, oldest:], entry], 1)
+        keys = torch.cat([state.keys[:, oldest:], key], 1)
+        filled = F.pad(state.filled[:, oldest:], (0, 1), value=True)
+        return h, LSTMNState(tape, keys, filled, attended)
+
+    def _turn(
+        self, inputs: Tensor, state: LSTMNState, besides: Tensor | float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Read the tape and go one step: h, the entry [h; c] `[B,1,2N]` and its key, and h~.
+
+        `besides [B,N]` is added to the cell's memory.
+        """
+        dtype = inputs.dtype
+        sums, query = inputs.split([4 * self.hidden_size, self.score_size], -1)
+        query = torch.addmm(query, state.attended, self.attended_proj.to(dtype).mT)
+        weights = tape_weights(state.keys, query, self.score.to(dtype), state.filled)
+        attended, memory = read_tape(weights, state.tape)
+        sums = torch.addmm(sums, attended, self.recurrent.to(dtype).mT)
+        i, f, g, o = sums.chunk(4, -1)
+        c = f.sigmoid() * memory + i.sigmoid() * g.tanh() + besides
+        h = o.sigmoid() * c.tanh()
+        entry, key = torch.cat([h, c], 1), F.linear(h, self.key_proj.to(dtype))
+        return h, entry.unsqueeze(1), key.unsqueeze(1), attended
+
+
+class DeepFusionState(NamedTuple):
+    """The reader's own tape, and that of what it reads.
+
+    `own`; `source [B,S,2N]` of [gamma_j; alpha_j]; `keys [B,S,A]`; `filled [B,S]`, False at padding; `read
+    [B,N]`, gamma~.
+    """
+
+    own: LSTMNState
+    source: Tensor
+    keys: Tensor
+    filled: Tensor
+    read: Tensor
+
+
+def tapes(state: LSTMNState) -> tuple[Tensor, Tensor, Tensor]:
+    """Take an encoder's state apart: hidden and memory `[B,S,N]`, and where they are none `[B,S]` (True)."""
+    hidden, memory = state.tape.chunk(2, -1)
+    return hidden, memory, ~state.filled
+
+
+class DeepFusionLSTMN(nn.Module):
+    r"""An LSTMN that also attends to the tapes of an encoder, and lets what it finds there into its memory.
+
+        p_j over gamma_j as s_i over h_i, with weights of its own, from x_t and gamma~_{t-1}
+        [gamma~_t; alpha~_t] = sum_j p_j [gamma_j; alpha_j]
+        r_t = sigma(W_r [gamma~_t; x_t])        c_t = r_t alpha~_t + f c~_t + i g
+
+    Cheng, Dong and Lapata 2016, arXiv 1601.06733, section 4, "deep attention fusion". The tapes are hidden
+    states and cell memories of any LSTM that is `hidden_size` wide. A row whose source is all padding reads
+    zeros.
+
+    Args:
+        input_size, hidden_size, score_size, tape_length: see `LSTMN`.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, **options: int | None):
+        super().__init__()
+        self.cell = LSTMN(input_size, hidden_size, **options)
+        N, A = hidden_size, self.cell.score_size
+        self.input_proj = nn.Linear(input_size, N + A)  # of the gate r, then of the query
+        self.recurrent = nn.Parameter(torch.empty(N, N))
+        self.key_proj = nn.Parameter(torch.empty(A, N))
+        self.read_proj = nn.Parameter(torch.empty(A, N))
+        self.score = nn.Parameter(torch.empty(A))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -1 / math.sqrt(N), 1 / math.sqrt(N))
+
+    def init_state(
+        self, hidden: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None
+    ) -> DeepFusionState:
+        """Begin to read the tapes `hidden` and `memory [B,S,N]`; their padding (`[B,S]`, True) is not read.
+
+        Raises:
+            ValueError: the tapes are empty, or not of one shape and N wide.
+        """
+        B, S = hidden.shape[:2]
+        if hidden.dim() != 3 or hidden.shape != memory.shape or hidden.shape[-1] != self.cell.hidden_size:
+            raise ValueError(
+                f"hidden has shape {shape(hidden)} and memory {shape(memory)}, but both must be "
+                f"[B, S, {self.cell.hidden_size}]"
+            )
+        if S == 0:
+            raise ValueError("hidden has length 0, but must have at least one entry to read")
+        own = self.cell.init_state(B)
+        source = torch.cat([hidden, memory], -1).to(own.tape.dtype)
+        filled = torch.ones(B, S, dtype=torch.bool, device=source.device)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, B, S)
+            filled = ~key_padding_mask
+            source = source.masked_fill(key_padding_mask.unsqueeze(-1), 0)
+        keys = F.linear(source[..., : self.cell.hidden_size], self.key_proj.to(source.dtype))
+        return DeepFusionState(own, source, keys, filled, own.attended)
+
+    def step(self, x_t: Tensor, state: DeepFusionState) -> tuple[Tensor, Tensor, DeepFusionState]:
+        """Run one token `x_t [B,input_size]`: h `[B,N]`, the weights p `[B,S]`, and the new state."""
+        own, dtype = state.own, state.source.dtype
+        sums, fusing = self.cell.project(x_t), self.input_proj(x_t)
+        with without_autocast(x_t.device):
+            gate, query = fusing.to(dtype).split([self.cell.hidden_size, self.cell.score_size], -1)
+            query = torch.addmm(query, state.read, self.read_proj.to(dtype).mT)
+            nothing = ~state.filled.any(1, keepdim=True)
+            weights = tape_weights(state.keys, query, self.score.to(dtype), state.filled | nothing)
+            weights = weights * state.filled
+            read, memory = read_tape(weights, state.source)
+            gate = torch.addmm(gate, read, self.recurrent.to(dtype).mT).sigmoid()
+            h, own = self.cell._append(own, *self.cell._turn(sums.to(dtype), own, gate * memory))
+        return h.to(sums.dtype), weights, state._replace(own=own, read=read)
+
+    def prefill(self, x: Tensor, state: DeepFusionState) -> tuple[Tensor, Tensor, DeepFusionState]:
+        """Run `x [B,T,input_size]`, T >= 1: h `[B,T,N]`, the weights p `[B,T,S]`, and the new state."""
+        outputs, weights = [], []
+        for x_t in x.unbind(1):
+            h, p, state = self.step(x_t, state)
+            outputs.append(h)
+            weights.append(p)
+        return torch.stack(outputs, 1), torch.stack(weights, 1), state

@@ -1,0 +1,253 @@
+r"""Neural Turing Machine: a controller that reads and writes a memory of N rows through heads that learn to move.
+
+    controller      c_t = tanh(W_x x_t + W_r r_{t-1} + b)          or an LSTM's step on [x_t; r_{t-1}]
+    content         u(i) = softmax_i(beta cos(k, M_{t-1}(i)))
+    interpolate     g u + (1 - g) w_{t-1}
+    shift           w'(i) = sum_j w^g(i - j mod N) s(j)            j = -R ... R
+    sharpen         w_t(i) = w'(i)^gamma / sum_j w'(j)^gamma
+    read            r_t = sum_i w_t(i) M_{t-1}(i)                  for each read head
+    write           M_t = M_{t-1} * prod_h (1 - w_t e^T) + sum_h w_t a^T      all erases, then all adds
+    output          y_t = W_y [c_t; r_t] + b_y
+
+Each head has its own k, beta >= 0, 0 < g < 1, s (a softmax), gamma >= 1, and a write head its own e (a sigmoid)
+and a, all from a linear layer on c_t. Graves, Wayne and Danihelka 2014, "Neural Turing Machines",
+arXiv 1410.5401, eq. 2-9. The paper leaves the order of a step open: here all heads address and read the memory
+that the step found, and then it is written to. Memory starts constant at 1e-6, which trains more reliably than
+random or learned contents (Collier and Beel 2018, arXiv 1807.08518), every head at row 0, and what was read at 0.
+
+Nothing can overflow, whatever the input: beta and gamma are bounded, a is a tanh, norms have an epsilon inside
+their roots, and powers are taken as softmax(gamma log w).
+
+Cost, C = controller_size, H heads, memory N rows of W: time O(T (C (C + H W) + H N W)), one step after the
+other; the number of parameters does not depend on N; per generated token the same, state O(N W + H N + C).
+Cannot: run in parallel over the sequence.
+Equals softmax attention: a head with g = 1, s = delta_0 and gamma = 1 is softmax attention over the rows, with
+cosine scores of scale beta.
+"""
+
+import math
+from functools import partial
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.recurrent._layer import RecurrentLayer, keep
+
+Controller = Literal["feedforward", "lstm"]
+
+INITIAL_MEMORY = 1e-6
+LARGEST_BETA = 50.0  # softmax is one-hot in fp32 long before cosines of such a scale differ by their most
+LARGEST_GAMMA = 20.0
+EPSILON = 1e-8  # added to squared lengths: rows as small as the initial memory are like nothing
+TINY = 1e-16  # added to weights under a logarithm
+
+
+class NTMState(NamedTuple):
+    """Memory and heads; the size never changes.
+
+    `memory [B,N,W]`; `weights [B,heads,N]` of the read heads, then of the write heads; `reads
+    [B,read_heads,W]`; `controller`, nothing for a feed-forward one, h and c `[B,controller_size]` for an LSTM.
+    """
+
+    memory: Tensor
+    weights: Tensor
+    reads: Tensor
+    controller: tuple[Tensor, ...]
+
+
+class NTMTrace(NamedTuple):
+    """Where the heads were: `read [B,T,read_heads,N]` and `write [B,T,write_heads,N]`, each summing to 1."""
+
+    read: Tensor
+    write: Tensor
+
+
+def content(memory: Tensor, key: Tensor, beta: Tensor) -> Tensor:
+    """Weights by likeness (eq. 5, 6): `memory [B,N,W]`, `key [B,H,W]`, `beta [B,H,1]` to `[B,H,N]`."""
+    rows = torch.rsqrt(memory.square().sum(-1) + EPSILON).unsqueeze(1)
+    scale = beta * torch.rsqrt(key.square().sum(-1, keepdim=True) + EPSILON)
+    return (key @ memory.mT * rows * scale).softmax(-1)
+
+
+def interpolate(found: Tensor, before: Tensor, gate: Tensor) -> Tensor:
+    """Weigh `found [B,H,N]` against the weights `before`, by `gate [B,H,1]` (eq. 7): g found + (1-g) before."""
+    return torch.lerp(before, found, gate)
+
+
+def shift(weights: Tensor, moves: Tensor) -> Tensor:
+    """Move `weights [B,H,N]` round the circle of rows by the distribution `moves [B,H,2R+1]` (eq. 8).
+
+    Entry k of `moves` is the share that goes k - R rows on: the first goes back by R, the middle one stays,
+    the last goes R forward, from row i to row i + R.
+    """
+    n, reach = weights.shape[-1], moves.shape[-1] // 2
+    if reach == 0:
+        return weights * moves
+    circle = torch.cat([weights[..., -reach:], weights, weights[..., :reach]], -1)
+    moved = circle[..., 2 * reach :] * moves[..., :1]
+    for k in range(1, 2 * reach + 1):
+        start = 2 * reach - k
+        moved = torch.addcmul(moved, circle[..., start : start + n], moves[..., k : k + 1])
+    return moved
+
+
+def sharpen(weights: Tensor, gamma: Tensor) -> Tensor:
+    """Raise `weights [B,H,N]` to the power `gamma [B,H,1]` and normalise (eq. 9), as a softmax of logarithms."""
+    return (gamma * (weights.clamp(min=0) + TINY).log()).softmax(-1)
+
+
+def read(memory: Tensor, weights: Tensor) -> Tensor:
+    """What heads with `weights [B,H,N]` read from `memory [B,N,W]` (eq. 2): `[B,H,W]`."""
+    return weights @ memory
+
+
+def write(memory: Tensor, weights: Tensor, erase: Tensor, add: Tensor) -> Tensor:
+    """Erase and then add, with the heads' `weights [B,H,N]`, `erase` and `add [B,H,W]` (eq. 3, 4)."""
+    for w, e in zip(weights.unbind(1), erase.unbind(1), strict=True):
+        memory = torch.addcmul(memory, memory * w.unsqueeze(-1), e.unsqueeze(1), value=-1)
+    return torch.baddbmm(memory, weights.mT, add)
+
+
+def feedforward(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A controller without a state of its own: one layer."""
+    return inputs.tanh(), ()
+
+
+def lstm(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A controller that is an LSTM, from the sums `inputs [B,4C]` of its gates i, f, g, o."""
+    i, f, g, o = inputs.chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return h, (h, c)
+
+
+CONTROLLERS = {"feedforward": feedforward, "lstm": lstm}
+
+
+class NTM(RecurrentLayer):
+    """A layer with a controller and a memory.
+
+    All weights start as those of torch's linear layers.
+
+    Args:
+        input_size: width of the inputs.
+        hidden_size: width of the outputs.
+        controller: "feedforward" or "lstm".
+        controller_size: width of the controller; `hidden_size` by default.
+        memory_size: number N of rows. It is in no parameter, and may be another in use than in training.
+        memory_width: width W of a row.
+        read_heads, write_heads: how many there are.
+        reach: rows that a head can move by in one step, R.
+
+    Raises:
+        ValueError: a size below 1, a `reach` below 0 or beyond the memory, or no such controller.
+    """
+
+    state_type = NTMState
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        controller: Controller = "lstm",
+        controller_size: int | None = None,
+        memory_size: int = 128,
+        memory_width: int = 20,
+        read_heads: int = 1,
+        write_heads: int = 1,
+        reach: int = 1,
+    ):
+        super().__init__(input_size, hidden_size)
+        if controller not in get_args(Controller):
+            raise ValueError(f"controller is {controller!r}, but must be one of {get_args(Controller)}")
+        self.controller = controller
+        self.controller_size = hidden_size if controller_size is None else controller_size
+        self.memory_size, self.memory_width = memory_size, memory_width
+        self.read_heads, self.write_heads, self.reach = read_heads, write_heads, reach
+        for name in ("controller_size", "memory_size", "memory_width", "read_heads", "write_heads", "reach"):
+            size, least = getattr(self, name), 0 if name == "reach" else 1
+            if not isinstance(size, int) or isinstance(size, bool) or size < least:
+                raise ValueError(f"{name} is {size!r}, but must be a whole number of at least {least}")
+        if reach >= memory_size:
+            raise ValueError(f"reach is {reach}, but must be below memory_size = {memory_size}")
+
+        C, W, gates = self.controller_size, memory_width, 4 if controller == "lstm" else 1
+        # What each head is told (k; beta, g, gamma; s), then what each write head is told besides (e, a).
+        self._told = [W, 1, 1, 1, 2 * reach + 1]
+        n_told = (read_heads + write_heads) * sum(self._told)
+        n_carried = read_heads * W + (C if controller == "lstm" else 0)
+        self.input_proj = nn.Linear(input_size, gates * C)
+        self.recurrent = nn.Parameter(torch.empty(gates * C, n_carried))
+        self.head_proj = nn.Linear(C, n_told + write_heads * 2 * W)
+        self.out_proj = nn.Linear(C + read_heads * W, hidden_size)
+        nn.init.uniform_(self.recurrent, -1 / math.sqrt(n_carried), 1 / math.sqrt(n_carried))
+
+    def init_state(self, batch_size: int) -> NTMState:
+        """Constant memory, every head at row 0, and nothing read."""
+        zeros = partial(self.recurrent.new_zeros, dtype=self._state_dtype)
+        weights = zeros(batch_size, self.read_heads + self.write_heads, self.memory_size)
+        weights[..., 0] = 1
+        return NTMState(
+            zeros(batch_size, self.memory_size, self.memory_width) + INITIAL_MEMORY,
+            weights,
+            zeros(batch_size, self.read_heads, self.memory_width),
+            tuple(zeros(batch_size, self.controller_size) for _ in range(2 * (self.controller == "lstm"))),
+        )
+
+    def project(self, x: Tensor) -> Tensor:
+        """W_x x + b, `[...,gates C]`."""
+        return self.input_proj(x)  # type: ignore[no-any-return]
+
+    def advance(self, inputs: Tensor, state: NTMState) -> tuple[Tensor, NTMState]:
+        """Go one step."""
+        both, state = self._turn(inputs, state)
+        return self._output(both), state
+
+    def scan(self, inputs: Tensor, state: NTMState, padding: Tensor | None) -> tuple[Tensor, NTMState]:
+        """Go all steps, and compute the outputs at once."""
+        both = []
+        for t, now in enumerate(inputs.unbind(1)):
+            read_and_said, after = self._turn(now, state)
+            state = after if padding is None else keep(padding[:, t], state, after)
+            both.append(read_and_said)
+        if not both:
+            return super().scan(inputs, state, padding)
+        return self._output(torch.stack(both, 1)), state
+
+    def trace(self, x: Tensor) -> NTMTrace:
+        """Run over `x [B,T,input_size]` from its beginning, and return where every head was at each step."""
+        self._check_input("x", x, 3)
+        state, places = self.init_state(x.shape[0]), []
+        for x_t in x.unbind(1):
+            _, state = self.step(x_t, state)
+            places.append(state.weights)
+        if not places:
+            raise ValueError("x has length 0, but must have a step to trace")
+        read_weights, write_weights = torch.stack(places, 1).split([self.read_heads, self.write_heads], 2)
+        return NTMTrace(read_weights, write_weights)
+
+    def _turn(self, inputs: Tensor, state: NTMState) -> tuple[Tensor, NTMState]:
+        """Everything but the output: [c_t; r_t] and the new state."""
+        dtype, R, W = inputs.dtype, self.read_heads, self.memory_width
+        carried = torch.cat([state.reads.flatten(1), *state.controller[:1]], 1)
+        gates = torch.addmm(inputs, carried, self.recurrent.to(dtype).mT)
+        c, controller = CONTROLLERS[self.controller](gates, state.controller)
+        told = F.linear(c, self.head_proj.weight.to(dtype), self.head_proj.bias.to(dtype))
+
+        heads = R + self.write_heads
+        addressing, writing = told.split([heads * sum(self._told), self.write_heads * 2 * W], 1)
+        key, beta, gate, gamma, moves = addressing.unflatten(1, (heads, -1)).split(self._told, -1)
+        erase, add = writing.unflatten(1, (self.write_heads, -1)).split(W, -1)
+        found = content(state.memory, key, F.softplus(beta).clamp(max=LARGEST_BETA))
+        weights = shift(interpolate(found, state.weights, gate.sigmoid()), moves.softmax(-1))
+        weights = sharpen(weights, 1 + F.softplus(gamma).clamp(max=LARGEST_GAMMA - 1))
+
+        reads = read(state.memory, weights[:, :R])
+        memory = write(state.memory, weights[:, R:], erase.sigmoid(), add.tanh())
+        return torch.cat([c, reads.flatten(1)], 1), NTMState(memory, weights, reads, controller)
+
+    def _output(self, both: Tensor) -> Tensor:
+        return F.linear(both, self.out_proj.weight.to(both.dtype), self.out_proj.bias.to(both.dtype))

@@ -1,0 +1,210 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from unrolled.recurrent.ntm import NTM, content, interpolate, read, sharpen, shift, write
+from unrolled.testing import CHECKS, CellMaker, check_rejects_wrong_input
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def weights_of(*shape: int, seed: int = 0) -> torch.Tensor:
+    return drawn(*shape, seed=seed).softmax(-1)
+
+
+def as_written(layer: NTM, x: torch.Tensor) -> torch.Tensor:
+    """Equations 2-9 for one row, head by head and row by row of the memory."""
+    N, W, K, R = layer.memory_size, layer.memory_width, 2 * layer.reach + 1, layer.read_heads
+    heads, C = R + layer.write_heads, layer.controller_size
+    memory = torch.full((N, W), 1e-6, dtype=x.dtype)
+    weights = [torch.eye(N, dtype=x.dtype)[0]] * heads
+    reads = x.new_zeros(R * W)
+    h = c = x.new_zeros(C)
+    outputs = []
+    for x_t in x:
+        carried = reads if layer.controller == "feedforward" else torch.cat([reads, h])
+        sums = layer.input_proj(x_t) + layer.recurrent @ carried
+        if layer.controller == "feedforward":
+            h = torch.tanh(sums)
+        else:
+            i, f, g, o = sums.chunk(4)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+        told = layer.head_proj(h)
+        now = []
+        for head in range(heads):
+            key, (beta, gate, gamma), s = told[head * (W + 3 + K) :][: W + 3 + K].split([W, 3, K])
+            lengths = (memory.square().sum(1) + 1e-8).sqrt() * (key.square().sum() + 1e-8).sqrt()
+            w = torch.softmax(F.softplus(beta) * (memory @ key) / lengths, 0)
+            w = torch.sigmoid(gate) * w + (1 - torch.sigmoid(gate)) * weights[head]
+            s = s.softmax(0)
+            w = torch.stack([sum(w[(i - k + layer.reach) % N] * s[k] for k in range(K)) for i in range(N)])
+            w = w ** (1 + F.softplus(gamma))
+            now.append(w / w.sum())
+        weights = now
+        reads = torch.cat([weights[head] @ memory for head in range(R)])
+        writing = told[heads * (W + 3 + K) :].reshape(layer.write_heads, 2, W)
+        for w, (erase, _) in zip(weights[R:], writing, strict=True):
+            memory = memory * (1 - torch.outer(w, torch.sigmoid(erase)))
+        for w, (_, add) in zip(weights[R:], writing, strict=True):
+            memory = memory + torch.outer(w, torch.tanh(add))
+        outputs.append(layer.out_proj(torch.cat([h, reads])))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("controller", ["feedforward", "lstm"])
+@pytest.mark.parametrize(("read_heads", "write_heads", "reach"), [(1, 1, 1), (2, 3, 2), (1, 1, 0)])
+def test_it_is_its_equations(controller, read_heads, write_heads, reach):
+    layer = NTM(
+        3,
+        4,
+        controller=controller,
+        controller_size=6,
+        memory_size=7,
+        memory_width=5,
+        read_heads=read_heads,
+        write_heads=write_heads,
+        reach=reach,
+    ).double()
+    for parameter in layer.parameters():
+        parameter.data.mul_(2)
+    x = drawn(2, 6, 3).requires_grad_()
+    found, wanted = layer(x), torch.stack([as_written(layer, row) for row in x])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    upstream = drawn(*found.shape, seed=1)
+    inputs = [x, *layer.parameters()]
+    for a, b in zip(
+        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_several_heads_and_a_feed_forward_controller_keep_the_contract():
+    options = {"controller": "feedforward", "read_heads": 2, "write_heads": 2, "memory_size": 9, "reach": 2}
+    make = CellMaker(NTM, options)
+    for check, owed in CHECKS.items():
+        # Nothing in its state is hidden_size wide, so that of another size does fit.
+        if owed(NTM.supports) and check is not check_rejects_wrong_input:
+            check(make, NTM.supports)
+
+
+def test_a_head_that_only_looks_is_softmax_attention_with_cosine_scores():
+    memory, key = drawn(2, 6, 4), drawn(2, 3, 4, seed=1)
+    beta, before = drawn(2, 3, 1, seed=2).exp(), weights_of(2, 3, 6)
+    w = interpolate(content(memory, key, beta), before, torch.ones(2, 3, 1).double())
+    stay = torch.tensor([0.0, 1.0, 0.0]).double().expand(2, 3, 3)
+    found = read(memory, sharpen(shift(w, stay), torch.ones(2, 3, 1).double()))
+    unit_memory, unit_key = F.normalize(memory, dim=-1), F.normalize(key, dim=-1)
+    wanted = F.scaled_dot_product_attention(beta * unit_key, unit_memory, memory, scale=1.0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-7)  # the 1e-8 in squared norms of about 4
+
+
+def test_writing_nothing_leaves_the_memory():
+    memory, nothing = drawn(2, 6, 4), torch.zeros(2, 3, 4).double()
+    assert torch.equal(write(memory, weights_of(2, 3, 6), nothing, nothing), memory)
+
+
+def test_a_sharp_head_that_erases_all_overwrites_one_row():
+    memory, new = drawn(1, 6, 4), drawn(1, 1, 4, seed=1)
+    one_hot = torch.eye(6).double()[2].reshape(1, 1, 6)
+    wanted = memory.clone()
+    wanted[0, 2] = new
+    torch.testing.assert_close(write(memory, one_hot, torch.ones_like(new), new), wanted, rtol=0, atol=0)
+
+
+def test_heads_erase_first_and_then_add():
+    memory, w = drawn(1, 1, 2), torch.ones(1, 2, 1).double()
+    erase, add = torch.tensor([[[0.0, 1.0], [1.0, 0.5]]]).double(), drawn(1, 2, 2, seed=1)
+    torch.testing.assert_close(write(memory, w, erase, add)[0, 0], add[0].sum(0), rtol=0, atol=1e-15)
+
+
+@settings(deadline=None, max_examples=30)
+@given(n=st.integers(1, 9), reach=st.integers(0, 4), by=st.integers(-4, 4))
+def test_a_shift_rotates_by_what_it_says(n, reach, by):
+    if reach >= n or abs(by) > reach:
+        return
+    w, moves = weights_of(2, 3, n), torch.zeros(2, 3, 2 * reach + 1).double()
+    moves[..., by + reach] = 1
+    torch.testing.assert_close(shift(w, moves), w.roll(by, -1), rtol=0, atol=0)
+
+
+def test_the_last_move_goes_forward():
+    w = torch.eye(5)[1].reshape(1, 1, 5)
+    assert shift(w, torch.tensor([0.0, 0.0, 1.0]).reshape(1, 1, 3)).argmax() == 2
+
+
+def test_sharpening_is_a_power_and_in_the_end_the_largest():
+    w = weights_of(2, 3, 6)
+    gamma = 1 + drawn(2, 3, 1, seed=1).exp()
+    torch.testing.assert_close(sharpen(w, gamma), w**gamma / (w**gamma).sum(-1, keepdim=True))
+    largest = F.one_hot(w.argmax(-1), 6).double()
+    torch.testing.assert_close(sharpen(w, torch.full_like(gamma, 1e4)), largest)
+
+
+def test_20_000_hostile_steps_end_finite():
+    torch.manual_seed(0)
+    layer = NTM(2, 2, controller_size=4, memory_size=5, memory_width=3)
+    hostile = torch.Generator().manual_seed(1)
+    state = layer.init_state(2)
+    with torch.no_grad():
+        for part in range(10):
+            for parameter in layer.parameters():
+                scale = 10 ** torch.empty(1).uniform_(-2, 4, generator=hostile)
+                parameter.copy_(torch.randn(parameter.shape, generator=hostile) * scale)
+            x = 1e3 * torch.randn(2, 2_000, 2, generator=hostile)
+            x[:, ::7] = 0
+            y, state = layer.prefill(x, state)
+            assert y.isfinite().all(), part
+    assert state.memory.isfinite().all()
+    assert ((state.weights >= 0) & (state.weights <= 1)).all()
+    torch.testing.assert_close(state.weights.sum(-1), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("controller", ["feedforward", "lstm"])
+def test_gradients_stay_finite_at_a_large_learning_rate(controller):
+    torch.manual_seed(0)
+    layer = NTM(3, 2, controller=controller, controller_size=8, memory_size=6, memory_width=4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=10.0)
+    for step in range(40):
+        x = torch.randint(2, (4, 12, 3), generator=torch.Generator().manual_seed(step)).float()
+        optimizer.zero_grad()
+        (layer(x) - x[..., :2].roll(1, 1)).square().mean().backward()
+        assert all(p.grad.isfinite().all() for p in layer.parameters()), step
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 10.0)
+        optimizer.step()
+    assert layer(x).isfinite().all()
+
+
+def test_a_trace_tells_where_the_heads_were():
+    layer = NTM(3, 4, memory_size=5, read_heads=2, write_heads=3)
+    x = torch.randn(2, 6, 3)
+    trace = layer.trace(x)
+    assert (trace.read.shape, trace.write.shape) == ((2, 6, 2, 5), (2, 6, 3, 5))
+    _, state = layer.prefill(x, layer.init_state(2))
+    torch.testing.assert_close(torch.cat([trace.read[:, -1], trace.write[:, -1]], 1), state.weights)
+    with pytest.raises(ValueError, match="x has length 0, but must have a step to trace"):
+        layer.trace(x[:, :0])
+
+
+def test_the_size_of_the_memory_is_in_no_parameter():
+    small, large = NTM(3, 4, memory_size=5), NTM(3, 4, memory_size=50)
+    large.load_state_dict(small.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"controller": "gru"}, r"controller is 'gru', but must be one of \('feedforward', 'lstm'\)"),
+        ({"memory_size": 0}, "memory_size is 0, but must be a whole number of at least 1"),
+        ({"controller_size": 0}, "controller_size is 0, but must be"),
+        ({"reach": -1}, "reach is -1, but must be a whole number of at least 0"),
+        ({"reach": 4, "memory_size": 4}, "reach is 4, but must be below memory_size = 4"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        NTM(3, 4, **options)
