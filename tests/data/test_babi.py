@@ -101,9 +101,7 @@ def test_a_tenth_of_the_stories_is_held_out_and_an_epoch_has_all_others_once(fol
     assert rooms == sorted(ROOMS * 5)
     again = BabiDataset([1], data_dir=folder).batch("train", step=0, batch_size=40, seed=0)
     assert all(map(torch.equal, batch, again))
-    assert not torch.equal(
-        batch.targets, dataset.batch("train", step=1, batch_size=40, seed=0).targets
-    )
+    assert not torch.equal(batch.targets, dataset.batch("train", step=1, batch_size=40, seed=0).targets)
 
 
 def test_the_vocabulary_is_sorted_and_has_an_answer_of_several_words_as_one(folder):
@@ -119,7 +117,10 @@ def test_tests_can_be_had_by_task(folder):
     assert dataset.tasks == [1, 8]
     by_task = [list(told(dataset, next(dataset.test_batches(5, task)))) for task in (1, 8)]
     assert [rows[0][1] for rows in by_task] == ["where is john", "where is mary"]
-    assert [row for batch in dataset.test_batches(5) for row in told(dataset, batch)] == sum(by_task, [])
+    assert [row for batch in dataset.test_batches(5) for row in told(dataset, batch)] == [
+        *by_task[0],
+        *by_task[1],
+    ]
     with pytest.raises(ValueError, match=r"task is 3, but the tasks of this data set are \[1, 8\]"):
         dataset.test_batches(5, 3)
 
@@ -132,7 +133,7 @@ def test_a_task_without_a_training_file_cannot_be_asked_for(folder):
 
 @pytest.mark.parametrize("tasks", [[], [0], [21], [1, 1], [True], "1", 1, [1.0]], ids=str)
 def test_what_is_no_list_of_tasks_is_refused(folder, tasks):
-    with pytest.raises(ValueError, match='tasks is .*, wanted "all" or a list of numbers from 1 to 20'):
+    with pytest.raises(ValueError, match=r'tasks is .*, wanted "all" or a list of numbers from 1 to 20'):
         BabiDataset(tasks, data_dir=folder)
 
 
@@ -147,7 +148,9 @@ def test_the_unpacked_folder_serves_as_well(folder, tmp_path):
     wanted = BabiDataset([1], data_dir=folder)
     assert all(map(torch.equal, next(dataset.eval_batches(9)), next(wanted.eval_batches(9))))
     (place / "qa1_single-supporting-fact_test.txt").write_text(TEST + TEST)
-    with pytest.raises(ValueError, match="en-10k is corrupt: the files of task 1 have the sha256 .* instead"):
+    with pytest.raises(
+        ValueError, match=r"en-10k is corrupt: the files of task 1 have the sha256 .* instead"
+    ):
         BabiDataset(data_dir=tmp_path / "other")
 
 
@@ -183,9 +186,7 @@ def test_sentences_of_ones_own_are_encoded_like_those_of_the_files(folder):
 
 
 @settings(max_examples=25)
-@given(
-    st.lists(st.lists(st.sampled_from(["Mary", "is", "the", "e1"]), min_size=1, max_size=4), min_size=1)
-)
+@given(st.lists(st.lists(st.sampled_from(["Mary", "is", "the", "e1"]), min_size=1, max_size=4), min_size=1))
 def test_what_is_written_is_parsed(sentences):
     text = "".join(f"{n} {' '.join(words)}.\n" for n, words in enumerate(sentences, 1))
     assert parse(text.encode()) == [[([w.lower() for w in words], None) for words in sentences]]
@@ -193,7 +194,7 @@ def test_what_is_written_is_parsed(sentences):
 
 
 def test_a_line_without_a_number_is_refused():
-    with pytest.raises(ValueError, match="the line 'Mary is here.' does not begin with a number"):
+    with pytest.raises(ValueError, match=r"the line 'Mary is here.' does not begin with a number"):
         parse(b"1 John is here.\nMary is here.\n")
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from unrolled import models
 from unrolled.models.memory_network import MemN2N, MemN2NConfig, embed
@@ -92,7 +92,8 @@ def test_it_is_what_the_equations_say_with_all_gradients(encoding, tying, tempor
     torch.testing.assert_close(weights, torch.stack([p for _, p in wanted]), atol=1e-10, rtol=1e-10)
     parameters = list(model.parameters())
     ours, theirs = (
-        torch.autograd.grad(x.square().sum(), parameters) for x in (logits, torch.stack([x for x, _ in wanted]))
+        torch.autograd.grad(x.square().sum(), parameters)
+        for x in (logits, torch.stack([x for x, _ in wanted]))
     )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-10)
@@ -119,8 +120,8 @@ def test_layer_wise_hops_with_the_identity_are_repeated_attention():
         model.H.copy_(torch.eye(D))
     inputs, _ = story()
     nothing = torch.zeros_like(inputs, dtype=torch.bool)
-    m, c = embed(inputs[:, :-1], nothing[:, :-1], [model.A[0], model.C[0]], "printed")
-    (u,) = embed(inputs[:, -1:], nothing[:, -1:], [model.B], "printed")
+    m, c = embed(inputs[:, :-1], nothing[:, :-1], [model.A[0], model.C[0]], "code")
+    (u,) = embed(inputs[:, -1:], nothing[:, -1:], [model.B], "code")
     for _ in range(4):
         u = u + F.scaled_dot_product_attention(u, m, c, scale=1.0)
     torch.testing.assert_close(model(inputs), (u @ model.W.T)[:, 0], atol=1e-11, rtol=1e-11)
@@ -144,12 +145,12 @@ def test_layer_wise_tying_has_one_of_each():
     assert len(list(model.parameters())) == 7
 
 
-def test_the_two_encodings_are_as_told():
+def test_the_encoding_of_the_code_has_mean_1():
     words = torch.arange(5)[None]
     ones = torch.ones(5, D, dtype=torch.float64)
     nothing = torch.zeros_like(words, dtype=torch.bool)
     (code,) = embed(words, nothing, [ones], "code")
-    torch.testing.assert_close(code.mean(), torch.tensor(5.0, dtype=torch.float64))  # of mean 1
+    torch.testing.assert_close(code.mean(), torch.tensor(5.0, dtype=torch.float64))
 
 
 @settings(max_examples=20, deadline=None)
@@ -200,7 +201,8 @@ def test_noise_keeps_the_order_spreads_the_ages_and_is_there_in_training_only():
     ages = model.train()._ages(absent)
     present = ages[:, [0, 1, 2, 4, 5, 6, 7, 8, 9]]
     assert (present.diff(dim=1) < 0).all()
-    assert (ages.min() >= 0) and ages.max() == 8 + 5  # 9 sentences and at most ceil(4.5) empty memories
+    assert ages.min() >= 0
+    assert ages.max() == 8 + 5  # 9 sentences and at most ceil(4.5) empty memories
     assert len(ages.unique(dim=0)) > 100
     assert torch.equal(make(memory_size=30, noise=0).train()._ages(absent), plainly)
 
@@ -267,7 +269,10 @@ LONG = torch.long
     ("inputs", "message"),
     [
         (torch.zeros(2, 1, 3, dtype=LONG), r"inputs has the shape \[2, 1, 3\]: a memory of length 0, wanted"),
-        (torch.zeros(2, 3, dtype=LONG), r"inputs is torch.int64 of the shape \[2, 3\], wanted \[B, M \+ 1, J\]"),
+        (
+            torch.zeros(2, 3, dtype=LONG),
+            r"inputs is torch.int64 of the shape \[2, 3\], wanted \[B, M \+ 1, J\]",
+        ),
         (torch.zeros(2, 3, 3), r"inputs is torch.float32 of the shape .* of torch.long"),
         (torch.zeros(2, 9, 3, dtype=LONG), "inputs has 8 sentences, wanted at most memory_size = 7"),
         (torch.full((2, 3, 3), V), r"inputs holds ids from 11 to 11, wanted ids in \[0, 11\)"),

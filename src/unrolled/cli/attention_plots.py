@@ -63,7 +63,7 @@ def hops(theme: Theme, weights: Weights, sentences: Sequence[str], title: str) -
 
 
 def heads(theme: Theme, panels: Sequence[tuple[str, Weights]]) -> Figure:
-    """Draw where heads were, `[T,N]` under a title each: steps from left to right, places of the memory up."""
+    """Draw where heads were, `[T,N]` under a title each: steps to the right, places of the memory up."""
     steps, places = panels[0][1].shape
     width = min(LONGEST, 1 + 0.1 * steps)
     height = min(LONGEST / 2, 0.8 + 0.05 * places)

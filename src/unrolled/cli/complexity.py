@@ -8,14 +8,14 @@ import typer
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 SYMBOLS = (
-    "n tokens, d width, k kernel, w window, g global tokens, r random tokens or rank, b tokens per block, "
-    "c tokens per chunk, R rounds of hashing, N places of a memory, W their width."
+    "n tokens, d width, k kernel, w window, g global tokens, r random tokens or rank, c tokens per chunk, "
+    "R rounds of hashing, N places of a memory, W their width."
 )
 COUNTED = (
-    "Cost counts multiplications of what grows with n: of attention the scores and the weighted sums, without the "
-    "projections, which are n d² for all of them; where n < d, full attention is therefore the cheapest. "
-    "Sequential operations are those that training cannot run side by side; the path is the number of layers or "
-    "steps between two tokens that are furthest apart. Recurrent, convolutional, full and restricted: Vaswani et "
+    "Cost counts multiplications: of attention the scores and the weighted sums, without the projections, "
+    "which are n d² for all of them; where n < d, full attention is therefore cheap. Sequential operations "
+    "are those that training cannot run side by side. The longest path is the number of layers or steps "
+    "between the two tokens furthest apart. Recurrent, convolutional, full and restricted layers: Vaswani et "
     "al. 2017, arXiv 1706.03762, table 1."
 )
 
@@ -69,9 +69,9 @@ def table(
     measure: Annotated[
         bool, typer.Option("--measure", help="Add the exponents of measured times; takes a minute or two.")
     ] = False,
-    lengths: Annotated[
-        str, typer.Option(help="Lengths to measure, with commas between.")
-    ] = ",".join(map(str, LENGTHS)),
+    lengths: Annotated[str, typer.Option(help="Lengths to measure, with commas between.")] = ",".join(
+        map(str, LENGTHS)
+    ),
 ) -> None:
     """Print what layers cost: operations, steps one after the other, longest path, state.
 
@@ -117,5 +117,7 @@ def _lengths(given: str) -> list[int]:
     except ValueError:
         lengths = []
     if len(set(lengths)) < 2 or min(lengths) < 1:
-        raise ValueError(f"--lengths is {given!r}, wanted two or more numbers with commas, as in 512,1024,2048")
+        raise ValueError(
+            f"--lengths is {given!r}, wanted two or more numbers with commas, as in 512,1024,2048"
+        )
     return sorted(set(lengths))

@@ -59,7 +59,7 @@ def growth(name: str, lengths: Sequence[int]) -> float:
 
 
 def seconds(name: str, length: int) -> float:
-    """Return the median CPU time of a forward pass over so many tokens, which other work on the machine spares."""
+    """Return the median CPU time of a forward pass, which other work on the machine spares."""
     module, x, taken = layer(name, length), torch.randn(1, length, D_MODEL), []
     module(x)  # the first call does what no other has to
     for _ in range(REPEATS):

@@ -1,9 +1,11 @@
-r"""bAbI: 20 tasks of small stories with questions, each answered by one word (Weston et al. 2015, 1502.05698).
+r"""bAbI: 20 tasks of small stories with questions, each answered by a word.
 
-A line of a file is `number sentence`, or `number question TAB answer TAB numbers of the supporting sentences`;
-number 1 begins a story. A question asks about the sentences of its story so far; other questions are no part of
-it. Words are read in lower case, without the stop or question mark. An answer of several words, as in tasks 8
-and 19, is one symbol ("apple,milk").
+Weston et al. 2015, "Towards AI-Complete Question Answering: A Set of Prerequisite Toy Tasks", arXiv 1502.05698.
+
+A line of a file is `number sentence`, or `number question TAB answer TAB numbers of supporting sentences`;
+number 1 begins a story. A question asks about the sentences of its story so far; other questions are no part
+of it. Words are read in lower case, without the stop or question mark. An answer of several words, as in
+tasks 8 and 19, is one symbol ("apple,milk").
 """
 
 import hashlib
@@ -32,7 +34,7 @@ FOLDER = Path("babi/tasks_1-20_v1-2/en-10k")
 FILE = re.compile(r"(?:.*/)?en-10k/qa(\d+)_[\w-]+_(train|test)\.txt")
 HELD_OUT = 10  # one story in so many is for validation: the last ones of each task
 
-SHA256 = {  # of the training and the test file of each task, one after the other; of task 3 the test file alone
+SHA256 = {  # of the training and then the test file of each task; of task 3 the test file alone
     1: "f010667e5694cb120750d544cd532af3f0184fb7fa39fd9d10d20867187fb2d6",
     2: "3600385e6a8b8c6e605710eecc4f0941a1e46ed6c75a2aa6c62e24659ca52124",
     3: "17795c977100baf8188f386522ae301b62d6c1a13efc01b3aea781e588b4d57f",

@@ -77,7 +77,8 @@ class MemN2NConfig:
         n_hops: how often the memory is read, K.
         memory_size: sentences at most, which temporal encoding can count.
         tying: "adjacent" or "layer_wise".
-        position_encoding: "printed", "code" or "bag", the functions of this module.
+        position_encoding: "printed", "code" or "bag", the functions of this module; the second learns tasks
+            that the first does not.
         temporal: whether sentences are told apart by their place.
         noise: in training, up to this part of empty memories is put between the sentences, at random.
         seed: of that randomness.
@@ -88,7 +89,7 @@ class MemN2NConfig:
     n_hops: int = 3
     memory_size: int = 50
     tying: Tying = "adjacent"
-    position_encoding: Encoding = "printed"
+    position_encoding: Encoding = "code"
     temporal: bool = True
     noise: float = 0.1
     seed: int = 0
@@ -114,14 +115,9 @@ class MemN2N(SavedModel):
     `linear`, False at first, leaves out the softmax of the hops while it is True: p = u . m. To begin the
     training so is the linear start of section 4.2.
 
-    Attributes:
-        A: the embeddings `[vocab_size,d]` by which each hop finds sentences.
-        C: those of what each hop reads.
-        B: that of the question.
-        W: that of the answers.
-        T_A: the temporal encodings `[memory_size,d]` of A; none without temporal encoding.
-        T_C: those of C.
-        H: what the question's vector goes through between hops, with layer-wise tying.
+    The parameters are `A`, `C`, `B` and `W`, tables `[vocab_size,d]`, with temporal encoding `T_A` and `T_C`,
+    `[memory_size,d]`, and with layer-wise tying `H [d,d]`; those that are tied are one tensor. All start as
+    N(0, 0.1^2).
     """
 
     model_name = "memory_network"
@@ -143,28 +139,36 @@ class MemN2N(SavedModel):
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))  # kept, so that a run can go on
 
     @property
-    def A(self) -> list[nn.Parameter]:  # noqa: D102, N802 - see the class
+    def A(self) -> list[nn.Parameter]:  # noqa: N802
+        """The tables by which each hop finds sentences."""
         return self._of_hops(self.words, 0)
 
     @property
-    def C(self) -> list[nn.Parameter]:  # noqa: D102, N802
+    def C(self) -> list[nn.Parameter]:  # noqa: N802
+        """The tables of what each hop reads."""
         return self._of_hops(self.words, 1)
 
     @property
-    def T_A(self) -> list[nn.Parameter]:  # noqa: D102, N802
+    def T_A(self) -> list[nn.Parameter]:  # noqa: N802
+        """The temporal encodings of `A`."""
         return self._of_hops(self.places, 0) if self.config.temporal else []
 
     @property
-    def T_C(self) -> list[nn.Parameter]:  # noqa: D102, N802
+    def T_C(self) -> list[nn.Parameter]:  # noqa: N802
+        """The temporal encodings of `C`."""
         return self._of_hops(self.places, 1) if self.config.temporal else []
 
     @property
-    def B(self) -> nn.Parameter:  # noqa: D102, N802
-        return self.words[0 if self.config.tying == "adjacent" else 2]
+    def B(self) -> nn.Parameter:  # noqa: N802
+        """The table of the question."""
+        table: nn.Parameter = self.words[0 if self.config.tying == "adjacent" else 2]
+        return table
 
     @property
-    def W(self) -> nn.Parameter:  # noqa: D102, N802
-        return self.words[-1]
+    def W(self) -> nn.Parameter:  # noqa: N802
+        """The table of the answers."""
+        table: nn.Parameter = self.words[-1]
+        return table
 
     def forward(self, inputs: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Logits `[B,vocab_size]` of the answers.
@@ -194,7 +198,7 @@ class MemN2N(SavedModel):
         padding = self._check(inputs, key_padding_mask)
         absent = padding[:, :-1].all(-1)
         encoding = self.config.position_encoding
-        parts = embed(inputs[:, :-1], padding[:, :-1], self.words[: self._n_read], encoding)
+        parts = embed(inputs[:, :-1], padding[:, :-1], list(self.words)[: self._n_read], encoding)
         if self.config.temporal:
             ages = self._ages(absent)
             parts = [part + F.embedding(ages, table) for part, table in zip(parts, self.places, strict=True)]
@@ -244,7 +248,9 @@ class MemN2N(SavedModel):
         """Return where there is no word."""
         found = list(inputs.shape)
         if inputs.dim() != 3 or inputs.dtype != torch.long:
-            raise ValueError(f"inputs is {inputs.dtype} of the shape {found}, wanted [B, M + 1, J] of torch.long")
+            raise ValueError(
+                f"inputs is {inputs.dtype} of the shape {found}, wanted [B, M + 1, J] of torch.long"
+            )
         if found[1] < 2:
             raise ValueError(
                 f"inputs has the shape {found}: a memory of length 0, wanted at least one sentence before the "
@@ -293,4 +299,4 @@ def embed(words: Tensor, padding: Tensor, tables: Sequence[Tensor], encoding: En
     ids = words.flatten(0, -2)
     weights = torch.cat([a * present, b * present], 1)
     summed = F.embedding_bag(torch.cat([ids, ids + n_words], 1), rows, mode="sum", per_sample_weights=weights)
-    return list(summed.unflatten(0, words.shape[:-1]).split(d, -1))
+    return list(torch.split(summed.reshape(*words.shape[:-1], -1), d, -1))
