@@ -1,6 +1,6 @@
 r"""bAbI: 20 tasks of small stories with questions, each answered by a word.
 
-Weston et al. 2015, "Towards AI-Complete Question Answering: A Set of Prerequisite Toy Tasks", arXiv 1502.05698.
+Weston et al. 2015, "Towards AI-complete question answering", arXiv 1502.05698.
 
 A line of a file is `number sentence`, or `number question TAB answer TAB numbers of supporting sentences`;
 number 1 begins a story. A question asks about the sentences of its story so far; other questions are no part

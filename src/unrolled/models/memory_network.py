@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -136,7 +137,7 @@ class MemN2N(SavedModel):
         self.places = tables(self._n_read if config.temporal else 0, config.memory_size)
         self.H = None if adjacent else nn.Parameter(INIT_STD * torch.randn(width, width))
         self.draws: Tensor
-        self.register_buffer("draws", torch.zeros((), dtype=torch.long))  # kept, so that a run can go on
+        self.register_buffer("draws", torch.zeros((), dtype=torch.long))  # saved, so that a run can go on
 
     @property
     def A(self) -> list[nn.Parameter]:  # noqa: N802
@@ -234,13 +235,13 @@ class MemN2N(SavedModel):
         if not self.training or self.config.noise == 0:
             return after
         self.draws += 1
-        generator = torch.Generator().manual_seed((self.config.seed << 32) + int(self.draws))
+        rng = np.random.default_rng((self.config.seed, int(self.draws)))
         count, size = present.sum(1, keepdim=True), self.config.memory_size
         most = torch.ceil(self.config.noise * count)
-        empty = (torch.rand(count.shape, generator=generator).to(count.device) * (most + 1)).long()
+        empty = (torch.from_numpy(rng.random(count.shape)).to(count.device) * (most + 1)).long()
         usable = torch.arange(size, device=count.device) < count + empty
         # `count` of the usable places, at random; sentence number n from the end is at the n-th of them
-        drawn = torch.rand(len(count), size, generator=generator).to(count.device).masked_fill(~usable, 2)
+        drawn = torch.from_numpy(rng.random((len(count), size))).to(count.device).masked_fill(~usable, 2)
         chosen = drawn.argsort(1).argsort(1) < count
         return (~chosen).long().argsort(stable=True, dim=1).gather(1, after)
 
@@ -253,8 +254,8 @@ class MemN2N(SavedModel):
             )
         if found[1] < 2:
             raise ValueError(
-                f"inputs has the shape {found}: a memory of length 0, wanted at least one sentence before the "
-                "question, [B, M + 1, J]"
+                f"inputs has the shape {found}: a memory of length 0, wanted at least one sentence before "
+                "the question, [B, M + 1, J]"
             )
         if self.config.temporal and found[1] - 1 > self.config.memory_size:
             raise ValueError(
@@ -299,4 +300,4 @@ def embed(words: Tensor, padding: Tensor, tables: Sequence[Tensor], encoding: En
     ids = words.flatten(0, -2)
     weights = torch.cat([a * present, b * present], 1)
     summed = F.embedding_bag(torch.cat([ids, ids + n_words], 1), rows, mode="sum", per_sample_weights=weights)
-    return list(torch.split(summed.reshape(*words.shape[:-1], -1), d, -1))
+    return list(torch.split(summed.reshape(*words.shape[:-1], len(tables) * d), d, -1))
