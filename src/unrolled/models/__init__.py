@@ -4,6 +4,11 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
+from unrolled.models.encoder_decoder import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    EncoderDecoderState,
+)
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
@@ -17,6 +22,9 @@ __all__ = [
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "EncoderDecoderState",
     "NonLocalBlock",
     "Perceiver",
     "PerceiverAR",
@@ -30,9 +38,9 @@ __all__ = [
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | Perceiver | PerceiverIO | ViT
+Model = Decoder | Encoder | EncoderDecoder | Perceiver | PerceiverIO | ViT
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR, ViT)
+    m.model_name: m for m in (Decoder, Encoder, EncoderDecoder, Perceiver, PerceiverIO, PerceiverAR, ViT)
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 
