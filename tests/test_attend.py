@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from unrolled import models
 from unrolled.cli import app, attention_plots, plots, run_config
 from unrolled.cli._vocabulary import Vocabulary
-from unrolled.cli.attend import alignment
+from unrolled.cli.attend import alignment, words
 from unrolled.data import babi
 from unrolled.data._bpe import END_ID
-from unrolled.models import Decoder, DecoderConfig, MemN2N, NTMModel
+from unrolled.generation import translate
+from unrolled.models import Decoder, DecoderConfig, EncoderDecoder, EncoderDecoderConfig, MemN2N, NTMModel
 from unrolled.models.saving import SavedModel
 
 STORY = "1 Mary moved to the bathroom.\n2 John went to the hallway.\n3 Where is Mary? \tbathroom\t1\n"
@@ -197,6 +198,26 @@ def test_a_translation_is_printed_and_drawn(tmp_path, monkeypatch):
     assert is_png(out)
     assert "--text is missing" in error("attend", tmp_path)
     assert "--text is empty" in error("attend", tmp_path, "--text", " ")
+
+
+def test_a_transformer_is_drawn_as_it_attends(monkeypatch):
+    torch.manual_seed(0)
+    vocabulary = Pieces("the bicycle is red")
+    config = EncoderDecoderConfig(len(vocabulary.pieces), d_model=8, n_layers=1, n_heads=2)
+    model = EncoderDecoder(config).eval()
+    source = vocabulary.encode("red is the")
+    found = alignment(model, vocabulary, "red is the", beam_size=2)
+    (target,) = translate(model, [source], beam_size=2, stop=END_ID)
+    assert found.weights.shape == (len(found.rows), 4)
+    np.testing.assert_allclose(found.weights.sum(1), 1, atol=1e-6)
+    read = torch.cat([torch.tensor([config.vocab_size]), target[:-1]])
+    with torch.inference_mode():
+        weights = model.attend(torch.tensor([source]), read[None])[0]
+    columns = torch.tensor([0, 0, 1, 2, 2, 3])  # re-d, is, th-e and the end
+    assert columns.shape == weights.shape[1:]
+    end = weights.new_zeros(len(target), 4).index_add(1, columns, weights)[0]
+    if len(words(vocabulary, target[:2].tolist(), END_ID)[0]) == 2:  # the first piece is a word
+        np.testing.assert_allclose(found.weights[0], end, atol=1e-6)
 
 
 def test_the_alignment_is_white_where_the_weight_is(tmp_path):

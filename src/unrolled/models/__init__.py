@@ -4,6 +4,11 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
+from unrolled.models.encoder_decoder import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    EncoderDecoderState,
+)
 from unrolled.models.memory_network import MemN2N, MemN2NConfig
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.ntm import NTMModel, NTMModelConfig, NTMNumbers
@@ -19,6 +24,9 @@ __all__ = [
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "EncoderDecoderState",
     "MemN2N",
     "MemN2NConfig",
     "NTMModel",
@@ -37,10 +45,21 @@ __all__ = [
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | MemN2N | NTMModel | NTMNumbers | Perceiver | PerceiverIO | ViT
+Model = Decoder | Encoder | EncoderDecoder | MemN2N | NTMModel | NTMNumbers | Perceiver | PerceiverIO | ViT
 KINDS: dict[str, type[Model]] = {
     m.model_name: m
-    for m in (Decoder, Encoder, MemN2N, NTMModel, NTMNumbers, Perceiver, PerceiverIO, PerceiverAR, ViT)
+    for m in (
+        Decoder,
+        Encoder,
+        EncoderDecoder,
+        MemN2N,
+        NTMModel,
+        NTMNumbers,
+        Perceiver,
+        PerceiverIO,
+        PerceiverAR,
+        ViT,
+    )
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 
