@@ -1,11 +1,11 @@
 import gzip
-import hashlib
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from multi30k_files import write_multi30k
 
 from unrolled import data
 from unrolled.contract import IGNORED
@@ -15,30 +15,10 @@ from unrolled.data.multi30k import PARTS, POOL, Multi30kDataset
 
 pytest.importorskip("tokenizers")
 
-NOUNS = [("dog", "Hund"), ("man", "Mann"), ("tree", "Baum"), ("boat", "Kahn")]
-
-
-def sentences(count: int, offset: int = 0) -> tuple[list[str], list[str]]:
-    """Pairs of many lengths, each of its own words."""
-    english, german = [], []
-    for i in range(offset, offset + count):
-        picked = [NOUNS[(i + j) % 4] for j in range(1 + i % 5)]
-        english.append(f"number {i}: " + " and ".join(f"a {x}" for x, _ in picked) + ".")
-        german.append(f"Nummer {i}: " + " und größer ".join(f"ein {x}" for _, x in picked) + ".")
-    return english, german
-
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """All ten files in the real format, with their checksums."""
-    folder = tmp_path / "multi30k"
-    folder.mkdir()
-    for part, count in zip(PARTS, (50, 9, 4, 3, 2), strict=True):
-        for language, lines in zip(("en", "de"), sentences(count, offset=len(part)), strict=True):
-            content = "".join(f"{line}\n" for line in lines).encode()
-            (folder / f"{part}.{language}.gz").write_bytes(gzip.compress(content))
-            monkeypatch.setitem(multi30k.SHA256, f"{part}.{language}", hashlib.sha256(content).hexdigest())
-    return tmp_path
+    return write_multi30k(tmp_path, monkeypatch)
 
 
 @pytest.fixture
