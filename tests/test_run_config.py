@@ -86,8 +86,8 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
         ("modle.n_layers=2", "unknown key modle: did you mean model?"),
         ("zzz=2", "unknown key zzz: The keys are data, model, train, run_dir"),
         ("data.lenght=2", "'lenght' is no option of the data set text, which takes path, level, length"),
-        ("data.name=null", "data.name is missing: choose one of copy, digits, imdb, mnist, multi30k, text"),
-        ("data.name=nope", "'nope', but the data sets are copy, digits, imdb, mnist, multi30k, text"),
+        ("data.name=null", "data.name is missing: choose one of adding, associative_recall, babi, copy,"),
+        ("data.name=nope", "'nope', but the data sets are adding, associative_recall, babi, copy,"),
         ("run_dir=", "run_dir is missing"),
         ("model=3", "model must be a section of keys and values, not 3"),
         ("train.lr=fast", "lr is 'fast', but must be a number above 0"),
@@ -130,7 +130,8 @@ def test_every_task_has_a_job_and_no_kind_of_model_is_forgotten() -> None:
     assert run_config.JOBS.keys() == set(get_args(data.Task))
     for name in data.names():
         module = __import__(f"unrolled.data.{name}", fromlist=["x"])
-        assert getattr(module, f"{name.capitalize()}Dataset").task in run_config.JOBS
+        kind = "".join(part.capitalize() for part in name.split("_"))
+        assert getattr(module, f"{kind}Dataset").task in run_config.JOBS
     assert KINDS.keys() - {"vit"} <= {kind for job in run_config.JOBS.values() for kind in job.kinds}
 
 

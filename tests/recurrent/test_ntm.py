@@ -2,10 +2,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from unrolled.recurrent.ntm import NTM, content, interpolate, read, sharpen, shift, write
-from unrolled.testing import CHECKS, CellMaker, check_rejects_wrong_input
+from unrolled.testing import (
+    CellMaker,
+    check_compiles,
+    check_half_precision,
+    check_rejects_wrong_input,
+    checks,
+)
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -78,7 +84,9 @@ def test_it_is_its_equations(controller, read_heads, write_heads, reach):
     upstream = drawn(*found.shape, seed=1)
     inputs = [x, *layer.parameters()]
     for a, b in zip(
-        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream), strict=True
+        torch.autograd.grad(found, inputs, upstream),
+        torch.autograd.grad(wanted, inputs, upstream),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -86,9 +94,10 @@ def test_it_is_its_equations(controller, read_heads, write_heads, reach):
 def test_several_heads_and_a_feed_forward_controller_keep_the_contract():
     options = {"controller": "feedforward", "read_heads": 2, "write_heads": 2, "memory_size": 9, "reach": 2}
     make = CellMaker(NTM, options)
-    for check, owed in CHECKS.items():
-        # Nothing in its state is hidden_size wide, so that of another size does fit.
-        if owed(NTM.supports) and check is not check_rejects_wrong_input:
+    # Nothing in its state is hidden_size wide, so that of another size does fit; two others are slow.
+    left_out = (check_rejects_wrong_input, check_compiles, check_half_precision)
+    for check in checks(NTM.supports):
+        if check not in left_out:
             check(make, NTM.supports)
 
 

@@ -1,7 +1,8 @@
 """Data sets and synthetic tasks, one file each; the directory is the registry.
 
 `names()` lists them and `load("mnist", data_dir="...")` makes one. The options of a data set are the fields
-of its dataclass, `MnistDataset` in `mnist.py` and `CopyBitsDataset` in `copy_bits.py`. Files whose name starts with an underscore are helpers.
+of its dataclass, `MnistDataset` in `mnist.py` and `CopyBitsDataset` in `copy_bits.py`. Files whose name
+starts with an underscore are helpers.
 """
 
 import importlib

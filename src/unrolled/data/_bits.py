@@ -120,4 +120,6 @@ def check_range(least_name: str, least: object, most_name: str, most: object, mi
 
 def as_batch(inputs: np.ndarray, targets: np.ndarray) -> BitsBatch:
     """Convert arrays to tensors of fp32."""
-    return BitsBatch(torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(targets.astype(np.float32)))
+    return BitsBatch(
+        torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(targets.astype(np.float32))
+    )

@@ -1,9 +1,10 @@
-"""The adding problem (Hochreiter and Schmidhuber 1997, "Long Short-Term Memory", section 5.4): add two numbers.
+"""The adding problem (Hochreiter and Schmidhuber 1997, "Long Short-Term Memory", section 5.4).
 
     inputs (x_t, m_t)        target x_i + x_j        m_i = m_j = 1, all others 0
 
-with x_t uniform in [0, 1), i drawn from the first half of the sequence and j from the second, as most later work
-has it (Arjovsky et al. 2016, arXiv 1511.06464, section 4.2). Always to say 1 has the mean squared error 1/6.
+with x_t uniform in [0, 1), i drawn from the first half of the sequence and j from the second, as most later
+work has it (Arjovsky et al. 2016, arXiv 1511.06464, section 4.2). Always to say 1 has the mean squared error
+1/6.
 """
 
 from collections.abc import Iterator
@@ -80,7 +81,11 @@ class AddingDataset:
         return NumbersBatch(self._val.inputs[rows], self._val.targets[rows])
 
     def _draw(self, rng: np.random.Generator, count: int) -> NumbersBatch:
-        numbers, marks, row = rng.random((count, self.length)), np.zeros((count, self.length)), np.arange(count)
+        numbers, marks, row = (
+            rng.random((count, self.length)),
+            np.zeros((count, self.length)),
+            np.arange(count),
+        )
         half = self.length // 2
         for place in (rng.integers(half, size=count), rng.integers(half, self.length, size=count)):
             marks[row, place] = 1

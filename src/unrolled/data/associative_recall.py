@@ -3,8 +3,8 @@
     (next, v x 3) for each item, query, v x 3 of one item but the last, query, silence x 3
                                                     targets at the silence: the item that followed that one
 
-with v random vectors of bits, 3 to an item, and the delimiters "next" and "query" on channels of their own. The
-default is the paper's: 2 to 6 items of 3 vectors of 6 bits.
+with v random vectors of bits, 3 to an item, and the delimiters "next" and "query" on channels of their own.
+The default is the paper's: 2 to 6 items of 3 vectors of 6 bits.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,11 @@
 """The repeat copy task of the Neural Turing Machine (arXiv 1410.5401, section 4.2): say it so many times.
 
-    start, v_1, ..., v_n, repeats, silence x (n r + 1)        targets at the silence: v_1, ..., v_n r times, end
+    start, v_1, ..., v_n, repeats, silence x (n r + 1)
+                                             targets at the silence: v_1, ..., v_n, r times, and end
 
-with v random vectors of bits. The channel of the repeats says r, normalised to mean 0 and deviation 1 over the
-default range; the start and the end have channels of their own, and at the end all bits are 0. The default is
-the paper's: 1 to 10 vectors of 8 bits, 1 to 10 times.
+with v random vectors of bits. The channel of the repeats says r, normalised to mean 0 and deviation 1 over
+the default range; the start and the end have channels of their own, and at the end all bits are 0. The
+default is the paper's: 1 to 10 vectors of 8 bits, 1 to 10 times.
 """
 
 import math
@@ -15,7 +16,10 @@ import numpy as np
 from unrolled.contract import IGNORED
 from unrolled.data._bits import BitsBatch, BitsDataset, as_batch, check_range
 
-MEAN, DEVIATION = 5.5, math.sqrt(33 / 4)  # of 1 to 10, whatever the range of a data set: a model sees one scale
+MEAN, DEVIATION = (
+    5.5,
+    math.sqrt(33 / 4),
+)  # of 1 to 10, whatever the range of a data set: a model sees one scale
 
 
 @dataclass

@@ -122,7 +122,8 @@ class NTMModel(_Layers):
     @torch.no_grad()
     def wrong_bits(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Count the bits of each row that are predicted wrongly, `[B]`: a bit is 1 where p > 1/2."""
-        wrong = (self(inputs) > 0) != (targets > 0.5)
+        logits: Tensor = self(inputs)
+        wrong = (logits > 0) != (targets > 0.5)
         return (wrong & (targets != IGNORED)).flatten(1).sum(1)
 
 

@@ -166,7 +166,7 @@ class LSTMN(RecurrentLayer):
         `besides [B,N]` is added to the cell's memory.
         """
         dtype = inputs.dtype
-        sums, query = inputs.split([4 * self.hidden_size, self.score_size], -1)
+        sums, query = torch.split(inputs, [4 * self.hidden_size, self.score_size], -1)
         query = torch.addmm(query, state.attended, self.attended_proj.to(dtype).mT)
         weights = tape_weights(state.keys, query, self.score.to(dtype), state.filled)
         attended, memory = read_tape(weights, state.tape)
@@ -256,7 +256,7 @@ class DeepFusionLSTMN(nn.Module):
         own, dtype = state.own, state.source.dtype
         sums, fusing = self.cell.project(x_t), self.input_proj(x_t)
         with without_autocast(x_t.device):
-            gate, query = fusing.to(dtype).split([self.cell.hidden_size, self.cell.score_size], -1)
+            gate, query = torch.split(fusing.to(dtype), [self.cell.hidden_size, self.cell.score_size], -1)
             query = torch.addmm(query, state.read, self.read_proj.to(dtype).mT)
             nothing = ~state.filled.any(1, keepdim=True)
             weights = tape_weights(state.keys, query, self.score.to(dtype), state.filled | nothing)

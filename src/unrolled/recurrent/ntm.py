@@ -1,4 +1,4 @@
-r"""Neural Turing Machine: a controller that reads and writes a memory of N rows through heads that learn to move.
+r"""Neural Turing Machine: a controller that reads and writes a memory of N rows through movable heads.
 
     controller      c_t = tanh(W_x x_t + W_r r_{t-1} + b)          or an LSTM's step on [x_t; r_{t-1}]
     content         u(i) = softmax_i(beta cos(k, M_{t-1}(i)))
@@ -9,20 +9,21 @@ r"""Neural Turing Machine: a controller that reads and writes a memory of N rows
     write           M_t = M_{t-1} * prod_h (1 - w_t e^T) + sum_h w_t a^T      all erases, then all adds
     output          y_t = W_y [c_t; r_t] + b_y
 
-Each head has its own k, beta >= 0, 0 < g < 1, s (a softmax), gamma >= 1, and a write head its own e (a sigmoid)
-and a, all from a linear layer on c_t. Graves, Wayne and Danihelka 2014, "Neural Turing Machines",
-arXiv 1410.5401, eq. 2-9. The paper leaves the order of a step open: here all heads address and read the memory
-that the step found, and then it is written to. Memory starts constant at 1e-6, which trains more reliably than
-random or learned contents (Collier and Beel 2018, arXiv 1807.08518), every head at row 0, and what was read at 0.
+Each head has its own k, beta >= 0, 0 < g < 1, s (a softmax) and gamma >= 1, and a write head its own e (a
+sigmoid) and a, all from a linear layer on c_t. Graves, Wayne and Danihelka 2014, "Neural Turing Machines",
+arXiv 1410.5401, eq. 2-9. The paper leaves the order of a step open: here all heads address and read the
+memory that the step found, and then it is written to. Memory starts constant at 1e-6, which trains more
+reliably than random or learned contents (Collier and Beel 2018, arXiv 1807.08518), every head at row 0, and
+what was read at 0.
 
-Nothing can overflow, whatever the input: beta and gamma are bounded, a is a tanh, norms have an epsilon inside
-their roots, and powers are taken as softmax(gamma log w).
+Nothing can overflow, whatever the input: beta and gamma are bounded, a is a tanh, norms have an epsilon
+inside their roots, and powers are taken as softmax(gamma log w).
 
 Cost, C = controller_size, H heads, memory N rows of W: time O(T (C (C + H W) + H N W)), one step after the
 other; the number of parameters does not depend on N; per generated token the same, state O(N W + H N + C).
 Cannot: run in parallel over the sequence.
-Equals softmax attention: a head with g = 1, s = delta_0 and gamma = 1 is softmax attention over the rows, with
-cosine scores of scale beta.
+Equals softmax attention: a head with g = 1, s = delta_0 and gamma = 1 is softmax attention over the rows,
+with cosine scores of scale beta.
 """
 
 import math
@@ -48,7 +49,8 @@ class NTMState(NamedTuple):
     """Memory and heads; the size never changes.
 
     `memory [B,N,W]`; `weights [B,heads,N]` of the read heads, then of the write heads; `reads
-    [B,read_heads,W]`; `controller`, nothing for a feed-forward one, h and c `[B,controller_size]` for an LSTM.
+    [B,read_heads,W]`; `controller`, nothing for a feed-forward one, h and c `[B,controller_size]` for an
+    LSTM.
     """
 
     memory: Tensor
@@ -72,7 +74,7 @@ def content(memory: Tensor, key: Tensor, beta: Tensor) -> Tensor:
 
 
 def interpolate(found: Tensor, before: Tensor, gate: Tensor) -> Tensor:
-    """Weigh `found [B,H,N]` against the weights `before`, by `gate [B,H,1]` (eq. 7): g found + (1-g) before."""
+    """Weigh `found [B,H,N]` against `before`, by `gate [B,H,1]` (eq. 7): g found + (1 - g) before."""
     return torch.lerp(before, found, gate)
 
 
@@ -94,7 +96,7 @@ def shift(weights: Tensor, moves: Tensor) -> Tensor:
 
 
 def sharpen(weights: Tensor, gamma: Tensor) -> Tensor:
-    """Raise `weights [B,H,N]` to the power `gamma [B,H,1]` and normalise (eq. 9), as a softmax of logarithms."""
+    """Raise `weights [B,H,N]` to the power `gamma [B,H,1]` and normalise, as a softmax (eq. 9)."""
     return (gamma * (weights.clamp(min=0) + TINY).log()).softmax(-1)
 
 
@@ -226,8 +228,8 @@ class NTM(RecurrentLayer):
             places.append(state.weights)
         if not places:
             raise ValueError("x has length 0, but must have a step to trace")
-        read_weights, write_weights = torch.stack(places, 1).split([self.read_heads, self.write_heads], 2)
-        return NTMTrace(read_weights, write_weights)
+        heads = torch.split(torch.stack(places, 1), [self.read_heads, self.write_heads], 2)
+        return NTMTrace(*heads)
 
     def _turn(self, inputs: Tensor, state: NTMState) -> tuple[Tensor, NTMState]:
         """Everything but the output: [c_t; r_t] and the new state."""
@@ -237,10 +239,10 @@ class NTM(RecurrentLayer):
         c, controller = CONTROLLERS[self.controller](gates, state.controller)
         told = F.linear(c, self.head_proj.weight.to(dtype), self.head_proj.bias.to(dtype))
 
-        heads = R + self.write_heads
-        addressing, writing = told.split([heads * sum(self._told), self.write_heads * 2 * W], 1)
-        key, beta, gate, gamma, moves = addressing.unflatten(1, (heads, -1)).split(self._told, -1)
-        erase, add = writing.unflatten(1, (self.write_heads, -1)).split(W, -1)
+        B, heads, each = len(told), R + self.write_heads, sum(self._told)
+        addressing, writing = told[:, : heads * each], told[:, heads * each :]
+        key, beta, gate, gamma, moves = torch.split(addressing.reshape(B, heads, each), self._told, -1)
+        erase, add = writing.reshape(B, self.write_heads, 2 * W).chunk(2, -1)
         found = content(state.memory, key, F.softplus(beta).clamp(max=LARGEST_BETA))
         weights = shift(interpolate(found, state.weights, gate.sigmoid()), moves.softmax(-1))
         weights = sharpen(weights, 1 + F.softplus(gamma).clamp(max=LARGEST_GAMMA - 1))

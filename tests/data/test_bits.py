@@ -1,0 +1,153 @@
+"""The tasks on bits and numbers: what an example is, and what all of them promise."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unrolled import data
+from unrolled.contract import IGNORED
+from unrolled.data.adding import AddingDataset
+from unrolled.data.associative_recall import AssociativeRecallDataset
+from unrolled.data.copy_bits import CopyBitsDataset
+from unrolled.data.repeat_copy import RepeatCopyDataset
+
+BITS = ["associative_recall", "copy_bits", "repeat_copy"]
+
+
+@settings(deadline=None, max_examples=20)
+@given(n=st.integers(1, 9), n_bits=st.integers(1, 9), step=st.integers(0, 5))
+def test_copy_says_again_what_was_said(n, n_bits, step):
+    dataset = CopyBitsDataset(n_bits, val_size=1, min_length=n, max_length=n)
+    inputs, targets = dataset.batch("train", step=step, batch_size=4, seed=0)
+    assert inputs.shape == (4, dataset.length, n_bits + 2) == (4, 2 * n + 2, dataset.input_size)
+    said = inputs[:, 1 : n + 1, :n_bits]
+    assert torch.equal(targets[:, n + 2 :], said)
+    assert (targets[:, : n + 2] == IGNORED).all()
+    assert not inputs[:, n + 2 :].any()
+    assert inputs[:, :, n_bits].nonzero()[:, 1].tolist() == [0] * 4
+    assert inputs[:, :, n_bits + 1].nonzero()[:, 1].tolist() == [n + 1] * 4
+
+
+@settings(deadline=None, max_examples=20)
+@given(n=st.integers(1, 5), repeats=st.integers(1, 12))
+def test_repeat_copy_says_it_as_often_as_told_and_then_ends(n, repeats):
+    sizes = {"min_length": n, "max_length": n, "min_repeats": repeats, "max_repeats": repeats}
+    dataset = RepeatCopyDataset(4, val_size=1, **sizes)
+    inputs, targets = dataset.batch("train", step=0, batch_size=3, seed=0)
+    assert inputs.shape == (3, dataset.length, 6)
+    assert targets.shape == (3, dataset.length, 5) == (3, dataset.length, dataset.output_size)
+    said = inputs[:, 1 : n + 1, :4]
+    assert torch.equal(targets[:, n + 2 : -1, :4], torch.cat([said] * repeats, 1))
+    assert not targets[:, n + 2 : -1, 4].any()
+    assert torch.equal(targets[:, -1], torch.tensor([[0.0, 0, 0, 0, 1]] * 3))
+    assert (targets[:, : n + 2] == IGNORED).all()
+    told = inputs[:, n + 1, 5] * (33 / 4) ** 0.5 + 5.5
+    torch.testing.assert_close(told, torch.full((3,), float(repeats)))
+
+
+@settings(deadline=None, max_examples=20)
+@given(n=st.integers(2, 6), length=st.integers(1, 4), step=st.integers(0, 5))
+def test_associative_recall_asks_for_the_item_after_one(n, length, step):
+    dataset = AssociativeRecallDataset(8, 1, length, n, n)
+    inputs, targets = dataset.batch("train", step=step, batch_size=4, seed=0)
+    assert inputs.shape[1] == dataset.length
+    for row, target in zip(inputs, targets, strict=True):
+        starts = row[:, 8].nonzero().flatten().tolist()
+        items = [row[start + 1 : start + 1 + length, :8] for start in starts]
+        first, second = row[:, 9].nonzero().flatten().tolist()
+        asked = row[first + 1 : second, :8]
+        after = [b for a, b in pairwise(items) if torch.equal(a, asked)]
+        assert len(items) == n
+        assert any(torch.equal(target[-length:], b) for b in after)
+        assert (target[:-length] == IGNORED).all()
+        assert not row[second + 1 :].any()
+
+
+@settings(deadline=None, max_examples=20)
+@given(length=st.integers(2, 30))
+def test_adding_marks_a_number_of_each_half(length):
+    inputs, targets = AddingDataset(length, 1).batch("train", step=0, batch_size=20, seed=0)
+    assert inputs.shape == (20, length, 2)
+    marks = inputs[..., 1]
+    assert (marks[:, : length // 2].sum(1) == 1).all()
+    assert (marks[:, length // 2 :].sum(1) == 1).all()
+    torch.testing.assert_close(targets, (inputs[..., 0] * marks).sum(1))
+    assert inputs.min() >= 0
+    assert inputs.max() <= 1
+
+
+def test_always_to_say_1_has_the_error_that_adding_states():
+    (batch,) = AddingDataset(10, 20_000).eval_batches(20_000)
+    assert (batch.targets - 1).square().mean().item() == pytest.approx(1 / 6, rel=0.03)
+
+
+def test_lengths_are_drawn_uniformly_and_all_rows_of_a_batch_have_one():
+    dataset = CopyBitsDataset(val_size=1)
+    steps = [dataset.batch("train", step=step, batch_size=2, seed=0).inputs.shape[1] for step in range(300)]
+    assert set(steps) == {2 * n + 2 for n in range(1, 21)}
+    assert sum(steps) / 300 == pytest.approx(23, rel=0.1)
+
+
+@pytest.fixture(params=[*BITS, "adding"])
+def dataset(request):
+    return data.load(request.param, val_size=7)
+
+
+def test_every_task_keeps_the_protocol(dataset):
+    assert dataset.task == ("numbers" if isinstance(dataset, AddingDataset) else "bits")
+    for split in ("train", "val"):
+        inputs, targets = dataset.batch(split, step=3, batch_size=5, seed=0)
+        assert inputs.dtype == targets.dtype == torch.float32
+        assert inputs.shape == (5, inputs.shape[1], dataset.input_size)
+        if dataset.task == "bits":
+            assert targets.shape == (5, inputs.shape[1], dataset.output_size)
+            assert set(targets.unique().tolist()) == {IGNORED, 0, 1}
+    assert dataset.epoch_size("val") == 7
+    assert dataset.epoch_size("train") > 7
+
+
+def test_a_batch_is_a_pure_function_of_its_arguments(dataset):
+    first = dataset.batch("train", step=7, batch_size=6, seed=3)
+    dataset.batch("train", step=0, batch_size=6, seed=3)
+    again = dataset.batch("train", step=7, batch_size=6, seed=3)
+    assert torch.equal(again.inputs, first.inputs)
+    assert torch.equal(again.targets, first.targets)
+    for other in ({"step": 8, "seed": 3}, {"step": 7, "seed": 4}):
+        changed = dataset.batch("train", batch_size=6, **other)
+        assert changed.inputs.shape != first.inputs.shape or not torch.equal(changed.inputs, first.inputs)
+
+
+def test_the_validation_set_is_fixed_and_read_in_order(dataset):
+    parts = [torch.cat(x) for x in zip(*dataset.eval_batches(3), strict=True)]
+    whole = next(iter(replace(dataset).eval_batches(7)))
+    assert all(map(torch.equal, parts, whole))
+    rows = torch.cat([dataset.batch("val", step=step, batch_size=4, seed=9).inputs for step in range(2)])
+    assert torch.equal(rows, whole.inputs[[0, 1, 2, 3, 4, 5, 6, 0]])
+
+
+def test_what_a_caller_does_to_a_batch_does_not_reach_the_data(dataset):
+    batch = dataset.batch("val", step=0, batch_size=4, seed=0)
+    kept = batch.inputs.clone()
+    batch.inputs.zero_()
+    assert torch.equal(dataset.batch("val", step=0, batch_size=4, seed=0).inputs, kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("copy_bits", {"n_bits": 0}, "n_bits is 0, but must be an integer of at least 1"),
+        ("copy_bits", {"val_size": True}, "val_size is True, but must be an integer"),
+        ("copy_bits", {"min_length": 21}, "min_length is 21, but must be at most max_length = 20"),
+        ("repeat_copy", {"max_repeats": 0}, "max_repeats is 0, but must be an integer of at least 1"),
+        ("associative_recall", {"min_items": 1}, "min_items is 1, but must be an integer of at least 2"),
+        ("associative_recall", {"item_length": 0}, "item_length is 0, but must be"),
+        ("adding", {"length": 1}, "length is 1, but must be an integer of at least 2"),
+    ],
+)
+def test_impossible_options_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        data.load(name, **options)

@@ -1,0 +1,105 @@
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled import data, models
+from unrolled.cli import run_config
+from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.models import NTMModel, NTMModelConfig, NTMNumbers
+
+SMALL = {"controller_size": 6, "memory_size": 5, "memory_width": 4}
+
+
+def small(kind=NTMModel, **changed):
+    torch.manual_seed(0)
+    settings = {"input_size": 10, "output_size": 8, "cell_options": SMALL, "hidden_size": 6} | changed
+    return kind(NTMModelConfig(**settings))
+
+
+def test_the_loss_is_the_mean_over_the_bits_that_count():
+    model = small()
+    batch = data.load("copy_bits", max_length=4, val_size=5).batch("val", step=0, batch_size=5, seed=0)
+    counted = batch.targets != IGNORED
+    assert 0 < counted.sum() < counted.numel()
+    logits = model(batch.inputs)
+    wanted = F.binary_cross_entropy(logits[counted].sigmoid(), batch.targets[counted])
+    torch.testing.assert_close(model.loss(batch.inputs, batch.targets), wanted)
+    nothing = torch.full_like(batch.targets, IGNORED)
+    assert model.loss(batch.inputs, nothing) == 0
+
+
+def test_wrong_bits_are_counted_for_each_row():
+    model = small(output_size=2)
+    x = torch.randn(3, 4, 10)
+    targets = (model(x) > 0).float()
+    targets[0, 1, 0] = 1 - targets[0, 1, 0]
+    targets[2, :, 1] = 1 - targets[2, :, 1]
+    targets[2, 0] = IGNORED
+    assert model.wrong_bits(x, targets).tolist() == [1, 0, 3]
+
+
+@pytest.mark.parametrize("kind", [NTMModel, NTMNumbers])
+@pytest.mark.parametrize("cell", ["ntm", "lstmn", "rnn"])
+def test_any_cell_can_be_saved_and_loaded(kind, cell, tmp_path):
+    model = small(kind, cell=cell, cell_options=SMALL if cell == "ntm" else {}, n_layers=2)
+    model.save(tmp_path)
+    x = torch.randn(2, 5, 10)
+    again = models.load(tmp_path)
+    assert (type(again), again.config) == (kind, model.config)
+    assert torch.equal(again(x), model(x))
+
+
+def test_numbers_are_read_after_the_last_step_that_is_no_padding():
+    model = small(NTMNumbers, output_size=1)
+    x = torch.randn(3, 6, 10)
+    padding = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1], [1, 1, 0, 1, 0, 1]]).bool()
+    found = model(x, key_padding_mask=padding)
+    assert found.shape == (3, 1)
+    for row in range(3):
+        torch.testing.assert_close(found[row], model(x[row][~padding[row]][None])[0])
+    targets = torch.randn(3)
+    wanted = (found[:, 0] - targets).square().mean()
+    torch.testing.assert_close(model.loss(x, targets, key_padding_mask=padding), wanted)
+    with pytest.raises(ValueError, match="must have at least one step"):
+        model(x[:, :0])
+
+
+def test_only_a_turing_machine_can_be_traced():
+    assert small().trace(torch.randn(2, 3, 10)).read.shape == (2, 3, 1, 5)
+    with pytest.raises(UnsupportedError, match="the cell 'rnn' has no heads to trace; use cell='ntm'"):
+        small(cell="rnn", cell_options={}).trace(torch.randn(2, 3, 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"),
+    [("copy_bits", NTMModel, (10, 8)), ("repeat_copy", NTMModel, (10, 9)), ("adding", NTMNumbers, (2, 1))],
+)
+def test_a_run_takes_the_sizes_from_the_data(name, kind, sizes):
+    run = run_config.resolve(run_config.read(None, [f"data.name={name}", "data.val_size=2", "run_dir=x"]))
+    assert (run.kind, run.model.input_size, run.model.output_size) == (kind, *sizes)
+    model, batch = run.kind(run.model), run.dataset.batch("train", step=0, batch_size=2, seed=0)
+    model.loss(
+        batch.inputs[:, :3], batch.targets[:, :3] if batch.targets.dim() > 1 else batch.targets
+    ).backward()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size is 0, wanted an integer of at least 1"),
+        ({"cell_options": 3}, "cell_options is 3, wanted a dict of options"),
+        ({"cell_options": {"heads": 3}}, "cell_options does not fit ntm: .*heads"),
+        ({"cell": "mtn"}, "cell is 'mtn', but must be one of"),
+    ],
+)
+def test_impossible_configs_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        small(**changed)
+
+
+def test_targets_that_do_not_fit_are_refused():
+    x = torch.randn(2, 3, 10)
+    with pytest.raises(ValueError, match=r"targets is torch.float32 of the shape \[2, 3, 7\], wanted"):
+        small().loss(x, torch.zeros(2, 3, 7))
+    with pytest.raises(ValueError, match=r"targets is torch.int64 of the shape \[2, 3, 8\], wanted"):
+        small().loss(x, torch.zeros(2, 3, 8, dtype=torch.long))
