@@ -78,7 +78,7 @@ def layer(name: str, length: int) -> nn.Module:
         "max_length": length,
         "window": WINDOW,
         "stride": round(length**0.5),  # that of a sparse transformer grows with the length
-        "summary": 4,  # of its blocks' places, or they would grow with the stride
+        "summary": 1,  # place of each of its blocks, or they would grow with the stride
     }
     taken = inspect.signature(mechanism).parameters
     chosen = {option: value for option, value in options.items() if option in taken}
