@@ -19,7 +19,7 @@ def book(tmp_path: Path) -> Path:
 
 def test_the_directory_is_the_registry():
     files = {path.stem for path in Path(data.__file__).parent.glob("[!_]*.py")}
-    wanted = "adding associative_recall copy copy_bits digits imdb mnist repeat_copy text"
+    wanted = "adding associative_recall babi copy copy_bits digits imdb mnist multi30k repeat_copy text"
     assert set(data.names()) == files == set(wanted.split())
 
 

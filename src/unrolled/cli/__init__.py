@@ -5,13 +5,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from unrolled.cli.attend import attend
 from unrolled.cli.bench import bench
 from unrolled.cli.compare import compare
+from unrolled.cli.complexity import table
 from unrolled.cli.demo import demo
+from unrolled.cli.evaluate import evaluate
 from unrolled.cli.generate import generate
 from unrolled.cli.info import info
 from unrolled.cli.mechanisms import mechanisms
 from unrolled.cli.train import train
+from unrolled.cli.translate import translate
 
 
 class _Commands(TyperGroup):
@@ -39,11 +43,15 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(generate)
+app.command()(translate)
+app.command()(evaluate)
 app.command("list")(mechanisms)
 app.command()(info)
 app.command()(demo)
 app.command()(bench)
 app.command()(compare)
+app.command()(attend)
+app.command()(table)
 
 
 @app.callback()

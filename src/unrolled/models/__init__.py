@@ -4,6 +4,12 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
+from unrolled.models.encoder_decoder import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    EncoderDecoderState,
+)
+from unrolled.models.memory_network import MemN2N, MemN2NConfig
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.ntm import NTMModel, NTMModelConfig, NTMNumbers
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
@@ -19,6 +25,11 @@ __all__ = [
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "EncoderDecoderState",
+    "MemN2N",
+    "MemN2NConfig",
     "NTMModel",
     "NTMModelConfig",
     "NTMNumbers",
@@ -41,6 +52,8 @@ __all__ = [
 MODELS: list[type[SavedModel]] = [
     Decoder,
     Encoder,
+    EncoderDecoder,
+    MemN2N,
     NTMModel,
     NTMNumbers,
     Perceiver,

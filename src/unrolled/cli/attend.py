@@ -1,0 +1,196 @@
+"""`unrolled attend`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.cli.attention_plots import Alignment
+
+
+def attend(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="A sentence to translate, or one of a story, whose last is the question; again."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="The same from a file, a sentence on each line.")] = None,
+    example: Annotated[
+        int, typer.Option(min=0, help="Without a text: which test question, or validation example.")
+    ] = 0,
+    out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("attention.png"),
+    beam_size: Annotated[int, typer.Option(min=1, help="Of the search for a translation.")] = 4,
+    data_dir: Annotated[Path | None, typer.Option(help="Where data files are kept.")] = None,
+) -> None:
+    """Draw what a trained model attends to.
+
+    Of a translation: the weight of each word of the source, from left to right, for each word written, from
+    top to bottom. Of a memory network: what each hop reads of a story. Of a Neural Turing Machine: where its
+    heads were at each step.
+
+    \b
+    Examples:
+      unrolled attend runs/en-de --text "A man is riding a bicycle." --out bicycle.png
+      unrolled attend runs/babi/1 --example 3
+      unrolled attend runs/babi/1 --file story.txt
+      unrolled attend runs/ntm
+    """
+    from importlib.util import find_spec
+
+    from unrolled import models
+    from unrolled.models import MemN2N
+    from unrolled.models.saving import write_atomically
+
+    if find_spec("matplotlib") is None:
+        raise ValueError("matplotlib is missing: pip install 'unrolled[plot]'")
+    lines = list(text or []) + (_lines(file) if file is not None else [])
+    model: Any = models.load(run_dir).eval()
+    if isinstance(model, MemN2N):
+        figure = _story(model, run_dir, lines, example, data_dir)
+    elif hasattr(model, "trace"):
+        if lines:
+            raise ValueError(f"{run_dir} holds a model that reads no text: choose what it reads by --example")
+        figure = _trace(model, run_dir, example, data_dir)
+    elif hasattr(model, "attend"):
+        figure = _translations(model, run_dir, lines, beam_size)
+    else:
+        raise ValueError(
+            f"{run_dir} holds a model of the kind {model.model_name!r}, whose attention cannot be drawn; "
+            "translation models, memory networks and Neural Turing Machines can"
+        )
+    from unrolled.cli import plots
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, lambda place: place.write_bytes(plots.png(figure)))
+    typer.echo(f"drawn: {out}", err=True)
+
+
+def alignment(
+    model: Any, vocabulary: "Vocabulary", sentence: str, *, beam_size: int = 4, stop: int | None = 0
+) -> "Alignment":
+    """Translate a sentence and return how its words align: those of the source, and those written.
+
+    Words in several pieces count as one: what a word's pieces get is added up, what they give is averaged.
+
+    Raises:
+        ValueError: the sentence is empty.
+    """
+    import torch
+
+    from unrolled.cli.attention_plots import Alignment
+    from unrolled.generation import translate
+
+    source = vocabulary.encode(sentence)
+    if not sentence.strip():
+        raise ValueError("--text is empty, wanted a sentence to translate")
+    (target,) = translate(model, [source], beam_size=beam_size, stop=stop)
+    read = torch.cat([torch.tensor([model.config.vocab_size]), target[:-1]])
+    with torch.inference_mode():
+        weights = model.attend(torch.tensor([source]), read.unsqueeze(0))[0].double()
+    columns, of_column = words(vocabulary, source, stop)
+    rows, of_row = words(vocabulary, target.tolist(), stop)
+    weights = weights.new_zeros(len(target), len(columns)).index_add(1, of_column, weights)
+    weights = weights.new_zeros(len(rows), len(columns)).index_add(0, of_row, weights)
+    return Alignment((weights / of_row.bincount().unsqueeze(1)).numpy(), rows, columns)
+
+
+def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tuple[list[str], "Tensor"]:
+    """Return the words that pieces spell, the end symbol among them, and the word of each piece."""
+    import torch
+
+    place: list[int] = []
+    spelled: list[str] = []
+    for n, piece in enumerate(ids, 1):
+        if piece == stop:
+            spelled.append("</s>")
+        else:
+            found = vocabulary.decode(torch.tensor(ids[:n])).split()
+            if not found:  # a blank of its own, which the next word takes
+                found = [""]
+            spelled = found
+        place.append(len(spelled) - 1)
+    return spelled, torch.tensor(place)
+
+
+def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -> "Figure":
+    from unrolled.cli import plots
+    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.cli.attention_plots import alignments
+
+    if not lines:
+        raise ValueError("--text is missing: this model translates a sentence, as in --text 'A man sleeps.'")
+    vocabulary = Vocabulary.load(run_dir)
+    panels = [alignment(model, vocabulary, line, beam_size=beam_size) for line in lines]
+    for panel in panels:
+        typer.echo(" ".join(panel.rows))
+    return alignments(plots.LIGHT, panels)
+
+
+def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: Path | None) -> "Figure":
+    import torch
+
+    from unrolled.cli import plots
+    from unrolled.cli.attention_plots import hops
+
+    dataset = _dataset(run_dir, data_dir)
+    batch = dataset.encode(lines) if lines else _example(dataset.test_batches(1), example)
+    padding = batch.key_padding_mask
+    with torch.inference_mode():
+        logits = model(batch.inputs, key_padding_mask=padding)
+        weights = model.attend(batch.inputs, key_padding_mask=padding)
+    *story, question = [dataset.decode(*row) for row in zip(batch.inputs[0], padding[0], strict=True)]
+    title = f"{question}?  {dataset.words[int(logits.argmax())]}"
+    if not lines and int(logits.argmax()) != int(batch.targets):
+        title += f"  (right: {dataset.words[int(batch.targets)]})"
+    typer.echo(title)
+    return hops(plots.LIGHT, weights[0].T.numpy(), story, title)
+
+
+def _trace(model: Any, run_dir: Path, example: int, data_dir: Path | None) -> "Figure":
+    import torch
+
+    from unrolled.cli import plots
+    from unrolled.cli.attention_plots import heads
+
+    batch = _example(_dataset(run_dir, data_dir).eval_batches(1), example)
+    with torch.inference_mode():
+        trace = model.trace(batch.inputs)
+    panels = [
+        (f"{verb} head" + (f" {head + 1}" if weights.shape[2] > 1 else ""), weights[0, :, head].numpy())
+        for verb, weights in (("write", trace.write), ("read", trace.read))
+        for head in range(weights.shape[2])
+    ]
+    return heads(plots.LIGHT, panels)
+
+
+def _dataset(run_dir: Path, data_dir: Path | None) -> Any:
+    from unrolled import data
+    from unrolled.cli import run_config
+
+    file = run_dir / run_config.FILE_NAME
+    if not file.exists():
+        raise ValueError(f"{run_dir} is no folder of unrolled train: it has no {run_config.FILE_NAME}")
+    options = dict(run_config.read(file, [])["data"])
+    if data_dir is not None:
+        options["data_dir"] = str(data_dir)
+    return data.load(options.pop("name"), **options)
+
+
+def _example(batches: Any, example: int) -> Any:
+    for index, batch in enumerate(batches):
+        if index == example:
+            return batch
+    raise ValueError(f"--example is {example}, but there are {index + 1}, counted from 0")
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text file: {error}") from error

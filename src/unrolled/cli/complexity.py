@@ -1,0 +1,123 @@
+"""`unrolled table`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+
+SYMBOLS = (
+    "n tokens, d width, k kernel, w window, g global tokens, r random tokens or rank, c tokens per chunk, "
+    "R rounds of hashing, N places of a memory, W their width."
+)
+COUNTED = (
+    "Cost counts multiplications: of attention the scores and the weighted sums, without the projections, "
+    "which are n d² for all of them; where n < d, full attention is therefore cheap. Sequential operations "
+    "are those that training cannot run side by side. The longest path is the number of layers or steps "
+    "between the two tokens furthest apart. Recurrent, convolutional, full and restricted layers: Vaswani et "
+    "al. 2017, arXiv 1706.03762, table 1."
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A row of the table.
+
+    Attributes:
+        name: of the layer.
+        cost: of a layer for n tokens.
+        sequential: operations one after the other, in training.
+        path: longest path between two tokens.
+        state: numbers kept to generate one more token; "-" where it does not generate.
+        exponent: of n in the cost, to hold a measurement against.
+        module: the mechanism, or the kind of module, that is measured; None for none of ours.
+    """
+
+    name: str
+    cost: str
+    sequential: str
+    path: str
+    state: str
+    exponent: str
+    module: str | None = None
+
+
+LAYERS = (
+    Layer("recurrent (LSTM)", "n d²", "O(n)", "O(n)", "d", "1", "lstm"),
+    Layer("convolution", "k n d²", "O(1)", "O(n / k)", "k d", "1", "convolution"),
+    Layer("convolution, dilated", "k n d²", "O(1)", "O(log_k n)", "k d log_k n", "1"),
+    Layer("convolution, separable", "k n d + n d²", "O(1)", "O(n / k)", "k d", "1", "separable"),
+    Layer("full attention", "n² d", "O(1)", "O(1)", "n d", "2", "softmax"),
+    Layer("restricted to a window", "n w d", "O(1)", "O(n / w)", "w d", "1", "window"),
+    Layer("Longformer", "n (w + g) d", "O(1)", "O(1), by a global token", "(w + g) d", "1", "longformer"),
+    Layer("BigBird", "n (w + g + r) d", "O(1)", "O(1), by a global token", "-", "1", "bigbird"),
+    Layer("Sparse Transformer", "n √n d", "O(1)", "O(1)", "√n d to n d", "1.5", "sparse_transformer"),
+    Layer(
+        "Reformer", "R n c d + R n log n", "O(log n)", "O(log n), by the data", "n d", "1 and log", "reformer"
+    ),
+    Layer("Linformer", "n r d", "O(1)", "O(1)", "-", "1", "linformer"),
+    Layer("Nyströmformer", "n r d", "O(1)", "O(1)", "-", "1", "nystromformer"),
+    Layer("linear attention", "n d²", "O(1), causal O(log n)", "O(1)", "d²", "1", "linear"),
+    Layer("LSTMN", "n² d", "O(n)", "O(1)", "n d", "2"),
+    Layer("Neural Turing Machine", "n N W", "O(n)", "O(1), once written", "N W", "1"),
+)
+
+
+def table(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Add the exponents of measured times; takes a minute or two.")
+    ] = False,
+    lengths: Annotated[str, typer.Option(help="Lengths to measure, with commas between.")] = ",".join(
+        map(str, LENGTHS)
+    ),
+) -> None:
+    """Print what layers cost: operations, steps one after the other, longest path, state.
+
+    A measured exponent p says that the time of a forward pass grows as n^p over the larger half of the
+    lengths, on one thread; small layers spend time on what does not grow.
+    """
+    times: dict[str, float] | None = None
+    if measure:
+        from unrolled.cli import layer_times
+
+        chosen = _lengths(lengths)
+        times = {x.name: layer_times.growth(x.module, chosen) for x in LAYERS if x.module is not None}
+    header, *rows = cells(times)
+    if markdown:
+        for line in [header, ["---"] * len(header), *rows]:
+            typer.echo(f"| {' | '.join(line)} |")
+        typer.echo()
+    else:
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for line in [header, *rows]:
+            typer.echo("  ".join(f"{cell:{w}}" for cell, w in zip(line, widths, strict=True)).rstrip())
+        typer.echo()
+    typer.echo(SYMBOLS)
+    typer.echo(COUNTED)
+    if measure:
+        typer.echo(f"Measured: {layer_times.TOLD}, at {', '.join(map(str, chosen))} tokens.")
+
+
+def cells(times: dict[str, float] | None = None) -> list[list[str]]:
+    """Return a header and one row per layer; with the exponents of measured times, two columns more."""
+    header = ["layer", "cost per layer", "sequential operations", "longest path", "state per token"]
+    rows = [[x.name, x.cost, x.sequential, x.path, x.state] for x in LAYERS]
+    if times is not None:
+        header += ["exponent of n", "measured"]
+        for row, layer in zip(rows, LAYERS, strict=True):
+            row += [layer.exponent, f"{times[layer.name]:.2f}" if layer.name in times else "-"]
+    return [header, *rows]
+
+
+def _lengths(given: str) -> list[int]:
+    try:
+        lengths = [int(n) for n in given.split(",")]
+    except ValueError:
+        lengths = []
+    if len(set(lengths)) < 2 or min(lengths) < 1:
+        raise ValueError(
+            f"--lengths is {given!r}, wanted two or more numbers with commas, as in 512,1024,2048"
+        )
+    return sorted(set(lengths))

@@ -1,0 +1,303 @@
+r"""End-to-end memory network: a question reads the sentences of a story several times, then is answered.
+
+    m_i^k = sum_j l_j o A^k x_ij + T_A^k(i)        c_i^k = sum_j l_j o C^k x_ij + T_C^k(i)
+    u^1   = sum_j l_j o B q_j                      word j of sentence i is x_ij, that of the question q_j
+    p^k   = softmax_i(u^k . m_i^k)                 hop k reads; there is no scale
+    u^{k+1} = u^k + sum_i p_i^k c_i^k              the answer is softmax(W u^{K+1})
+
+o multiplies by coordinates; i counts sentences from the last one, 0. "adjacent" tying shares A^{k+1} = C^k,
+T alike, B = A^1 and W = C^K. "layer_wise" has one A and one C for all hops, and u^{k+1} = H u^k + ...
+
+Sukhbaatar et al. 2015, "End-To-End Memory Networks", arXiv 1503.08895, eq. 1-4 and sections 2.2 and 4.1.
+
+Cost: time O(M J d) for M sentences of J words, and O(M d) for each hop.
+Equals softmax attention: one hop without temporal encoding is attention of one head with scale 1.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.contract import IGNORED
+from unrolled.models.checks import check_targets
+from unrolled.models.heads import mean_nll
+from unrolled.models.saving import SavedModel
+
+Tying = Literal["adjacent", "layer_wise"]
+Encoding = Literal["printed", "code", "bag"]
+INIT_STD = 0.1
+
+
+def printed(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Position encoding as printed in section 4.1: l_kj = (1 - j / J) - (k / d) (1 - 2 j / J).
+
+    Args:
+        j: place of a word in its sentence, from 1.
+        J: number of words of the sentence.
+        d: width; k runs from 1 to d.
+
+    Returns:
+        a and b of l_kj = a + b k / d.
+    """
+    return 1 - j / J, 2 * j / J - 1
+
+
+def code(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Position encoding of the authors' code: l_kj = 1 + 4 (k - (d + 1) / 2) (j - (J + 1) / 2) / (d J).
+
+    Its mean is 1. It is about twice the printed one. Arguments and result as for `printed`.
+    """
+    slope = 4 * (j - (J + 1) / 2) / J
+    return 1 - slope * (d + 1) / (2 * d), slope
+
+
+def bag(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """No position encoding, l_kj = 1: a sentence is the sum of its words. Arguments as for `printed`."""
+    return torch.ones_like(j / J), torch.zeros_like(j / J)
+
+
+ENCODINGS: dict[str, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {
+    "printed": printed,
+    "code": code,
+    "bag": bag,
+}
+
+
+@dataclass(kw_only=True)
+class MemN2NConfig:
+    """What a memory network is told. Every field is checked when the config is made.
+
+    Attributes:
+        vocab_size: number of words, answers included.
+        d_model: width of the embeddings, d.
+        n_hops: how often the memory is read, K.
+        memory_size: sentences at most, which temporal encoding can count.
+        tying: "adjacent" or "layer_wise".
+        position_encoding: "printed", "code" or "bag", the functions of this module; the second learns tasks
+            that the first does not.
+        temporal: whether sentences are told apart by their place.
+        noise: in training, up to this part of empty memories is put between the sentences, at random.
+        seed: of that randomness.
+    """
+
+    vocab_size: int
+    d_model: int = 50
+    n_hops: int = 3
+    memory_size: int = 50
+    tying: Tying = "adjacent"
+    position_encoding: Encoding = "code"
+    temporal: bool = True
+    noise: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_hops", "memory_size"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}, wanted an integer of at least 1")
+        for name, choices in (("tying", get_args(Tying)), ("position_encoding", get_args(Encoding))):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name} is {value!r}, wanted one of {sorted(choices)}")
+        if not isinstance(self.temporal, bool):
+            raise ValueError(f"temporal is {self.temporal!r}, wanted True or False")
+        if not isinstance(self.noise, int | float) or not 0 <= self.noise <= 1:
+            raise ValueError(f"noise is {self.noise!r}, wanted a part in [0, 1]")
+        if type(self.seed) is not int or self.seed < 0:
+            raise ValueError(f"seed is {self.seed!r}, wanted an integer of at least 0")
+
+
+class MemN2N(SavedModel):
+    """An end-to-end memory network.
+
+    `linear`, False at first, leaves out the softmax of the hops while it is True: p = u . m. To begin the
+    training so is the linear start of section 4.2.
+
+    The parameters are `A`, `C`, `B` and `W`, tables `[vocab_size,d]`, with temporal encoding `T_A` and `T_C`,
+    `[memory_size,d]`, and with layer-wise tying `H [d,d]`; those that are tied are one tensor. All start as
+    N(0, 0.1^2).
+    """
+
+    model_name = "memory_network"
+    config_type = MemN2NConfig
+    config: MemN2NConfig
+
+    def __init__(self, config: MemN2NConfig) -> None:
+        super().__init__(config)
+        self.linear = False
+        adjacent, width = config.tying == "adjacent", config.d_model
+
+        def tables(count: int, rows: int) -> nn.ParameterList:
+            return nn.ParameterList(INIT_STD * torch.randn(rows, width) for _ in range(count))
+
+        self.words = tables(self._n_read + (0 if adjacent else 2), config.vocab_size)
+        self.places = tables(self._n_read if config.temporal else 0, config.memory_size)
+        self.H = None if adjacent else nn.Parameter(INIT_STD * torch.randn(width, width))
+        self.draws: Tensor
+        self.register_buffer("draws", torch.zeros((), dtype=torch.long))  # saved, so that a run can go on
+
+    @property
+    def A(self) -> list[nn.Parameter]:  # noqa: N802
+        """The tables by which each hop finds sentences."""
+        return self._of_hops(self.words, 0)
+
+    @property
+    def C(self) -> list[nn.Parameter]:  # noqa: N802
+        """The tables of what each hop reads."""
+        return self._of_hops(self.words, 1)
+
+    @property
+    def T_A(self) -> list[nn.Parameter]:  # noqa: N802
+        """The temporal encodings of `A`."""
+        return self._of_hops(self.places, 0) if self.config.temporal else []
+
+    @property
+    def T_C(self) -> list[nn.Parameter]:  # noqa: N802
+        """The temporal encodings of `C`."""
+        return self._of_hops(self.places, 1) if self.config.temporal else []
+
+    @property
+    def B(self) -> nn.Parameter:  # noqa: N802
+        """The table of the question."""
+        table: nn.Parameter = self.words[0 if self.config.tying == "adjacent" else 2]
+        return table
+
+    @property
+    def W(self) -> nn.Parameter:  # noqa: N802
+        """The table of the answers."""
+        table: nn.Parameter = self.words[-1]
+        return table
+
+    def forward(self, inputs: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Logits `[B,vocab_size]` of the answers.
+
+        Args:
+            inputs: word ids `[B,M+1,J]`: M sentences, the oldest first, and the question last.
+            key_padding_mask: the same shape, True where there is no word; a sentence without any is none.
+
+        Raises:
+            ValueError: an argument of another shape or type, no sentence at all, or more than `memory_size`.
+        """
+        return self._read(inputs, key_padding_mask)[0]
+
+    def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in nats of the answers `targets [B]`, -100 where nothing is asked."""
+        logits = self(inputs, key_padding_mask=key_padding_mask)
+        check_targets(targets, inputs.shape[:1], self.config.vocab_size)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        nll = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+        return mean_nll(nll, targets)
+
+    def attend(self, inputs: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """How much each hop reads of each sentence, `[B,hops,M]`."""
+        return self._read(inputs, key_padding_mask)[1]
+
+    def _read(self, inputs: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        padding = self._check(inputs, key_padding_mask)
+        absent = padding[:, :-1].all(-1)
+        encoding = self.config.position_encoding
+        parts = embed(inputs[:, :-1], padding[:, :-1], list(self.words)[: self._n_read], encoding)
+        if self.config.temporal:
+            ages = self._ages(absent)
+            parts = [part + F.embedding(ages, table) for part, table in zip(parts, self.places, strict=True)]
+        (u,) = embed(inputs[:, -1], padding[:, -1], [self.B], encoding)
+        read = []
+        for hop in range(self.config.n_hops):
+            m, c = (parts[hop], parts[hop + 1]) if self.H is None else parts
+            p = self._weights(torch.einsum("bd,bmd->bm", u, m), absent)
+            o = torch.einsum("bm,bmd->bd", p, c)
+            u = (u if self.H is None else F.linear(u, self.H)) + o
+            read.append(p)
+        return F.linear(u, self.W), torch.stack(read, 1)
+
+    def _weights(self, scores: Tensor, absent: Tensor) -> Tensor:
+        if not self.linear:
+            # finite, so that a story of padding has no NaN; it then reads nothing
+            scores = scores.masked_fill(absent, torch.finfo(scores.dtype).min).softmax(-1)
+        return scores.masked_fill(absent, 0)
+
+    @property
+    def _n_read(self) -> int:
+        """Number of tables that the memory is embedded by."""
+        return self.config.n_hops + 1 if self.config.tying == "adjacent" else 2
+
+    def _of_hops(self, tables: nn.ParameterList, first: int) -> list[nn.Parameter]:
+        step = 1 if self.config.tying == "adjacent" else 0
+        return [tables[first + step * hop] for hop in range(self.config.n_hops)]
+
+    def _ages(self, absent: Tensor) -> Tensor:
+        """Count for each sentence those after it, in training with empty memories among them, `[B,M]`."""
+        present = (~absent).long()
+        after = present.flip(1).cumsum(1).flip(1) - present
+        if not self.training or self.config.noise == 0:
+            return after
+        self.draws += 1
+        rng = np.random.default_rng((self.config.seed, int(self.draws)))
+        count, size = present.sum(1, keepdim=True), self.config.memory_size
+        most = torch.ceil(self.config.noise * count)
+        empty = (torch.from_numpy(rng.random(count.shape)).to(count.device) * (most + 1)).long()
+        usable = torch.arange(size, device=count.device) < count + empty
+        # `count` of the usable places, at random; sentence number n from the end is at the n-th of them
+        drawn = torch.from_numpy(rng.random((len(count), size))).to(count.device).masked_fill(~usable, 2)
+        chosen = drawn.argsort(1).argsort(1) < count
+        return (~chosen).long().argsort(stable=True, dim=1).gather(1, after)
+
+    def _check(self, inputs: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Return where there is no word."""
+        found = list(inputs.shape)
+        if inputs.dim() != 3 or inputs.dtype != torch.long:
+            raise ValueError(
+                f"inputs is {inputs.dtype} of the shape {found}, wanted [B, M + 1, J] of torch.long"
+            )
+        if found[1] < 2:
+            raise ValueError(
+                f"inputs has the shape {found}: a memory of length 0, wanted at least one sentence before "
+                "the question, [B, M + 1, J]"
+            )
+        if self.config.temporal and found[1] - 1 > self.config.memory_size:
+            raise ValueError(
+                f"inputs has {found[1] - 1} sentences, wanted at most memory_size = {self.config.memory_size}"
+            )
+        if inputs.device.type == "cpu" and inputs.numel() and not torch.compiler.is_compiling():
+            low, high = (int(x) for x in inputs.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"inputs holds ids from {low} to {high}, wanted ids in [0, {self.config.vocab_size})"
+                )
+        if key_padding_mask is None:
+            return torch.zeros_like(inputs, dtype=torch.bool)
+        if key_padding_mask.shape != inputs.shape or key_padding_mask.dtype != torch.bool:
+            raise ValueError(
+                f"key_padding_mask is {key_padding_mask.dtype} of the shape {list(key_padding_mask.shape)}, "
+                f"wanted torch.bool of the shape {found}"
+            )
+        return key_padding_mask
+
+
+def embed(words: Tensor, padding: Tensor, tables: Sequence[Tensor], encoding: Encoding) -> list[Tensor]:
+    """Sum the embedded words of sentences by a position encoding: sum_j l_j o A x_j.
+
+    Every encoding is l_kj = a_j + b_j k / d, so that a sentence is a weighted sum of rows of A and of rows of
+    A times k / d, and all tables are read at once.
+
+    Args:
+        words: ids `[...,J]`.
+        padding: the same shape, True where there is no word; places are counted without them.
+        tables: embeddings A, each `[vocab_size,d]`.
+        encoding: name of the encoding.
+
+    Returns:
+        For each table `[...,d]`.
+    """
+    (n_words, d), dtype = tables[0].shape, tables[0].dtype
+    present = (~padding).flatten(0, -2).to(dtype)
+    a, b = ENCODINGS[encoding](present.cumsum(-1), present.sum(-1, keepdim=True).clamp(min=1), d)
+    ramp = torch.arange(1, d + 1, device=words.device, dtype=dtype) / d
+    rows = torch.cat([torch.cat(list(tables), 1), torch.cat([table * ramp for table in tables], 1)])
+    ids = words.flatten(0, -2)
+    weights = torch.cat([a * present, b * present], 1)
+    summed = F.embedding_bag(torch.cat([ids, ids + n_words], 1), rows, mode="sum", per_sample_weights=weights)
+    return list(torch.split(summed.reshape(*words.shape[:-1], len(tables) * d), d, -1))

@@ -1,0 +1,229 @@
+"""Stories are read as published: what a question may read, the held-out tenth, and what is refused."""
+
+import hashlib
+import io
+import tarfile
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unrolled.cli import run_config
+from unrolled.data import babi
+from unrolled.data.babi import BabiDataset, parse, split_words
+from unrolled.models import MemN2N, MemN2NConfig
+from unrolled.training import TrainConfig, train
+
+FIRST = (
+    "1 Mary moved to the bathroom.\n2 John went to the hallway.\n3 Where is Mary? \tbathroom\t1\n"
+    "4 Mary took the apple there.\n5 What is Mary carrying?\tapple,milk\t4 1\n"
+)
+TEST = "1 John went to the hallway.\n2 Where is John? \thallway\t1\n"
+ROOMS = ["hallway", "kitchen", "garden", "office"]
+FILES = {
+    "qa1_single-supporting-fact_train.txt": "".join(
+        FIRST.replace("bathroom", room) for room in ROOMS * 5 + ["bathroom"] * 2
+    ),
+    "qa1_single-supporting-fact_test.txt": TEST,
+    "qa3_three-supporting-facts_test.txt": TEST,
+    "qa8_lists-sets_train.txt": TEST * 10,
+    "qa8_lists-sets_test.txt": TEST.replace("John", "Mary"),
+}
+
+
+def archive(files):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:xz") as tar:
+        for name, text in {"../README": "about", "qa1_x_train.dat": "?", **files}.items():
+            member = tarfile.TarInfo(f"tasks_1-20_v1-2/en-10k/{name}")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Write five files as an archive in the real form, and expect their checksums."""
+    for task, text in {
+        1: "".join(text for name, text in FILES.items() if name.startswith("qa1_")),
+        3: TEST,
+        8: "".join(text for name, text in FILES.items() if name.startswith("qa8_")),
+    }.items():
+        monkeypatch.setitem(babi.SHA256, task, hashlib.sha256(text.encode()).hexdigest())
+    (tmp_path / "babi").mkdir()
+    (tmp_path / "babi/babi_en-10k_no-qa3train.tar.xz").write_bytes(archive(FILES))
+    return tmp_path
+
+
+def told(dataset, batch):
+    """Each row in words: its sentences, its question, its answer."""
+    for inputs, padding, target in zip(batch.inputs, batch.key_padding_mask, batch.targets, strict=True):
+        *story, question = (dataset.decode(*row) for row in zip(inputs, padding, strict=True))
+        yield tuple(line for line in story if line), question, dataset.words[target]
+
+
+def test_a_question_reads_the_sentences_of_its_story_so_far_and_no_other_question(folder):
+    dataset = BabiDataset([1], data_dir=folder)
+    questions = [row for batch in dataset.eval_batches(3) for row in told(dataset, batch)]
+    before = ("mary moved to the bathroom", "john went to the hallway")
+    assert questions == 2 * [
+        (before, "where is mary", "bathroom"),
+        ((*before, "mary took the apple there"), "what is mary carrying", "apple,milk"),
+    ]
+    (batch,) = dataset.test_batches(10)
+    assert list(told(dataset, batch)) == [(("john went to the hallway",), "where is john", "hallway")]
+
+
+def test_the_last_sentences_are_kept_in_their_order(folder):
+    dataset = BabiDataset([1], memory_size=2, data_dir=folder)
+    (batch,) = dataset.eval_batches(10)
+    assert batch.inputs.shape == (4, 3, 5)
+    story, question, _ = list(told(dataset, batch))[1]
+    assert story == ("john went to the hallway", "mary took the apple there")
+    assert question == "what is mary carrying"
+
+
+def test_a_batch_is_padded_to_its_longest_story_with_the_question_last(folder):
+    dataset = BabiDataset([1], data_dir=folder)
+    (batch,) = dataset.eval_batches(10)
+    assert batch.inputs.shape == batch.key_padding_mask.shape == (4, 4, 5)
+    assert batch.key_padding_mask[0].all(-1).tolist() == [False, False, True, False]
+    assert not batch.inputs[batch.key_padding_mask].any()
+    assert batch.targets.dtype == batch.inputs.dtype == torch.long
+
+
+def test_a_tenth_of_the_stories_is_held_out_and_an_epoch_has_all_others_once(folder):
+    dataset = BabiDataset([1], data_dir=folder)
+    assert (dataset.epoch_size("train"), dataset.epoch_size("val")) == (40, 4)
+    batch = dataset.batch("train", step=0, batch_size=40, seed=0)
+    rooms = sorted(answer for _, question, answer in told(dataset, batch) if question == "where is mary")
+    assert rooms == sorted(ROOMS * 5)
+    again = BabiDataset([1], data_dir=folder).batch("train", step=0, batch_size=40, seed=0)
+    assert all(map(torch.equal, batch, again))
+    assert not torch.equal(batch.targets, dataset.batch("train", step=1, batch_size=40, seed=0).targets)
+
+
+def test_the_vocabulary_is_sorted_and_has_an_answer_of_several_words_as_one(folder):
+    dataset = BabiDataset([8, 1], data_dir=folder)
+    assert dataset.words == sorted(set(dataset.words))
+    assert {"apple", "apple,milk", "mary"} < set(dataset.words)
+    assert dataset.vocab_size == len(dataset.words)
+    assert BabiDataset([1, 8], data_dir=folder).words == dataset.words
+
+
+def test_tests_can_be_had_by_task(folder):
+    dataset = BabiDataset(data_dir=folder)
+    assert dataset.tasks == [1, 8]
+    by_task = [list(told(dataset, next(dataset.test_batches(5, task)))) for task in (1, 8)]
+    assert [rows[0][1] for rows in by_task] == ["where is john", "where is mary"]
+    assert [row for batch in dataset.test_batches(5) for row in told(dataset, batch)] == [
+        *by_task[0],
+        *by_task[1],
+    ]
+    with pytest.raises(ValueError, match=r"task is 3, but the tasks of this data set are \[1, 8\]"):
+        dataset.test_batches(5, 3)
+
+
+def test_a_task_without_a_training_file_cannot_be_asked_for(folder):
+    message = "task 3 has no training file here, the tasks that can be asked for are 1, 8; all 20 are in http"
+    with pytest.raises(ValueError, match=message):
+        BabiDataset([3], data_dir=folder)
+
+
+@pytest.mark.parametrize("tasks", [[], [0], [21], [1, 1], [True], "1", 1, [1.0]], ids=str)
+def test_what_is_no_list_of_tasks_is_refused(folder, tasks):
+    with pytest.raises(ValueError, match=r'tasks is .*, wanted "all" or a list of numbers from 1 to 20'):
+        BabiDataset(tasks, data_dir=folder)
+
+
+def test_the_unpacked_folder_serves_as_well(folder, tmp_path):
+    place = tmp_path / "other/tasks_1-20_v1-2/en-10k"
+    place.mkdir(parents=True)
+    for name, text in FILES.items():
+        if "qa8" not in name:
+            (place / name).write_text(text)
+    dataset = BabiDataset(data_dir=tmp_path / "other")
+    assert dataset.tasks == [1]
+    wanted = BabiDataset([1], data_dir=folder)
+    assert all(map(torch.equal, next(dataset.eval_batches(9)), next(wanted.eval_batches(9))))
+    (place / "qa1_single-supporting-fact_test.txt").write_text(TEST + TEST)
+    with pytest.raises(
+        ValueError, match=r"en-10k is corrupt: the files of task 1 have the sha256 .* instead"
+    ):
+        BabiDataset(data_dir=tmp_path / "other")
+
+
+def test_other_files_are_refused(folder):
+    path = folder / "babi/babi_en-10k_no-qa3train.tar.xz"
+    path.write_bytes(archive(FILES | {"qa8_lists-sets_test.txt": "1 Mary is here.\n"}))
+    with pytest.raises(ValueError, match="is corrupt: the files of task 8 have the sha256"):
+        BabiDataset(data_dir=folder)
+    path.write_bytes(archive({}))
+    with pytest.raises(ValueError, match="is corrupt: it has no file such as en-10k/qa1"):
+        BabiDataset(data_dir=folder)
+    path.write_bytes(b"no archive")
+    with pytest.raises(ValueError, match="is corrupt: it is no tar archive"):
+        BabiDataset(data_dir=folder)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"tasks_1-20_v1-2.tar.gz is neither at .* could not be downloaded"):
+        BabiDataset(data_dir=folder)
+    with pytest.raises(ValueError, match="memory_size is 0, but must be an integer of at least 1"):
+        BabiDataset(memory_size=0, data_dir=folder)
+
+
+def test_sentences_of_ones_own_are_encoded_like_those_of_the_files(folder):
+    dataset = BabiDataset([1], data_dir=folder)
+    lines = ["Mary moved to the bathroom.", "John went to the hallway.", "Where is Mary?"]
+    mine, (theirs,) = dataset.encode(lines), dataset.eval_batches(10)
+    assert next(told(dataset, mine))[:2] == next(told(dataset, theirs))[:2]
+    with pytest.raises(ValueError, match="the words robert, sings are not among the 19 of the stories"):
+        dataset.encode(["Mary sings.", "Where is Robert?"])
+    with pytest.raises(ValueError, match="there are 1 lines, wanted sentences and a question after them"):
+        dataset.encode(["Where is Mary?"])
+    with pytest.raises(ValueError, match="line 2 has no words"):
+        dataset.encode(["Mary moved to the bathroom.", " ", "Where is Mary?"])
+
+
+@settings(max_examples=25)
+@given(st.lists(st.lists(st.sampled_from(["Mary", "is", "the", "e1"]), min_size=1, max_size=4), min_size=1))
+def test_what_is_written_is_parsed(sentences):
+    text = "".join(f"{n} {' '.join(words)}.\n" for n, words in enumerate(sentences, 1))
+    assert parse(text.encode()) == [[([w.lower() for w in words], None) for words in sentences]]
+    assert split_words(" ".join(sentences[0]) + " ? ") == [word.lower() for word in sentences[0]]
+
+
+def test_a_line_without_a_number_is_refused():
+    with pytest.raises(ValueError, match=r"the line 'Mary is here.' does not begin with a number"):
+        parse(b"1 John is here.\nMary is here.\n")
+
+
+def test_a_run_on_them_has_a_memory_network_that_learns(folder, tmp_path):
+    run = run_config.resolve(
+        {
+            "data": {"name": "babi", "tasks": [1], "memory_size": 4, "data_dir": str(folder)},
+            "run_dir": str(tmp_path / "run"),
+            "model": {"d_model": 8, "n_hops": 1},
+        }
+    )
+    assert run.model == MemN2NConfig(vocab_size=19, memory_size=4, d_model=8, n_hops=1)
+    torch.manual_seed(0)
+    config = TrainConfig(steps=100, batch_size=20, eval_every=100, lr=0.03, warmup_steps=0)
+    model = MemN2N(run.model)
+    train(model, run.dataset, config, tmp_path / "run", progress=False)
+    batch = run.dataset.batch("train", step=0, batch_size=40, seed=0)  # the held-out room is in none of them
+    answers = model(batch.inputs, key_padding_mask=batch.key_padding_mask).argmax(-1)
+    assert (answers == batch.targets).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("real_data", ["babi"], indirect=True)
+def test_the_real_files(real_data):
+    dataset = BabiDataset([1, 19], data_dir=real_data)
+    assert dataset.epoch_size("train") == 18_000
+    assert dataset.epoch_size("val") == 2_000
+    (batch,) = dataset.test_batches(1_000, 19)
+    assert batch.inputs.shape == (1_000, 6, 10)
+    assert {dataset.words[target] for target in batch.targets} <= {f"{a},{b}" for a in "nsew" for b in "nsew"}
+    if 3 not in dataset.tasks:
+        with pytest.raises(ValueError, match="task 3 has no training file here"):
+            BabiDataset([3], data_dir=real_data)

@@ -1,0 +1,307 @@
+"""Memory networks: the equations, what they equal, what padding and noise do, and what is refused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled import models
+from unrolled.models.memory_network import MemN2N, MemN2NConfig, embed
+
+V, D = 11, 6
+TYINGS = ["adjacent", "layer_wise"]
+ENCODINGS = ["printed", "code", "bag"]
+
+
+def make(**fields) -> MemN2N:
+    torch.manual_seed(0)
+    config = MemN2NConfig(**{"vocab_size": V, "d_model": D, "n_hops": 2, "memory_size": 7} | fields)
+    model = MemN2N(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # far from uniform attention
+    return model
+
+
+def story(batch=3, sentences=4, words=5, seed=0):
+    """Draw a batch with words and sentences missing anywhere, but not in the first row."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(V, (batch, sentences + 1, words), generator=generator)
+    padding = torch.rand(inputs.shape, generator=generator) < 0.3
+    padding[:, :-1] |= torch.rand((batch, sentences, 1), generator=generator) < 0.3
+    padding[0] = False
+    padding[:, -1, 0] = False
+    return inputs, padding
+
+
+def weight(encoding, j, J, k):
+    return {
+        "printed": (1 - j / J) - (k / D) * (1 - 2 * j / J),
+        "code": 1 + 4 * (k - (D + 1) / 2) * (j - (J + 1) / 2) / (D * J),
+        "bag": 1.0,
+    }[encoding]
+
+
+def plain_embed(words, padding, table, encoding):
+    """Sum one sentence word by word, coordinate by coordinate."""
+    there = words[~padding]
+    total = torch.zeros(D, dtype=torch.float64)
+    for j, word in enumerate(there, 1):
+        scale = [weight(encoding, j, len(there), k) for k in range(1, D + 1)]
+        total = total + torch.tensor(scale, dtype=torch.float64) * table[word]
+    return total
+
+
+def plain(model, inputs, padding):
+    """Answer one question, as the equations are written; no noise."""
+    config, encoding = model.config, model.config.position_encoding
+    there = [i for i in range(len(inputs) - 1) if not padding[i].all()]
+    u = plain_embed(inputs[-1], padding[-1], model.B, encoding)
+    weights = torch.zeros(config.n_hops, len(inputs) - 1, dtype=torch.float64)
+    for hop in range(config.n_hops):
+        o = torch.zeros(D, dtype=torch.float64)
+        if there:
+            m, c = (
+                torch.stack([plain_embed(inputs[i], padding[i], tables[hop], encoding) for i in there])
+                for tables in (model.A, model.C)
+            )
+            if config.temporal:
+                m = m + torch.stack([model.T_A[hop][n] for n in reversed(range(len(there)))])
+                c = c + torch.stack([model.T_C[hop][n] for n in reversed(range(len(there)))])
+            scores = m @ u
+            p = scores if model.linear else scores.exp() / scores.exp().sum()
+            weights[hop, there] = p
+            o = p @ c
+        u = (u if model.H is None else model.H @ u) + o
+    return model.W @ u, weights
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("temporal", [True, False])
+@pytest.mark.parametrize("tying", TYINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_it_is_what_the_equations_say_with_all_gradients(encoding, tying, temporal, linear):
+    model = make(position_encoding=encoding, tying=tying, temporal=temporal)
+    model.linear = linear
+    inputs, padding = story()
+    wanted = [plain(model, *row) for row in zip(inputs, padding, strict=True)]
+    logits = model(inputs, key_padding_mask=padding)
+    torch.testing.assert_close(logits, torch.stack([x for x, _ in wanted]), atol=1e-10, rtol=1e-10)
+    weights = model.attend(inputs, key_padding_mask=padding)
+    torch.testing.assert_close(weights, torch.stack([p for _, p in wanted]), atol=1e-10, rtol=1e-10)
+    parameters = list(model.parameters())
+    ours, theirs = (
+        torch.autograd.grad(x.square().sum(), parameters)
+        for x in (logits, torch.stack([x for x, _ in wanted]))
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-10)
+
+
+@pytest.mark.parametrize("tying", TYINGS)
+def test_one_hop_without_temporal_encoding_is_attention_with_scale_1(tying):
+    model = make(n_hops=1, temporal=False, tying=tying)
+    inputs, padding = story()
+    encoding = model.config.position_encoding
+    m, c = embed(inputs[:, :-1], padding[:, :-1], [model.A[0], model.C[0]], encoding)
+    (u,) = embed(inputs[:, -1:], padding[:, -1:], [model.B], encoding)
+    there = ~padding[:, :-1].all(-1).unsqueeze(1)
+    o = F.scaled_dot_product_attention(u, m, c, attn_mask=there, scale=1.0)
+    before = u if model.H is None else u @ model.H.T
+    torch.testing.assert_close(
+        model(inputs, key_padding_mask=padding), ((before + o) @ model.W.T)[:, 0], atol=1e-12, rtol=1e-12
+    )
+
+
+def test_layer_wise_hops_with_the_identity_are_repeated_attention():
+    model = make(n_hops=4, temporal=False, tying="layer_wise")
+    with torch.no_grad():
+        model.H.copy_(torch.eye(D))
+    inputs, _ = story()
+    nothing = torch.zeros_like(inputs, dtype=torch.bool)
+    m, c = embed(inputs[:, :-1], nothing[:, :-1], [model.A[0], model.C[0]], "code")
+    (u,) = embed(inputs[:, -1:], nothing[:, -1:], [model.B], "code")
+    for _ in range(4):
+        u = u + F.scaled_dot_product_attention(u, m, c, scale=1.0)
+    torch.testing.assert_close(model(inputs), (u @ model.W.T)[:, 0], atol=1e-11, rtol=1e-11)
+
+
+def test_adjacent_tying_shares_storage():
+    model = make(n_hops=3)
+    for hop in range(2):
+        assert model.A[hop + 1] is model.C[hop]
+        assert model.T_A[hop + 1] is model.T_C[hop]
+    assert model.B is model.A[0]
+    assert model.W is model.C[-1]
+    assert len(list(model.parameters())) == 8
+
+
+def test_layer_wise_tying_has_one_of_each():
+    model = make(n_hops=3, tying="layer_wise")
+    assert model.A[0] is model.A[2]
+    assert model.C[0] is model.C[2]
+    assert len({id(x) for x in (model.A[0], model.C[0], model.B, model.W)}) == 4
+    assert len(list(model.parameters())) == 7
+
+
+def test_the_encoding_of_the_code_has_mean_1():
+    words = torch.arange(5)[None]
+    ones = torch.ones(5, D, dtype=torch.float64)
+    nothing = torch.zeros_like(words, dtype=torch.bool)
+    (code,) = embed(words, nothing, [ones], "code")
+    torch.testing.assert_close(code.mean(), torch.tensor(5.0, dtype=torch.float64))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 1000), st.sampled_from(TYINGS))
+def test_padding_changes_nothing_wherever_it_stands_and_whatever_it_holds(sentences, words, seed, tying):
+    model = make(tying=tying)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(V, (2, sentences + 1, words), generator=generator)
+    wanted, read = model(inputs), model.attend(inputs)
+    rows = sorted(torch.randperm(7, generator=generator)[:sentences].tolist())
+    columns = sorted(torch.randperm(7, generator=generator)[:words].tolist())
+    padded = torch.randint(V, (2, 8, 7), generator=generator)
+    padding = torch.ones(2, 8, 7, dtype=torch.bool)
+    for row, sentence in zip([*rows, 7], inputs.unbind(1), strict=True):
+        padded[:, row, columns] = sentence
+        padding[:, row, columns] = False
+    torch.testing.assert_close(model(padded, key_padding_mask=padding), wanted, atol=1e-11, rtol=1e-11)
+    weights = model.attend(padded, key_padding_mask=padding)
+    torch.testing.assert_close(weights[:, :, rows], read, atol=1e-11, rtol=1e-11)
+    assert weights.sum(-1).allclose(torch.ones(2, 2, dtype=torch.float64))
+    assert not weights[:, :, [i for i in range(7) if i not in rows]].any()
+
+
+def test_a_story_of_padding_is_not_read_and_has_finite_gradients():
+    model = make()
+    inputs, padding = story()
+    padding[1, :-1] = True
+    assert not model.attend(inputs, key_padding_mask=padding)[1].any()
+    loss = model.loss(inputs, torch.tensor([1, 2, -100]), key_padding_mask=padding)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(loss, list(model.parameters())))
+
+
+def test_the_loss_is_the_mean_over_what_is_asked():
+    model = make()
+    inputs, padding = story()
+    targets = torch.tensor([4, -100, 9])
+    nll = -model(inputs, key_padding_mask=padding).log_softmax(-1)
+    loss = model.loss(inputs, targets, key_padding_mask=padding)
+    torch.testing.assert_close(loss, (nll[0, 4] + nll[2, 9]) / 2)
+
+
+def test_noise_keeps_the_order_spreads_the_ages_and_is_there_in_training_only():
+    model = make(memory_size=30, noise=0.5)
+    absent = torch.zeros(200, 10, dtype=torch.bool)
+    absent[:, 3] = True
+    plainly = torch.tensor([8, 7, 6, 6, 5, 4, 3, 2, 1, 0]).expand(200, -1)
+    assert torch.equal(model._ages(absent), plainly)
+    ages = model.train()._ages(absent)
+    present = ages[:, [0, 1, 2, 4, 5, 6, 7, 8, 9]]
+    assert (present.diff(dim=1) < 0).all()
+    assert ages.min() >= 0
+    assert ages.max() == 8 + 5  # 9 sentences and at most ceil(4.5) empty memories
+    assert len(ages.unique(dim=0)) > 100
+    assert torch.equal(make(memory_size=30, noise=0).train()._ages(absent), plainly)
+
+
+def test_noise_never_leaves_the_memory():
+    model = make(memory_size=10, noise=1.0).train()
+    assert model._ages(torch.zeros(5, 10, dtype=torch.bool)).tolist() == [list(range(10))[::-1]] * 5
+
+
+def test_noise_has_its_own_generator_which_a_saved_run_takes_along(tmp_path):
+    model = make(noise=1.0).train()
+    inputs, _ = story(batch=20)
+    before = torch.get_rng_state()
+    model(inputs)
+    model.save(tmp_path)
+    here = [model(inputs) for _ in range(3)]
+    assert torch.equal(torch.get_rng_state(), before)
+    loaded = MemN2N.load(tmp_path).train()
+    assert all(torch.equal(loaded(inputs), y) for y in here)
+    other = make(noise=1.0, seed=1).train()
+    other(inputs)
+    assert not torch.equal(other(inputs), here[0])
+
+
+@pytest.mark.parametrize("tying", TYINGS)
+def test_it_comes_back_bit_for_bit(tying, tmp_path):
+    model = make(tying=tying)
+    model.save(tmp_path)
+    loaded = models.load(tmp_path)
+    assert isinstance(loaded, MemN2N)
+    assert loaded.config == model.config
+    inputs, _ = story()
+    assert torch.equal(loaded.eval()(inputs), model(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_types_are_near_to_double(dtype):
+    model = make()
+    inputs, padding = story()
+    wanted = model(inputs, key_padding_mask=padding)
+    found = model.to(dtype)(inputs, key_padding_mask=padding)
+    assert found.dtype == dtype
+    bound = {torch.float32: 1e-4, torch.bfloat16: 0.2}[dtype]
+    assert (found - wanted).abs().max() < bound * wanted.abs().max()
+
+
+def test_it_can_be_compiled():
+    model = make()
+    inputs, padding = story()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    wanted = model(inputs, key_padding_mask=padding)
+    torch.testing.assert_close(compiled(inputs, key_padding_mask=padding), wanted)
+
+
+def test_an_empty_batch():
+    assert make()(torch.zeros(0, 3, 2, dtype=torch.long)).shape == (0, V)
+    assert make().attend(torch.zeros(0, 3, 2, dtype=torch.long)).shape == (0, 2, 2)
+
+
+LONG = torch.long
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (torch.zeros(2, 1, 3, dtype=LONG), r"inputs has the shape \[2, 1, 3\]: a memory of length 0, wanted"),
+        (
+            torch.zeros(2, 3, dtype=LONG),
+            r"inputs is torch.int64 of the shape \[2, 3\], wanted \[B, M \+ 1, J\]",
+        ),
+        (torch.zeros(2, 3, 3), r"inputs is torch.float32 of the shape .* of torch.long"),
+        (torch.zeros(2, 9, 3, dtype=LONG), "inputs has 8 sentences, wanted at most memory_size = 7"),
+        (torch.full((2, 3, 3), V), r"inputs holds ids from 11 to 11, wanted ids in \[0, 11\)"),
+    ],
+)
+def test_wrong_inputs_are_refused(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        make()(inputs)
+
+
+def test_wrong_masks_and_targets_are_refused():
+    inputs, padding = story()
+    with pytest.raises(ValueError, match=r"key_padding_mask is torch.bool of the shape \[3, 5\], wanted"):
+        make()(inputs, key_padding_mask=padding[:, :, 0])
+    with pytest.raises(ValueError, match="targets holds values from 11 to 11"):
+        make().loss(inputs, torch.tensor([11, 11, 11]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_hops": 0}, "n_hops is 0, wanted an integer of at least 1"),
+        ({"tying": "none"}, r"tying is 'none', wanted one of \['adjacent', 'layer_wise'\]"),
+        ({"position_encoding": "sin"}, "position_encoding is 'sin', wanted one of"),
+        ({"noise": 2.0}, r"noise is 2.0, wanted a part in \[0, 1\]"),
+        ({"temporal": 1}, "temporal is 1, wanted True or False"),
+        ({"seed": -1}, "seed is -1, wanted an integer of at least 0"),
+    ],
+)
+def test_impossible_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MemN2NConfig(**{"vocab_size": 5} | fields)
