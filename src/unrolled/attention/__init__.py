@@ -13,7 +13,9 @@ def names() -> list[str]:
 
 
 def load(name: str) -> type[nn.Module]:
-    """Return the module class of a mechanism: the one class in its file that declares `supports`.
+    """Return the module class of a mechanism: the first class in its file that declares `supports`.
+
+    What follows that class in its file are named variants of it, which are imported as any class is.
 
     Raises:
         ValueError: there is no mechanism of that name.
@@ -21,7 +23,7 @@ def load(name: str) -> type[nn.Module]:
     if name not in names():
         raise ValueError(f"attention is {name!r}, but must be one of {', '.join(names())}")
     module = importlib.import_module(f"{__name__}.{name}")
-    for _, found in inspect.getmembers(module, inspect.isclass):
+    for found in filter(inspect.isclass, vars(module).values()):  # in the order of the file
         if (
             found.__module__ == module.__name__
             and issubclass(found, nn.Module)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from unrolled.contract import Supports
 from unrolled.ops.checks import check_key_padding_mask, shape
 from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.softmax import softmax_or_zero
 
 CHUNK = 2**22
 """Numbers of a `[B,T,S,K]` tensor that are held at once: queries are read in pieces that keep to it."""
@@ -57,13 +58,13 @@ class MemoryAttention(nn.Module):
         """Make of queries `[B,T,query_dim]` what `weigh` compares with the keys; by default they stay."""
         return query
 
-    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
-        """Compare projected queries `[B,T,...]` with keys `[B,S,K]`: `[B,T,S]`, in the type of the state."""
+    def scores(self, query: Tensor, state: Any) -> Tensor:
+        """Compare projected queries `[B,T,...]` with the keys: `[B,T,S]`, in the type of the state."""
         raise NotImplementedError
 
     def weigh(self, query: Tensor, state: Any) -> Tensor:
         """Compute the weights `[B,T,S]` of projected queries `[B,T,...]`: 0 at padding."""
-        return masked_softmax(self.scores(query, state.keys), ~state.padding.unsqueeze(1))
+        return softmax_inside(self.scores(query, state), ~state.padding.unsqueeze(1))
 
     def init_state(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
         """Project a memory `[B,S,memory_dim]`, S at least 1, for any number of queries.
@@ -144,11 +145,9 @@ class MemoryAttention(nn.Module):
             )
 
 
-def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+def softmax_inside(scores: Tensor, allowed: Tensor) -> Tensor:
     """Softmax over the last axis where `allowed` (broadcast), 0 elsewhere; 0 where nothing is allowed."""
-    some = allowed.any(-1, keepdim=True)
-    weights = scores.masked_fill(~allowed & some, -torch.inf).softmax(-1)  # never a row of -inf alone
-    return weights.masked_fill(~allowed, 0)
+    return softmax_or_zero(scores.masked_fill(~allowed, -torch.inf))
 
 
 def additive_scores(query: Tensor, keys: Tensor, v: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ def additive_scores(query: Tensor, keys: Tensor, v: Tensor) -> Tensor:
 
     The sums `[B,T,S,K]` are made for as many queries at a time as `CHUNK` allows.
     """
-    (B, T, K), S = query.shape, keys.shape[1]
+    B, S, K = keys.shape
     at_once = max(1, CHUNK // max(1, B * S * K))
     parts = [torch.tanh(q.unsqueeze(2) + keys.unsqueeze(1)) @ v for q in query.split(at_once, 1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from unrolled.attention._memory import MemoryAttention, masked_softmax
+from unrolled.attention._memory import MemoryAttention, MemoryState, softmax_inside
 
 EPSILON = 1e-8
 """Added to squared norms, so that the cosine of a vector of zeros is 0, with finite gradients."""
@@ -50,7 +50,7 @@ def cosine_weights(
     if key_padding_mask is None:
         return scores.softmax(-1)
     allowed = ~key_padding_mask.reshape(len(memory), *[1] * (key.dim() - 2), -1)
-    return masked_softmax(scores, allowed)
+    return softmax_inside(scores, allowed)
 
 
 def unit(x: Tensor, epsilon: float = EPSILON) -> Tensor:
@@ -78,7 +78,7 @@ class CosineAttention(MemoryAttention):
         """k and, before its softplus, beta: `[B,T,memory_dim + 1]`."""
         return torch.cat([self.key_proj(query), self.strength_proj(query)], -1)
 
-    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
+    def scores(self, query: Tensor, state: MemoryState) -> Tensor:
         """Beta cos(k, m)."""
         key, strength = query[..., :-1], query[..., -1:]
-        return softplus(strength) * (unit(key) @ keys.mT)
+        return softplus(strength) * (unit(key) @ state.keys.mT)
