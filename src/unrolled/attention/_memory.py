@@ -157,7 +157,7 @@ def additive_scores(query: Tensor, keys: Tensor, v: Tensor) -> Tensor:
     """
     B, S, K = keys.shape
     at_once = max(1, CHUNK // max(1, B * S * K))
-    parts = [torch.tanh(q.unsqueeze(2) + keys.unsqueeze(1)) @ v for q in query.split(at_once, 1)]
+    parts = [torch.tanh(q.unsqueeze(2) + keys.unsqueeze(1)) @ v for q in torch.split(query, at_once, 1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

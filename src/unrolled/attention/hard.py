@@ -67,7 +67,7 @@ class HardAttention(BahdanauAttention):
         seed = scrambled(scrambled(self.begun + self.seed) + rows)
         if self.training:
             self.begun += 1
-        return HardState(*state, seed)
+        return HardState(state.memory, state.keys, state.padding, state.position, seed)
 
     def probabilities(self, query: Tensor, state: HardState) -> Tensor:
         """The distributions a_t `[B,T,S]` that the glimpses of queries `[B,T,query_dim]` are drawn from."""
@@ -99,7 +99,7 @@ class StraightThroughAttention(HardAttention):
 
 
 class GatedSoftAttention(BahdanauAttention):
-    """The expectation, times a gate that says how much to look at all; arguments as of `BahdanauAttention`."""
+    """The expectation, times a gate that says how much to look at all; arguments of `BahdanauAttention`."""
 
     def __init__(self, query_dim: int, memory_dim: int | None = None, **additive: Any):
         super().__init__(query_dim, memory_dim, **additive)
