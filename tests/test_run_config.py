@@ -1,12 +1,16 @@
 """Configurations are strict about keys, generous about numbers, and completed from the data set."""
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, get_args
 
 import pytest
 
+from unrolled import data
 from unrolled.cli import run_config
-from unrolled.models import Decoder, PerceiverAR
+from unrolled.models import KINDS, Decoder, PerceiverAR
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 
@@ -120,3 +124,47 @@ def test_the_kind_of_model_is_chosen_by_name_and_written_down(settings: list[str
         ValueError, match=r"model\.name is 'perceiver', but for the data set text one of decoder"
     ):
         run_config.resolve(run_config.read(None, [*settings, "model.name=perceiver"]))
+
+
+def test_every_task_has_a_job_and_no_kind_of_model_is_forgotten() -> None:
+    assert run_config.JOBS.keys() == set(get_args(data.Task))
+    for name in data.names():
+        module = __import__(f"unrolled.data.{name}", fromlist=["x"])
+        assert getattr(module, f"{name.capitalize()}Dataset").task in run_config.JOBS
+    assert KINDS.keys() - {"vit"} <= {kind for job in run_config.JOBS.values() for kind in job.kinds}
+
+
+@dataclass
+class Pairs:
+    """A data set of another task, whose model has other fields."""
+
+    task: ClassVar[str] = "translation"
+    vocab_size: ClassVar[int] = 9
+    source_vocab_size: ClassVar[None] = None
+    start_token: ClassVar[bool] = True
+
+    def eval_batches(self, batch_size: int) -> Iterator[Any]:
+        return iter(())
+
+
+@dataclass
+class Narrow:
+    vocab_size: int
+    hidden: int = 3
+
+
+class Kind:
+    model_name = "rnn_seq2seq"
+    config_type = Narrow
+
+
+def test_a_config_gets_those_fields_of_the_data_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "load", lambda name: Pairs())
+    monkeypatch.setattr(run_config, "KINDS", {"rnn_seq2seq": Kind})
+    run = run_config.resolve({"data": {"name": "pairs"}, "run_dir": "x"})
+    assert (run.kind, run.model) == (Kind, Narrow(9))
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 5, but the data set pairs needs 9"):
+        run_config.resolve({"data": {"name": "pairs"}, "model": {"vocab_size": 5}, "run_dir": "x"})
+    monkeypatch.setattr(run_config, "KINDS", {})
+    with pytest.raises(ValueError, match="whose task 'translation' no kind of model can do"):
+        run_config.resolve({"data": {"name": "pairs"}, "run_dir": "x"})

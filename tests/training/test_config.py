@@ -1,4 +1,5 @@
 import re
+from dataclasses import fields
 
 import pytest
 
@@ -22,7 +23,15 @@ from unrolled.training import TrainConfig
         ({"betas": (0.9,)}, "betas is (0.9,), but must be two numbers"),
         ({"betas": (0.9, 1.0)}, "betas is 1.0, but must be two numbers from 0 to below 1"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd', but must be one of radam, adamw"),
-        ({"schedule": ["cosine"]}, "schedule is ['cosine'], but must be one of cosine, plateau, constant"),
+        (
+            {"schedule": ["cosine"]},
+            "schedule is ['cosine'], but must be one of cosine, plateau, constant, inverse_sqrt",
+        ),
+        ({"eps": 0}, "eps is 0, but must be a number above 0"),
+        (
+            {"schedule": "inverse_sqrt", "warmup_steps": 0},
+            "warmup_steps is 0, but must be at least 1 with the schedule inverse_sqrt",
+        ),
         ({"bf16": "yes"}, "bf16 is 'yes', but must be true or false"),
     ],
 )
@@ -33,3 +42,9 @@ def test_a_wrong_value_gets_one_sentence(changes, message):
 
 def test_betas_may_be_a_list_as_in_yaml():
     assert TrainConfig(betas=[0.8, 0.9]) == TrainConfig(betas=(0.8, 0.9))
+
+
+def test_a_field_that_old_checkpoints_lack_counts_only_where_it_is_not_the_default():
+    assert "eps" not in TrainConfig().identity()
+    assert TrainConfig(eps=1e-9).identity()["eps"] == 1e-9
+    assert TrainConfig().identity().keys() | {"eps"} == {field.name for field in fields(TrainConfig)}

@@ -56,3 +56,17 @@ def test_other_schedules_do_not_listen():
     for _ in range(20):
         schedule.observe(math.inf)
     assert schedule.lr(0) == 1.0
+
+
+@pytest.mark.parametrize(("d_model", "warmup"), [(512, 4000), (256, 10)])
+def test_inverse_sqrt_is_the_rate_of_the_transformer(d_model, warmup):
+    c = config(schedule="inverse_sqrt", lr=(d_model * warmup) ** -0.5, warmup_steps=warmup)
+    for n in (1, warmup - 1, warmup, warmup + 1, 7 * warmup):  # updates are counted from 1 there
+        expected = d_model**-0.5 * min(n**-0.5, n * warmup**-1.5)
+        assert Schedule(c).lr(n - 1) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["adamw", "radam"])
+def test_eps_reaches_the_optimiser(name):
+    optimizer = build_optimizer(nn.Linear(3, 3).named_parameters(), config(optimizer=name, eps=1e-9))
+    assert {group["eps"] for group in optimizer.param_groups} == {1e-9}

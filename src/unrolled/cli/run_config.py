@@ -2,7 +2,7 @@
 
     data:  {name: digits}                      a data set and its options
     model: {n_layers: 4, attention: linear}    fields of its config, and the `name` of its kind, by default
-                                               "decoder", or "encoder" for data with labels
+                                               the first that `JOBS` has for the task of the data set
     train: {steps: 2000}                       fields of `TrainConfig`
     run_dir: runs/digits                       the folder of the run
 
@@ -20,14 +20,40 @@ import yaml
 
 from unrolled import data
 from unrolled.models import KINDS
-from unrolled.models.config import TransformerConfig
 from unrolled.models.saving import write_atomically
 from unrolled.training import TrainConfig
 
 SECTIONS = ("data", "model", "train", "run_dir")
-PREDICT_TOKENS = ("decoder", "perceiver_ar")
-PREDICT_LABELS = ("encoder", "perceiver", "perceiver_io")
 FILE_NAME = "run.yaml"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a task asks for.
+
+    Attributes:
+        kinds: names of the models that can do it, the one to take by default first.
+        from_data: fields of their configs that come from the data set, for those that have them.
+        unit: what the loss is the mean over, as reports call it.
+    """
+
+    kinds: tuple[str, ...]
+    from_data: tuple[str, ...]
+    unit: str
+
+
+JOBS: dict[data.Task, Job] = {
+    "tokens": Job(("decoder", "perceiver_ar", "recurrent_lm"), ("vocab_size", "start_token"), "nats/token"),
+    "labels": Job(("encoder", "perceiver", "perceiver_io"), ("vocab_size", "n_classes"), "nats/label"),
+    "translation": Job(
+        ("encoder_decoder", "rnn_seq2seq", "luong_seq2seq"),
+        ("vocab_size", "source_vocab_size", "start_token"),
+        "nats/token",
+    ),
+    "answers": Job(("memory_network",), ("vocab_size", "n_classes"), "nats/answer"),
+    "bits": Job(("ntm",), ("input_size", "output_size"), "nats/bit"),
+    "numbers": Job(("ntm",), ("input_size", "output_size"), "mean squared error"),
+}
 
 
 @dataclass
@@ -38,7 +64,7 @@ class Run:
     dataset: data.Dataset
     data: dict[str, Any]
     kind: type[Any]  # of the model
-    model: TransformerConfig
+    model: Any  # the config of that kind
     train: TrainConfig
 
     def save(self) -> None:
@@ -87,8 +113,7 @@ def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
 def resolve(values: Mapping[str, Any]) -> Run:
     """Load the data set and make the configurations.
 
-    The model's `max_length`, `vocab_size`, and `start_token` or `n_classes`, are those of the data set unless
-    given.
+    The model's `max_length`, and what else `JOBS` names for the task, are those of the data set unless given.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is impossible.
@@ -108,8 +133,10 @@ def resolve(values: Mapping[str, Any]) -> Run:
 
     train = TrainConfig(**sections["train"])
     dataset = data.load(name, **options)
-    classifies = hasattr(dataset, "n_classes")
-    kinds = PREDICT_LABELS if classifies else PREDICT_TOKENS
+    job = JOBS[dataset.task]
+    kinds = [kind for kind in job.kinds if kind in KINDS]
+    if not kinds:
+        raise ValueError(f"data.name is {name!r}, whose task {dataset.task!r} no kind of model can do")
     fields_given = dict(sections["model"])
     model_name = fields_given.pop("name", kinds[0])
     if model_name not in kinds:
@@ -117,21 +144,23 @@ def resolve(values: Mapping[str, Any]) -> Run:
             f"model.name is {model_name!r}, but for the data set {name} one of {', '.join(kinds)}"
         )
     kind = KINDS[model_name]
-    wanted = ("vocab_size", "n_classes" if classifies else "start_token")
-    from_data = {key: getattr(dataset, key) for key in wanted} | {"max_length": dataset.length}
-    _check_keys("model.", fields_given, ["name", *(field.name for field in fields(kind.config_type))])
+    has = [field.name for field in fields(kind.config_type)]
+    _check_keys("model.", fields_given, ["name", *has])
+    from_data = {key: getattr(dataset, key) for key in job.from_data if key in has and hasattr(dataset, key)}
+    length = getattr(dataset, "length", None)
+    if "max_length" in has and length is not None:
+        fields_given.setdefault("max_length", length)
     model = kind.config_type(**(from_data | fields_given))
-    if model.n_positions is not None and model.n_positions < dataset.length:
+    n_positions = getattr(model, "n_positions", None)
+    if n_positions is not None and length is not None and n_positions < length:
         field_name = "max_length" if model.positions == "learned" else "axial_shape"
         raise ValueError(
             f"model.{field_name} is {getattr(model, field_name)}, "
-            f"but the data set {name} needs {dataset.length} positions"
+            f"but the data set {name} needs {length} positions"
         )
-    for key in wanted:
-        if getattr(model, key) < from_data[key]:
-            raise ValueError(
-                f"model.{key} is {getattr(model, key)}, but the data set {name} needs {from_data[key]}"
-            )
+    for key, needed in from_data.items():
+        if needed is not None and (getattr(model, key) or 0) < needed:
+            raise ValueError(f"model.{key} is {getattr(model, key)}, but the data set {name} needs {needed}")
     described = {"name": name} | {field.name: getattr(dataset, field.name) for field in fields(dataset)}  # type: ignore[arg-type]
     return Run(Path(str(values["run_dir"])), dataset, described, kind, model, train)
 

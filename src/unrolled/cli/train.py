@@ -93,8 +93,8 @@ def train(
         vocabulary.save(run.run_dir)
     if result.best_val is not None:
         bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
-        per = "token" if isinstance(model, Decoder) else "label"
-        typer.echo(f"best validation loss {result.best_val:.3f} nats/{per}{bits}", err=True)
+        unit = run_config.JOBS[run.dataset.task].unit
+        typer.echo(f"best validation loss {result.best_val:.3f} {unit}{bits}", err=True)
     if result.steps < run.train.steps:
         raise KeyboardInterrupt
     if not isinstance(model, Decoder):

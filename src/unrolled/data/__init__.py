@@ -8,11 +8,26 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
 Split = Literal["train", "val"]
+Task = Literal["tokens", "labels", "translation", "answers", "bits", "numbers"]
+"""What is to be predicted, which says what the tensors of a batch are.
+
+    tokens         inputs: ids [B,T]; targets: the id that follows each, [B,T]
+    labels         inputs: ids [B,T]; targets: one label for each row, [B]; key_padding_mask [B,T]
+    translation    inputs: ids of the source [B,S]; targets: ids of its translation and an end symbol, [B,T];
+                   key_padding_mask [B,S], of the source
+    answers        inputs: word ids of the sentences of a story, the question last, [B,N,J];
+                   targets: one answer for each row, [B]; key_padding_mask [B,N,J]
+    bits           inputs: numbers [B,T,n]; targets: bits, as numbers, [B,T,m]
+    numbers        inputs: numbers [B,T,n]; targets: one number for each row, [B]
+
+A target is -100 (`unrolled.contract.IGNORED`) where nothing is to be predicted; `key_padding_mask` is True at
+padding.
+"""
 
 
 class Batch(NamedTuple):
@@ -42,21 +57,17 @@ class LabelledBatch(NamedTuple):
 
 
 class Dataset(Protocol):
-    """What training asks of a data set. Nothing here reads or moves a global random generator."""
+    """What training asks of a data set. Nothing here reads or moves a global random generator.
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids that can be predicted."""
+    What a model has to know of the data, a data set has under the name of the model's field: `vocab_size`
+    (ids that can be predicted) and `start_token` (whether targets begin after the id `vocab_size`, a start
+    symbol that is never predicted), `n_classes` of labels, `input_size` and `output_size` of numbers and
+    bits. Where all examples have one length, or one bounds them, `length` is it.
+    """
 
-    @property
-    def length(self) -> int:
-        """Tokens per example, T."""
+    task: ClassVar[Task]
 
-    @property
-    def start_token(self) -> bool:
-        """Whether inputs begin with the id `vocab_size`, a start symbol that is never predicted."""
-
-    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Any:
         """Return batch number `step`, counted from 0.
 
         A pure function of its arguments, so that a resumed run sees the data it would have seen.
@@ -65,7 +76,7 @@ class Dataset(Protocol):
     def epoch_size(self, split: Split) -> int:
         """Return the number of examples that count as one pass over a split."""
 
-    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+    def eval_batches(self, batch_size: int) -> Iterator[Any]:
         """Yield the whole validation split in order, each example once; the last batch may be smaller."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unrolled.data import Batch, Split
+from unrolled.data import Batch, Split, Task
 from unrolled.data._checks import check_integer, check_request, check_split
 
 
@@ -38,6 +38,7 @@ class ImageDataset(ABC):
     A subclass is a dataclass whose fields are its options; it sets the class variables and reads the pixels.
     """
 
+    task: ClassVar[Task] = "tokens"
     vocab_size: ClassVar[int]
     shape: ClassVar[tuple[int, int]]
     start_token: ClassVar[bool] = True

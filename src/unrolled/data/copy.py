@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED
-from unrolled.data import Batch, Split
+from unrolled.data import Batch, Split, Task
 from unrolled.data._checks import check_integer, check_request, check_split
 
 TRAIN_EPOCH = 6_400  # training examples never repeat; the paper's code calls 100 batches of 64 an epoch
@@ -37,6 +37,7 @@ class CopyDataset:
     n_symbols: int = 10
     val_size: int = 1_000
 
+    task: ClassVar[Task] = "tokens"
     start_token: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from unrolled.data import LabelledBatch, Split
+from unrolled.data import LabelledBatch, Split, Task
 from unrolled.data._checks import check_integer, check_request, check_split
 from unrolled.data._files import load_published
 from unrolled.data._images import epoch_rows
@@ -49,6 +49,7 @@ class ImdbDataset:
     length: int = 1024
     data_dir: str | Path | None = None
 
+    task: ClassVar[Task] = "labels"
     vocab_size: ClassVar[int] = 256
     n_classes: ClassVar[int] = 2
     start_token: ClassVar[bool] = False

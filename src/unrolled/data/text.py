@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED
-from unrolled.data import Batch, Split
+from unrolled.data import Batch, Split, Task
 from unrolled.data._checks import check_integer, check_request, check_split
 from unrolled.data._files import PublishedFile, read_file, read_published
 
@@ -93,6 +93,7 @@ class TextDataset:
     val_fraction: float = 0.1
     data_dir: str | Path | None = None
 
+    task: ClassVar[Task] = "tokens"
     start_token: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

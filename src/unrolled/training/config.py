@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 Optimizer = Literal["radam", "adamw"]
+NEWER = {"eps": 1e-8}  # fields that the first checkpoints do not have
 MOST_THREADS = 1024  # beyond, the system refuses to start them, in the middle of the work
-Decay = Literal["cosine", "plateau", "constant"]
+Decay = Literal["cosine", "plateau", "constant", "inverse_sqrt"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,12 @@ class TrainConfig:
         min_lr: where the cosine ends and where the plateau schedule stops halving.
         optimizer: "adamw" (Loshchilov & Hutter 2019) or "radam" (Liu et al. 2020, with decoupled decay).
         betas: decay rates of the first and second moment.
+        eps: added to the root of the second moment.
         weight_decay: applied to tensors of two or more dimensions, never to biases and norms.
         warmup_steps: updates over which the rate rises linearly to `lr`.
         schedule: what follows the warm-up: "cosine" down to `min_lr` at `steps`, "plateau" (halve when the
-            validation loss stops falling) or "constant".
+            validation loss stops falling), "constant", or "inverse_sqrt" (of the number of updates; see
+            `unrolled.training.optim.Schedule`).
         clip_norm: largest norm of the whole gradient; None leaves it alone.
         accumulate: micro-batches per update.
         bf16: run forward passes under bfloat16 autocast; weights and optimiser stay as they are.
@@ -59,6 +62,7 @@ class TrainConfig:
     log_every: int = 10
     seed: int = 0
     threads: int | None = None
+    eps: float = 1e-8
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_every", "checkpoint_every", "log_every"):
@@ -80,14 +84,25 @@ class TrainConfig:
 
         _number("lr", self.lr, "a number above 0", lambda x: x > 0)
         _number("min_lr", self.min_lr, f"a number from 0 to lr = {self.lr}", lambda x: 0 <= x <= self.lr)
+        _number("eps", self.eps, "a number above 0", lambda x: x > 0)
         _number("weight_decay", self.weight_decay, "a number of at least 0", lambda x: x >= 0)
         if self.clip_norm is not None:
             _number("clip_norm", self.clip_norm, "a number above 0, or none", lambda x: x > 0)
+        if self.schedule == "inverse_sqrt" and self.warmup_steps == 0:
+            raise ValueError("warmup_steps is 0, but must be at least 1 with the schedule inverse_sqrt")
         if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
             raise ValueError(f"betas is {self.betas!r}, but must be two numbers")
         for beta in self.betas:
             _number("betas", beta, "two numbers from 0 to below 1", lambda x: 0 <= x < 1)
         object.__setattr__(self, "betas", tuple(self.betas))  # a list in YAML and JSON
+
+    def identity(self) -> dict[str, Any]:
+        """Return the fields, without the newer ones where they hold their default.
+
+        Checkpoints from before such a field was there were made with its default, and must go on.
+        """
+        fields = asdict(self)
+        return {name: x for name, x in fields.items() if NEWER.get(name, ...) != x}
 
     def free_on_resume(self) -> frozenset[str]:
         """Name the fields that a resumed run may change, since they do not change what the weights become.

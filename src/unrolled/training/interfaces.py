@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 
 class Batch(Protocol):
-    """Token ids `inputs [B, T]` and what to predict: at each, `targets [B, T]`, or of each row, `[B]`.
+    """Rows to read, and what to predict of them, in the shapes that the model's loss wants.
 
-    A batch with padding also has `key_padding_mask [B, T]`, True = padding, which the model's loss then takes
-    by that name.
+    A batch with padding has a `key_padding_mask` too, True = padding, which the loss takes by that name.
     """
 
     @property

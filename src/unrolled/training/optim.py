@@ -1,4 +1,4 @@
-"""The optimiser and its learning rate: AdamW or RAdam, warm-up, then cosine, plateau or constant."""
+"""The optimiser and its learning rate: AdamW or RAdam, a warm-up, and what follows it."""
 
 import math
 from collections.abc import Iterable
@@ -29,8 +29,10 @@ def build_optimizer(
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "radam":
-        return torch.optim.RAdam(groups, lr=config.lr, betas=config.betas, decoupled_weight_decay=True)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+        return torch.optim.RAdam(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, decoupled_weight_decay=True
+        )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
 @dataclass
@@ -53,12 +55,15 @@ class Schedule:
 
     With `s` the updates already done, `w` warm-up steps and `n` steps in the run:
 
-        s < w      peak * (s + 1) / w
-        cosine     min_lr + (lr - min_lr) * (1 + cos(pi * (s - w) / (n - w))) / 2
-        plateau    peak = max(min_lr, lr * 0.5^k), k = how often the validation loss stopped falling
-        constant   lr
+        s < w          peak * (s + 1) / w
+        cosine         min_lr + (lr - min_lr) * (1 + cos(pi * (s - w) / (n - w))) / 2
+        plateau        peak = max(min_lr, lr * 0.5^k), k = how often the validation loss stopped falling
+        constant       lr
+        inverse_sqrt   lr * sqrt(w / (s + 1))
 
-    Only the plateau has a memory, which `observe` feeds and `state` holds.
+    Only the plateau has a memory, which `observe` feeds and `state` holds. With lr = (d_model w)^-0.5, the
+    last one is d_model^-0.5 min((s + 1)^-0.5, (s + 1) w^-1.5), the rate of Vaswani et al. 2017 (arXiv
+    1706.03762, eq. 3), which the code of its authors calls "noam".
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -74,6 +79,8 @@ class Schedule:
         if c.schedule == "cosine":
             done = (step - c.warmup_steps) / max(1, c.steps - c.warmup_steps)
             return c.min_lr + (c.lr - c.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        if c.schedule == "inverse_sqrt":
+            return peak * math.sqrt(c.warmup_steps / (step + 1))
         return peak
 
     def observe(self, val_loss: float) -> None:
