@@ -1,0 +1,59 @@
+r"""The gated recurrent unit as it was published: the reset gate acts before the recurrent product.
+
+    r_t = sigmoid(W_r x_t + U_r h_{t-1} + b_r)
+    z_t = sigmoid(W_z x_t + U_z h_{t-1} + b_z)
+    n_t = tanh(W_n x_t + U_n (r_t * h_{t-1}) + b_n)
+    h_t = (1 - z_t) * h_{t-1} + z_t * n_t
+
+Cho et al. 2014, arXiv 1406.1078v3, eq. 5-8, with the update gate of Bahdanau et al. 2014, arXiv 1409.0473,
+appendix A.1.1: z_t lets the new state in. (The former and `torch.nn.GRU` let it keep the old one; negating
+the weights of z changes one into the other.)
+
+Cost, N = hidden_size and P = input_size: time O(T N (N+P)), one step after the other, of two products each;
+3 (N^2 + N P + N) parameters; per generated token time O(N (N+P)), state O(N).
+Cannot: run in parallel over the sequence, but for W x_t; `torch.nn.GRU` cannot represent it.
+Equals softmax attention: never. It is the GRU of Keras with reset_after=False and negated weights of z.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.recurrent._layer import RecurrentLayer
+from unrolled.recurrent.gru import GRUState
+
+
+class GRUResetBefore(RecurrentLayer):
+    """A layer of the published gated recurrent unit; the arguments are those of `RecurrentLayer`.
+
+    The rows of `input_proj` and of `recurrent` are those of r, z and n, in this order. All weights start
+    uniform in +-1/sqrt(hidden_size), as torch's.
+    """
+
+    state_type = GRUState
+
+    def __init__(self, input_size: int, hidden_size: int):
+        super().__init__(input_size, hidden_size)
+        self.input_proj = nn.Linear(input_size, 3 * hidden_size)
+        self.recurrent = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+
+    def init_state(self, batch_size: int) -> GRUState:
+        """Zeros."""
+        return GRUState(self.recurrent.new_zeros(batch_size, self.hidden_size, dtype=self._state_dtype))
+
+    def project(self, x: Tensor) -> Tensor:
+        """W x + b of the three gates, `[...,3 hidden_size]`."""
+        return self.input_proj(x)  # type: ignore[no-any-return]
+
+    def advance(self, inputs: Tensor, state: GRUState) -> tuple[Tensor, GRUState]:
+        """Go one step."""
+        (h,), N = state, self.hidden_size
+        of_gates, of_n = self.recurrent.to(h.dtype).split([2 * N, N])
+        r, z = torch.sigmoid(inputs[..., : 2 * N] + F.linear(h, of_gates)).chunk(2, -1)
+        n = torch.tanh(inputs[..., 2 * N :] + F.linear(r * h, of_n))
+        h = torch.lerp(h, n, z)
+        return h, GRUState(h)
