@@ -15,19 +15,22 @@ def names() -> list[str]:
 def load(name: str) -> type[nn.Module]:
     """Return the module class of a mechanism: the first class in its file that declares `supports`.
 
-    What follows that class in its file are named variants of it, which are imported as any class is.
+    What follows that class in its file are variants of it, named as in "luong.PredictiveAttention".
 
     Raises:
-        ValueError: there is no mechanism of that name.
+        ValueError: there is no mechanism of that name, or no such variant.
     """
-    if name not in names():
+    file, _, variant = name.partition(".")
+    if file not in names():
         raise ValueError(f"attention is {name!r}, but must be one of {', '.join(names())}")
-    module = importlib.import_module(f"{__name__}.{name}")
-    for found in filter(inspect.isclass, vars(module).values()):  # in the order of the file
-        if (
-            found.__module__ == module.__name__
-            and issubclass(found, nn.Module)
-            and hasattr(found, "supports")
-        ):
-            return found
-    raise ValueError(f"{module.__name__} has no class that declares `supports`")
+    module = importlib.import_module(f"{__name__}.{file}")
+    found = {
+        each.__name__: each
+        for each in filter(inspect.isclass, vars(module).values())  # in the order of the file
+        if each.__module__ == module.__name__ and issubclass(each, nn.Module) and hasattr(each, "supports")
+    }
+    if not found:
+        raise ValueError(f"{module.__name__} has no class that declares `supports`")
+    if variant and variant not in found:
+        raise ValueError(f"attention is {name!r}, but {file} has {', '.join(found)}")
+    return found[variant] if variant else next(iter(found.values()))

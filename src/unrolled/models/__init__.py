@@ -4,9 +4,11 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
+from unrolled.models.luong_seq2seq import LuongSeq2Seq, LuongSeq2SeqConfig
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
+from unrolled.models.rnn_seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 from unrolled.models.saving import read_config
 from unrolled.models.vit import ViT, ViTConfig
 
@@ -17,6 +19,8 @@ __all__ = [
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "LuongSeq2Seq",
+    "LuongSeq2SeqConfig",
     "NonLocalBlock",
     "Perceiver",
     "PerceiverAR",
@@ -24,15 +28,18 @@ __all__ = [
     "PerceiverConfig",
     "PerceiverIO",
     "PerceiverIOConfig",
+    "RNNSeq2Seq",
+    "RNNSeq2SeqConfig",
     "ViT",
     "ViTConfig",
     "load",
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | Perceiver | PerceiverIO | ViT
+Model = Decoder | Encoder | LuongSeq2Seq | Perceiver | PerceiverIO | RNNSeq2Seq | ViT
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, Perceiver, PerceiverIO, PerceiverAR, ViT)
+    m.model_name: m
+    for m in (Decoder, Encoder, LuongSeq2Seq, Perceiver, PerceiverIO, PerceiverAR, RNNSeq2Seq, ViT)
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 
