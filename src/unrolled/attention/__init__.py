@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+from typing import Any
 
 from torch import nn
 
@@ -10,6 +11,15 @@ from torch import nn
 def names() -> list[str]:
     """List the mechanisms, in alphabetical order."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def layers() -> list[str]:
+    """List the mechanisms that can be layers of a transformer: all but those that only read a memory."""
+    return [name for name in names() if _is_layer(load(name))]
+
+
+def _is_layer(mechanism: Any) -> bool:
+    return bool(mechanism.supports.causal or mechanism.supports.bidirectional)
 
 
 def load(name: str) -> type[nn.Module]:

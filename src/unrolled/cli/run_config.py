@@ -150,7 +150,7 @@ def resolve(values: Mapping[str, Any]) -> Run:
     length = getattr(dataset, "length", None)
     if "max_length" in has and length is not None:
         fields_given.setdefault("max_length", length)
-    model = kind.config_type(**(from_data | fields_given))
+    model: Any = kind.config_type(**(from_data | fields_given))
     n_positions = getattr(model, "n_positions", None)
     if n_positions is not None and length is not None and n_positions < length:
         field_name = "max_length" if model.positions == "learned" else "axial_shape"

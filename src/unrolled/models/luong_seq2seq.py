@@ -9,7 +9,7 @@ section 3, eq. 5 and 6, and section 3.3; v_t is the attentional vector, h~ in th
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +72,13 @@ class LuongSeq2Seq(Seq2Seq):
         """Read the source from left to right, padding left out."""
         order = key_padding_mask.to(torch.int8).argsort(dim=1, stable=True)  # padding to the right
         x = self.dropout(self.source_embedding(source.gather(1, order)))
-        lengths = (~key_padding_mask).sum(1).cpu()
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        out, (h, c) = self.encoder(packed)
-        out, _ = pad_packed_sequence(out, batch_first=True, total_length=source.shape[1])
+        if len(source):
+            lengths = (~key_padding_mask).sum(1).cpu()
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            out, (h, c) = self.encoder(packed)
+            out, _ = pad_packed_sequence(out, batch_first=True, total_length=source.shape[1])
+        else:  # which torch does not pack
+            out, (h, c) = self.encoder(x)
         place = order.argsort(dim=1).unsqueeze(-1).expand(-1, -1, out.shape[-1])  # and back
         attended = self.attention.init_state(out.gather(1, place), key_padding_mask=key_padding_mask)
         dtype = accumulation_dtype(x.dtype)
@@ -86,8 +89,8 @@ class LuongSeq2Seq(Seq2Seq):
         """Run the decoder over tokens; returns the attentional vectors."""
         y = self.dropout(self.target_embedding(tokens))
         dtype, kept = y.dtype, state.h.dtype
-        (first, *others), width = self.cells, y.shape[-1]
-        of_token, fed = first.weight_ih.split([width, state.h.shape[-1]], 1)
+        (first, *others), width = cast("list[nn.LSTMCell]", list(self.cells)), y.shape[-1]
+        of_token, fed = torch.split(first.weight_ih, [width, state.h.shape[-1]], 1)
         inputs = F.linear(y, of_token, first.bias_ih + first.bias_hh).to(kept)
         recurrent = torch.cat([fed, first.weight_hh], 1).to(kept)
         upper = [

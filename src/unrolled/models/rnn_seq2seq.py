@@ -85,7 +85,7 @@ class RNNSeq2Seq(Seq2Seq):
             if isinstance(module, nn.Linear) and module.bias is not None and not name.startswith("attention"):
                 nn.init.zeros_(module.bias)
             if isinstance(module, GRUResetBefore):
-                for square in module.recurrent.split(module.hidden_size):
+                for square in torch.split(module.recurrent, module.hidden_size):
                     nn.init.orthogonal_(square)
 
     def encode(self, source: Tensor, key_padding_mask: Tensor) -> RNNSeq2SeqState:
@@ -104,7 +104,8 @@ class RNNSeq2Seq(Seq2Seq):
         """Run the decoder over tokens; returns t before W_o."""
         s, attended = state
         y = self.dropout(self.target_embedding(tokens))
-        of_token, of_context = self.cell.input_proj.weight.split([y.shape[-1], self.attention.memory_dim], 1)
+        widths = [y.shape[-1], self.attention.memory_dim]
+        of_token, of_context = torch.split(self.cell.input_proj.weight, widths, 1)
         inputs = F.linear(y, of_token, self.cell.input_proj.bias).to(s.dtype)
         of_context, dtype = of_context.to(s.dtype), y.dtype
         states, contexts, weights = [s], [], []

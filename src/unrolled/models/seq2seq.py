@@ -82,7 +82,7 @@ class Seq2Seq(SavedModel):
         raise NotImplementedError
 
     def decode(self, tokens: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """Read `tokens [B,T]`: what the logits are linear in `[B,T,...]`, weights `[B,T,S]`, the new state."""
+        """Read `tokens [B,T]`: what `logits` wants `[B,T,...]`, weights `[B,T,S]`, the new state."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Seq2Seq(SavedModel):
         return torch.cat([start, targets[:, :-1]], 1)[:, : targets.shape[1]].clamp(min=0)
 
     def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
-        """Read a source; return all that decoding needs, batch first. Arguments and errors as of `forward`."""
+        """Read a source; return all that decoding needs, batch first. Arguments as of `forward`."""
         check_ids("source", source, self.n_source_ids)
         if key_padding_mask is None:
             key_padding_mask = torch.zeros_like(source, dtype=torch.bool)
@@ -149,7 +149,7 @@ class Seq2Seq(SavedModel):
         return self.logits(hidden), state
 
     def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Read one token `[B]` of the target: logits `[B,vocab_size]` and the new state; ids are unchecked."""
+        """Read one token `[B]` of the target: logits `[B,vocab_size]` and the new state."""
         if token.dim() != 1 or token.dtype != torch.long:
             raise ValueError(
                 f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]"
@@ -159,7 +159,7 @@ class Seq2Seq(SavedModel):
         return self.logits(hidden.squeeze(1)), state
 
     def attend(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """How much each position of the target reads each of the source: `[B,T,S]`; arguments as `forward`."""
+        """How much each place of the target reads each of the source: `[B,T,S]`; arguments as `forward`."""
         check_ids("target", target, self.n_ids)
         state = self.init_state(source, key_padding_mask=key_padding_mask)
         self._check_state(state, len(target))

@@ -301,12 +301,12 @@ def check_memory_compiles(make: MemoryMaker) -> None:
     mask = paddings()["left"]
     torch.compiler.reset()
     try:
-        forward = torch.compile(module.forward, fullgraph=True, backend="aot_eager")
+        forward: Any = torch.compile(module.forward, fullgraph=True, backend="aot_eager")
         inputs = {"query": query, "memory": memory}
         wanted = with_gradients(module, module(query, memory, key_padding_mask=mask), **inputs)
         found = with_gradients(module, forward(query, memory, key_padding_mask=mask), **inputs)
         assert_close(found, wanted, "compiled forward")
-        step = torch.compile(module.step, fullgraph=True, backend="aot_eager")
+        step: Any = torch.compile(module.step, fullgraph=True, backend="aot_eager")
         with torch.no_grad():
             state = module.init_state(memory)
             context, weights, _ = step(query[:, 0], state)
