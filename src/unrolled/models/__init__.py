@@ -8,6 +8,7 @@ from unrolled.models.luong_seq2seq import LuongSeq2Seq, LuongSeq2SeqConfig
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
+from unrolled.models.recurrent_lm import RecurrentLM, RecurrentLMConfig, RecurrentLMState
 from unrolled.models.rnn_seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 from unrolled.models.saving import read_config
 from unrolled.models.vit import ViT, ViTConfig
@@ -30,16 +31,29 @@ __all__ = [
     "PerceiverIOConfig",
     "RNNSeq2Seq",
     "RNNSeq2SeqConfig",
+    "RecurrentLM",
+    "RecurrentLMConfig",
+    "RecurrentLMState",
     "ViT",
     "ViTConfig",
     "load",
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | LuongSeq2Seq | Perceiver | PerceiverIO | RNNSeq2Seq | ViT
+Model = Decoder | Encoder | LuongSeq2Seq | Perceiver | PerceiverIO | RNNSeq2Seq | RecurrentLM | ViT
 KINDS: dict[str, type[Model]] = {
     m.model_name: m
-    for m in (Decoder, Encoder, LuongSeq2Seq, Perceiver, PerceiverIO, PerceiverAR, RNNSeq2Seq, ViT)
+    for m in (
+        Decoder,
+        Encoder,
+        LuongSeq2Seq,
+        Perceiver,
+        PerceiverAR,
+        PerceiverIO,
+        RNNSeq2Seq,
+        RecurrentLM,
+        ViT,
+    )
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 

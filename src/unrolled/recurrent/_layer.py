@@ -1,5 +1,7 @@
 """What recurrent layers share: the three verbs, made of one step, and refusing what is not supported."""
 
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +19,9 @@ class RecurrentLayer(nn.Module):
 
     A cell derives from this class and declares `state_type`. It defines `init_state` and `advance`, one step
     from inputs that are already projected; what its inputs alone decide it computes in `project`, for all
-    tokens at once. One whose steps can run faster together overrides `scan`. States, and the steps, are fp32
-    (fp64 for fp64 weights) whatever the type of the input.
+    tokens at once. One whose steps can run faster together overrides `scan`, and one for which there is a
+    kernel from the inputs to the outputs `fused`, which is asked first where nothing is padded. States, and
+    the steps, are fp32 (fp64 for fp64 weights) whatever the type of the input.
 
     Args:
         input_size: width of the inputs.
@@ -57,14 +60,13 @@ class RecurrentLayer(nn.Module):
 
         A step at padding (`[B,T]`, True) leaves the state of its row as it was; what it gives means nothing.
         """
-        outputs = []
-        for t, now in enumerate(inputs.unbind(1)):
-            y, after = self.advance(now, state)
-            state = after if padding is None else keep(padding[:, t], state, after)
-            outputs.append(y)
-        if not outputs:  # nothing, and yet something that autograd can go through
+        if inputs.shape[1] == 0:  # nothing, and yet something that autograd can go through
             return nn.functional.pad(inputs[..., :0], (0, self.hidden_size)), state
-        return torch.stack(outputs, 1), state
+        return unroll(self.advance, inputs, state, padding)
+
+    def fused(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
+        """Do what `project` and `scan` do, without padding, in one kernel; None where there is none."""
+        return None
 
     def forward(
         self,
@@ -117,6 +119,8 @@ class RecurrentLayer(nn.Module):
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
             x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0)
+        elif (done := self.fused(x, state)) is not None:
+            return done
         inputs = self.project(x)
         with without_autocast(x.device):
             y, state = self.scan(inputs.to(self._state_dtype), state, key_padding_mask)
@@ -170,6 +174,24 @@ class RecurrentLayer(nn.Module):
                     f"{name} of the state has shape {shape(found)}, but this layer wants "
                     f"{[batch, *shape(wanted)[1:]]} for {batch} rows"
                 )
+
+
+def unroll(
+    advance: Callable[[Tensor, Any], tuple[Tensor, Any]], inputs: Tensor, state: Any, padding: Tensor | None
+) -> tuple[Tensor, Any]:
+    """Take one step after the other, at least one; see `RecurrentLayer.scan`."""
+    outputs = []
+    for t, now in enumerate(inputs.unbind(1)):
+        y, after = advance(now, state)
+        state = after if padding is None else keep(padding[:, t], state, after)
+        outputs.append(y)
+    return torch.stack(outputs, 1), state
+
+
+def uniform(module: nn.Module, size: int) -> None:
+    """Draw every parameter of a module from +-1/sqrt(size), as torch's recurrent layers do."""
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -1 / math.sqrt(size), 1 / math.sqrt(size))
 
 
 def keep(rows: Tensor, old: Any, new: Any) -> Any:

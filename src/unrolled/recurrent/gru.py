@@ -16,14 +16,14 @@ the sequence, but for W x_t.
 Equals softmax attention: never. It is `torch.nn.GRU`, whose biases of r and z are each a sum of two.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import _VF, Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.recurrent._layer import RecurrentLayer
+from unrolled.recurrent._layer import RecurrentLayer, uniform
+from unrolled.recurrent._torch import run
 
 
 class GRUState(NamedTuple):
@@ -46,8 +46,7 @@ class GRU(RecurrentLayer):
         self.input_proj = nn.Linear(input_size, 3 * hidden_size)
         self.recurrent = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
         self.recurrent_bias = nn.Parameter(torch.empty(hidden_size))  # c; those of r and z are in input_proj
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+        uniform(self, hidden_size)
 
     def init_state(self, batch_size: int) -> GRUState:
         """Zeros."""
@@ -65,3 +64,9 @@ class GRU(RecurrentLayer):
         n = torch.tanh(inputs[..., 2 * N :] + r * (recurrent[..., 2 * N :] + self.recurrent_bias.to(h.dtype)))
         h = torch.lerp(n, h, z)
         return h, GRUState(h)
+
+    def fused(self, x: Tensor, state: GRUState) -> tuple[Tensor, GRUState] | None:
+        """Run torch's kernel."""
+        recurrent_bias = F.pad(self.recurrent_bias, (2 * self.hidden_size, 0))
+        weights = [self.input_proj.weight, self.recurrent, self.input_proj.bias, recurrent_bias]
+        return run(_VF.gru, x, state, weights)

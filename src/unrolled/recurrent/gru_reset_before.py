@@ -15,13 +15,11 @@ Cannot: run in parallel over the sequence, but for W x_t; `torch.nn.GRU` cannot 
 Equals softmax attention: never. It is the GRU of Keras with reset_after=False and negated weights of z.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.recurrent._layer import RecurrentLayer
+from unrolled.recurrent._layer import RecurrentLayer, uniform
 from unrolled.recurrent.gru import GRUState
 
 
@@ -38,8 +36,7 @@ class GRUResetBefore(RecurrentLayer):
         super().__init__(input_size, hidden_size)
         self.input_proj = nn.Linear(input_size, 3 * hidden_size)
         self.recurrent = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+        uniform(self, hidden_size)
 
     def init_state(self, batch_size: int) -> GRUState:
         """Zeros."""
@@ -52,8 +49,8 @@ class GRUResetBefore(RecurrentLayer):
     def advance(self, inputs: Tensor, state: GRUState) -> tuple[Tensor, GRUState]:
         """Go one step."""
         (h,), N = state, self.hidden_size
-        of_gates, of_n = self.recurrent.to(h.dtype).split([2 * N, N])
-        r, z = torch.sigmoid(inputs[..., : 2 * N] + F.linear(h, of_gates)).chunk(2, -1)
-        n = torch.tanh(inputs[..., 2 * N :] + F.linear(r * h, of_n))
+        U = self.recurrent.to(h.dtype)
+        r, z = torch.sigmoid(inputs[..., : 2 * N] + F.linear(h, U[: 2 * N])).chunk(2, -1)
+        n = torch.tanh(inputs[..., 2 * N :] + F.linear(r * h, U[2 * N :]))
         h = torch.lerp(h, n, z)
         return h, GRUState(h)

@@ -10,14 +10,14 @@ Cannot: look back at anything but its N numbers; run in parallel over the sequen
 Equals softmax attention: never. It is `torch.nn.RNN` with the sum of its two biases.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import _VF, Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.recurrent._layer import RecurrentLayer
+from unrolled.recurrent._layer import RecurrentLayer, uniform
+from unrolled.recurrent._torch import run
 
 
 class RNNState(NamedTuple):
@@ -38,8 +38,7 @@ class RNN(RecurrentLayer):
         super().__init__(input_size, hidden_size)
         self.input_proj = nn.Linear(input_size, hidden_size)
         self.recurrent = nn.Parameter(torch.empty(hidden_size, hidden_size))
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+        uniform(self, hidden_size)
 
     def init_state(self, batch_size: int) -> RNNState:
         """Zeros."""
@@ -53,3 +52,8 @@ class RNN(RecurrentLayer):
         """Go one step."""
         h = torch.tanh(inputs + F.linear(state.h, self.recurrent.to(state.h.dtype)))
         return h, RNNState(h)
+
+    def fused(self, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState] | None:
+        """Run torch's kernel."""
+        W, b = self.input_proj.weight, self.input_proj.bias
+        return run(_VF.rnn_tanh, x, state, [W, self.recurrent, b, torch.zeros_like(b)])

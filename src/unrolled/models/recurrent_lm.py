@@ -1,0 +1,211 @@
+"""The recurrent language model: embeddings, layers of any cell of `unrolled.recurrent`, and a head."""
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from unrolled import recurrent
+from unrolled.contract import IGNORED
+from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.heads import Categorical, mean_nll
+from unrolled.models.saving import SavedModel
+from unrolled.ops.checks import check_key_padding_mask
+from unrolled.recurrent._layer import RecurrentLayer
+
+
+@dataclass
+class RecurrentLMConfig:
+    """The fields of a recurrent language model. Every field is checked when the config is made.
+
+    Attributes:
+        vocab_size: number of token ids.
+        cell: name of the cell, see `unrolled.recurrent.names()`.
+        cell_options: further arguments that each layer is made with, as in `{"rank": 16}`.
+        d_model: width of the embeddings, which the first layer reads.
+        n_layers: number of layers.
+        hidden_size: width of what a layer gives; None for `d_model`.
+        dropout: probability, for the embeddings and for what each layer gives (Zaremba et al. 2014, arXiv
+            1409.2329).
+        tie_embeddings: use the embedding table as the output matrix; wants `hidden_size` = `d_model`.
+        start_token: whether the id `vocab_size` is a learned start symbol, which is never predicted.
+    """
+
+    vocab_size: int
+    _: KW_ONLY
+    cell: str = "lstm"
+    cell_options: dict[str, Any] = field(default_factory=dict)
+    d_model: int = 256
+    n_layers: int = 1
+    hidden_size: int | None = None
+    dropout: float = 0.0
+    tie_embeddings: bool = False
+    start_token: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_layers", "hidden_size"):
+            value = getattr(self, name)
+            if name == "hidden_size" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}, wanted an integer of at least 1")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout!r}, wanted a probability in [0, 1)")
+        for name in ("tie_embeddings", "start_token"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {value!r}, wanted True or False")
+        if self.cell not in recurrent.names():
+            raise ValueError(f"cell is {self.cell!r}, wanted one of {recurrent.names()}")
+        if not isinstance(self.cell_options, dict):
+            raise ValueError(f"cell_options is {self.cell_options!r}, wanted a dict of options")
+        if self.tie_embeddings and self.width != self.d_model:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, wanted d_model = {self.d_model} to tie embeddings"
+            )
+
+    @property
+    def width(self) -> int:
+        """The width of what a layer gives, with the default filled in."""
+        return self.d_model if self.hidden_size is None else self.hidden_size
+
+
+class RecurrentLMState(NamedTuple):
+    """What a recurrent language model remembers of the tokens it has read: the state of each layer."""
+
+    layers: tuple[Any, ...]
+
+
+class RecurrentLM(SavedModel):
+    """Embeddings, recurrent layers on top of each other, and a distribution over the next token.
+
+    `forward` reads whole sequences; `prefill` and `step` give the same results from a state, which they never
+    change. The layers start as their cells do, and the embeddings normal, of variance 1, or where they are
+    tied to the output 1 / d_model.
+    """
+
+    model_name = "recurrent_lm"
+    config_type = RecurrentLMConfig
+    config: RecurrentLMConfig
+
+    def __init__(self, config: RecurrentLMConfig) -> None:
+        super().__init__(config)
+        self.n_ids = config.vocab_size + config.start_token
+        self.embedding = nn.Embedding(self.n_ids, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        widths = [config.d_model, *[config.width] * config.n_layers]
+        self.layers = nn.ModuleList(
+            _make_layer(config, widths[i], widths[i + 1]) for i in range(config.n_layers)
+        )
+        tied = self.embedding if config.tie_embeddings else None
+        self.head = Categorical(config.width, config.vocab_size, bias=tied is None, tied=tied)
+        if tied is not None:
+            nn.init.normal_(tied.weight, std=config.d_model**-0.5)
+
+    def forward(
+        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the token that follows each position, for whole sequences.
+
+        Args:
+            tokens: [B, T] long.
+            key_padding_mask: [B, T] bool, True at padding (left, right or scattered), which changes nothing
+                for the other positions.
+            cu_seqlens: [N + 1] int32, the bounds of N sequences packed into the one row of `tokens` (B = 1).
+
+        Returns:
+            [B, T, vocab_size].
+        """
+        return cast(Tensor, self.head(self._hidden(tokens, key_padding_mask, cu_seqlens)))
+
+    def loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Mean -log p(target) in nats per token, computed in at least fp32; 0 if every target is ignored.
+
+        Args:
+            inputs: as `tokens` of `forward`.
+            targets: [B, T] long, what follows each position; -100 and those at padding are ignored.
+            key_padding_mask: as for `forward`.
+            cu_seqlens: as for `forward`.
+        """
+        hidden = self._hidden(inputs, key_padding_mask, cu_seqlens)
+        check_targets(targets, inputs.shape, self.config.vocab_size)
+        if key_padding_mask is not None:
+            targets = targets.masked_fill(key_padding_mask, IGNORED)
+        return mean_nll(self.head.nll(hidden, targets), targets)
+
+    def init_state(self, batch_size: int) -> RecurrentLMState:
+        """The state before the first token, on the model's device."""
+        return RecurrentLMState(tuple(layer.init_state(batch_size) for layer in self._cells()))
+
+    def prefill(
+        self, tokens: Tensor, state: RecurrentLMState, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, RecurrentLMState]:
+        """Read several tokens [B, T], after those that `state` has read.
+
+        With a `key_padding_mask` [B, T], rows may bring different numbers of tokens: padding leaves its row's
+        state as it is, and its logits mean nothing.
+
+        Returns:
+            logits [B, T, vocab_size] and the new state.
+        """
+        check_ids("tokens", tokens, self.n_ids)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *tokens.shape)
+        self._check_state(state)
+        x, after = self.dropout(self.embedding(tokens)), []
+        for layer, before in zip(self._cells(), state.layers, strict=True):
+            x, now = layer.prefill(x, before, key_padding_mask=key_padding_mask)
+            x = self.dropout(x)
+            after.append(now)
+        return self.head(x), RecurrentLMState(tuple(after))
+
+    def step(self, token: Tensor, state: RecurrentLMState) -> tuple[Tensor, RecurrentLMState]:
+        """Read one token [B] per row; return logits [B, vocab_size] and the new state.
+
+        The ids are not checked against the vocabulary here.
+        """
+        if token.dim() != 1 or token.dtype != torch.long:
+            raise ValueError(
+                f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]"
+            )
+        self._check_state(state)
+        x, after = self.dropout(self.embedding(token)), []
+        for layer, before in zip(self._cells(), state.layers, strict=True):
+            x, now = layer.step(x, before)
+            x = self.dropout(x)
+            after.append(now)
+        return self.head(x), RecurrentLMState(tuple(after))
+
+    def _hidden(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        check_ids("tokens", tokens, self.n_ids)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *tokens.shape)
+        x: Tensor = self.dropout(self.embedding(tokens))
+        for layer in self._cells():
+            x = self.dropout(layer(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens))
+        return x
+
+    def _cells(self) -> list[RecurrentLayer]:
+        return cast("list[RecurrentLayer]", list(self.layers))
+
+    def _check_state(self, state: RecurrentLMState) -> None:  # its layers check their own
+        if not isinstance(state, RecurrentLMState) or len(state.layers) != self.config.n_layers:
+            raise ValueError(
+                f"state is a {type(state).__name__}, wanted the RecurrentLMState of init_state or prefill "
+                f"of a model of {self.config.n_layers} layers"
+            )
+
+
+def _make_layer(config: RecurrentLMConfig, input_size: int, hidden_size: int) -> RecurrentLayer:
+    make: Any = recurrent.load(config.cell)
+    try:
+        return cast(RecurrentLayer, make(input_size, hidden_size, **config.cell_options))
+    except TypeError as error:
+        raise ValueError(f"cell_options of {config.cell!r} do not fit: {error}") from error

@@ -1,0 +1,35 @@
+"""A matrix of low rank, U = A B^T, which is never formed."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+
+class LowRank(nn.Module):
+    """x -> A (B^T x), with A `[rows,rank]` and B `[columns,rank]`.
+
+    A and B start uniform, such that the entries of U have variance 1 / (3 columns): that of torch's recurrent
+    matrices.
+
+    Args:
+        rows: length of the result.
+        columns: length of x.
+        rank: from 1 to `columns`.
+
+    Raises:
+        ValueError: a rank outside 1 .. `columns`.
+    """
+
+    def __init__(self, rows: int, columns: int, rank: int):
+        super().__init__()
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= columns:
+            raise ValueError(
+                f"rank is {rank!r}, but must be a whole number from 1 to hidden_size = {columns}"
+            )
+        bound = (3 / (columns * rank)) ** 0.25  # rank * (bound^2 / 3)^2 = 1 / (3 columns)
+        self.A = nn.Parameter(torch.empty(rows, rank).uniform_(-bound, bound))
+        self.B = nn.Parameter(torch.empty(columns, rank).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...,columns] -> [...,rows], in time O(rank (rows + columns)) per x; in the type of x."""
+        return F.linear(x @ self.B.to(x.dtype), self.A.to(x.dtype))

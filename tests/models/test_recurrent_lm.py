@@ -1,0 +1,121 @@
+import pytest
+import torch
+
+from unrolled import models, recurrent
+from unrolled.generation import generate
+from unrolled.models import RecurrentLM, RecurrentLMConfig
+from unrolled.ops.state import select
+
+SMALL = {"d_model": 8, "n_layers": 2, "start_token": True}
+# those that can be told apart by the model: constant and growing states, one and several tensors, or nested ones
+CELLS = recurrent.names()
+
+
+def make(cell="lstm", **fields):
+    torch.manual_seed(0)
+    return RecurrentLM(RecurrentLMConfig(11, cell=cell, **SMALL | fields)).double().eval()
+
+
+def tokens(*shape):
+    return torch.randint(11, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_forward_is_prefill_is_step(cell):
+    model, ids = make(cell), tokens(3, 9)
+    wanted = model(ids)
+    whole, after = model.prefill(ids, model.init_state(3))
+    torch.testing.assert_close(whole, wanted, rtol=0, atol=1e-12)
+    first, state = model.prefill(ids[:, :4], model.init_state(3))
+    logits = [first]
+    for token in ids[:, 4:].unbind(1):
+        one, state = model.step(token, state)
+        logits.append(one[:, None])
+    torch.testing.assert_close(torch.cat(logits, 1), wanted, rtol=0, atol=1e-12)
+    for a, b in zip(state.layers, after.layers, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    beams, _ = model.step(ids[[2, 0], 0], select(after, [2, 0]))
+    torch.testing.assert_close(beams, model.step(ids[:, 0], after)[0][[2, 0]], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_padding_and_packing_change_nothing(cell):
+    model, ids = make(cell), tokens(1, 12)
+    rows = ids.split([5, 1, 6], 1)
+    alone = torch.cat([model(row)[0] for row in rows])
+    packed = model(ids, cu_seqlens=torch.tensor([0, 5, 6, 12], dtype=torch.int32))
+    torch.testing.assert_close(packed[0], alone, rtol=0, atol=1e-12)
+    padding = torch.tensor(
+        [[1, 1, 0, 0, 0, 0, 0, 1], [1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0, 1, 0]]
+    ).bool()
+    padded = tokens(3, 8).masked_scatter(~padding, ids)
+    torch.testing.assert_close(model(padded, key_padding_mask=padding)[~padding], alone, rtol=0, atol=1e-12)
+    targets = tokens(3, 8)
+    loss = model.loss(padded, targets, key_padding_mask=padding)
+    wanted = torch.nn.functional.cross_entropy(alone, targets[~padding])
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_saved_model_is_loaded_by_its_name(tmp_path):
+    model = make("low_rank_lstm", cell_options={"rank": 3}, hidden_size=6, n_layers=2)
+    model.save(tmp_path)
+    loaded = models.load(tmp_path)
+    assert isinstance(loaded, RecurrentLM)
+    assert loaded.config == model.config
+    assert torch.equal(loaded.eval()(tokens(2, 5)), model(tokens(2, 5)))
+
+
+def test_it_learns_a_short_text_by_heart_and_writes_it():
+    text = torch.tensor([*b"a cell that remembers what it has read"]) % 11
+    torch.manual_seed(0)
+    model = RecurrentLM(RecurrentLMConfig(11, cell="gru", d_model=32, start_token=True, tie_embeddings=True))
+    inputs = torch.cat([torch.tensor([11]), text[:-1]])[None]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(120):
+        optimizer.zero_grad()
+        loss = model.loss(inputs, text[None])
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+    (written,) = generate(model, [[]], len(text), temperature=0)
+    assert torch.equal(written, text)
+
+
+def test_dropout_acts_in_training_alone():
+    model = make(dropout=0.5)
+    assert torch.equal(model(tokens(1, 4)), model(tokens(1, 4)))
+    model.train()
+    assert not torch.equal(model(tokens(1, 4)), model(tokens(1, 4)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cell": "lstn"}, r"cell is 'lstn', wanted one of \[.*'lstm'"),
+        (
+            {"cell_options": {"rang": 3}, "cell": "low_rank_rnn"},
+            "cell_options of 'low_rank_rnn' do not fit.*'rang'",
+        ),
+        ({"cell_options": [3]}, r"cell_options is \[3\], wanted a dict"),
+        ({"n_layers": 0}, "n_layers is 0, wanted an integer of at least 1"),
+        ({"dropout": 1.0}, r"dropout is 1.0, wanted a probability in \[0, 1\)"),
+        ({"start_token": 1}, "start_token is 1, wanted True or False"),
+        ({"hidden_size": 6, "tie_embeddings": True}, "hidden_size is 6, wanted d_model = 8"),
+    ],
+)
+def test_a_wrong_field_is_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        make(**fields)
+
+
+def test_a_wrong_state_or_token_is_named():
+    model = make()
+    with pytest.raises(ValueError, match="state is a tuple, wanted the RecurrentLMState"):
+        model.step(tokens(2), (0,))
+    with pytest.raises(ValueError, match="h of the state has shape"):
+        model.step(tokens(2), model.init_state(3))
+    with pytest.raises(ValueError, match=r"token is torch.int64 of the shape \[2, 1\]"):
+        model.step(tokens(2, 1), model.init_state(2))
+    with pytest.raises(ValueError, match="ids from 0 to 12"):
+        model(torch.tensor([[0, 12]]))

@@ -1,0 +1,160 @@
+"""LSTM, RNN and GRU: torch's kernels and our steps are one function, to the second derivative."""
+
+import pytest
+import torch
+from torch import nn
+
+from unrolled import recurrent
+from unrolled.recurrent.kronecker_lstm import KroneckerLSTM
+from unrolled.recurrent.low_rank_lstm import LowRankLSTM
+from unrolled.recurrent.lstm import LSTM
+
+FUSED = ["rnn", "gru", "lstm"]
+
+
+def torchs(W, b, U, **options):
+    """`nn.LSTM` with these weights."""
+    theirs = nn.LSTM(W.shape[1], W.shape[0] // 4, batch_first=True, **options).double()
+    with torch.no_grad():
+        theirs.weight_ih_l0.copy_(W)
+        theirs.bias_ih_l0.copy_(b)
+        theirs.weight_hh_l0.copy_(U)
+        theirs.bias_hh_l0.zero_()
+    return theirs
+
+
+def inputs(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def by_steps(module, x):
+    """No token is padding, and yet a mask keeps torch's kernels away."""
+    return module(x, key_padding_mask=torch.zeros(x.shape[:2], dtype=torch.bool))
+
+
+def test_it_is_the_lstm_of_torch():
+    ours = LSTM(3, 5).double()
+    theirs = torchs(ours.input_proj.weight, ours.input_proj.bias, ours.recurrent)
+    x = inputs(2, 7, 3)
+    torch.testing.assert_close(by_steps(ours, x), theirs(x)[0], rtol=0, atol=1e-14)
+    torch.testing.assert_close(ours(x), theirs(x)[0], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("cell", FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kernel_is_the_steps(cell, dtype):
+    """oneDNN's kernels, which run in fp32, may not be further from fp64 than twice what the steps are."""
+    torch.manual_seed(0)
+    module = recurrent.load(cell)(6, 8)
+    exact, module = recurrent.load(cell)(6, 8).double(), module.to(dtype)
+    exact.load_state_dict(module.state_dict())
+    x = inputs(3, 40, 6).to(dtype).requires_grad_()
+    assert module.fused(x, module.init_state(3)) is not None
+
+    def results(module, run, x):
+        y = run(x)
+        first = torch.autograd.grad(y.square().sum(), [x, *module.parameters()], create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *module.parameters()])
+        return [y, *first, *second]
+
+    fused = results(module, module, x)
+    steps = results(module, lambda x: by_steps(module, x), x)
+    wanted = results(exact, lambda x: by_steps(exact, x), x.detach().double().requires_grad_())
+    for a, b, c in zip(fused, steps, wanted, strict=True):
+        if dtype == torch.float64:
+            torch.testing.assert_close(a, c, rtol=1e-12, atol=1e-12)
+        else:
+            largest = c.abs().max()
+            assert (a - c).abs().max() <= 2 * (b - c).abs().max() + 1e-6 * largest
+
+
+@pytest.mark.parametrize("cell", FUSED)
+def test_the_kernel_carries_the_state(cell):
+    module = recurrent.load(cell)(6, 8).double()
+    x = inputs(3, 9, 6)
+    _, state = module.prefill(x[:, :4], module.init_state(3))
+    y, state = module.prefill(x[:, 4:], state)
+    torch.testing.assert_close(y, by_steps(module, x)[:, 4:], rtol=0, atol=1e-14)
+    again, _ = module.step(x[:, 0], state)
+    longer = by_steps(module, torch.cat([x, x[:, :1]], 1))
+    torch.testing.assert_close(again, longer[:, -1], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("cell", FUSED)
+def test_a_transform_of_torch_func_sees_the_steps(cell):
+    module = recurrent.load(cell)(3, 4).double()
+    x = inputs(2, 3, 5, 3)
+    found = torch.func.vmap(module)(x)
+    torch.testing.assert_close(found, torch.stack([by_steps(module, row) for row in x]))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+def test_low_rank_is_the_projection_of_torch(rank):
+    """nn.LSTM(proj_size=r) puts out p = B^T h and reads that back through A."""
+    ours = LowRankLSTM(3, 5, rank=rank).double()
+    A, B = ours.recurrent.A, ours.recurrent.B
+    x = inputs(2, 7, 3)
+    if rank < 5:
+        theirs = torchs(ours.input_proj.weight, ours.input_proj.bias, A, proj_size=rank)
+        with torch.no_grad():
+            theirs.weight_hr_l0.copy_(B.T)
+        torch.testing.assert_close(ours(x) @ B, theirs(x)[0], rtol=0, atol=1e-14)
+    dense = torchs(ours.input_proj.weight, ours.input_proj.bias, A @ B.T)
+    torch.testing.assert_close(ours(x), dense(x)[0], rtol=0, atol=1e-14)
+
+
+def test_of_full_rank_it_can_be_any_lstm():
+    dense, ours = LSTM(3, 5).double(), LowRankLSTM(3, 5, rank=5).double()
+    with torch.no_grad():
+        ours.recurrent.A.copy_(dense.recurrent)
+        ours.recurrent.B.copy_(torch.eye(5))
+        ours.input_proj.load_state_dict(dense.input_proj.state_dict())
+    torch.testing.assert_close(ours(inputs(2, 7, 3)), dense(inputs(2, 7, 3)), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("factors", [[6], [2, 3], [3, 1, 2], None])
+def test_kronecker_is_the_lstm_of_the_products(factors):
+    ours = KroneckerLSTM(3, 6, factors=factors).double()
+    U = []
+    for gate in range(4):
+        product = torch.ones(1, 1, dtype=torch.float64)
+        for W in ours.factors:
+            product = torch.kron(product, W[gate])
+        U.append(product)
+    dense = torchs(ours.input_proj.weight, ours.input_proj.bias, torch.cat(U))
+    x = inputs(2, 7, 3).requires_grad_()
+    torch.testing.assert_close(ours(x), dense(x)[0], rtol=0, atol=1e-14)
+    found, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (ours(x), dense(x)[0]))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+
+
+def test_parameters_no_longer_grow_with_the_square_of_the_state():
+    def recurrent_part(module):
+        return sum(p.numel() for p in module.parameters()) - 4 * 64 * (1 + 1)
+
+    assert recurrent_part(LSTM(1, 64)) == 4 * 64**2
+    assert recurrent_part(LowRankLSTM(1, 64, rank=4)) == 5 * 64 * 4
+    assert recurrent_part(KroneckerLSTM(1, 64)) == 4 * 6 * 2**2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: LowRankLSTM(3, 5, rank=6),
+            "rank is 6, but must be a whole number from 1 to hidden_size = 5",
+        ),
+        (lambda: LowRankLSTM(3, 5, rank=0), "rank is 0"),
+        (
+            lambda: KroneckerLSTM(3, 6, factors=[2, 2]),
+            r"factors is \[2, 2\], which multiply to 4, but must multiply to 6",
+        ),
+        (
+            lambda: KroneckerLSTM(3, 6, factors=[6, 0]),
+            r"factors is \[6, 0\], but must be whole numbers of at least 1",
+        ),
+    ],
+)
+def test_wrong_sizes_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
