@@ -157,7 +157,9 @@ def test_a_model_of_another_kind_trains_and_draws(text_settings: list[str], tmp_
 def test_a_model_of_labels_draws_nothing(tmp_path: Path) -> None:
     config = PerceiverConfig(vocab_size=5, n_classes=2, d_model=16, n_layers=1, n_heads=2)
     Perceiver(config).save(tmp_path)
-    assert "holds a model of the kind 'perceiver', which predicts no tokens" in error("info", tmp_path)
+    (tmp_path / "vocabulary.json").write_text('{"kind": "ids"}')
+    assert "holds a model of the kind 'perceiver', which predicts no tokens" in error("generate", tmp_path)
+    assert "parameters" in works("info", tmp_path).stdout
 
 
 def test_images_become_a_sheet(tmp_path: Path) -> None:

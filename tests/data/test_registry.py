@@ -19,11 +19,13 @@ def book(tmp_path: Path) -> Path:
 
 def test_the_directory_is_the_registry():
     files = {path.stem for path in Path(data.__file__).parent.glob("[!_]*.py")}
-    assert set(data.names()) == files == {"copy", "digits", "imdb", "mnist", "text"}
+    assert set(data.names()) == files == {"copy", "digits", "imdb", "mnist", "multi30k", "text"}
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'cifar', but the data sets are copy, digits, imdb, mnist, text"):
+    with pytest.raises(
+        ValueError, match="'cifar', but the data sets are copy, digits, imdb, mnist, multi30k, text"
+    ):
         data.load("cifar")
 
 

@@ -33,6 +33,15 @@ class Heads(NamedTuple):
         return rotary(self.q, self.positions), rotary(self.k, self.positions)
 
 
+class MemoryHeads(NamedTuple):
+    """Another sequence, as queries read it one after another: see `MultiHeadAttention.read`."""
+
+    k: Tensor  # [B,S,G,D]
+    v: Tensor  # [B,S,G,M]
+    padding: Tensor  # [B,S], True = padding
+    gates: Any  # of the memory; () for none
+
+
 class Masks(NamedTuple):
     """Which keys may be read; see `MultiHeadAttention.forward`. What a mechanism does not support is None."""
 
@@ -47,7 +56,8 @@ class MultiHeadAttention(nn.Module):
     A mechanism derives from this class, declares `supports` and defines `attend`; one that can run as a
     recurrence also declares `state_type` and defines `init_state`, `prefill_heads` and `step_heads`. One that
     reads more from its input than queries, keys and values overrides `gates`, one whose output is normalised
-    or gated `merge_heads`, and one that wants to know positions sets `positional`.
+    or gated `merge_heads`, and one that wants to know positions sets `positional`. One in which a query reads
+    another sequence without regard to the other queries sets `independent_queries`.
 
     Args:
         d_model: width of the inputs and of the output.
@@ -66,6 +76,8 @@ class MultiHeadAttention(nn.Module):
 
     supports: Supports  # of the class with its default options; an instance may state its own
     state_type: ClassVar[type] = tuple
+    independent_queries: ClassVar[bool] = False
+    has_weights: bool = False  # whether an output is a weighted mean of values, with weights of q and k alone
 
     def __init__(
         self,
@@ -233,6 +245,72 @@ class MultiHeadAttention(nn.Module):
         heads = Heads(*self._project(x_t, None, None), positions, self.gates(x_t))
         o, state = self.step_heads(heads, state)
         return self.merge_heads(o, x_t), state
+
+    def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
+        """Prepare `memory [B,S,d_model]` for queries that come one after another: its state for `recall`.
+
+        By default its keys and values; a mechanism with a summary of constant size keeps that instead.
+
+        Args:
+            memory: what is attended to.
+            key_padding_mask: `[B,S]`, True = padding.
+
+        Raises:
+            ValueError: an argument of another shape or type.
+            UnsupportedError: what one query reads depends on other queries, or the attention is causal.
+        """
+        k, v, key_padding_mask, gates = self._read(memory, key_padding_mask)
+        if key_padding_mask is None:
+            key_padding_mask = torch.zeros(memory.shape[:2], dtype=torch.bool, device=memory.device)
+        return MemoryHeads(k, v, key_padding_mask, () if gates is None else gates)
+
+    def recall(self, query: Tensor, memory: Any) -> Tensor:
+        """Attend from `query [B,T,d_model]` to what `read` has made of another sequence: `[B,T,d_model]`.
+
+        Equal to `forward(query, that sequence)`, however the queries are cut into calls.
+        """
+        self._check_input("query", query)
+        q, _, _ = self._project(query, query[:, :0], None)
+        o = self._recall(q, memory)
+        return self.merge_heads(o, query)
+
+    def weights(self, query: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Weight of `memory [B,S,d_model]` at place j for query i of `query [B,T,d_model]`: `[B,H,T,S]`.
+
+        Raises:
+            UnsupportedError: the mechanism is no weighted mean.
+        """
+        if not self.has_weights:
+            raise UnsupportedError(f"{self._name} attention has no weights to show; softmax and linear have")
+        self._check_input("query", query)
+        self._check_input("memory", memory)
+        q, k, _ = self._project(query, memory, None)
+        one_each = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)  # a mean of these shows its weights
+        v = one_each.unsqueeze(1).expand(*k.shape[:3], -1)
+        return self.attend(Heads(q, k, v), Masks(key_padding_mask)).transpose(1, 2)
+
+    def _read(self, memory: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Any, Any]:
+        """Check a memory; give its keys, values, mask and gates."""
+        self._refuse("cross", memory, "reading another sequence")
+        self._refuse("padding", key_padding_mask, "key_padding_mask")
+        if not self.independent_queries or self.causal or self.rotary:
+            raise UnsupportedError(
+                f"{self._name} attention cannot read a memory query by query; use softmax or linear, with "
+                "causal=False and rotary=False"
+            )
+        self._check_input("memory", memory)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *memory.shape[:2])
+        _, k, v = self._project(memory[:, :0], memory, None)
+        return k, v, key_padding_mask, self.gates(memory)
+
+    def _recall(self, q: Tensor, memory: Any) -> Tensor:
+        """Attend from `q [B,T,H,D]` to a memory that `read` has prepared: `[B,T,H,M]`."""
+        k, v, padding, gates = memory
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(f"memory is that of {k.shape[0]} rows, but the query has {q.shape[0]}")
+        heads = Heads(q, k, v, None, gates if isinstance(gates, Tensor) or gates else None)
+        return self.attend(heads, Masks(padding))
 
     def _project(
         self, query: Tensor, key: Tensor | None, value: Tensor | None

@@ -214,6 +214,7 @@ class EfficientAttention(MultiHeadAttention):
         causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
     )
     state_type = EfficientState
+    independent_queries = True
 
     def __init__(self, d_model: int, n_heads: int, **shared: Any):
         super().__init__(d_model, n_heads, **shared)

@@ -110,6 +110,7 @@ class LinearAttention(MultiHeadAttention):
         causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
     )
     state_type = LinearAttentionState
+    independent_queries = True
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class LinearAttention(MultiHeadAttention):
                 f"rotary wants an even number of features, but the map gives {feature_map.feature_dim}"
             )
         self.feature_map = feature_map
-        self.normalize = normalizer == "sum"
+        self.normalize = self.has_weights = normalizer == "sum"
         if not self.normalize:
             self.head_norm = HeadRMSNorm(n_heads, self.value_dim)
         if feature_map.positional:  # there is no distance between tokens of two sequences
@@ -187,6 +188,19 @@ class LinearAttention(MultiHeadAttention):
             v = self._summable(v)
             o, kv, k_sum = kernels.linear_attention_step(q, k, v, kv, k_sum, None, self.normalize, phi)
         return o, LinearAttentionState(kv, k_sum, position + 1)
+
+    def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> LinearState:
+        """Sum up `memory [B,S,d_model]` as S `[B,G,R,M]` and z `[B,G,R]`, all that queries read of it."""
+        k, v, key_padding_mask, _ = self._read(memory, key_padding_mask)
+        heads = Heads(k.new_empty(k.shape[0], 0, self.n_heads, self.head_dim), k, v)
+        _, state = self._attend(heads, None, causal=False, key_padding_mask=key_padding_mask)
+        return state
+
+    def _recall(self, q: Tensor, memory: LinearState) -> Tensor:
+        k = q.new_empty(q.shape[0], 0, self.n_kv_heads, self.head_dim)
+        v = q.new_empty(q.shape[0], 0, self.n_kv_heads, self.value_dim)
+        o, _ = self._attend(Heads(q, k, v), memory, causal=False)
+        return o
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, where no denominator has, and project back."""

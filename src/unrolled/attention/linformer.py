@@ -228,6 +228,7 @@ class LinformerAttention(MultiHeadAttention):
     supports = Supports(
         causal=False, bidirectional=True, cross=True, padding=True, packing=False, recurrence="none"
     )
+    independent_queries = True
     projection: Projection
     value_projection: Projection | None
 

@@ -284,6 +284,7 @@ class PerformerAttention(MultiHeadAttention):
         causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
     )
     state_type = PerformerState
+    independent_queries = True
 
     def __init__(
         self,

@@ -197,6 +197,7 @@ class RandomFeatureAttention(MultiHeadAttention):
         causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
     )
     state_type = RfaState
+    independent_queries = True
 
     def __init__(
         self,

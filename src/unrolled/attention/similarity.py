@@ -200,6 +200,7 @@ class SimilarityAttention(MultiHeadAttention):
         attn_mask=True,
     )
     state_type = SimilarityState
+    independent_queries = True
 
     def __init__(
         self,

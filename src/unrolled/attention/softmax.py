@@ -34,6 +34,8 @@ class SoftmaxAttention(MultiHeadAttention):
         attn_mask=True,
     )
     state_type = KVCache
+    independent_queries = True
+    has_weights = True
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""

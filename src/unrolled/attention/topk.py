@@ -229,6 +229,7 @@ class TopkAttention(MultiHeadAttention):
         attn_mask=True,
     )
     state_type = KVCache
+    independent_queries = True
 
     def __init__(self, d_model: int, n_heads: int, *, n_keys: int = 32, **shared: Any):
         super().__init__(d_model, n_heads, **shared)

@@ -8,10 +8,12 @@ from typer.core import TyperGroup
 from unrolled.cli.bench import bench
 from unrolled.cli.compare import compare
 from unrolled.cli.demo import demo
+from unrolled.cli.evaluate import evaluate
 from unrolled.cli.generate import generate
 from unrolled.cli.info import info
 from unrolled.cli.mechanisms import mechanisms
 from unrolled.cli.train import train
+from unrolled.cli.translate import translate
 
 
 class _Commands(TyperGroup):
@@ -39,6 +41,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(generate)
+app.command()(translate)
+app.command()(evaluate)
 app.command("list")(mechanisms)
 app.command()(info)
 app.command()(demo)

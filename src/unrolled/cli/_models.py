@@ -1,20 +1,24 @@
-"""The model of a run's folder, for the commands that draw from it."""
+"""The model of a run's folder, for the commands that use it."""
 
 from pathlib import Path
+from typing import Any
 
-from unrolled import models
-from unrolled.models import Decoder
+from unrolled import data, models
+from unrolled.cli.run_config import JOBS
+
+CANNOT = {"tokens": "predicts no tokens", "translation": "translates nothing"}
 
 
-def load_decoder(run_dir: Path) -> Decoder:
-    """Read a model that predicts the next token, of any such kind.
+def load_for(task: data.Task, run_dir: Path) -> Any:
+    """Read a model that does a task, of any such kind.
 
     Raises:
         ValueError: as `unrolled.models.load`, or the model does something else.
     """
     model = models.load(run_dir)
-    if not isinstance(model, Decoder):
+    if model.model_name not in JOBS[task].kinds:
         raise ValueError(
-            f"{run_dir} holds a model of the kind {model.model_name!r}, which predicts no tokens"
+            f"{run_dir} holds a model of the kind {model.model_name!r}, which {CANNOT[task]}; "
+            f"wanted one of {', '.join(JOBS[task].kinds)}"
         )
     return model

@@ -4,14 +4,18 @@ import codecs
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from torch import Tensor
+
+from unrolled.data._bpe import BytePairs
 from unrolled.data.text import Codec
 from unrolled.models.saving import write_atomically
 
 FILE_NAME = "vocabulary.json"
-Kind = Literal["text", "image", "ids"]
+Kind = Literal["text", "bpe", "image", "ids"]
 
 
 @dataclass(frozen=True)
@@ -19,13 +23,15 @@ class Vocabulary:
     """Attributes as written to the file.
 
     Attributes:
-        kind: "text", "image" or "ids" (which stand for nothing else).
+        kind: "text", "bpe" (byte pairs), "image" or "ids" (which stand for nothing else).
         characters: of a text, in the order of their ids; None for the bytes of UTF-8.
+        pieces: of byte pairs, what `BytePairs.to_json` says.
         shape: of an image, height and width.
     """
 
     kind: Kind
     characters: list[str] | None = None
+    pieces: str | None = None
     shape: list[int] | None = None
 
     @classmethod
@@ -33,6 +39,8 @@ class Vocabulary:
         """Describe the ids of a data set."""
         if hasattr(dataset, "shape"):
             return cls("image", shape=list(dataset.shape))
+        if hasattr(dataset, "pieces"):
+            return cls("bpe", pieces=dataset.pieces.to_json())
         if hasattr(dataset, "vocabulary"):
             characters = dataset.vocabulary
             return cls("text", characters=None if characters is None else list(characters))
@@ -57,6 +65,8 @@ class Vocabulary:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
+        if found.kind == "bpe" and not isinstance(found.pieces, str):
+            raise ValueError(f"{path} is damaged: it has kind 'bpe' and pieces {found.pieces!r}")
         if found.kind not in get_args(Kind) or not isinstance(found.characters, list | None):
             raise ValueError(
                 f"{path} is damaged: it has kind {found.kind!r} and characters {found.characters!r}"
@@ -72,13 +82,17 @@ class Vocabulary:
         size = vocab_size
         if self.kind == "text":
             size = 256 if self.characters is None else len(self.characters)
+        if self.kind == "bpe" and len(self._byte_pairs) > vocab_size:  # fewer, where the text was short
+            size = len(self._byte_pairs)
         if size != vocab_size:
             raise ValueError(
                 f"{FILE_NAME} has {size} ids, but the model beside it {vocab_size}: not of one run"
             )
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text: of its characters or bytes, or the numbers written in it.
+        """Return the ids of a text: of its characters, bytes or byte pairs, or the numbers written in it.
+
+        Byte pairs end with the end symbol.
 
         Raises:
             ValueError: the text has a character outside the vocabulary, or anything but numbers.
@@ -86,10 +100,24 @@ class Vocabulary:
         if self.kind == "text":
             ids: list[int] = Codec(self.characters).encode(text).tolist()
             return ids
+        if self.kind == "bpe":
+            pieces: list[int] = self._byte_pairs.encode(text).tolist()
+            return pieces
         try:
             return [int(number) for number in text.split()]
         except ValueError as error:
             raise ValueError(f"{text!r} must be ids, whole numbers with spaces between") from error
+
+    def decode(self, ids: Tensor) -> str:
+        """Return the text of ids [T], of byte pairs up to the end symbol."""
+        if self.kind == "bpe":
+            return self._byte_pairs.decode(ids)
+        read = self.reader()
+        return "".join(map(read, ids.tolist()))
+
+    @cached_property
+    def _byte_pairs(self) -> BytePairs:
+        return BytePairs.of_json(self.pieces or "")
 
     def reader(self) -> Callable[[int], str]:
         """Return a function from one id after another to text; bytes appear once a character is complete."""

@@ -3,7 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unrolled.cli._vocabulary import Vocabulary
-    from unrolled.models import Decoder
 
 DEFAULT_TOKENS = 200
 DEFAULT_IMAGES = 16
@@ -70,11 +69,11 @@ def generate(
     """
     from unrolled import generation
     from unrolled.cli._device import choose
-    from unrolled.cli._models import load_decoder
+    from unrolled.cli._models import load_for
     from unrolled.cli._vocabulary import Vocabulary
 
     vocabulary = Vocabulary.load(run_dir)
-    model = load_decoder(run_dir)
+    model = load_for("tokens", run_dir)
     vocabulary.check(model.config.vocab_size)
     model = model.to(choose(device))
     draw = partial(
@@ -106,11 +105,11 @@ def generate(
         _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, n, out or run_dir / "samples.png")
 
 
-def _room(model: "Decoder", prompt: list[int], tokens: int | None) -> int:
+def _room(model: Any, prompt: list[int], tokens: int | None) -> int:
     """Return how many tokens to draw, refusing what the learned positions of the model cannot count."""
-    if model.config.n_positions is None:
+    if getattr(model.config, "n_positions", None) is None:
         return DEFAULT_TOKENS if tokens is None else tokens
-    room = max(model.config.n_positions - len(prompt) + 1, 0)  # the last token is drawn, but not read
+    room = max(int(model.config.n_positions) - len(prompt) + 1, 0)  # the last token is drawn, but not read
     if tokens is None:
         return min(DEFAULT_TOKENS, room)
     if tokens > room:

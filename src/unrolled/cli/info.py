@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+MANY = 1024  # tokens, where a model has no greatest number of them
+
 
 def info(
     run_dir: Annotated[
@@ -58,23 +60,26 @@ def _kernels() -> str:
 def _run(run_dir: Path) -> dict[str, Any]:
     import torch
 
-    from unrolled.cli._models import load_decoder
-    from unrolled.cli.run_config import FILE_NAME
+    from unrolled import models
+    from unrolled.cli.run_config import FILE_NAME, JOBS
     from unrolled.ops.state import nbytes
     from unrolled.training import read_log
 
-    model = load_decoder(run_dir).eval()
+    model: Any = models.load(run_dir).eval()
+    units = [job.unit for job in JOBS.values() if model.model_name in job.kinds]
     losses = [line["best"] for line in read_log(run_dir / "log.jsonl") if line["event"] == "eval"]
-    length = model.config.max_length
     described: dict[str, Any] = {
         "parameters": f"{sum(x.numel() for x in model.parameters()):,}",
-        "best loss": f"{losses[-1]:.4f} nats/token" if losses else "not known",
+        "best loss": f"{losses[-1]:.4f} {units[0] if len(units) == 1 else ''}".rstrip()
+        if losses
+        else "not known",
     }
-    with torch.inference_mode():
-        for tokens in (1, length):
-            ids = torch.zeros(1, tokens, dtype=torch.long)
-            _, state = model.prefill(ids, model.init_state(1))
-            described[f"state after {tokens}"] = f"{nbytes(state):,} bytes per sequence"
+    if model.model_name in JOBS["tokens"].kinds:
+        with torch.inference_mode():
+            for tokens in (1, getattr(model.config, "max_length", MANY)):
+                ids = torch.zeros(1, tokens, dtype=torch.long)
+                _, state = model.prefill(ids, model.init_state(1))
+                described[f"state after {tokens}"] = f"{nbytes(state):,} bytes per sequence"
     settings = run_dir / FILE_NAME
     if settings.exists():
         described["settings"] = settings.read_text(encoding="utf-8").rstrip()

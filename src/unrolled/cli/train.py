@@ -25,16 +25,18 @@ def train(
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
 ) -> None:
-    """Train a decoder, or an encoder on data with labels. The same command again goes on where it stopped.
+    """Train the kind of model that the data asks for. The same command again goes on where it stopped.
 
-    Another kind of model is chosen by model.name: perceiver_ar predicts tokens, perceiver and perceiver_io
-    predict labels.
+    By default that is a decoder for tokens, an encoder for labels and an encoder_decoder for translations.
+    Another kind is chosen by model.name: perceiver_ar predicts tokens too, perceiver and perceiver_io predict
+    labels.
 
     \b
     From settings alone:
       unrolled train data.name=digits run_dir=runs/digits
       unrolled train data.name=text data.path=book.txt run_dir=runs/book
       unrolled train data.name=imdb run_dir=runs/imdb
+      unrolled train data.name=multi30k run_dir=runs/multi30k
       unrolled train data.name=imdb model.name=perceiver run_dir=runs/latents
 
     \b
@@ -65,7 +67,6 @@ def train(
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
     from unrolled.cli._vocabulary import Vocabulary
-    from unrolled.models import Decoder
     from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
 
     if data_dir is not None:
@@ -97,7 +98,10 @@ def train(
         typer.echo(f"best validation loss {result.best_val:.3f} {unit}{bits}", err=True)
     if result.steps < run.train.steps:
         raise KeyboardInterrupt
-    if not isinstance(model, Decoder):
+    if run.dataset.task == "translation":
+        typer.echo(f'translate by it: unrolled translate {run.run_dir} "..."', err=True)
+        return
+    if run.dataset.task != "tokens":
         typer.echo(f"use it: unrolled.models.load('{run.run_dir}')", err=True)
         return
     prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""

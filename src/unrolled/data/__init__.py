@@ -56,6 +56,20 @@ class LabelledBatch(NamedTuple):
     key_padding_mask: Tensor
 
 
+class TranslationBatch(NamedTuple):
+    """Sentences to read, and their translations to predict.
+
+    Attributes:
+        inputs: [B, S], int64, the end symbol included.
+        targets: [B, T], int64, the end symbol included; -100 behind it.
+        key_padding_mask: [B, S], True where `inputs` has padding.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    key_padding_mask: Tensor
+
+
 class Dataset(Protocol):
     """What training asks of a data set. Nothing here reads or moves a global random generator.
 

@@ -1,5 +1,6 @@
-"""Drawing tokens: what to do with logits (`sampling`) and the prefill-then-step loop (`generate`)."""
+"""Drawing tokens: from logits (`sampling`), one after another (`generate`), and the likeliest (`beam`)."""
 
+from unrolled.generation.beam import Hypothesis, beam_search, translate
 from unrolled.generation.engine import generate
 
-__all__ = ["generate"]
+__all__ = ["Hypothesis", "beam_search", "generate", "translate"]

@@ -1,7 +1,6 @@
 """Prefill once, fork, then step: drawing tokens from any model that runs as a recurrence."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.generation import sampling
+from unrolled.generation._mode import drawing_mode
 from unrolled.ops.state import leaves, select
 
 
@@ -108,7 +108,7 @@ def generate(
     if not rows or max_new_tokens == 0:
         return [torch.tensor(row, dtype=torch.long) for row in rows]
 
-    with torch.inference_mode(), _evaluation(model):
+    with drawing_mode(model):
         logits, seen, state = _prefill(model, prompts, num_samples)
         active = list(range(len(rows)))  # the rows that are still in the batch, in its order
         while True:
@@ -201,17 +201,3 @@ def _generators(seed: int | None, n_prompts: int, num_samples: int) -> list[torc
         for prompt in range(n_prompts)
         for sample in range(num_samples)
     ]
-
-
-@contextmanager
-def _evaluation(model: object) -> Iterator[None]:
-    """Put every submodule into evaluation mode (no dropout), and back into its own mode at the end."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    modes = [module.training for module in modules]
-    try:
-        for module in modules:
-            module.training = False
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
+from unrolled.models.encoder_decoder import (
 from unrolled.models.luong_seq2seq import LuongSeq2Seq, LuongSeq2SeqConfig
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
@@ -20,6 +21,9 @@ __all__ = [
     "DecoderState",
     "Encoder",
     "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "EncoderDecoderState",
     "LuongSeq2Seq",
     "LuongSeq2SeqConfig",
     "NonLocalBlock",
@@ -40,20 +44,19 @@ __all__ = [
     "mask_tokens",
 ]
 
-Model = Decoder | Encoder | LuongSeq2Seq | Perceiver | PerceiverIO | RNNSeq2Seq | RecurrentLM | ViT
+Model = (
+    Decoder
+    | Encoder
+    | EncoderDecoder
+    | LuongSeq2Seq
+    | Perceiver
+    | PerceiverIO
+    | RNNSeq2Seq
+    | RecurrentLM
+    | ViT
+)
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m
-    for m in (
-        Decoder,
-        Encoder,
-        LuongSeq2Seq,
-        Perceiver,
-        PerceiverAR,
-        PerceiverIO,
-        RNNSeq2Seq,
-        RecurrentLM,
-        ViT,
-    )
+    m.model_name: m for m in (Decoder, Encoder, EncoderDecoder, LuongSeq2Seq, Perceiver, PerceiverAR, PerceiverIO, RNNSeq2Seq, RecurrentLM, ViT,)
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 

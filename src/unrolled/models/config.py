@@ -90,6 +90,11 @@ class TransformerConfig:
         """The name of each layer's mechanism."""
         return [self.attention] * self.n_layers if isinstance(self.attention, str) else self.attention
 
+    @property
+    def mechanisms(self) -> set[str]:
+        """The names of all mechanisms."""
+        return set(self.layer_attention)
+
     def options_of(self, layer: int) -> dict[str, Any]:
         """The further arguments of one layer's attention: its `attention_options` and `layer_options`."""
         name = self.layer_attention[layer]
@@ -166,7 +171,7 @@ class TransformerConfig:
         options = getattr(self, field_name)
         if not isinstance(options, dict) or not all(isinstance(x, dict) for x in options.values()):
             raise ValueError(f"{field_name} is {options!r}, wanted a dict of options for each name")
-        named = set(self.layer_attention)
+        named = self.mechanisms
         if unused := sorted(options.keys() - named):
             raise ValueError(f"{field_name} is for {unused}, wanted names among {sorted(named)}")
 

@@ -1,0 +1,129 @@
+"""`unrolled evaluate`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from unrolled.cli.run_config import Run
+
+TEST_PART = "test_2016_flickr"
+
+
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run of unrolled train.")],
+    part: Annotated[
+        str | None,
+        typer.Option("--split", help=f"Of translations, the part to translate; by default {TEST_PART}."),
+    ] = None,
+    beam_size: Annotated[int, typer.Option(help="Translations kept at a time; 1 is greedy.")] = 4,
+    length_penalty: Annotated[
+        float, typer.Option(help="0 for short translations, more for longer ones.")
+    ] = 0.6,
+    out: Annotated[Path | None, typer.Option(help="File to write the translations to.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where data files are kept, if elsewhere than in training.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
+    ] = None,
+) -> None:
+    """Measure the best weights of a run: BLEU of translations, else what the validation split shows.
+
+    The loss is that of training: nats per token, label, answer or bit, or the mean squared error. Of labels
+    and answers the part that is right is told too. BLEU is that of sacrebleu, whose signature says how it
+    counts.
+
+    \b
+    Examples:
+      unrolled evaluate runs/digits
+      unrolled evaluate runs/multi30k --split test_2017_flickr --out translations.txt
+    """
+    import math
+
+    from unrolled import models, training
+    from unrolled.cli import run_config
+    from unrolled.cli._device import choose
+    from unrolled.models.saving import write_atomically
+
+    settings = run_dir / run_config.FILE_NAME
+    if not settings.exists():
+        raise ValueError(f"{run_dir} is no folder of unrolled train: it has no {run_config.FILE_NAME}")
+    model = models.load(run_dir)
+    overrides = [] if data_dir is None else [f"data.data_dir={str(data_dir)!r}"]
+    run: Any = run_config.resolve(run_config.read(settings, overrides))
+    task, where = run.dataset.task, choose(device)
+    if task != "translation" and (part is not None or out is not None):
+        name = "--split" if part is not None else "--out"
+        raise ValueError(f"{name} is for translations, but the task of {run_dir} is {task!r}")
+    model = model.to(where).eval()
+    if task == "translation":  # what may be missing, before the work
+        score, (sources, references) = scorer(), run.dataset.sentences(part or TEST_PART)
+    loss = training.evaluate(model, run.dataset, run.train)
+    bits = f", {loss / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
+    typer.echo(f"validation loss {loss:.4f} {run_config.JOBS[task].unit}{bits}")
+    if task in ("labels", "answers"):
+        right, count = count_right(model, run, where)
+        typer.echo(f"right: {right:,} of {count:,}, {right / count:.2%}")
+    if task == "translation":
+        translations = _translations(model, run.dataset, sources, beam_size, length_penalty)
+        if out is not None:
+            text = "".join(f"{line}\n" for line in translations)
+            write_atomically(out, lambda file: file.write_text(text, encoding="utf-8"))
+        bleu, signature = score(translations, references)
+        how = f"beam {beam_size}, length penalty {length_penalty:g}"
+        typer.echo(f"{part or TEST_PART}: BLEU {bleu:.2f} with {how}")
+        typer.echo(f"signature: {signature}")
+
+
+def count_right(model: Any, run: "Run", device: "torch.device") -> tuple[int, int]:
+    """Count the rows of the validation split whose likeliest label is the right one, and all."""
+    import torch
+
+    right = count = 0
+    with torch.inference_mode():
+        for batch in run.dataset.eval_batches(run.train.batch_size):
+            logits = model(batch.inputs.to(device), key_padding_mask=batch.key_padding_mask.to(device))
+            right += int((logits.argmax(-1).cpu() == batch.targets).sum())
+            count += len(batch.targets)
+    return right, count
+
+
+def _translations(
+    model: Any, dataset: Any, sources: Sequence[str], beam_size: int, length_penalty: float
+) -> list[str]:
+    from unrolled import generation
+
+    found = generation.translate(
+        model,
+        [dataset.encode(source) for source in sources],
+        beam_size=beam_size,
+        length_penalty=length_penalty,
+        stop=dataset.stop,
+    )
+    return [dataset.decode(ids) for ids in found]
+
+
+def scorer() -> Any:
+    """Return a function of translations and references that gives their BLEU and its signature.
+
+    Raises:
+        ImportError: sacrebleu is not installed.
+    """
+    try:
+        from sacrebleu.metrics.bleu import BLEU
+    except ImportError as error:
+        raise ImportError(
+            "BLEU needs sacrebleu, which is missing: pip install 'unrolled[translate]'"
+        ) from error
+    metric = BLEU()
+
+    def score(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
+        found = metric.corpus_score(list(translations), [list(references)])
+        return float(found.score), str(metric.get_signature())
+
+    return score

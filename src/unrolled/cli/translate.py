@@ -1,0 +1,54 @@
+"""`unrolled translate`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def translate(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run of unrolled train.")],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TEXT...", help="Sentences; by default the lines of the standard input."),
+    ] = None,
+    beam_size: Annotated[int, typer.Option(help="Translations kept at a time; 1 is greedy.")] = 4,
+    length_penalty: Annotated[
+        float, typer.Option(help="0 for short translations, more for longer ones.")
+    ] = 0.6,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
+    ] = None,
+) -> None:
+    """Translate sentences by the best weights of a run, one translation on a line.
+
+    \b
+    Examples:
+      unrolled translate runs/multi30k "A dog runs through the snow."
+      unrolled translate runs/multi30k < sentences.txt
+    """
+    from unrolled import generation
+    from unrolled.cli._device import choose
+    from unrolled.cli._models import load_for
+    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.data._bpe import END_ID
+
+    vocabulary = Vocabulary.load(run_dir)
+    model = load_for("translation", run_dir)
+    vocabulary.check(model.config.vocab_size)
+    lines = list(texts) if texts else sys.stdin.read().splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            raise ValueError(f"sentence {number} is empty: there is nothing to translate")
+    if not lines:
+        raise ValueError("there is no sentence: give some after the folder, or on the standard input")
+    found = generation.translate(
+        model.to(choose(device)),
+        [vocabulary.encode(line.strip()) for line in lines],
+        beam_size=beam_size,
+        length_penalty=length_penalty,
+        stop=END_ID,
+    )
+    for ids in found:
+        typer.echo(vocabulary.decode(ids))

@@ -1,0 +1,104 @@
+"""Byte pairs: words as pieces that are learned from text, made by the library `tokenizers`.
+
+Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units", arXiv 1508.07909, section
+3.2, over the bytes of UTF-8, so that there is no text it cannot say.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+END = "</s>"
+END_ID = 0
+SMALLEST = 257  # the end symbol and the bytes
+
+
+class BytePairs:
+    """Text to ids and back. Id 0 is the symbol that ends every text.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`; see `learn` and `of_json`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int) -> "BytePairs":
+        """Join the most frequent pairs until there are `vocab_size` ids, or no pair occurs twice.
+
+        Raises:
+            ImportError: the library `tokenizers` is not installed.
+        """
+        tokenizers = _library()
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END],
+            initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.encode_special_tokens = True  # a text may contain the letters of the end symbol
+        return cls(tokenizer)
+
+    @classmethod
+    def of_json(cls, text: str) -> "BytePairs":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ImportError: the library `tokenizers` is not installed.
+            ValueError: the text says something else.
+        """
+        try:
+            tokenizer = _library().Tokenizer.from_str(text)
+        except ImportError:
+            raise
+        except Exception as error:  # the library raises this very class
+            raise ValueError(f"no tokenizer can be made of it: {error}") from error
+        tokenizer.encode_special_tokens = True
+        return cls(tokenizer)
+
+    def to_json(self) -> str:
+        """Say all of it in the library's own format."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def __len__(self) -> int:
+        size: int = self._tokenizer.get_vocab_size()
+        return size
+
+    def encode(self, text: str) -> Tensor:
+        """Return the ids of a text and the end symbol, int64 [T]."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[Tensor]:
+        """Do the same for many texts, faster than one by one."""
+        return [torch.tensor([*found.ids, END_ID]) for found in self._tokenizer.encode_batch(list(texts))]
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """Return the text of ids [T] up to the first end symbol; bytes that are not UTF-8 become U+FFFD."""
+        values: list[int] = torch.as_tensor(ids, dtype=torch.long).tolist()
+        if END_ID in values:
+            values = values[: values.index(END_ID)]
+        text: str = self._tokenizer.decode(values)
+        return text.removeprefix(" ")  # which every first word is given
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError as error:
+        raise ImportError(
+            "byte pairs need the library tokenizers, which is missing: pip install 'unrolled[translate]'"
+        ) from error
+    return tokenizers

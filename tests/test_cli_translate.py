@@ -1,0 +1,148 @@
+"""Training on translations, translating and measuring, from the command line."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from multi30k_files import write_multi30k
+from test_cli import SMALL, error, run, works
+
+from unrolled import models
+from unrolled.cli.evaluate import count_right, scorer
+from unrolled.data import LabelledBatch
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("sacrebleu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield write_multi30k(tmp_path_factory.mktemp("data"), monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "multi30k"
+    settings = ["data.name=multi30k", "data.vocab_size=300", f"data.data_dir={folder}", f"run_dir={run_dir}"]
+    ended = works("train", *settings, "train.steps=20", "train.schedule=inverse_sqrt", *SMALL)
+    assert re.search(r"best validation loss \d+\.\d+ nats/token", ended.stderr)
+    assert f"translate by it: unrolled translate {run_dir}" in ended.stderr
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "copy"
+    settings = ["data.name=copy", "data.length=8", "data.val_size=8", "train.steps=2"]
+    works("train", *settings, *SMALL, f"run_dir={run_dir}")
+    return run_dir
+
+
+def test_a_run_is_that_of_an_encoder_decoder_with_the_ids_of_the_data(trained: Path) -> None:
+    model = models.load(trained)
+    assert isinstance(model, models.EncoderDecoder)
+    assert (model.config.vocab_size, model.config.source_vocab_size) == (300, None)
+
+
+def test_translating_needs_the_folder_of_the_run_alone(trained: Path, tmp_path: Path) -> None:
+    alone = Path(shutil.copytree(trained, tmp_path / "run"))
+    (alone / "run.yaml").unlink()
+    spoken = works("translate", alone, "a dog and a tree.", "number 3: a man.", "--beam-size", 2).stdout
+    assert spoken.count("\n") >= 2
+    assert works("translate", alone, "a dog and a tree.", "--beam-size", 2).stdout in spoken
+    piped = run("translate", alone, "--beam-size", 2, input="a dog and a tree.\nnumber 3: a man.\n")
+    assert piped.stdout == spoken
+
+
+def test_wrong_requests_to_translate_get_one_sentence(trained: Path, digits: Path, tmp_path: Path) -> None:
+    assert error("translate", trained, "a dog", " ") == "sentence 2 is empty: there is nothing to translate"
+    assert (
+        error("translate", trained)
+        == "there is no sentence: give some after the folder, or on the standard input"
+    )
+    assert "beam_size is 0, but must be" in error("translate", trained, "a dog", "--beam-size", 0)
+    assert (
+        f"{digits} holds a model of the kind 'decoder', which translates nothing; wanted one of encoder_decoder"
+        in error("translate", digits, "a dog")
+    )
+    assert "holds a model of the kind 'encoder_decoder', which predicts no tokens" in error(
+        "generate", trained
+    )
+    spoiled = Path(shutil.copytree(trained, tmp_path / "spoiled"))
+    for content in ({"kind": "bpe"}, {"kind": "bpe", "pieces": "{"}):
+        (spoiled / "vocabulary.json").write_text(json.dumps(content))
+        error("translate", spoiled, "a dog")
+
+
+def test_evaluate_measures_what_sacrebleu_measures(trained: Path, tmp_path: Path) -> None:
+    from sacrebleu import corpus_bleu
+
+    out = tmp_path / "translations.txt"
+    told = works("evaluate", trained, "--split", "test_2017_flickr", "--out", out).stdout
+    lines = out.read_text().splitlines()
+    assert len(lines) == 3
+    from unrolled.data.multi30k import read_sentences
+
+    references = read_sentences("test_2017_flickr.de", trained_data(trained))
+    expected = corpus_bleu(lines, [references]).score
+    assert f"test_2017_flickr: BLEU {expected:.2f} with beam 4, length penalty 0.6" in told
+    assert "tok:13a" in told
+    assert re.search(r"validation loss \d+\.\d{4} nats/token", told)
+    assert "test_2016_flickr: BLEU" in works("evaluate", trained, "--beam-size", 1).stdout
+
+
+def trained_data(run_dir: Path) -> str:
+    return re.search("data_dir: (.*)", (run_dir / "run.yaml").read_text())[1]
+
+
+def test_a_perfect_translation_has_bleu_100() -> None:
+    score = scorer()
+    assert score(["ein Hund läuft schnell davon ."], ["ein Hund läuft schnell davon ."])[0] == pytest.approx(
+        100
+    )
+    assert score(["x"], ["ein Hund läuft schnell davon ."])[0] < 5
+
+
+def test_evaluate_tells_the_loss_of_other_runs(digits: Path) -> None:
+    told = works("evaluate", digits).stdout
+    nats, bits = (float(x) for x in re.search(r"loss ([\d.]+) nats/token, ([\d.]+) bits", told).groups())
+    assert bits == pytest.approx(nats / math.log(2), rel=1e-3)
+    best = json.loads((digits / "log.jsonl").read_text().splitlines()[-1])["best"]
+    assert nats == pytest.approx(best, abs=1e-4)
+
+
+def test_wrong_requests_to_evaluate_get_one_sentence(trained: Path, digits: Path, tmp_path: Path) -> None:
+    assert "has no run.yaml" in error("evaluate", tmp_path)
+    assert "part is 'test', but the parts are train, val" in error("evaluate", trained, "--split", "test")
+    assert "--split is for translations, but the task of" in error("evaluate", digits, "--split", "val")
+    assert "--out is for translations, but the task of" in error("evaluate", digits, "--out", "x")
+
+
+def test_info_describes_a_run_of_any_kind(trained: Path) -> None:
+    told = works("info", trained).stdout
+    assert "nats/token" in told
+    assert "parameters" in told
+
+
+def test_of_labels_the_part_that_is_right_is_counted() -> None:
+    batches = [
+        LabelledBatch(
+            torch.tensor([[2, 0], [1, 0]]), torch.tensor([2, 0]), torch.tensor([[False, True]] * 2)
+        ),
+        LabelledBatch(torch.tensor([[1, 1]]), torch.tensor([1]), torch.tensor([[False, False]])),
+    ]
+    dataset = SimpleNamespace(eval_batches=lambda batch_size: batches)
+
+    def says_the_first(inputs: torch.Tensor, *, key_padding_mask: torch.Tensor) -> torch.Tensor:
+        assert key_padding_mask.shape == inputs.shape
+        return torch.nn.functional.one_hot(inputs[:, 0], 3).float()
+
+    asked = SimpleNamespace(dataset=dataset, train=SimpleNamespace(batch_size=2))
+    assert count_right(says_the_first, asked, torch.device("cpu")) == (2, 3)
