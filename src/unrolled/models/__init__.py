@@ -4,7 +4,7 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
-from unrolled.models.encoder_decoder import (
+from unrolled.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, EncoderDecoderState
 from unrolled.models.luong_seq2seq import LuongSeq2Seq, LuongSeq2SeqConfig
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
@@ -56,7 +56,19 @@ Model = (
     | ViT
 )
 KINDS: dict[str, type[Model]] = {
-    m.model_name: m for m in (Decoder, Encoder, EncoderDecoder, LuongSeq2Seq, Perceiver, PerceiverAR, PerceiverIO, RNNSeq2Seq, RecurrentLM, ViT,)
+    m.model_name: m
+    for m in (
+        Decoder,
+        Encoder,
+        EncoderDecoder,
+        LuongSeq2Seq,
+        Perceiver,
+        PerceiverAR,
+        PerceiverIO,
+        RNNSeq2Seq,
+        RecurrentLM,
+        ViT,
+    )
 }
 """Every kind of model, by the name that its folder and a run's settings call it."""
 
