@@ -5,6 +5,7 @@ import torch
 
 from unrolled import models
 from unrolled.contract import UnsupportedError
+from unrolled.generation import translate
 from unrolled.models import LuongSeq2Seq, LuongSeq2SeqConfig, RNNSeq2Seq, RNNSeq2SeqConfig
 from unrolled.ops.state import leaves, load, map_tensors, save, select
 
@@ -204,6 +205,20 @@ def test_luongs_decoder_is_that_of_the_equations():
         a = torch.einsum("bn,nm,bsm->bs", x, model.attention.score.key_proj.weight, memory).softmax(-1)
         v = torch.tanh(model.combine(torch.cat([torch.einsum("bs,bsm->bm", a, memory), x], -1)))
         torch.testing.assert_close(logits[:, t], model.out(v), rtol=1e-11, atol=1e-12)
+
+
+@every
+def test_a_beam_of_one_is_greedy_decoding(kind, config, options):
+    model = made(kind, config, options)
+    sources = [[1, 2, 3], [4], [5, 6, 1, 2, 3]]
+    for source, found in zip(
+        sources, translate(model, sources, beam_size=1, stop=6, max_new_tokens=5), strict=True
+    ):
+        token, state, said = torch.tensor([START]), model.init_state(torch.tensor([source])), []
+        while len(said) < 5 and 6 not in said:
+            logits, state = model.step(token, state)
+            said.append(int(token := logits.argmax(-1)))
+        assert found.tolist() == said
 
 
 def test_weights_begin_as_in_the_paper():
