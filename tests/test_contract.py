@@ -13,7 +13,7 @@ from unrolled.testing import Maker, check_compiles, checks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PATHS = ["triton"] if INTERPRETED else ["plain", *native.instruction_sets()]
-NAMES = ["linear"] if INTERPRETED else attention.names()  # which has all that Triton does here, slowly
+NAMES = ["linear"] if INTERPRETED else attention.layers()  # which has all that Triton does here, slowly
 ONE_KERNEL_EACH = ("linear", "softmax", "window")  # the others reach these, or none
 CASES = [
     pytest.param(path, name, check, id=f"{path}-{name}-{check.__name__.removeprefix('check_')}")

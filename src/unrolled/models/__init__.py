@@ -9,12 +9,14 @@ from unrolled.models.encoder_decoder import (
     EncoderDecoderConfig,
     EncoderDecoderState,
 )
+from unrolled.models.luong_seq2seq import LuongSeq2Seq, LuongSeq2SeqConfig
 from unrolled.models.memory_network import MemN2N, MemN2NConfig
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.ntm import NTMModel, NTMModelConfig, NTMNumbers
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
 from unrolled.models.recurrent_lm import RecurrentLM, RecurrentLMConfig, RecurrentLMState
+from unrolled.models.rnn_seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 from unrolled.models.saving import SavedModel, read_config
 from unrolled.models.vit import ViT, ViTConfig
 
@@ -28,6 +30,8 @@ __all__ = [
     "EncoderDecoder",
     "EncoderDecoderConfig",
     "EncoderDecoderState",
+    "LuongSeq2Seq",
+    "LuongSeq2SeqConfig",
     "MemN2N",
     "MemN2NConfig",
     "NTMModel",
@@ -40,6 +44,8 @@ __all__ = [
     "PerceiverConfig",
     "PerceiverIO",
     "PerceiverIOConfig",
+    "RNNSeq2Seq",
+    "RNNSeq2SeqConfig",
     "RecurrentLM",
     "RecurrentLMConfig",
     "RecurrentLMState",
@@ -53,6 +59,7 @@ MODELS: list[type[SavedModel]] = [
     Decoder,
     Encoder,
     EncoderDecoder,
+    LuongSeq2Seq,
     MemN2N,
     NTMModel,
     NTMNumbers,
@@ -60,6 +67,7 @@ MODELS: list[type[SavedModel]] = [
     PerceiverAR,
     PerceiverIO,
     RecurrentLM,
+    RNNSeq2Seq,
     ViT,
 ]
 KINDS = {model.model_name: model for model in MODELS}

@@ -5,6 +5,7 @@
     check_mechanism("linear")                        # a mechanism of this library
     check_mechanism(MyAttention, my_option=3)        # any class that follows the contract
     check_cell("lstm")                               # a recurrent layer: what causal attention owes
+    check_memory_attention("bahdanau")               # attention from single queries to a memory
 
 A mechanism is an `nn.Module` with `forward`, a class attribute `supports`, and, where that claims a
 recurrence, `init_state`, `prefill` and `step` (see `unrolled.contract`). Each claim is checked, and so is the
@@ -39,6 +40,7 @@ from unrolled.testing.leaks import (
     check_prefix_invariance,
 )
 from unrolled.testing.masks import check_attn_mask, check_cross_attention, check_nothing_to_attend
+from unrolled.testing.memory import MEMORY_CHECKS, MemoryMaker, check_memory_attention
 from unrolled.testing.modules import (
     check_compiles,
     check_copies,
@@ -58,8 +60,10 @@ from unrolled.testing.states import (
 
 __all__ = [
     "CHECKS",
+    "MEMORY_CHECKS",
     "CellMaker",
     "Maker",
+    "MemoryMaker",
     "check_attn_mask",
     "check_batch_independence",
     "check_cell",
@@ -76,6 +80,7 @@ __all__ = [
     "check_head_shapes",
     "check_interleaved_sequences",
     "check_mechanism",
+    "check_memory_attention",
     "check_no_future_leak",
     "check_nothing_to_attend",
     "check_packing",

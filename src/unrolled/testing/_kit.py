@@ -36,16 +36,7 @@ class Maker:
     ) -> Any:
         """Construct the mechanism in evaluation mode; `overrides` win over the options under test."""
         options = {"d_model": self.d_model, "n_heads": self.n_heads, **self.options, **overrides}
-        return self._noisy(lambda: self.mechanism(causal=causal, **options), dtype, seed)
-
-    def _noisy(self, construct: Callable[[], nn.Module], dtype: torch.dtype | None, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            module = construct()
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-        return module.to(dtype or self.dtype).eval()
+        return noisy(lambda: self.mechanism(causal=causal, **options), dtype or self.dtype, seed)
 
     @property
     def supports(self) -> Supports:
@@ -75,7 +66,20 @@ class CellMaker(Maker):
         """Construct the layer; `overrides` are options of attention, and refused."""
         if not causal or overrides:
             raise UnsupportedError("a recurrent layer reads from left to right and takes no such option")
-        return self._noisy(lambda: self.mechanism(self.d_model, self.d_model, **self.options), dtype, seed)
+        return noisy(
+            lambda: self.mechanism(self.d_model, self.d_model, **self.options), dtype or self.dtype, seed
+        )
+
+
+def noisy(construct: Callable[[], nn.Module], dtype: torch.dtype, seed: int) -> nn.Module:
+    """Make a module under a seed of its own, with noise on every parameter, in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = construct()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return module.to(dtype).eval()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

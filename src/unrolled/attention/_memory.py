@@ -1,0 +1,168 @@
+"""What attention from one query at a time to a memory shares: the verbs, padding, and the checks."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.contract import Supports
+from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.softmax import softmax_or_zero
+
+CHUNK = 2**22
+"""Numbers of a `[B,T,S,K]` tensor that are held at once: queries are read in pieces that keep to it."""
+
+
+class MemoryState(NamedTuple):
+    """A memory that can be asked: what is read, what it is found by, and the number of queries so far."""
+
+    memory: Tensor  # [B,S,memory_dim], 0 at padding
+    keys: Tensor  # [B,S,K], projected once
+    padding: Tensor  # [B,S] bool
+    position: Tensor  # [B] long
+
+
+class MemoryAttention(nn.Module):
+    """Reads a memory by a query, which as a rule is the state of a recurrent network.
+
+    `init_state` projects the memory once; `step` asks it one query, `prefill` several in parallel, `forward`
+    all of them from the beginning. A mechanism derives from this class and defines `scores`, from projections
+    that it makes in `project_memory` and `project_query`; one that does more than a softmax of its scores
+    overrides `weigh`. Memory at padding is never read, wherever it stands; a row of nothing but padding gives
+    0. What is summed is fp32 (fp64 for fp64 weights); the outputs have the type of the query.
+
+    Args:
+        query_dim: width of the queries.
+        memory_dim: width of the memory's vectors; `query_dim` by default.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    supports = Supports(
+        causal=False, bidirectional=False, cross=True, padding=True, packing=False, recurrence="none"
+    )
+    state_type: ClassVar[Any] = MemoryState
+
+    def __init__(self, query_dim: int, memory_dim: int | None = None):
+        super().__init__()
+        self.query_dim = at_least_1("query_dim", query_dim)
+        self.memory_dim = query_dim if memory_dim is None else at_least_1("memory_dim", memory_dim)
+
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """Make the keys `[B,S,K]` of a memory `[B,S,memory_dim]`; by default they are the memory."""
+        return memory
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """Make of queries `[B,T,query_dim]` what `weigh` compares with the keys; by default they stay."""
+        return query
+
+    def scores(self, query: Tensor, state: Any) -> Tensor:
+        """Compare projected queries `[B,T,...]` with the keys: `[B,T,S]`, in the type of the state."""
+        raise NotImplementedError
+
+    def weigh(self, query: Tensor, state: Any) -> Tensor:
+        """Compute the weights `[B,T,S]` of projected queries `[B,T,...]`: 0 at padding."""
+        return softmax_inside(self.scores(query, state), ~state.padding.unsqueeze(1))
+
+    def init_state(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
+        """Project a memory `[B,S,memory_dim]`, S at least 1, for any number of queries.
+
+        Args:
+            memory: what can be read.
+            key_padding_mask: `[B,S]`, True = padding, on any side.
+
+        Raises:
+            ValueError: an argument of another shape or type, or a memory of length 0.
+        """
+        self._check("memory", memory, ["B", "S", self.memory_dim])
+        if memory.shape[1] == 0:
+            raise ValueError(f"memory has shape {shape(memory)}, but its length S must be at least 1")
+        if key_padding_mask is None:
+            key_padding_mask = torch.zeros(memory.shape[:2], dtype=torch.bool, device=memory.device)
+        check_key_padding_mask(key_padding_mask, *memory.shape[:2])
+        memory = memory.masked_fill(key_padding_mask.unsqueeze(-1), 0)
+        keys = self.project_memory(memory)
+        position = torch.zeros(len(memory), dtype=torch.long, device=memory.device)
+        dtype = self._state_dtype(memory)
+        return MemoryState(memory.to(dtype), keys.to(dtype), key_padding_mask, position)
+
+    def step(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        """Ask one query `[B,query_dim]`: context `[B,memory_dim]`, weights `[B,S]` and the new state."""
+        self._check("query", query, ["B", self.query_dim])
+        context, weights, state = self.prefill(query.unsqueeze(1), state)
+        return context.squeeze(1), weights.squeeze(1), state
+
+    def prefill(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        """Ask T queries `[B,T,query_dim]` that do not depend on each other, in parallel.
+
+        Returns:
+            contexts `[B,T,memory_dim]`, weights `[B,T,S]` and the new state; `state` is not changed.
+
+        Raises:
+            ValueError: an argument of another shape or type, or a state of other sizes.
+        """
+        self._check("query", query, ["B", "T", self.query_dim])
+        self._check_state(state, len(query))
+        projected = self.project_query(query)
+        with without_autocast(query.device):
+            weights = self.weigh(projected.to(state.memory.dtype), state)
+            context = weights @ state.memory
+        after = state._replace(position=state.position + query.shape[1])
+        return context.to(query.dtype), weights.to(query.dtype), after
+
+    def forward(self, query: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Ask all queries `[B,T,query_dim]` of a memory `[B,S,memory_dim]`: contexts `[B,T,memory_dim]`."""
+        return self.prefill(query, self.init_state(memory, key_padding_mask=key_padding_mask))[0]
+
+    def _state_dtype(self, like: Tensor) -> torch.dtype:
+        weight = next(self.parameters(), None)
+        return accumulation_dtype(like.dtype if weight is None else weight.dtype)
+
+    def _check(self, name: str, x: Tensor, wanted: list[str | int]) -> None:
+        told = f"[{', '.join(map(str, wanted))}]"
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {told}")
+        if x.dim() != len(wanted) or x.shape[-1] != wanted[-1]:
+            raise ValueError(f"{name} has shape {shape(x)}, but must be {told}")
+        weight = next(self.parameters(), None)
+        wrong = not x.is_floating_point() if weight is None else x.dtype != weight.dtype
+        if wrong and not torch.is_autocast_enabled(x.device.type):
+            other = "no floating-point type" if weight is None else f"but the weights are {weight.dtype}"
+            raise ValueError(f"{name} is {x.dtype}, {other}: convert one, or use autocast")
+
+    def _check_state(self, state: Any, batch: int) -> None:
+        if not isinstance(state, self.state_type):
+            raise ValueError(
+                f"state is a {type(state).__name__}, but must be a {self.state_type.__name__} of init_state"
+            )
+        found = shape(state.memory)
+        if found[0] != batch or found[-1] != self.memory_dim:
+            raise ValueError(
+                f"memory of the state has shape {found}, but this layer wants "
+                f"[{batch}, S, {self.memory_dim}] for {batch} rows"
+            )
+
+
+def softmax_inside(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax over the last axis where `allowed` (broadcast), 0 elsewhere; 0 where nothing is allowed."""
+    return softmax_or_zero(scores.masked_fill(~allowed, -torch.inf))
+
+
+def additive_scores(query: Tensor, keys: Tensor, v: Tensor) -> Tensor:
+    """e_ts = v . tanh(q_t + k_s): `[B,T,K]`, `[B,S,K]` and `[K]` to `[B,T,S]`.
+
+    The sums `[B,T,S,K]` are made for as many queries at a time as `CHUNK` allows.
+    """
+    B, S, K = keys.shape
+    at_once = max(1, CHUNK // max(1, B * S * K))
+    parts = [torch.tanh(q.unsqueeze(2) + keys.unsqueeze(1)) @ v for q in torch.split(query, at_once, 1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def at_least_1(name: str, size: int) -> int:
+    """Return `size`, or raise ValueError naming it unless it is a whole number of at least 1."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1")
+    return size

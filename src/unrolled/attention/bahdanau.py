@@ -1,0 +1,63 @@
+r"""Additive attention, the first: a decoder's state looks for what to read in an encoded sentence.
+
+    e_t(s) = v_a . tanh(W_a h_t + U_a m_s)        w_t = softmax_s(e_t)        c_t = sum_s w_t(s) m_s
+
+h_t is the query, in the paper the decoder's state before step t; m_s is the annotation of source word s.
+U_a m_s is computed once for a sentence. It is also called concat attention, since W_a h + U_a m is a product
+with [h; m].
+
+Bahdanau et al. 2014, "Neural Machine Translation by Jointly Learning to Align and Translate",
+arXiv 1409.0473, section 3.1, eq. 5 and 6, and appendix A.1.2.
+
+Cost, with K = attention_dim and memory S vectors of M: time O(T S (K+M)), and S K tanh for each query;
+memory O(T S), and in training O(T S K); per query time O(S (K+M)), state O(S (K+M)), fixed.
+Cannot: read a sequence by itself, so it is no layer of a decoder.
+Equals softmax attention: never; its scores are no dot products.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.attention._memory import MemoryAttention, MemoryState, additive_scores, at_least_1
+
+
+class BahdanauAttention(MemoryAttention):
+    """Additive attention, with the paper's beginning: W_a, U_a from N(0, 0.001), v_a and the bias 0.
+
+    So every part of the memory weighs the same at first.
+
+    Args:
+        query_dim, memory_dim: see `MemoryAttention`.
+        attention_dim: K, the width of the hidden layer that scores; `query_dim` by default.
+        bias: whether U_a comes with a bias.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        memory_dim: int | None = None,
+        *,
+        attention_dim: int | None = None,
+        bias: bool = True,
+    ):
+        super().__init__(query_dim, memory_dim)
+        width = query_dim if attention_dim is None else at_least_1("attention_dim", attention_dim)
+        self.query_proj = nn.Linear(query_dim, width, bias=False)
+        self.key_proj = nn.Linear(self.memory_dim, width, bias=bias)
+        self.v = nn.Parameter(torch.zeros(width))
+        for layer in (self.query_proj, self.key_proj):
+            nn.init.normal_(layer.weight, std=0.001)
+        if bias:
+            nn.init.zeros_(self.key_proj.bias)
+
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """U_a m."""
+        return self.key_proj(memory)  # type: ignore[no-any-return]
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """W_a h."""
+        return self.query_proj(query)  # type: ignore[no-any-return]
+
+    def scores(self, query: Tensor, state: MemoryState) -> Tensor:
+        """E (eq. 6)."""
+        return additive_scores(query, state.keys, self.v.to(query.dtype))

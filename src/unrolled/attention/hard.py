@@ -1,0 +1,184 @@
+r"""Hard attention: one place of the memory is drawn and read alone, and learnt by REINFORCE.
+
+    a_t = softmax_s(v_a . tanh(W_a h_t + U_a m_s))        s_t ~ a_t        c_t = m_{s_t}
+
+In training s_t is drawn; in evaluation it is the most probable place. A draw has no gradient, so that of the
+expected log p(y|c) is estimated by the gradient of
+
+    log p(y|c~) + lambda_r (log p(y|c~) - b) sum_t log a_t(s~_t) + lambda_e sum_t H[a_t],
+
+in which what stands before the sum counts as a number, and b is a moving average: 0.9 b + 0.1 log p(y|c~).
+`reinforce_loss` is its negative. `StraightThroughAttention` instead lets the gradient pass as if a_t had been
+read (Bengio et al. 2013, arXiv 1308.3432). `GatedSoftAttention` is the paper's soft form, the expectation:
+
+    c_t = sigmoid(w_b . h_t + b_b) sum_s a_t(s) m_s        penalty: sum_s (1 - sum_t a_t(s))^2
+
+Xu et al. 2015, "Show, Attend and Tell", arXiv 1502.03044, section 4.1 (hard) and 4.2 (soft); the paper in
+addition reads the expectation for half of the sequences, which is left to the caller.
+
+What is drawn is a function of the state: `init_state` gives each row a seed, from that of the module and, in
+training, from the number of memories begun so far, which is saved with the weights.
+
+Cost: that of additive attention.
+Cannot: read a sequence by itself, so it is no layer of a decoder; learn where to look by back-propagation.
+Equals softmax attention: never.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from unrolled.attention.bahdanau import BahdanauAttention
+from unrolled.ops.precision import without_autocast
+
+
+class HardState(NamedTuple):
+    """See `MemoryState`; `seed [B]` long and the position decide what is drawn."""
+
+    memory: Tensor
+    keys: Tensor
+    padding: Tensor
+    position: Tensor
+    seed: Tensor
+
+
+class HardAttention(BahdanauAttention):
+    """Reads the place that is drawn; the weights that it returns are 1 there and 0 elsewhere.
+
+    Args:
+        query_dim, memory_dim, attention_dim, bias: see `BahdanauAttention`.
+        seed: of all that is drawn.
+    """
+
+    state_type = HardState
+    begun: Tensor
+
+    def __init__(self, query_dim: int, memory_dim: int | None = None, *, seed: int = 0, **additive: Any):
+        super().__init__(query_dim, memory_dim, **additive)
+        self.seed = seed
+        self.register_buffer("begun", torch.zeros((), dtype=torch.long))
+
+    def init_state(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> HardState:
+        """Project a memory, and give each row a seed: in training another one at each call."""
+        state = super().init_state(memory, key_padding_mask=key_padding_mask)
+        rows = torch.arange(len(memory), device=memory.device)
+        seed = scrambled(scrambled(self.begun + self.seed) + rows)
+        if self.training:
+            self.begun += 1
+        return HardState(state.memory, state.keys, state.padding, state.position, seed)
+
+    def probabilities(self, query: Tensor, state: HardState) -> Tensor:
+        """The distributions a_t `[B,T,S]` that the glimpses of queries `[B,T,query_dim]` are drawn from."""
+        projected = self.project_query(query)
+        with without_autocast(query.device):
+            return super().weigh(projected.to(state.memory.dtype), state)
+
+    def weigh(self, query: Tensor, state: HardState) -> Tensor:
+        """One-hot rows; 0 where there is nothing but padding."""
+        return self._glimpse(super().weigh(query, state).detach(), state)
+
+    def _glimpse(self, weights: Tensor, state: HardState) -> Tensor:
+        if not self.training:
+            place = weights.argmax(-1)
+        else:
+            t = state.position.unsqueeze(1) + torch.arange(weights.shape[1], device=weights.device)
+            place = drawn(weights, uniform(state.seed.unsqueeze(1), t))
+        glimpse = one_hot(place, weights.shape[-1]).to(weights.dtype)
+        return glimpse * ~state.padding.all(-1)[:, None, None]
+
+
+class StraightThroughAttention(HardAttention):
+    """Hard attention whose backward pass is that of soft attention."""
+
+    def weigh(self, query: Tensor, state: HardState) -> Tensor:
+        """One-hot rows, with the gradient of the probabilities."""
+        weights = BahdanauAttention.weigh(self, query, state)
+        return self._glimpse(weights.detach(), state) + (weights - weights.detach())
+
+
+class GatedSoftAttention(BahdanauAttention):
+    """The expectation, times a gate that says how much to look at all; arguments of `BahdanauAttention`."""
+
+    def __init__(self, query_dim: int, memory_dim: int | None = None, **additive: Any):
+        super().__init__(query_dim, memory_dim, **additive)
+        self.gate_proj = nn.Linear(query_dim, 1)
+
+    def prefill(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        """As of additive attention, with the contexts gated; the weights are those before the gate."""
+        context, weights, state = super().prefill(query, state)
+        return context * torch.sigmoid(self.gate_proj(query)).to(context.dtype), weights, state
+
+
+def reinforce_loss(
+    probabilities: Tensor,
+    glimpse: Tensor,
+    log_likelihood: Tensor,
+    baseline: Tensor | float,
+    *,
+    reward_weight: float = 1.0,
+    entropy_weight: float = 0.0,
+    target_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """The negative of the expression above, averaged over the rows; its gradient is the estimate.
+
+    Args:
+        probabilities: a `[B,T,S]`, of `HardAttention.probabilities`.
+        glimpse: what was drawn from it, `[B,T,S]`, one-hot.
+        log_likelihood: log p(y|c~) of each row `[B]`, in nats.
+        baseline: b, a number or `[B]`.
+        reward_weight: lambda_r.
+        entropy_weight: lambda_e.
+        target_padding_mask: `[B,T]`, True where a query is padding, whose glimpse does not count.
+
+    Returns:
+        the loss, a number in nats.
+    """
+    tiny = torch.finfo(probabilities.dtype).tiny
+    logs = probabilities.clamp(min=tiny).log()
+    chosen, entropy = (glimpse * logs).sum(-1), -(probabilities * logs).sum(-1)
+    if target_padding_mask is not None:
+        chosen, entropy = (x.masked_fill(target_padding_mask, 0) for x in (chosen, entropy))
+    advantage = (log_likelihood - baseline).detach()
+    per_row = log_likelihood + reward_weight * advantage * chosen.sum(1) + entropy_weight * entropy.sum(1)
+    return -per_row.mean()
+
+
+def moving_baseline(baseline: Tensor | float, log_likelihood: Tensor, momentum: float = 0.9) -> Tensor:
+    """b after a batch: momentum b + (1 - momentum) mean(log_likelihood), without a gradient."""
+    return momentum * baseline + (1 - momentum) * log_likelihood.detach().mean()
+
+
+def coverage_penalty(weights: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """sum_s (1 - sum_t w_t(s))^2 of weights `[B,T,S]`, averaged over the rows; padding does not count."""
+    missing = (1 - weights.sum(1)).square()
+    if key_padding_mask is not None:
+        missing = missing.masked_fill(key_padding_mask, 0)
+    return missing.sum(-1).mean()
+
+
+def drawn(weights: Tensor, u: Tensor) -> Tensor:
+    """Draw from distributions `[...,S]` by numbers `[...]` in [0,1): the first place whose sum exceeds u."""
+    sums = weights.to(torch.float64).cumsum(-1)
+    below = sums <= u.unsqueeze(-1) * sums[..., -1:]
+    return below.sum(-1).clamp(max=weights.shape[-1] - 1)
+
+
+def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """Numbers in [0,1) as fp64, each a fixed function of its seed and counter (long, broadcast)."""
+    bits = scrambled(scrambled(seed) + counter)
+    return _shifted(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """A bijection of 64-bit integers that leaves no pattern (the output function of SplitMix64)."""
+    x = x + -7046029254386353131  # 0x9E3779B97F4A7C15: products and sums are modulo 2^64
+    x = (x ^ _shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ _shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, n: int) -> Tensor:
+    """Shift right without regard to the sign."""
+    return (x >> n) & ((1 << (64 - n)) - 1)

@@ -1,0 +1,290 @@
+r"""Multiplicative attention: a decoder's state reads an encoded sentence, all of it or a window.
+
+    w_t = softmax_s(score(h_t, m_s))        c_t = sum_s w_t(s) m_s
+
+    dot       h_t . m_s                         general   h_t . W_a m_s
+    concat    v_a . tanh(W_a [h_t; m_s])        location  (W_a h_t)_s
+
+h_t is the query, in the paper the decoder's state after step t; no score is scaled. Local attention looks at
+a window of words around a place p_t only:
+
+    local-m   p_t = t;  w_t as above, within |s - p_t| <= D
+    local-p   p_t = S sigmoid(v_p . tanh(W_p h_t));  the same, times exp(-(s - p_t)^2 / 2 (D/2)^2)
+
+Places count from 0 and leave out padding; S is the number of those that are left. The Gaussian comes after
+the softmax, so that the weights of local-p add up to less than 1.
+
+Luong et al. 2015, "Effective Approaches to Attention-based Neural Machine Translation", arXiv 1508.04025,
+section 3.1, eq. 7 and 8, and section 3.2, eq. 9 and 10. The authors' code differs; what it does has names
+of its own here: the score "query_concat", `FlooredPredictiveAttention` and `ScaledScoresAttention`.
+
+Cost, with memory S vectors of M: time O(T S M), memory O(T S), for concat as additive attention; per query
+time O(S M), state O(S M), fixed. A window masks scores, and saves no time.
+Cannot: read a sequence by itself, so it is no layer of a decoder.
+Equals softmax attention: with the score "dot", at scale 1. Local-m equals global attention where D >= S, and
+so does local-p if besides sigma is infinite.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.attention._memory import (
+    MemoryAttention,
+    MemoryState,
+    additive_scores,
+    at_least_1,
+    softmax_inside,
+)
+
+
+class DotScore(nn.Module):
+    """h . m; the two are equally wide."""
+
+    def __init__(self, query_dim: int, memory_dim: int):
+        super().__init__()
+        if query_dim != memory_dim:
+            raise ValueError(
+                f"query_dim is {query_dim} and memory_dim {memory_dim}, but the score 'dot' wants them "
+                "equal: use 'general'"
+            )
+
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """Nothing."""
+        return memory
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """Nothing."""
+        return query
+
+    def forward(self, query: Tensor, state: MemoryState) -> Tensor:
+        """`[B,T,K]` to `[B,T,S]`."""
+        return query @ state.keys.mT
+
+
+class GeneralScore(DotScore):
+    """h . W_a m, with W_a m computed once."""
+
+    def __init__(self, query_dim: int, memory_dim: int):
+        nn.Module.__init__(self)
+        self.key_proj = nn.Linear(memory_dim, query_dim, bias=False)
+
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """W_a m."""
+        return self.key_proj(memory)  # type: ignore[no-any-return]
+
+
+class ConcatScore(nn.Module):
+    """v_a . tanh(W_a [h; m]), which is additive attention without a bias.
+
+    Args:
+        query_dim, memory_dim: of the attention.
+        attention_dim: the rows of W_a; `query_dim` by default.
+    """
+
+    def __init__(self, query_dim: int, memory_dim: int, attention_dim: int | None = None):
+        super().__init__()
+        width = query_dim if attention_dim is None else at_least_1("attention_dim", attention_dim)
+        self.query_proj = nn.Linear(query_dim, width, bias=False)
+        self.key_proj = nn.Linear(memory_dim, width, bias=False)
+        self.v = nn.Parameter(torch.empty(width).uniform_(-(width**-0.5), width**-0.5))
+
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """The part of W_a that m meets."""
+        return self.key_proj(memory)  # type: ignore[no-any-return]
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """The part of W_a that h meets."""
+        return self.query_proj(query)  # type: ignore[no-any-return]
+
+    def forward(self, query: Tensor, state: MemoryState) -> Tensor:
+        """`[B,T,K]` to `[B,T,S]`."""
+        return additive_scores(query, state.keys, self.v.to(query.dtype))
+
+
+class QueryConcatScore(ConcatScore):
+    """v_a . tanh(m + W_a h): the authors' code, which leaves the memory as it is."""
+
+    def __init__(self, query_dim: int, memory_dim: int):
+        super().__init__(query_dim, memory_dim, memory_dim)
+        del self.key_proj
+
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """Nothing."""
+        return memory
+
+
+class LocationScore(nn.Module):
+    """(W_a h)_s, a row of W_a for each place: what the memory holds does not matter.
+
+    Args:
+        query_dim, memory_dim: of the attention.
+        max_length: the rows of W_a, and the longest memory.
+    """
+
+    def __init__(self, query_dim: int, memory_dim: int, max_length: int = 50):
+        super().__init__()
+        self.max_length = at_least_1("max_length", max_length)
+        self.place_proj = nn.Linear(query_dim, max_length, bias=False)
+
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """Keys of width 0."""
+        if memory.shape[1] > self.max_length:
+            raise ValueError(
+                f"memory has the length {memory.shape[1]}, but the score 'location' has "
+                f"max_length = {self.max_length} places"
+            )
+        return memory[..., :0]
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """W_a h."""
+        return self.place_proj(query)  # type: ignore[no-any-return]
+
+    def forward(self, query: Tensor, state: MemoryState) -> Tensor:
+        """`[B,T,max_length]` to `[B,T,S]`."""
+        place = places(state.padding).unsqueeze(1).expand(-1, query.shape[1], -1)
+        return query.gather(-1, place)
+
+
+SCORES: dict[str, Any] = {
+    "dot": DotScore,
+    "general": GeneralScore,
+    "concat": ConcatScore,
+    "query_concat": QueryConcatScore,
+    "location": LocationScore,
+}
+"""Scores by name."""
+
+
+class LuongAttention(MemoryAttention):
+    """Global attention.
+
+    Args:
+        query_dim, memory_dim: see `MemoryAttention`.
+        score: a name in `SCORES`.
+        score_options: further arguments of the score: "concat" has `attention_dim`, "location" `max_length`.
+    """
+
+    def __init__(
+        self, query_dim: int, memory_dim: int | None = None, *, score: str = "general", **score_options: Any
+    ):
+        super().__init__(query_dim, memory_dim)
+        if score not in SCORES:
+            raise ValueError(f"score is {score!r}, but must be one of {', '.join(SCORES)}")
+        self.score = SCORES[score](query_dim, self.memory_dim, **score_options)
+
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """What the score makes of it."""
+        return self.score.project_memory(memory)  # type: ignore[no-any-return]
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """What the score makes of it."""
+        return self.score.project_query(query)  # type: ignore[no-any-return]
+
+    def scores(self, query: Tensor, state: MemoryState) -> Tensor:
+        """`score(h_t, m_s)` (eq. 8)."""
+        return self.score(query, state)  # type: ignore[no-any-return]
+
+
+class MonotonicAttention(LuongAttention):
+    """Local-m: query t looks at the places within D of t, or of the last place if t is beyond.
+
+    Args:
+        query_dim, memory_dim, score, score_options: see `LuongAttention`.
+        window: D, at least 1.
+    """
+
+    def __init__(self, query_dim: int, memory_dim: int | None = None, *, window: int = 10, **score: Any):
+        super().__init__(query_dim, memory_dim, **score)
+        self.window = at_least_1("window", window)
+
+    def weigh(self, query: Tensor, state: MemoryState) -> Tensor:
+        """A softmax within the window."""
+        t = state.position.unsqueeze(1) + torch.arange(query.shape[1], device=query.device)
+        centre = torch.minimum(t, lengths(state.padding).unsqueeze(1) - 1)
+        inside = in_window(state.padding, centre, self.window)
+        return softmax_inside(self.scores(query, state), inside)
+
+
+class PredictiveAttention(LuongAttention):
+    """Local-p: each query says which place to look around.
+
+    Args:
+        query_dim, memory_dim, score, score_options: see `LuongAttention`.
+        window: D, at least 1.
+        sigma: of the Gaussian, D/2 by default; with `math.inf` there is none.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        memory_dim: int | None = None,
+        *,
+        window: int = 10,
+        sigma: float | None = None,
+        **score: Any,
+    ):
+        super().__init__(query_dim, memory_dim, **score)
+        self.window = at_least_1("window", window)
+        self.sigma = window / 2 if sigma is None else sigma
+        if not self.sigma > 0:
+            raise ValueError(f"sigma is {sigma!r}, but must be above 0")
+        self.place_proj = nn.Linear(query_dim, query_dim, bias=False)
+        self.place_v = nn.Linear(query_dim, 1, bias=False)
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """What the score makes of it and, last, the number whose sigmoid is p_t."""
+        place = self.place_v(torch.tanh(self.place_proj(query)))
+        return torch.cat([super().project_query(query), place], -1)
+
+    def predict(self, logit: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Return p_t `[B,T]` (eq. 9) and the middle of the window, for memories of `length [B,1]`."""
+        p = length * torch.sigmoid(logit)
+        return p, p
+
+    def weigh(self, query: Tensor, state: MemoryState) -> Tensor:
+        """A softmax within the window, times the Gaussian (eq. 10)."""
+        query, inside, gaussian = self._look(query, state)
+        return softmax_inside(self.scores(query, state), inside) * gaussian
+
+    def _look(self, query: Tensor, state: MemoryState) -> tuple[Tensor, Tensor, Tensor]:
+        query, logit = query[..., :-1], query[..., -1]
+        p, centre = self.predict(logit, lengths(state.padding).unsqueeze(1).to(query.dtype))
+        distance = places(state.padding).unsqueeze(1) - p.unsqueeze(-1)
+        gaussian = torch.exp(-distance.square() / (2 * self.sigma**2))
+        return query, in_window(state.padding, centre, self.window), gaussian
+
+
+class FlooredPredictiveAttention(PredictiveAttention):
+    """Local-p of the authors' code: p_t = (S - 1) sigmoid(..), and the window is around its whole part."""
+
+    def predict(self, logit: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Return p_t and the middle of the window, through which no gradient goes."""
+        p = (length - 1).clamp(min=0) * torch.sigmoid(logit)
+        return p, p.floor()
+
+
+class ScaledScoresAttention(FlooredPredictiveAttention):
+    """An option of the authors' code: the Gaussian multiplies the scores, and the weights add up to 1."""
+
+    def weigh(self, query: Tensor, state: MemoryState) -> Tensor:
+        """Softmax(score * gaussian) within the window."""
+        query, inside, gaussian = self._look(query, state)
+        return softmax_inside(self.scores(query, state) * gaussian, inside)
+
+
+def lengths(padding: Tensor) -> Tensor:
+    """Places that are not padding: `[B,S]` bool to `[B]`."""
+    return (~padding).sum(-1)
+
+
+def places(padding: Tensor) -> Tensor:
+    """Count the places from 0, padding left out (it gets a number without a meaning): `[B,S]`."""
+    return ((~padding).cumsum(-1) - 1).clamp(min=0)
+
+
+def in_window(padding: Tensor, centre: Tensor, window: int) -> Tensor:
+    """Whether place s is within `window` of `centre [B,T]`, and no padding: `[B,T,S]`."""
+    near = (places(padding).unsqueeze(1) - centre.unsqueeze(-1)).abs() <= window
+    return near & ~padding.unsqueeze(1)

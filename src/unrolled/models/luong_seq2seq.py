@@ -1,0 +1,130 @@
+r"""The encoder-decoder that looks at the source after each step, and feeds what it saw into the next.
+
+    m = LSTM(E x)                       stacked; its last states are the decoder's first
+    h_t = LSTM([E y_{t-1}; v_{t-1}])    stacked, v_0 = 0: input feeding
+    c_t = attention(h_t, m)             v_t = tanh(W_c [c_t; h_t])          p(y_t) = softmax(W_s v_t)
+
+Luong et al. 2015, "Effective Approaches to Attention-based Neural Machine Translation", arXiv 1508.04025,
+section 3, eq. 5 and 6, and section 3.3; v_t is the attentional vector, h~ in the paper.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from unrolled.models.seq2seq import Seq2Seq, Seq2SeqConfig, make_attention
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+
+
+@dataclass
+class LuongSeq2SeqConfig(Seq2SeqConfig):
+    """Luong's model; see `Seq2SeqConfig` for the other fields.
+
+    Attributes:
+        attention: as of `Seq2SeqConfig`; "luong" by default.
+        n_layers: LSTMs on top of each other, on both sides.
+    """
+
+    attention: str = "luong"
+    _: KW_ONLY
+    n_layers: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least_1("n_layers")
+
+
+class LuongSeq2SeqState(NamedTuple):
+    """h and c of each layer `[B,n_layers,hidden_size]`, the attentional vector, and the attention's state."""
+
+    h: Tensor
+    c: Tensor
+    attentional: Tensor
+    attention: Any
+
+
+class LuongSeq2Seq(Seq2Seq):
+    """Stacked LSTMs that encode, and as many that decode with attention; weights from U(-0.1, 0.1)."""
+
+    model_name = "luong_seq2seq"
+    config_type = LuongSeq2SeqConfig
+    config: LuongSeq2SeqConfig
+    state_type = LuongSeq2SeqState
+
+    def __init__(self, config: LuongSeq2SeqConfig) -> None:
+        super().__init__(config)
+        width, hidden, layers = config.d_model, config.hidden_size, config.n_layers
+        between = config.dropout if layers > 1 else 0.0
+        self.encoder = nn.LSTM(width, hidden, layers, batch_first=True, dropout=between)
+        self.attention = make_attention(config, hidden)
+        inputs = [width + hidden] + (layers - 1) * [hidden]
+        self.cells = nn.ModuleList(nn.LSTMCell(n, hidden) for n in inputs)
+        self.combine = nn.Linear(2 * hidden, hidden, bias=False)
+        self.out = nn.Linear(hidden, config.vocab_size, bias=False)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.1, 0.1)
+
+    def encode(self, source: Tensor, key_padding_mask: Tensor) -> LuongSeq2SeqState:
+        """Read the source from left to right, padding left out."""
+        order = key_padding_mask.to(torch.int8).argsort(dim=1, stable=True)  # padding to the right
+        x = self.dropout(self.source_embedding(source.gather(1, order)))
+        if len(source):
+            lengths = (~key_padding_mask).sum(1).cpu()
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            out, (h, c) = self.encoder(packed)
+            out, _ = pad_packed_sequence(out, batch_first=True, total_length=source.shape[1])
+        else:  # which torch does not pack
+            out, (h, c) = self.encoder(x)
+        place = order.argsort(dim=1).unsqueeze(-1).expand(-1, -1, out.shape[-1])  # and back
+        attended = self.attention.init_state(out.gather(1, place), key_padding_mask=key_padding_mask)
+        dtype = accumulation_dtype(x.dtype)
+        h, c = (z.transpose(0, 1).to(dtype) for z in (h, c))
+        return LuongSeq2SeqState(h, c, torch.zeros_like(h[:, 0]), attended)
+
+    def decode(self, tokens: Tensor, state: LuongSeq2SeqState) -> tuple[Tensor, Tensor, LuongSeq2SeqState]:
+        """Run the decoder over tokens; returns the attentional vectors."""
+        y = self.dropout(self.target_embedding(tokens))
+        dtype, kept = y.dtype, state.h.dtype
+        (first, *others), width = cast("list[nn.LSTMCell]", list(self.cells)), y.shape[-1]
+        of_token, fed = torch.split(first.weight_ih, [width, state.h.shape[-1]], 1)
+        inputs = F.linear(y, of_token, first.bias_ih + first.bias_hh).to(kept)
+        recurrent = torch.cat([fed, first.weight_hh], 1).to(kept)
+        upper = [
+            (torch.cat([x.weight_ih, x.weight_hh], 1).to(kept), (x.bias_ih + x.bias_hh).to(kept))
+            for x in others
+        ]
+        combine = self.combine.weight.to(kept)
+        hs, cs = list(state.h.unbind(1)), list(state.c.unbind(1))
+        v, attended = state.attentional, state.attention
+        vectors, weights = [], []
+        with without_autocast(tokens.device):
+            for now in inputs.unbind(1):
+                gates = now + F.linear(torch.cat([v, hs[0]], -1), recurrent)
+                hs[0], cs[0] = lstm_step(gates, cs[0])
+                for i, (weight, bias) in enumerate(upper, 1):
+                    below = torch.cat([self.dropout(hs[i - 1]), hs[i]], -1)
+                    hs[i], cs[i] = lstm_step(F.linear(below, weight, bias), cs[i])
+                context, weight, attended = self.attention.step(hs[-1].to(dtype), attended)
+                v = torch.tanh(F.linear(torch.cat([context.to(kept), hs[-1]], -1), combine))
+                vectors.append(v)
+                weights.append(weight)
+        if not vectors:
+            nothing = y.new_zeros(*tokens.shape, v.shape[-1])
+            return nothing, y.new_zeros(*tokens.shape, attended.memory.shape[1]), state
+        after = LuongSeq2SeqState(torch.stack(hs, 1), torch.stack(cs, 1), v, attended)
+        return self.dropout(torch.stack(vectors, 1).to(dtype)), torch.stack(weights, 1), after
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """W_s v."""
+        return self.out(hidden)  # type: ignore[no-any-return]
+
+
+def lstm_step(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """h and c after one step, from the sums `[B,4N]` that go into its gates i, f, g and o."""
+    i, f, g, o = gates.chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c

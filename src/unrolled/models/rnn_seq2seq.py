@@ -1,0 +1,129 @@
+r"""The encoder-decoder in which attention began: it looks at the source before each step (RNNsearch).
+
+    h_j = [GRU(E x_j, h_{j-1}); the same from the right]          of the source; s_0 = tanh(W_s h<-_1)
+    c_i = attention(s_{i-1}, h)        s_i = GRU([E y_{i-1}; c_i], s_{i-1})
+    t_i = maxout(U_o s_{i-1} + V_o E y_{i-1} + C_o c_i)           p(y_i) = softmax(W_o t_i)
+
+The GRU is the one whose reset gate acts before the product; maxout takes the larger of each pair of adjacent
+numbers. Bahdanau et al. 2014, "Neural Machine Translation by Jointly Learning to Align and Translate",
+arXiv 1409.0473, section 3 and appendix A. The text conditions y_i on s_i, the formulas of the appendix read
+out s_{i-1}: `readout_state` chooses.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.models.seq2seq import Seq2Seq, Seq2SeqConfig, make_attention
+from unrolled.ops.precision import without_autocast
+from unrolled.recurrent.gru import GRUState
+from unrolled.recurrent.gru_reset_before import GRUResetBefore
+
+ReadoutState = Literal["previous", "current"]
+
+
+@dataclass
+class RNNSeq2SeqConfig(Seq2SeqConfig):
+    """Bahdanau's model; see `Seq2SeqConfig` for the other fields.
+
+    Attributes:
+        readout_size: width of t_i; None for half of `hidden_size`.
+        readout_state: the state that is read out, "previous" or "current".
+    """
+
+    _: KW_ONLY
+    readout_size: int | None = None
+    readout_state: ReadoutState = "previous"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.readout_size is not None:
+            self._at_least_1("readout_size")
+        if self.readout_state not in get_args(ReadoutState):
+            raise ValueError(f"readout_state is {self.readout_state!r}, wanted 'previous' or 'current'")
+
+
+class RNNSeq2SeqState(NamedTuple):
+    """The decoder's state `[B,hidden_size]`, and that of its attention, which holds the source."""
+
+    s: Tensor
+    attention: Any
+
+
+class RNNSeq2Seq(Seq2Seq):
+    """A bidirectional GRU that encodes, and a GRU that decodes with attention to it.
+
+    Weights start as in the paper: square recurrent matrices orthogonal, those of additive attention as
+    `BahdanauAttention` says, biases 0, and all others from N(0, 0.01).
+    """
+
+    model_name = "rnn_seq2seq"
+    config_type = RNNSeq2SeqConfig
+    config: RNNSeq2SeqConfig
+    state_type = RNNSeq2SeqState
+
+    def __init__(self, config: RNNSeq2SeqConfig) -> None:
+        super().__init__(config)
+        width, hidden = config.d_model, config.hidden_size
+        self.left_to_right = GRUResetBefore(width, hidden)
+        self.right_to_left = GRUResetBefore(width, hidden)
+        self.first = nn.Linear(hidden, hidden)
+        self.attention = make_attention(config, 2 * hidden)
+        self.cell = GRUResetBefore(width + 2 * hidden, hidden)
+        size = max(1, hidden // 2) if config.readout_size is None else config.readout_size
+        self.readout = nn.Linear(hidden + width + 2 * hidden, 2 * size)
+        self.out = nn.Linear(size, config.vocab_size)
+        self._reset()
+
+    def _reset(self) -> None:
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding) and not name.startswith("attention"):
+                nn.init.normal_(module.weight, std=0.01)
+            if isinstance(module, nn.Linear) and module.bias is not None and not name.startswith("attention"):
+                nn.init.zeros_(module.bias)
+            if isinstance(module, GRUResetBefore):
+                for square in torch.split(module.recurrent, module.hidden_size):
+                    nn.init.orthogonal_(square)
+
+    def encode(self, source: Tensor, key_padding_mask: Tensor) -> RNNSeq2SeqState:
+        """Read the source from both sides."""
+        x = self.dropout(self.source_embedding(source))
+        rightward, leftward = self.left_to_right, self.right_to_left
+        forth, _ = rightward.prefill(x, rightward.init_state(len(x)), key_padding_mask=key_padding_mask)
+        back, (last,) = leftward.prefill(
+            x.flip(1), leftward.init_state(len(x)), key_padding_mask=key_padding_mask.flip(1)
+        )
+        memory = torch.cat([forth, back.flip(1)], -1)
+        s = torch.tanh(self.first(last.to(x.dtype))).to(last.dtype)
+        return RNNSeq2SeqState(s, self.attention.init_state(memory, key_padding_mask=key_padding_mask))
+
+    def decode(self, tokens: Tensor, state: RNNSeq2SeqState) -> tuple[Tensor, Tensor, RNNSeq2SeqState]:
+        """Run the decoder over tokens; returns t before W_o."""
+        s, attended = state
+        y = self.dropout(self.target_embedding(tokens))
+        widths = [y.shape[-1], self.attention.memory_dim]
+        of_token, of_context = torch.split(self.cell.input_proj.weight, widths, 1)
+        inputs = F.linear(y, of_token, self.cell.input_proj.bias).to(s.dtype)
+        of_context, dtype = of_context.to(s.dtype), y.dtype
+        states, contexts, weights = [s], [], []
+        with without_autocast(tokens.device):
+            for now in inputs.unbind(1):
+                context, weight, attended = self.attention.step(s.to(dtype), attended)
+                s, _ = self.cell.advance(now + F.linear(context.to(s.dtype), of_context), GRUState(s))
+                states.append(s)
+                contexts.append(context)
+                weights.append(weight)
+        read = states[:-1] if self.config.readout_state == "previous" else states[1:]
+        if not contexts:
+            nothing = y.new_zeros(*tokens.shape, self.out.in_features)
+            return nothing, y.new_zeros(*tokens.shape, attended.memory.shape[1]), state
+        joined = torch.cat([torch.stack(read, 1).to(dtype), y, torch.stack(contexts, 1)], -1)
+        pairs = self.readout(joined).unflatten(-1, (-1, 2))
+        return self.dropout(pairs.amax(-1)), torch.stack(weights, 1), RNNSeq2SeqState(s, attended)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """W_o t."""
+        return self.out(hidden)  # type: ignore[no-any-return]

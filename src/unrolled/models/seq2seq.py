@@ -1,0 +1,193 @@
+"""What the recurrent encoder-decoders share: config, loss, and the verbs, made of an encoder and one loop."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled import attention
+from unrolled.attention._memory import MemoryAttention
+from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.saving import SavedModel
+from unrolled.ops.checks import check_key_padding_mask, may_read
+
+
+@dataclass
+class Seq2SeqConfig:
+    """The fields of a recurrent encoder-decoder. Every field is checked when the config is made.
+
+    Attributes:
+        vocab_size: number of ids of the target; the id `vocab_size` is the start symbol.
+        source_vocab_size: number of ids of the source; None for as many as of the target.
+        d_model: width of the embeddings.
+        hidden_size: width of the recurrent layers, of each direction.
+        attention: name of a mechanism that reads a memory, "bahdanau", "luong", "cosine" or "hard"; a variant
+            in the same file is named as in "luong.PredictiveAttention".
+        attention_options: the further arguments of that mechanism.
+        dropout: probability, for embeddings and for what is read out.
+        label_smoothing: the part of a target's probability that goes to all ids alike, in training.
+        start_token: True, since every target begins with the start symbol, which is never predicted.
+    """
+
+    vocab_size: int
+    source_vocab_size: int | None = None
+    d_model: int = 256
+    hidden_size: int = 512
+    attention: str = "bahdanau"
+    attention_options: dict[str, Any] = field(default_factory=dict)
+    dropout: float = 0.0
+    label_smoothing: float = 0.0
+    start_token: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "hidden_size"):
+            self._at_least_1(name)
+        if self.source_vocab_size is not None:
+            self._at_least_1("source_vocab_size")
+        for name in ("dropout", "label_smoothing"):
+            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value < 1:
+                raise ValueError(f"{name} is {value!r}, wanted a number in [0, 1)")
+        if self.start_token is not True:
+            raise ValueError(f"start_token is {self.start_token!r}, wanted True")
+        if not isinstance(self.attention_options, dict):
+            raise ValueError(f"attention_options is {self.attention_options!r}, wanted a dict")
+
+    def _at_least_1(self, name: str) -> None:
+        if type(value := getattr(self, name)) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}, wanted an integer of at least 1")
+
+
+class Seq2Seq(SavedModel):
+    """Reads a source sentence, then predicts each token of its translation from those before it.
+
+    A model derives from this class and defines `encode` and `decode`; `state_type` is what they hand on.
+    """
+
+    config: Any
+    state_type: Any
+
+    def __init__(self, config: Seq2SeqConfig) -> None:
+        super().__init__(config)
+        self.n_ids = config.vocab_size + 1
+        self.n_source_ids = config.source_vocab_size or config.vocab_size
+        self.source_embedding = nn.Embedding(self.n_source_ids, config.d_model)
+        self.target_embedding = nn.Embedding(self.n_ids, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def encode(self, source: Tensor, key_padding_mask: Tensor) -> Any:
+        """Make the first state from `source [B,S]` and its padding `[B,S]`."""
+        raise NotImplementedError
+
+    def decode(self, tokens: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        """Read `tokens [B,T]`: what `logits` wants `[B,T,...]`, weights `[B,T,S]`, the new state."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[...,vocab_size]` of what `decode` returned first."""
+        raise NotImplementedError
+
+    def forward(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Logits of the token that follows each position of the target.
+
+        Args:
+            source: `[B,S]` long, S at least 1.
+            target: `[B,T]` long, what the decoder reads, beginning with the start symbol.
+            key_padding_mask: `[B,S]` bool, True at padding of the source, on any side.
+
+        Returns:
+            `[B,T,vocab_size]`.
+
+        Raises:
+            ValueError: an argument of another shape or type, an unknown id, or an empty source sentence.
+        """
+        return self.prefill(target, self.init_state(source, key_padding_mask=key_padding_mask))[0]
+
+    def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Mean -log p(target) in nats per token, in at least fp32; 0 if every target is ignored.
+
+        Args:
+            inputs: the source, as of `forward`.
+            targets: `[B,T]` long, the ids that are to follow, an end symbol included; -100 is ignored.
+            key_padding_mask: as of `forward`.
+        """
+        state = self.init_state(inputs, key_padding_mask=key_padding_mask)
+        check_targets(targets, (inputs.shape[0], *targets.shape[1:2]), self.config.vocab_size)
+        hidden, _, _ = self.decode(self.shifted(targets), state)
+        asked = targets != IGNORED
+        logits = self.logits(hidden[asked])  # the widest layer, for what counts only
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        total = F.cross_entropy(logits.to(dtype), targets[asked], reduction="sum", label_smoothing=smoothing)
+        return total / asked.sum().clamp(min=1)
+
+    def shifted(self, targets: Tensor) -> Tensor:
+        """What the decoder reads to predict `targets [B,T]`: a start symbol, and all but the last."""
+        start = targets.new_full((len(targets), 1), self.config.vocab_size)
+        return torch.cat([start, targets[:, :-1]], 1)[:, : targets.shape[1]].clamp(min=0)
+
+    def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
+        """Read a source; return all that decoding needs, batch first. Arguments as of `forward`."""
+        check_ids("source", source, self.n_source_ids)
+        if key_padding_mask is None:
+            key_padding_mask = torch.zeros_like(source, dtype=torch.bool)
+        check_key_padding_mask(key_padding_mask, *source.shape)
+        if source.shape[1] == 0:
+            raise ValueError(f"source has shape {list(source.shape)}, wanted sentences of at least one token")
+        if may_read(key_padding_mask) and bool(key_padding_mask.all(1).any()):
+            row = int(key_padding_mask.all(1).nonzero()[0])
+            raise ValueError(f"row {row} of source is nothing but padding, wanted at least one token")
+        return self.encode(source, key_padding_mask)
+
+    def prefill(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Read several tokens `[B,T]` of the target: logits `[B,T,vocab_size]` and the new state."""
+        check_ids("tokens", tokens, self.n_ids)
+        self._check_state(state, len(tokens))
+        hidden, _, state = self.decode(tokens, state)
+        return self.logits(hidden), state
+
+    def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Read one token `[B]` of the target: logits `[B,vocab_size]` and the new state."""
+        if token.dim() != 1 or token.dtype != torch.long:
+            raise ValueError(
+                f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]"
+            )
+        self._check_state(state, len(token))
+        hidden, _, state = self.decode(token.unsqueeze(1), state)
+        return self.logits(hidden.squeeze(1)), state
+
+    def attend(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """How much each place of the target reads each of the source: `[B,T,S]`; arguments as `forward`."""
+        check_ids("target", target, self.n_ids)
+        state = self.init_state(source, key_padding_mask=key_padding_mask)
+        self._check_state(state, len(target))
+        return self.decode(target, state)[1]
+
+    def _check_state(self, state: Any, batch_size: int) -> None:
+        if not isinstance(state, self.state_type):
+            raise ValueError(
+                f"state is a {type(state).__name__}, wanted the {self.state_type.__name__} of init_state"
+            )
+        if len(state.attention.memory) != batch_size:
+            raise ValueError(f"state is for {len(state.attention.memory)} rows, wanted {batch_size}")
+
+
+def make_attention(config: Seq2SeqConfig, memory_dim: int) -> MemoryAttention:
+    """The attention that the config asks for, with queries `hidden_size` wide.
+
+    Raises:
+        UnsupportedError: the mechanism attends within a sequence, and has no memory.
+        ValueError: it does not exist, or does not take one of its options.
+    """
+    mechanism = attention.load(config.attention)
+    if not issubclass(mechanism, MemoryAttention):
+        able = [n for n in attention.names() if issubclass(attention.load(n), MemoryAttention)]
+        raise UnsupportedError(
+            f"{config.attention!r} attention reads no memory by single queries; use one of {able} instead"
+        )
+    try:
+        return mechanism(config.hidden_size, memory_dim, **config.attention_options)
+    except TypeError as error:
+        raise ValueError(f"attention_options of {config.attention!r} does not fit: {error}") from error

@@ -1,0 +1,50 @@
+"""Content addressing against its equations, and the function that the Neural Turing Machine reads by."""
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity, scaled_dot_product_attention, softplus
+
+from unrolled.attention.cosine import CosineAttention, cosine_weights, unit
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("keys", [(), (3,), (3, 2)])
+def test_weights_are_the_softmax_of_cosines(keys):
+    key, memory, beta = drawn(2, *keys, 5), drawn(2, 7, 5, seed=1), drawn(2, *keys, seed=2).exp()
+    rows = memory.reshape(2, *[1] * len(keys), 7, 5)
+    wanted = (beta.unsqueeze(-1) * cosine_similarity(key.unsqueeze(-2), rows, dim=-1)).softmax(-1)
+    torch.testing.assert_close(cosine_weights(key, memory, beta, epsilon=0.0), wanted, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(cosine_weights(key, memory, beta), wanted, rtol=0, atol=1e-7)
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[0, :3] = True
+    found = cosine_weights(key, memory, beta, key_padding_mask=mask)
+    torch.testing.assert_close(found[:1, ..., 3:], cosine_weights(key[:1], memory[:1, 3:], beta[:1]))
+    assert not found[:1, ..., :3].any()
+
+
+def test_zeros_have_a_cosine_of_0_and_finite_gradients():
+    key, memory = torch.zeros(1, 5, requires_grad=True), torch.zeros(1, 4, 5, requires_grad=True)
+    weights = cosine_weights(key, memory, torch.full((1,), 50.0))
+    torch.testing.assert_close(weights, torch.full((1, 4), 0.25))
+    gradients = torch.autograd.grad(weights[0, 0], [key, memory])
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_the_module_makes_keys_and_strengths_of_queries():
+    torch.manual_seed(0)
+    module = CosineAttention(4, 5).double()
+    query, memory = drawn(2, 3, 4), drawn(2, 7, 5, seed=1)
+    context, weights, _ = module.prefill(query, module.init_state(memory))
+    wanted = cosine_weights(module.key_proj(query), memory, softplus(module.strength_proj(query)).squeeze(-1))
+    torch.testing.assert_close(weights, wanted, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(context, wanted @ memory, rtol=1e-12, atol=1e-13)
+
+
+def test_with_unit_vectors_it_is_softmax_attention_of_scale_beta():
+    key, memory = unit(drawn(2, 3, 5), 0.0), unit(drawn(2, 7, 5, seed=1), 0.0)
+    weights = cosine_weights(key, memory, torch.full((2, 3), 2.5, dtype=torch.float64), epsilon=0.0)
+    wanted = scaled_dot_product_attention(key, memory, memory, scale=2.5)
+    torch.testing.assert_close(weights @ memory, wanted, rtol=1e-12, atol=1e-13)

@@ -1,0 +1,336 @@
+"""Bahdanau's and Luong's encoder-decoders: one function in three verbs, and what their equations say."""
+
+import pytest
+import torch
+
+from unrolled import models
+from unrolled.contract import UnsupportedError
+from unrolled.generation import translate
+from unrolled.models import LuongSeq2Seq, LuongSeq2SeqConfig, RNNSeq2Seq, RNNSeq2SeqConfig
+from unrolled.ops.state import leaves, load, map_tensors, save, select
+
+V, B, S, T = 7, 3, 5, 4
+START = V
+KINDS = [
+    (RNNSeq2Seq, RNNSeq2SeqConfig, {}),
+    (RNNSeq2Seq, RNNSeq2SeqConfig, {"readout_state": "current", "attention": "cosine", "readout_size": 3}),
+    (RNNSeq2Seq, RNNSeq2SeqConfig, {"attention": "luong", "attention_options": {"score": "concat"}}),
+    (LuongSeq2Seq, LuongSeq2SeqConfig, {}),
+    (
+        LuongSeq2Seq,
+        LuongSeq2SeqConfig,
+        {"n_layers": 1, "attention": "luong.PredictiveAttention", "attention_options": {"window": 2}},
+    ),
+    (LuongSeq2Seq, LuongSeq2SeqConfig, {"attention": "luong.MonotonicAttention", "source_vocab_size": 9}),
+    (LuongSeq2Seq, LuongSeq2SeqConfig, {"attention": "hard", "n_layers": 3}),
+]
+every = pytest.mark.parametrize(("kind", "config", "options"), KINDS, ids=str)
+
+
+def made(kind, config, options, dtype=torch.float64):
+    """A small model, with weights large enough for everything to matter."""
+    torch.manual_seed(0)
+    model = kind(config(V, d_model=6, hidden_size=8, **options)).to(dtype).eval()
+    for parameter in model.parameters():
+        parameter.data = 0.5 * torch.randn_like(parameter)
+    return model
+
+
+def ids():
+    generator = torch.Generator().manual_seed(1)
+    source, target = (torch.randint(V, (B, n), generator=generator) for n in (S, T))
+    target[:, 0] = START
+    mask = torch.zeros(B, S, dtype=torch.bool)
+    mask[0, [0, 3]] = mask[1, 4] = True
+    return source, target, mask
+
+
+@every
+def test_every_way_to_read_a_target_is_equal(kind, config, options):
+    model = made(kind, config, options)
+    source, target, mask = ids()
+    wanted = model(source, target, key_padding_mask=mask)
+    weights = list(model.parameters())
+    gradients = torch.autograd.grad(wanted.square().sum(), weights, allow_unused=True, materialize_grads=True)
+    assert wanted.shape == (B, T, V)
+    for plan in ([1, 1, 1, 1], [2, 2], [1, 3], [0, 4]):
+        state, outputs, at = model.init_state(source, key_padding_mask=mask), [], 0
+        before = map_tensors(torch.clone, state)
+        first = state
+        for n in plan:
+            if n == 1:
+                logits, state = model.step(target[:, at], state)
+                logits = logits.unsqueeze(1)
+            else:
+                logits, state = model.prefill(target[:, at : at + n], state)
+            outputs.append(logits)
+            at += n
+        found = torch.cat(outputs, 1)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        for a, b in zip(leaves(first).values(), leaves(before).values(), strict=True):
+            assert torch.equal(a, b)
+        again = torch.autograd.grad(found.square().sum(), weights, allow_unused=True, materialize_grads=True)
+        for a, b in zip(again, gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@every
+def test_padding_changes_nothing_and_is_not_looked_at(kind, config, options):
+    model = made(kind, config, options)
+    source, target, mask = ids()
+    wanted = model(source, target, key_padding_mask=mask)
+    other = source.masked_fill(mask, 2)
+    assert torch.equal(model(other, target, key_padding_mask=mask), wanted)
+    for row in range(B):
+        alone = model(source[row : row + 1, ~mask[row]], target[row : row + 1])
+        torch.testing.assert_close(alone[0], wanted[row], rtol=1e-12, atol=1e-12)
+    weights = model.attend(source, target, key_padding_mask=mask)
+    assert weights.shape == (B, T, S)
+    assert not weights.transpose(1, 2)[mask].any()
+    assert ((weights.sum(-1) > 0) & (weights.sum(-1) < 1 + 1e-12)).all()
+
+
+@every
+def test_rows_of_a_state_are_selected_saved_and_loaded(kind, config, options, tmp_path):
+    model = made(kind, config, options)
+    source, target, mask = ids()
+    _, state = model.prefill(target[:, :2], model.init_state(source, key_padding_mask=mask))
+    wanted, _ = model.prefill(target[:, 2:], state)
+    rows = [2, 0, 0]
+    found, _ = model.prefill(target[rows, 2:], select(state, rows))
+    torch.testing.assert_close(found, wanted[rows], rtol=1e-12, atol=1e-12)
+    save(state, tmp_path / "state.safetensors")
+    loaded = load(tmp_path / "state.safetensors", like=model.init_state(source[:1]))
+    assert torch.equal(model.prefill(target[:, 2:], loaded)[0], wanted)
+
+
+@every
+def test_a_model_comes_back_bit_for_bit(kind, config, options, tmp_path):
+    model = made(kind, config, options, torch.float32)
+    model.save(tmp_path)
+    loaded = models.load(tmp_path)
+    source, target, mask = ids()
+    assert type(loaded) is kind
+    assert loaded.config == model.config
+    assert torch.equal(
+        loaded.eval()(source, target, key_padding_mask=mask), model(source, target, key_padding_mask=mask)
+    )
+
+
+@every
+def test_the_loss_shifts_the_targets_itself(kind, config, options):
+    model = made(kind, config, options)
+    source, target, mask = ids()
+    targets = torch.cat([target[:, 1:], torch.full((B, 1), 3)], 1)
+    targets[1, 2:] = -100
+    found = model.loss(source, targets, key_padding_mask=mask)
+    logits = model(source, target, key_padding_mask=mask)
+    asked = targets != -100
+    wanted = -logits.log_softmax(-1)[asked].gather(1, targets[asked].unsqueeze(1)).mean()
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    nothing = model.loss(source, torch.full_like(targets, -100))
+    assert float(nothing.detach()) == 0
+
+
+def test_labels_are_smoothed_in_training_only():
+    model = made(RNNSeq2Seq, RNNSeq2SeqConfig, {"label_smoothing": 0.1})
+    source, target, _ = ids()
+    targets = torch.cat([target[:, 1:], torch.full((B, 1), 3)], 1)
+    logs = model(source, target).log_softmax(-1)
+    plain = -logs.gather(-1, targets.unsqueeze(-1)).mean()
+    torch.testing.assert_close(model.loss(source, targets), plain)
+    smoothed = 0.9 * plain - 0.1 * logs.mean()
+    torch.testing.assert_close(model.train().loss(source, targets), smoothed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("read", ["previous", "current"])
+def test_bahdanaus_decoder_is_that_of_the_equations(read):
+    model = made(RNNSeq2Seq, RNNSeq2SeqConfig, {"readout_state": read})
+    source, target, _ = ids()
+    E, cell, attention = model.target_embedding.weight, model.cell, model.attention
+
+    def gru(cell, x, h):
+        n = cell.hidden_size
+        (W_r, W_z, W_n), (b_r, b_z, b_n) = cell.input_proj.weight.split(n), cell.input_proj.bias.split(n)
+        U_r, U_z, U_n = cell.recurrent.split(n)
+        r, z = torch.sigmoid(W_r @ x + U_r @ h + b_r), torch.sigmoid(W_z @ x + U_z @ h + b_z)
+        return (1 - z) * h + z * torch.tanh(W_n @ x + U_n @ (r * h) + b_n)
+
+    logits = model(source, target)
+    for b in range(B):
+        xs, h = [model.source_embedding.weight[i] for i in source[b]], torch.zeros(8, dtype=torch.float64)
+        forth, back, g = [], [], h
+        for x in xs:
+            forth.append(h := gru(model.left_to_right, x, h))
+        for x in reversed(xs):
+            back.insert(0, g := gru(model.right_to_left, x, g))
+        memory = [torch.cat(pair) for pair in zip(forth, back, strict=True)]
+        s = torch.tanh(model.first.weight @ back[0] + model.first.bias)
+        for t, token in enumerate(target[b]):
+            e = torch.stack(
+                [
+                    attention.v
+                    @ torch.tanh(
+                        attention.query_proj.weight @ s
+                        + attention.key_proj.weight @ m
+                        + attention.key_proj.bias
+                    )
+                    for m in memory
+                ]
+            )
+            c = sum(w * m for w, m in zip(e.softmax(0), memory, strict=True))
+            after = gru(cell, torch.cat([E[token], c]), s)
+            shown = s if read == "previous" else after
+            pairs = model.readout.weight @ torch.cat([shown, E[token], c]) + model.readout.bias
+            maxout = torch.stack([max(pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2)])
+            wanted = model.out.weight @ maxout + model.out.bias
+            torch.testing.assert_close(logits[b, t], wanted, rtol=1e-11, atol=1e-12)
+            s = after
+
+
+@torch.no_grad()
+def test_luongs_decoder_is_that_of_the_equations():
+    model = made(LuongSeq2Seq, LuongSeq2SeqConfig, {})
+    source, target, _ = ids()
+    memory, (h, c) = model.encoder(model.source_embedding(source))
+    h, c = list(h), list(c)
+    v = torch.zeros(B, 8, dtype=torch.float64)
+    logits = model(source, target)
+    for t in range(T):
+        x = torch.cat([model.target_embedding(target[:, t]), v], -1)
+        for i, cell in enumerate(model.cells):
+            h[i], c[i] = cell(x, (h[i], c[i]))
+            x = h[i]
+        a = torch.einsum("bn,nm,bsm->bs", x, model.attention.score.key_proj.weight, memory).softmax(-1)
+        v = torch.tanh(model.combine(torch.cat([torch.einsum("bs,bsm->bm", a, memory), x], -1)))
+        torch.testing.assert_close(logits[:, t], model.out(v), rtol=1e-11, atol=1e-12)
+
+
+@every
+def test_a_beam_of_one_is_greedy_decoding(kind, config, options):
+    model = made(kind, config, options)
+    sources = [[1, 2, 3], [4], [5, 6, 1, 2, 3]]
+    for source, found in zip(
+        sources, translate(model, sources, beam_size=1, stop=6, max_new_tokens=5), strict=True
+    ):
+        token, state, said = torch.tensor([START]), model.init_state(torch.tensor([source])), []
+        while len(said) < 5 and 6 not in said:
+            logits, state = model.step(token, state)
+            said.append(int(token := logits.argmax(-1)))
+        assert found.tolist() == said
+
+
+def test_weights_begin_as_in_the_paper():
+    model = RNNSeq2Seq(RNNSeq2SeqConfig(50, d_model=64, hidden_size=128))
+    for square in model.cell.recurrent.split(128):
+        torch.testing.assert_close(square @ square.T, torch.eye(128), rtol=0, atol=1e-5)
+    for weight in (model.cell.input_proj.weight, model.readout.weight, model.target_embedding.weight):
+        assert abs(float(weight.detach().std()) / 0.01 - 1) < 0.05
+    assert abs(float(model.attention.key_proj.weight.detach().std()) / 0.001 - 1) < 0.05
+    assert not model.attention.v.any()
+    luong = LuongSeq2Seq(LuongSeq2SeqConfig(50, d_model=64, hidden_size=128))
+    assert all(0.09 < float(p.detach().abs().max()) <= 0.1 for p in luong.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kind", "config", "options"), KINDS[::3], ids=str)
+def test_half_precision_is_finite(kind, config, options, dtype):
+    model = made(kind, config, options, dtype)
+    source, target, mask = ids()
+    logits = model(source, target, key_padding_mask=mask)
+    assert logits.dtype == dtype
+    assert model.loss(source, target.clamp(max=V - 1), key_padding_mask=mask).isfinite()
+    exact = made(kind, config, options)
+    exact.load_state_dict(model.state_dict())
+    wanted = exact(source, target, key_padding_mask=mask)
+    assert float((logits - wanted).detach().abs().max() / wanted.detach().abs().max()) < 0.05
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        single = made(kind, config, options, torch.float32)
+        single.loss(source, target.clamp(max=V - 1), key_padding_mask=mask).backward()
+    assert all(p.grad.isfinite().all() for p in single.parameters() if p.grad is not None)
+
+
+@every
+def test_empty_batches_and_targets(kind, config, options):
+    model = made(kind, config, options)
+    source, target, _ = ids()
+    assert model(source, target[:, :0]).shape == (B, 0, V)
+    assert model(source[:0], target[:0]).shape == (0, T, V)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, s, t, k: m(s[:, :0], t), "source has shape .*, wanted sentences of at least one token"),
+        (
+            lambda m, s, t, k: m(s, t, key_padding_mask=torch.ones(B, S, dtype=torch.bool)),
+            "row 0 of source is nothing but padding, wanted at least one token",
+        ),
+        (lambda m, s, t, k: m(s + V, t), r"source holds ids from .* wanted ids in \[0, 7\)"),
+        (lambda m, s, t, k: m(s, t + 1), r"tokens holds ids from .* wanted ids in \[0, 8\)"),
+        (lambda m, s, t, k: m.loss(s, t), r"targets holds values from .* wanted \[0, 7\)"),
+        (lambda m, s, t, k: m(s, t, key_padding_mask=k[:, 1:]), "key_padding_mask has shape"),
+        (lambda m, s, t, k: m.step(t, m.init_state(s)), "token is torch.int64 of the shape"),
+        (lambda m, s, t, k: m.step(t[:2, 0], m.init_state(s)), "state is for 3 rows, wanted 2"),
+        (lambda m, s, t, k: m.prefill(t, ()), "state is a tuple, wanted the .*State of init_state"),
+    ],
+)
+@pytest.mark.parametrize(("kind", "config", "options"), [KINDS[0], KINDS[3]], ids=["bahdanau", "luong"])
+def test_wrong_input_is_named(kind, config, options, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(made(kind, config, options), *ids())
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"vocab_size": 0}, ValueError, "vocab_size is 0, wanted an integer of at least 1"),
+        ({"source_vocab_size": 0}, ValueError, "source_vocab_size is 0, wanted"),
+        ({"dropout": 1}, ValueError, r"dropout is 1, wanted a number in \[0, 1\)"),
+        ({"label_smoothing": -0.1}, ValueError, "label_smoothing is -0.1"),
+        ({"start_token": False}, ValueError, "start_token is False, wanted True"),
+        ({"readout_state": "next"}, ValueError, "readout_state is 'next', wanted 'previous' or 'current'"),
+        ({"attention": "bahdanauu"}, ValueError, "attention is 'bahdanauu', but must be one of"),
+        (
+            {"attention": "linear"},
+            UnsupportedError,
+            "'linear' attention reads no memory .* use one of .*'luong'",
+        ),
+        ({"attention_options": {"scores": 1}}, ValueError, "attention_options of 'bahdanau' does not fit"),
+    ],
+)
+def test_wrong_fields_are_named(fields, error, message):
+    config = {"vocab_size": V, "d_model": 6, "hidden_size": 8} | fields
+    with pytest.raises(error, match=message):
+        RNNSeq2Seq(RNNSeq2SeqConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("model", "rate"),
+    [
+        (lambda: RNNSeq2Seq(RNNSeq2SeqConfig(8, d_model=24, hidden_size=48)), 0.01),
+        (lambda: LuongSeq2Seq(LuongSeq2SeqConfig(8, d_model=24, hidden_size=48, n_layers=1)), 0.01),
+    ],
+    ids=["bahdanau", "luong"],
+)
+def test_it_learns_to_reverse(model, rate):
+    """Ids 0-6 in any order, 7 at the end; 64 sentences by heart, and the alignment runs backwards."""
+    torch.manual_seed(0)
+    model = model().train()
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randint(7, (64, 5), generator=generator)
+    targets = torch.cat([source.flip(1), torch.full((64, 1), 7)], 1)
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    for _ in range(250):
+        optimizer.zero_grad()
+        loss = model.loss(source, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
+    token, state, said = torch.full((64,), 8), model.init_state(source), []
+    for _ in range(6):
+        logits, state = model.step(token, state)
+        said.append(token := logits.argmax(-1))
+    assert (torch.stack(said, 1) == targets).float().mean() > 0.99
