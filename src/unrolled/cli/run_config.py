@@ -50,7 +50,7 @@ JOBS: dict[data.Task, Job] = {
         ("vocab_size", "source_vocab_size", "start_token"),
         "nats/token",
     ),
-    "answers": Job(("memory_network",), ("vocab_size", "n_classes"), "nats/answer"),
+    "answers": Job(("memory_network",), ("vocab_size", "memory_size"), "nats/answer"),
     "bits": Job(("ntm",), ("input_size", "output_size"), "nats/bit"),
     "numbers": Job(("ntm",), ("input_size", "output_size"), "mean squared error"),
 }
