@@ -70,7 +70,7 @@ def test_a_truncated_file_is_refused(share, tmp_path):
         (lambda c: c | {"d_modle": 3, "colour": 1}, "has the unknown keys ['colour', 'd_modle']"),
         (
             lambda c: c | {"model": "oracle"},
-            "kind 'oracle', wanted one of ['decoder', 'encoder', 'perceiver'",
+            "kind 'oracle', wanted one of ['decoder', 'encoder', 'encoder_decoder'",
         ),
         (lambda c: {k: v for k, v in c.items() if k != "vocab_size"}, "lacks the keys ['vocab_size']"),
         (lambda c: {k: v for k, v in c.items() if k != "model"}, "does not say which kind of model"),
