@@ -1,6 +1,6 @@
 """`unrolled evaluate`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,8 +8,6 @@ import typer
 
 if TYPE_CHECKING:
     import torch
-
-    from unrolled.cli.run_config import Run
 
 TEST_PART = "test_2016_flickr"
 
@@ -44,6 +42,7 @@ def evaluate(
       unrolled evaluate runs/multi30k --split test_2017_flickr --out translations.txt
     """
     import math
+    from dataclasses import replace
 
     from unrolled import models, training
     from unrolled.cli import run_config
@@ -63,12 +62,16 @@ def evaluate(
     model = model.to(where).eval()
     if task == "translation":  # what may be missing, before the work
         score, (sources, references) = scorer(), run.dataset.sentences(part or TEST_PART)
-    loss = training.evaluate(model, run.dataset, run.train)
+    loss = training.evaluate(model, run.dataset, replace(run.train, eval_batches=None))
     bits = f", {loss / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
     typer.echo(f"validation loss {loss:.4f} {run_config.JOBS[task].unit}{bits}")
     if task in ("labels", "answers"):
-        right, count = count_right(model, run, where)
-        typer.echo(f"right: {right:,} of {count:,}, {right / count:.2%}")
+        for split in ("eval", "test"):
+            if hasattr(run.dataset, f"{split}_batches"):  # few data sets have a test split as well
+                batches = getattr(run.dataset, f"{split}_batches")(run.train.batch_size)
+                right, count = count_right(model, batches, where)
+                name = "validation" if split == "eval" else split
+                typer.echo(f"{name} split: {right:,} of {count:,} right, {right / count:.2%}")
     if task == "translation":
         translations = _translations(model, run.dataset, sources, beam_size, length_penalty)
         if out is not None:
@@ -80,13 +83,13 @@ def evaluate(
         typer.echo(f"signature: {signature}")
 
 
-def count_right(model: Any, run: "Run", device: "torch.device") -> tuple[int, int]:
-    """Count the rows of the validation split whose likeliest label is the right one, and all."""
+def count_right(model: Any, batches: Iterable[Any], device: "torch.device") -> tuple[int, int]:
+    """Count the rows whose likeliest label is the right one, and all."""
     import torch
 
     right = count = 0
     with torch.inference_mode():
-        for batch in run.dataset.eval_batches(run.train.batch_size):
+        for batch in batches:
             logits = model(batch.inputs.to(device), key_padding_mask=batch.key_padding_mask.to(device))
             right += int((logits.argmax(-1).cpu() == batch.targets).sum())
             count += len(batch.targets)
