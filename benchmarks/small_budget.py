@@ -33,7 +33,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "shakespeare": {"length": 64, "d_model": 64, "n_layers": 2, "n_heads": 4},
 }
 BUDGET = {
-    "imdb": TrainConfig(steps=250, batch_size=64, lr=3e-3, warmup_steps=25, eval_every=250, eval_batches=1),
+    "imdb": TrainConfig(steps=250, batch_size=32, lr=3e-3, warmup_steps=25, eval_every=250, eval_batches=1),
     "shakespeare": TrainConfig(steps=800, batch_size=12, lr=3e-3, warmup_steps=80, eval_every=800),
 }
 OPTIONS = {"aft": {"position_bias": "local"}}  # its default is quadratic in the length
