@@ -231,6 +231,48 @@ def test_the_alignment_is_white_where_the_weight_is(tmp_path):
     assert image.get_array().shape == (2, 3)
 
 
+def inside(figure):
+    """Whether all that is drawn of a figure lies within its picture."""
+    figure.set_dpi(plots.DPI)
+    plots.png(figure)  # which lays it out, and warns where it cannot
+    drawn, whole = figure.get_tightbbox(), figure.bbox_inches
+    slack = 0.05  # inches
+    low, high = whole.min - slack, whole.max + slack
+    return bool((drawn.min >= low).all() and (drawn.max <= high).all())
+
+
+@pytest.mark.parametrize("word", ["W" * 40, "i" * 500, "\ufffd" * 70, "a"])
+def test_names_of_any_length_stay_within_the_picture(word):
+    panel = attention_plots.Alignment(np.eye(2), [word, "</s>"], ["a", word])
+    assert inside(attention_plots.alignments(plots.LIGHT, [panel, panel]))
+    assert inside(attention_plots.hops(plots.LIGHT, np.eye(2), [word[:60], "a"], "a"))
+
+
+def test_dollars_are_no_formula():
+    panel = attention_plots.Alignment(np.eye(1), ["$_$"], ["$_$"])
+    assert inside(attention_plots.alignments(plots.LIGHT, [panel]))
+    assert inside(attention_plots.hops(plots.LIGHT, np.eye(1), ["$_$"], "$_$"))
+
+
+def test_letters_that_the_font_lacks_are_drawn_without_a_warning(tmp_path, monkeypatch):
+    vocabulary = Pieces("\u72ac \u8d70")
+    model = Copier(len(vocabulary.pieces))
+    monkeypatch.setattr(models, "load", lambda path: model)
+    monkeypatch.setattr(Vocabulary, "load", classmethod(lambda cls, path: vocabulary))
+    works("attend", tmp_path, "--text", "\u72ac \u8d70", "--out", tmp_path / "a.png")  # a warning is an error
+    assert is_png(tmp_path / "a.png")
+
+
+def test_a_blank_of_several_bytes_at_the_end_belongs_to_the_last_word():
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids.tolist()).decode(errors="replace")
+
+    spelled, place = words(Bytes(), list("a \u3000".encode()), None)
+    assert spelled == ["a"]
+    assert place.tolist() == [0] * 5
+
+
 def test_other_models_are_refused(tmp_path):
     Decoder(DecoderConfig(5, d_model=8, n_layers=1, n_heads=1)).save(tmp_path)
     assert "of the kind 'decoder', whose attention cannot be drawn" in error("attend", tmp_path)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import unrolled
 from unrolled.cli import app
+from unrolled.cli.run_config import JOBS
 from unrolled.models import Perceiver, PerceiverConfig
 
 SMALL = [
@@ -175,6 +176,11 @@ def test_images_become_a_sheet(tmp_path: Path) -> None:
     assert (drawn[9:, 18:] == drawn[8, 8]).all(), "the place of a sixth image is empty"
     assert [file.name for file in sheet.parent.iterdir()] == ["sheet.png"]
     assert error("generate", run_dir, "--prompt", "7").startswith("--prompt is for text, but")
+
+
+def test_the_help_of_train_names_every_kind_of_model() -> None:
+    told = works("train", "--help").stdout
+    assert [kind for job in JOBS.values() for kind in job.kinds if kind not in told] == []
 
 
 def test_a_first_try_that_failed_does_not_stand_in_the_way(tmp_path: Path, text_settings: list[str]) -> None:

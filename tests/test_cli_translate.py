@@ -13,8 +13,10 @@ from multi30k_files import write_multi30k
 from test_cli import SMALL, error, run, works
 
 from unrolled import models
+from unrolled.cli._vocabulary import Vocabulary
 from unrolled.cli.evaluate import count_right, scorer
 from unrolled.data import LabelledBatch
+from unrolled.data.multi30k import Multi30kDataset
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("sacrebleu")
@@ -78,6 +80,28 @@ def test_wrong_requests_to_translate_get_one_sentence(trained: Path, digits: Pat
     for content in ({"kind": "bpe"}, {"kind": "bpe", "pieces": "{"}):
         (spoiled / "vocabulary.json").write_text(json.dumps(content))
         error("translate", spoiled, "a dog")
+
+
+def test_bytes_that_are_no_text_get_one_sentence(trained: Path) -> None:
+    assert "is no text: it has bytes that are not UTF-8" in error("translate", trained, "a \udcff dog")
+    assert "is no text: it has bytes that are not UTF-8" in error("attend", trained, "--text", "a \udcff dog")
+
+
+def test_line_n_of_the_translations_is_that_of_sentence_n(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Vocabulary, "decode", lambda self, ids: "ein\nHund \u2028 l\u00e4uft\n")
+    piped = run("translate", trained, "--beam-size", 1, input="a dog\u2028runs\r\na man\n")
+    assert piped.stdout == "ein Hund l\u00e4uft\n" * 2
+    monkeypatch.setattr(Multi30kDataset, "decode", lambda self, ids: "ein\nHund")
+    out = tmp_path / "deep" / "translations.txt"
+    works("evaluate", trained, "--split", "test_2017_flickr", "--beam-size", 1, "--out", out)
+    assert out.read_text() == "ein Hund\n" * 3
+
+
+def test_evaluate_refuses_wrong_options_before_the_work(trained: Path) -> None:
+    for option in ("--beam-size", 0), ("--length-penalty", -1):
+        assert "but must be" in error("evaluate", trained, *option)  # and nothing on stdout
 
 
 def test_evaluate_measures_what_sacrebleu_measures(trained: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unrolled.data._files import PublishedFile, read_file, read_published
+from unrolled.data._files import PublishedFile, folder, read_file, read_published
 
 CONTENT = b"every file is what it should be, or it is not used" * 20
 NOWHERE = "https://example.org/plain.txt"
@@ -129,3 +129,8 @@ def test_an_interrupted_write_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         read_file(tmp_path)
+
+
+def test_a_folder_has_a_name():
+    with pytest.raises(ValueError, match="data_dir is 5, but must be the name of a folder"):
+        folder(5)

@@ -1,5 +1,6 @@
 """`unrolled attend`."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +19,9 @@ def attend(
     run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")],
     text: Annotated[
         list[str] | None,
-        typer.Option(help="A sentence to translate, or one of a story, whose last is the question; again."),
+        typer.Option(
+            help="A sentence to translate, or a line of a story, whose last is the question; repeat for more."
+        ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="The same from a file, a sentence on each line.")] = None,
     example: Annotated[
@@ -44,31 +47,40 @@ def attend(
     from importlib.util import find_spec
 
     from unrolled import models
-    from unrolled.models import MemN2N
     from unrolled.models.saving import write_atomically
 
     if find_spec("matplotlib") is None:
         raise ValueError("matplotlib is missing: pip install 'unrolled[plot]'")
-    lines = list(text or []) + (_lines(file) if file is not None else [])
-    model: Any = models.load(run_dir).eval()
-    if isinstance(model, MemN2N):
-        figure = _story(model, run_dir, lines, example, data_dir)
-    elif hasattr(model, "trace"):
-        if lines:
-            raise ValueError(f"{run_dir} holds a model that reads no text: choose what it reads by --example")
-        figure = _trace(model, run_dir, example, data_dir)
-    elif hasattr(model, "attend"):
-        figure = _translations(model, run_dir, lines, beam_size)
-    else:
-        raise ValueError(
-            f"{run_dir} holds a model of the kind {model.model_name!r}, whose attention cannot be drawn; "
-            "translation models, memory networks and Neural Turing Machines can"
-        )
     from unrolled.cli import plots
 
+    lines = list(text or []) + (_lines(file) if file is not None else [])
+    model: Any = models.load(run_dir).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
+        figure = _figure(model, run_dir, lines, example, beam_size, data_dir)
+        picture = plots.png(figure)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, lambda place: place.write_bytes(plots.png(figure)))
+    write_atomically(out, lambda place: place.write_bytes(picture))
     typer.echo(f"drawn: {out}", err=True)
+
+
+def _figure(
+    model: Any, run_dir: Path, lines: list[str], example: int, beam_size: int, data_dir: Path | None
+) -> "Figure":
+    from unrolled.models import MemN2N
+
+    if isinstance(model, MemN2N):
+        return _story(model, run_dir, lines, example, data_dir)
+    if hasattr(model, "trace"):
+        if lines:
+            raise ValueError(f"{run_dir} holds a model that reads no text: choose what it reads by --example")
+        return _trace(model, run_dir, example, data_dir)
+    if hasattr(model, "attend"):
+        return _translations(model, run_dir, lines, beam_size)
+    raise ValueError(
+        f"{run_dir} holds a model of the kind {model.model_name!r}, whose attention cannot be drawn; "
+        "translation models, memory networks and Neural Turing Machines can"
+    )
 
 
 def alignment(
@@ -115,7 +127,7 @@ def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tup
                 found = [""]
             spelled = found
         place.append(len(spelled) - 1)
-    return spelled, torch.tensor(place)
+    return spelled, torch.tensor(place).clamp(max=len(spelled) - 1)  # a last blank of several bytes
 
 
 def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -> "Figure":

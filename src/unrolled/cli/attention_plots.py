@@ -1,17 +1,19 @@
 """Pictures of what models attend to. Importing this module needs matplotlib."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from numpy.typing import NDArray
 
-from unrolled.cli.plots import FONT_SIZE, Theme
+from unrolled.cli.plots import DPI, FONT_SIZE, Theme
 
 CELL = 0.27  # inches of a row or column with a name
-LETTER = 0.085  # inches of a letter of a name
+MOST_LETTERS = 60  # of a name, before its middle is left out
 LONGEST = 8.0  # inches of a trace at most
 
 Weights = NDArray[np.floating]
@@ -29,36 +31,37 @@ def alignments(theme: Theme, panels: Sequence[Alignment], across: int = 2) -> Fi
     """Draw alignments as Bahdanau et al. 2015 (arXiv 1409.0473, fig. 3) print them: 0 black, 1 white."""
     across = min(across, len(panels))
     down = -(-len(panels) // across)
-    widest = max(CELL * len(x.columns) + LETTER * max(map(len, x.rows)) for x in panels) + 0.4
-    highest = max(CELL * len(x.rows) + LETTER * max(map(len, x.columns)) for x in panels) + 0.4
+    panels = [Alignment(x.weights, _shortened(x.rows), _shortened(x.columns)) for x in panels]
+    widest = max(CELL * len(x.columns) + _inches(x.rows) for x in panels) + 0.4
+    highest = max(CELL * len(x.rows) + _inches(x.columns) for x in panels) + 0.4
     figure = Figure(figsize=(across * widest, down * highest), facecolor=theme.paper, layout="constrained")
     for place, (weights, rows, columns) in enumerate(panels):
         axes = figure.add_subplot(down, across, place + 1)
         axes.imshow(weights, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         axes.xaxis.tick_top()
-        axes.set_xticks(range(len(columns)), columns, rotation=90)
-        axes.set_yticks(range(len(rows)), rows)
+        axes.set_xticks(range(len(columns)), columns, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(rows)), rows, parse_math=False)
         _plain(theme, axes)
     return figure
 
 
 def hops(theme: Theme, weights: Weights, sentences: Sequence[str], title: str) -> Figure:
     """Draw what each hop (column) reads of each sentence (row): `weights [M,hops]`, with their numbers."""
-    longest = max(map(len, sentences))
-    size = (LETTER * max(longest + 10 * weights.shape[1], len(title)) + 0.6, CELL * len(sentences) + 0.9)
+    width = max(_inches(sentences) + 0.85 * weights.shape[1], _inches([title]))
+    size = (width + 0.6, CELL * len(sentences) + 0.9)
     figure = Figure(figsize=size, facecolor=theme.paper, layout="constrained")
     axes = figure.add_subplot()
     low, high = min(0.0, float(weights.min())), max(1.0, float(weights.max()))
     axes.imshow(weights, cmap="gray_r", vmin=low, vmax=high, interpolation="nearest", aspect="auto")
     axes.xaxis.tick_top()
     axes.set_xticks(range(weights.shape[1]), [f"hop {hop + 1}" for hop in range(weights.shape[1])])
-    axes.set_yticks(range(len(sentences)), sentences)
+    axes.set_yticks(range(len(sentences)), sentences, parse_math=False)
     for (row, hop), weight in np.ndenumerate(weights):
         if abs(weight) >= 0.005:
             colour = theme.paper if weight > (low + high) / 2 else theme.ink
             axes.text(hop, row, f"{weight:.2f}", ha="center", va="center", color=colour, fontsize=8)
     _plain(theme, axes)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_SIZE, color=theme.ink)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_SIZE, color=theme.ink, parse_math=False)
     return figure
 
 
@@ -78,6 +81,20 @@ def heads(theme: Theme, panels: Sequence[tuple[str, Weights]]) -> Figure:
         axes.set_ylabel("place", color=theme.ink)
         _plain(theme, axes)
     return figure
+
+
+def _inches(names: Sequence[str]) -> float:
+    """Return the width of the widest name."""
+    canvas: Any = FigureCanvasAgg(Figure(dpi=DPI))  # letters are rounded to its pixels
+    draw = canvas.get_renderer()
+    font = FontProperties(size=FONT_SIZE)
+    widths = [draw.get_text_width_height_descent(name, font, ismath=False)[0] for name in names]
+    return float(max(widths)) / draw.dpi
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    half = MOST_LETTERS // 2
+    return [x if len(x) <= MOST_LETTERS else f"{x[: half - 1]}…{x[-half:]}" for x in names]
 
 
 def _plain(theme: Theme, axes: Axes) -> None:

@@ -47,6 +47,7 @@ def evaluate(
     from unrolled import models, training
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
+    from unrolled.cli.translate import one_line
     from unrolled.models.saving import write_atomically
 
     settings = run_dir / run_config.FILE_NAME
@@ -60,8 +61,11 @@ def evaluate(
         name = "--split" if part is not None else "--out"
         raise ValueError(f"{name} is for translations, but the task of {run_dir} is {task!r}")
     model = model.to(where).eval()
-    if task == "translation":  # what may be missing, before the work
+    if task == "translation":  # what may be missing or wrong, before the work
         score, (sources, references) = scorer(), run.dataset.sentences(part or TEST_PART)
+        _translations(model, run.dataset, [], beam_size, length_penalty)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
     loss = training.evaluate(model, run.dataset, replace(run.train, eval_batches=None))
     bits = f", {loss / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
     typer.echo(f"validation loss {loss:.4f} {run_config.JOBS[task].unit}{bits}")
@@ -75,7 +79,7 @@ def evaluate(
     if task == "translation":
         translations = _translations(model, run.dataset, sources, beam_size, length_penalty)
         if out is not None:
-            text = "".join(f"{line}\n" for line in translations)
+            text = "".join(f"{one_line(translation)}\n" for translation in translations)
             write_atomically(out, lambda file: file.write_text(text, encoding="utf-8"))
         bleu, signature = score(translations, references)
         how = f"beam {beam_size}, length penalty {length_penalty:g}"

@@ -28,8 +28,9 @@ def train(
     """Train the kind of model that the data asks for. The same command again goes on where it stopped.
 
     By default that is a decoder for tokens, an encoder for labels and an encoder_decoder for translations.
-    Another kind is chosen by model.name: perceiver_ar predicts tokens too, perceiver and perceiver_io predict
-    labels.
+    Questions about stories (babi) train a memory_network, tasks on bits an ntm and sums (adding) an
+    ntm_numbers. Another kind is chosen by model.name: perceiver_ar and recurrent_lm predict tokens too,
+    perceiver and perceiver_io labels; rnn_seq2seq and luong_seq2seq translate.
 
     \b
     From settings alone:
@@ -38,6 +39,9 @@ def train(
       unrolled train data.name=imdb run_dir=runs/imdb
       unrolled train data.name=multi30k run_dir=runs/multi30k
       unrolled train data.name=imdb model.name=perceiver run_dir=runs/latents
+      unrolled train data.name=digits model.name=recurrent_lm run_dir=runs/lstm
+      unrolled train data.name=babi "data.tasks=\\[1, 2]" run_dir=runs/babi
+      unrolled train data.name=copy_bits run_dir=runs/ntm
 
     \b
     From a file, with settings changed:

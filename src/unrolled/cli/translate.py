@@ -37,7 +37,7 @@ def translate(
     vocabulary = Vocabulary.load(run_dir)
     model = load_for("translation", run_dir)
     vocabulary.check(model.config.vocab_size)
-    lines = list(texts) if texts else sys.stdin.read().splitlines()
+    lines = list(texts) if texts else _lines(sys.stdin.read())
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             raise ValueError(f"sentence {number} is empty: there is nothing to translate")
@@ -51,4 +51,14 @@ def translate(
         stop=END_ID,
     )
     for ids in found:
-        typer.echo(vocabulary.decode(ids))
+        typer.echo(one_line(vocabulary.decode(ids)))
+
+
+def one_line(translation: str) -> str:
+    """Return a translation with blanks for line breaks, which a model that has learned little may write."""
+    return " ".join(translation.split())
+
+
+def _lines(text: str) -> list[str]:
+    """Cut a text at line feeds alone, so that line n of what is written translates line n of a file."""
+    return text.removesuffix("\n").split("\n") if text else []

@@ -78,7 +78,16 @@ class BytePairs:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Tensor]:
-        """Do the same for many texts, faster than one by one."""
+        """Do the same for many texts, faster than one by one.
+
+        Raises:
+            ValueError: a text is no Unicode, as what a terminal makes of bytes that are not UTF-8.
+        """
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{text!r} is no text: it has bytes that are not UTF-8") from error
         return [torch.tensor([*found.ids, END_ID]) for found in self._tokenizer.encode_batch(list(texts))]
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:

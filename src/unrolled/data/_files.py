@@ -37,7 +37,13 @@ class PublishedFile:
 
 
 def folder(data_dir: str | Path | None = None) -> Path:
-    """Return the folder to look in."""
+    """Return the folder to look in.
+
+    Raises:
+        ValueError: `data_dir` is no name of a folder.
+    """
+    if not isinstance(data_dir, str | Path | None):
+        raise ValueError(f"data_dir is {data_dir!r}, but must be the name of a folder")
     return Path(data_dir or os.environ.get("UNROLLED_DATA") or "~/.cache/unrolled").expanduser()
 
 

@@ -1,6 +1,7 @@
 r"""bAbI: 20 tasks of small stories with questions, each answered by a word.
 
-Weston et al. 2015, "Towards AI-complete question answering", arXiv 1502.05698.
+Weston et al. 2015, "Towards AI-complete question answering", arXiv 1502.05698. The files are version
+1.2, which its authors at Facebook published under Creative Commons Attribution 3.0.
 
 A line of a file is `number sentence`, or `number question TAB answer TAB numbers of supporting sentences`;
 number 1 begins a story. A question asks about the sentences of its story so far; other questions are no part

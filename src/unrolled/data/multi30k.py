@@ -1,4 +1,8 @@
-"""Multi30k: 31,014 captions of photographs in English and German (Elliott et al. 2016, arXiv 1605.00459)."""
+"""Multi30k: 31,014 captions of photographs in English and German (Elliott et al. 2016, arXiv 1605.00459).
+
+The files are those of github.com/multi30k/dataset, task 1, neither tokenised nor lower-cased. They derive
+from Flickr30k, whose terms are theirs: research and education, nothing commercial.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
