@@ -79,9 +79,16 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    for name in ("epochs", "restarts", "batch_size"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(chosen, name)}, but must be at least 1")
     recipe = Recipe(chosen.epochs, chosen.linear, chosen.batch_size, chosen.lr, restarts=chosen.restarts)
     if not chosen.table:
-        for task in chosen.tasks or BabiDataset(data_dir=chosen.data_dir).tasks:
+        try:
+            tasks = BabiDataset(chosen.tasks or "all", data_dir=chosen.data_dir).tasks
+        except ValueError as wrong:
+            parser.error(str(wrong))
+        for task in tasks:
             if not (chosen.out / f"{task}.json").exists():
                 run(int(task), recipe, chosen.out, chosen.data_dir)
     tell(chosen.out)

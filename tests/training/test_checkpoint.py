@@ -76,6 +76,7 @@ def test_refuses_another_config_by_field(stopped):
     refused(stopped, "cannot be resumed: train.lr was 0.01 and is now 0.02", lr=0.02)
     refused(stopped, "cannot be resumed: train.betas was [0.9, 0.99] and is now [0.9, 0.9]", betas=(0.9, 0.9))
     refused(stopped, "train.schedule was 'constant' and is now 'plateau'", schedule="plateau")
+    refused(stopped, "cannot be resumed: train.eps was 1e-08 and is now 1e-06", eps=1e-6)
     refused(stopped, "cannot be resumed: model.dropout was 0.2 and is now 0.5", model=StandIn(dropout=0.5))
 
 

@@ -88,8 +88,8 @@ def _inches(names: Sequence[str]) -> float:
     canvas: Any = FigureCanvasAgg(Figure(dpi=DPI))  # letters are rounded to its pixels
     draw = canvas.get_renderer()
     font = FontProperties(size=FONT_SIZE)
-    widths = [draw.get_text_width_height_descent(name, font, ismath=False)[0] for name in names]
-    return float(max(widths)) / draw.dpi
+    widths: list[float] = [draw.get_text_width_height_descent(name, font, ismath=False)[0] for name in names]
+    return max(widths) / DPI
 
 
 def _shortened(names: Sequence[str]) -> list[str]:

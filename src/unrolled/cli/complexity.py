@@ -15,8 +15,9 @@ COUNTED = (
     "Cost counts multiplications: of attention the scores and the weighted sums, without the projections, "
     "which are n d² for all of them; where n < d, full attention is therefore cheap. Sequential operations "
     "are those that training cannot run side by side. The longest path is the number of layers or steps "
-    "between the two tokens furthest apart. Recurrent, convolutional, full and restricted layers: Vaswani et "
-    "al. 2017, arXiv 1706.03762, table 1."
+    "between the two tokens furthest apart. The state is the numbers kept to generate one more token, where "
+    "a layer generates. Recurrent, convolutional, full and restricted layers: Vaswani et al. 2017, arXiv "
+    "1706.03762, table 1."
 )
 
 
@@ -102,7 +103,7 @@ def table(
 
 def cells(times: dict[str, float] | None = None) -> list[list[str]]:
     """Return a header and one row per layer; with the exponents of measured times, two columns more."""
-    header = ["layer", "cost per layer", "sequential operations", "longest path", "state per token"]
+    header = ["layer", "cost per layer", "sequential operations", "longest path", "state"]
     rows = [[x.name, x.cost, x.sequential, x.path, x.state] for x in LAYERS]
     if times is not None:
         header += ["exponent of n", "measured"]

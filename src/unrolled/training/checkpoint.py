@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unrolled.training._files import replacing_files
+from unrolled.training.config import NEWER
 from unrolled.training.interfaces import Trainable
 from unrolled.training.optim import Schedule, ScheduleState
 
@@ -225,7 +226,8 @@ def _kind(x: Tensor) -> str:
 
 
 def _check_identity(path: Path, found: Any, wanted: Any, free: frozenset[str]) -> None:
-    before, now = _flatten(found), _flatten(json.loads(json.dumps(wanted)))
+    unsaid = {f"train.{name}": default for name, default in NEWER.items()}
+    before, now = unsaid | _flatten(found), unsaid | _flatten(json.loads(json.dumps(wanted)))
     for name in sorted((before.keys() | now.keys()) - free):
         if before.get(name) != now.get(name):
             raise ValueError(
