@@ -95,7 +95,7 @@ def _check_unrolled(arguments: list[str]) -> None:
         options, model = dict(values.get("data", {})), dict(values.get("model", {}))
         if (dataset := options.pop("name", None)) is not None:
             module = importlib.import_module(f"unrolled.data.{dataset}")
-            kind = getattr(module, f"{dataset.title().replace('_', '')}Dataset")
+            kind = getattr(module, "".join(part.capitalize() for part in dataset.split("_")) + "Dataset")
             known = {field.name for field in fields(kind)}
             assert options.keys() <= known, f"{arguments}: the data set takes {known}"
             if (

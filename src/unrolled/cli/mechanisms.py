@@ -99,8 +99,9 @@ def cell_rows() -> list[list[str]]:
 
     rows = [["cell", "state", "what it is"]]
     for name in recurrent.names():
-        title, _, _ = (inspect.getdoc(importlib.import_module(f"unrolled.recurrent.{name}")) or "").partition("\n")
-        rows.append([name, recurrent.load(name).supports.recurrence, title.removesuffix(".")])
+        text = inspect.getdoc(importlib.import_module(f"unrolled.recurrent.{name}")) or ""
+        title = text.partition("\n")[0].removesuffix(".")
+        rows.append([name, recurrent.load(name).supports.recurrence, title])
     return rows
 
 
