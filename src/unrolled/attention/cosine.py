@@ -19,6 +19,7 @@ from torch.nn.functional import softplus
 from unrolled.attention._memory import MemoryAttention, MemoryState
 from unrolled.ops.cosine import unit
 
+
 class CosineAttention(MemoryAttention):
     """Content addressing by keys and strengths that linear layers make of the queries.
 

@@ -257,6 +257,8 @@ class MemN2N(SavedModel):
                 f"inputs has the shape {found}: a memory of length 0, wanted at least one sentence before "
                 "the question, [B, M + 1, J]"
             )
+        if found[2] < 1:
+            raise ValueError(f"inputs has the shape {found}: sentences of no word, wanted J of at least 1")
         if self.config.temporal and found[1] - 1 > self.config.memory_size:
             raise ValueError(
                 f"inputs has {found[1] - 1} sentences, wanted at most memory_size = {self.config.memory_size}"
