@@ -65,6 +65,39 @@ def test_a_beam_that_holds_everything_is_an_exhaustive_search(seed, alpha):
             assert hypothesis.log_prob / ((5 + n) / 6) ** alpha == pytest.approx(hypothesis.score, abs=1e-12)
 
 
+def beam_of_lists(model: Decoder, prompt: list[int], size: int, most: int) -> dict[tuple[int, ...], float]:
+    """Beam search as it is described: every beginning is read anew, and a finished one keeps its place."""
+    V = model.config.vocab_size
+    finished: dict[tuple[int, ...], float] = {}
+    beam: dict[tuple[int, ...], float] = {(): 0.0}
+    while beam:
+        following = {}
+        for ids, log_p in beam.items():
+            with torch.no_grad():
+                logs = model(torch.tensor([[V, *prompt, *ids]]))[0, -1].log_softmax(-1).tolist()
+            following |= {(*ids, token): log_p + x for token, x in enumerate(logs)}
+        best = sorted(following, key=lambda ids: -following[ids])[: size - len(finished)]
+        done = {ids for ids in best if ids[-1] == STOP or len(ids) == most}
+        finished |= {ids: following[ids] for ids in done}
+        beam = {ids: following[ids] for ids in best if ids not in done}
+    return finished
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_beam_of_any_size_is_that_of_its_description(seed, size):
+    model, prompts = decoder(vocab_size=7, seed=seed, scale=1.0), [[1], [2], [6]]
+    found = beam_search(model, *started(model, prompts), beam_size=size, max_new_tokens=5, stop=STOP)
+    lengths = set()
+    for prompt, hypotheses in zip(prompts, found, strict=True):
+        wanted = beam_of_lists(model, prompt, size, 5)
+        assert {tuple(h.tokens.tolist()) for h in hypotheses} == set(wanted)
+        for h in hypotheses:
+            assert h.log_prob == pytest.approx(wanted[tuple(h.tokens.tolist())], abs=1e-10)
+            lengths.add(len(h.tokens))
+    assert len(lengths) > 1  # some end before others
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_beam_of_one_is_greedy(seed):
     model = decoder(vocab_size=7, seed=seed)

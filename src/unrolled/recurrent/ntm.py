@@ -36,6 +36,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.cosine import cosine_weights
 from unrolled.recurrent._layer import RecurrentLayer, keep
+from unrolled.recurrent._lstm import lstm_step
 
 Controller = Literal["feedforward", "lstm"]
 
@@ -117,9 +118,7 @@ def feedforward(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tupl
 
 def lstm(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """A controller that is an LSTM, from the sums `inputs [B,4C]` of its gates i, f, g, o."""
-    i, f, g, o = inputs.chunk(4, -1)
-    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-    h = o.sigmoid() * c.tanh()
+    h, c = lstm_step(inputs, state[1])
     return h, (h, c)
 
 
