@@ -183,7 +183,7 @@ class LuongAttention(MemoryAttention):
         return self.score.project_query(query)  # type: ignore[no-any-return]
 
     def scores(self, query: Tensor, state: MemoryState) -> Tensor:
-        """`score(h_t, m_s)` (eq. 8)."""
+        """`score(h_t, m_s)` (section 3.1)."""
         return self.score(query, state)  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ T alike, B = A^1 and W = C^K. "layer_wise" has one A and one C for all hops, and
 
 Sukhbaatar et al. 2015, "End-To-End Memory Networks", arXiv 1503.08895, eq. 1-4 and sections 2.2 and 4.1.
 
-Cost: time O(M J d) for M sentences of J words, and O(M d) for each hop.
+Cost: time O(M J d) for M sentences of J words, O(V d) for tables of V words, and O(M d) for each hop.
 Equals softmax attention: one hop without temporal encoding is attention of one head with scale 1.
 """
 
@@ -50,7 +50,9 @@ def printed(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
 def code(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
     """Position encoding of the authors' code: l_kj = 1 + 4 (k - (d + 1) / 2) (j - (J + 1) / 2) / (d J).
 
-    Its mean is 1. It is about twice the printed one. Arguments and result as for `printed`.
+    Its mean is 1. It is about twice the printed one. Arguments and result as for `printed`; where the code
+    takes J from the longest sentence of the data, here it is that of the sentence, as printed, so that
+    padding changes nothing.
     """
     slope = 4 * (j - (J + 1) / 2) / J
     return 1 - slope * (d + 1) / (2 * d), slope
@@ -257,6 +259,8 @@ class MemN2N(SavedModel):
                 f"inputs has the shape {found}: a memory of length 0, wanted at least one sentence before "
                 "the question, [B, M + 1, J]"
             )
+        if found[2] < 1:
+            raise ValueError(f"inputs has the shape {found}: sentences of no word, wanted J of at least 1")
         if self.config.temporal and found[1] - 1 > self.config.memory_size:
             raise ValueError(
                 f"inputs has {found[1] - 1} sentences, wanted at most memory_size = {self.config.memory_size}"
