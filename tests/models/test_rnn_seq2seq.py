@@ -19,9 +19,13 @@ KINDS = [
     (
         LuongSeq2Seq,
         LuongSeq2SeqConfig,
-        {"n_layers": 1, "attention": "luong.PredictiveAttention", "attention_options": {"window": 2}},
+        {"n_layers": 1, "attention": "luong.LocalPredictiveAttention", "attention_options": {"window": 2}},
     ),
-    (LuongSeq2Seq, LuongSeq2SeqConfig, {"attention": "luong.MonotonicAttention", "source_vocab_size": 9}),
+    (
+        LuongSeq2Seq,
+        LuongSeq2SeqConfig,
+        {"attention": "luong.LocalMonotonicAttention", "source_vocab_size": 9},
+    ),
     (LuongSeq2Seq, LuongSeq2SeqConfig, {"attention": "hard", "n_layers": 3}),
 ]
 every = pytest.mark.parametrize(("kind", "config", "options"), KINDS, ids=str)

@@ -26,7 +26,7 @@ class Seq2SeqConfig:
         d_model: width of the embeddings.
         hidden_size: width of the recurrent layers, of each direction.
         attention: name of a mechanism that reads a memory, "bahdanau", "luong", "cosine" or "hard"; a variant
-            in the same file is named as in "luong.PredictiveAttention".
+            in the same file is named as in "luong.LocalPredictiveAttention".
             "hard" learns nothing of where to look by `loss`, unlike "hard.StraightThroughAttention".
         attention_options: the further arguments of that mechanism.
         dropout: probability, for embeddings and for what is read out.
