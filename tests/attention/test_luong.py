@@ -13,9 +13,9 @@ from unrolled.attention.bahdanau import BahdanauAttention
 from unrolled.attention.luong import (
     SCORES,
     FlooredPredictiveAttention,
-    LuongAttention,
     LocalMonotonicAttention,
     LocalPredictiveAttention,
+    LuongAttention,
     ScaledScoresAttention,
 )
 
@@ -242,5 +242,5 @@ def test_wrong_arguments_are_named(make, message):
 def test_variants_are_loaded_by_their_names():
     assert attention.load("luong") is LuongAttention
     assert attention.load("luong.LocalPredictiveAttention") is LocalPredictiveAttention
-    with pytest.raises(ValueError, match=r"attention is 'luong\.Nope', but luong has LuongAttention, Mono"):
+    with pytest.raises(ValueError, match=r"attention is 'luong\.Nope', but luong has LuongAttention, Local"):
         attention.load("luong.Nope")

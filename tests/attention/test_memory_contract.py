@@ -10,9 +10,9 @@ from unrolled.attention._memory import MemoryAttention
 from unrolled.attention.hard import GatedSoftAttention, StraightThroughAttention
 from unrolled.attention.luong import (
     FlooredPredictiveAttention,
-    LuongAttention,
     LocalMonotonicAttention,
     LocalPredictiveAttention,
+    LuongAttention,
     ScaledScoresAttention,
 )
 from unrolled.contract import UnsupportedError
