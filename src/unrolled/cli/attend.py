@@ -44,14 +44,14 @@ def attend(
     from importlib.util import find_spec
 
     from unrolled import models
-    from unrolled.models import MemN2N
+    from unrolled.models import MemN2N, MemNN
     from unrolled.models.saving import write_atomically
 
     if find_spec("matplotlib") is None:
         raise ValueError("matplotlib is missing: pip install 'unrolled[plot]'")
     lines = list(text or []) + (_lines(file) if file is not None else [])
     model: Any = models.load(run_dir).eval()
-    if isinstance(model, MemN2N):
+    if isinstance(model, MemN2N | MemNN):
         figure = _story(model, run_dir, lines, example, data_dir)
     elif hasattr(model, "trace"):
         if lines:
@@ -145,9 +145,10 @@ def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: 
         logits = model(batch.inputs, key_padding_mask=padding)
         weights = model.attend(batch.inputs, key_padding_mask=padding)
     *story, question = [dataset.decode(*row) for row in zip(batch.inputs[0], padding[0], strict=True)]
-    title = f"{question}?  {dataset.words[int(logits.argmax())]}"
-    if not lines and int(logits.argmax()) != int(batch.targets):
-        title += f"  (right: {dataset.words[int(batch.targets)]})"
+    told, right = int(logits.argmax()), int(batch.targets.flatten()[0])  # sentences may follow the answer
+    title = f"{question}?  {dataset.words[told]}"
+    if not lines and told != right:
+        title += f"  (right: {dataset.words[right]})"
     typer.echo(title)
     return hops(plots.LIGHT, weights[0].T.numpy(), story, title)
 

@@ -94,7 +94,7 @@ def train(
         vocabulary.save(run.run_dir)
     if result.best_val is not None:
         bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
-        unit = run_config.JOBS[run.dataset.task].unit
+        unit = run_config.unit(run.dataset.task, run.kind)
         typer.echo(f"best validation loss {result.best_val:.3f} {unit}{bits}", err=True)
     if result.steps < run.train.steps:
         raise KeyboardInterrupt
