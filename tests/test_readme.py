@@ -5,7 +5,7 @@ from documents import ROOT, broken_links, check_command, commands, run
 from typer.testing import CliRunner
 
 from unrolled import cli
-from unrolled.cli.mechanisms import markdown_table
+from unrolled.cli.mechanisms import cells_table, markdown_table
 
 README = ROOT / "README.md"
 
@@ -60,8 +60,15 @@ def test_the_links_lead_somewhere(page):
     assert broken_links(ROOT / page) == []
 
 
-def test_the_table_of_mechanisms_is_that_of_the_classes():
-    _, _, rest = README.read_text(encoding="utf-8").partition("<!-- mechanisms -->\n")
-    table, end, _ = rest.partition("\n<!-- /mechanisms -->")
+@pytest.mark.parametrize(
+    ("name", "wanted", "command"),
+    [
+        ("mechanisms", markdown_table, "unrolled list --markdown"),
+        ("cells", cells_table, "unrolled list --cells --markdown"),
+    ],
+)
+def test_the_tables_are_those_of_the_classes(name, wanted, command):
+    _, _, rest = README.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    table, end, _ = rest.partition(f"\n<!-- /{name} -->")
     assert end
-    assert table == markdown_table(), "print it with `unrolled list --markdown`"
+    assert table == wanted(), f"print it with `{command}`"

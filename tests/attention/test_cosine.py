@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention, softplus
 
-from unrolled.attention.cosine import CosineAttention, cosine_weights, unit
+from unrolled.attention.cosine import CosineAttention
+from unrolled.ops.cosine import cosine_weights, unit
 
 
 def drawn(*shape, seed=0):
@@ -23,6 +24,7 @@ def test_weights_are_the_softmax_of_cosines(keys):
     found = cosine_weights(key, memory, beta, key_padding_mask=mask)
     torch.testing.assert_close(found[:1, ..., 3:], cosine_weights(key[:1], memory[:1, 3:], beta[:1]))
     assert not found[:1, ..., :3].any()
+    assert cosine_weights(key[:0], memory[:0], beta[:0]).shape == (0, *keys, 7)
 
 
 def test_zeros_have_a_cosine_of_0_and_finite_gradients():
@@ -48,3 +50,14 @@ def test_with_unit_vectors_it_is_softmax_attention_of_scale_beta():
     weights = cosine_weights(key, memory, torch.full((2, 3), 2.5, dtype=torch.float64), epsilon=0.0)
     wanted = scaled_dot_product_attention(key, memory, memory, scale=2.5)
     torch.testing.assert_close(weights @ memory, wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_half_precision_is_that_of_its_inputs_only():
+    """The squares of 300 are beyond fp16, and the small number in each norm is below it."""
+    key, memory = torch.full((1, 4), 300.0), torch.tensor([[[300.0] * 4, [300.0, 0, 0, 0], [0.0] * 4]])
+    wanted = cosine_weights(key, memory, torch.full((1,), 5.0))
+    found = cosine_weights(key.half(), memory.half(), torch.full((1,), 5.0).half())
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-3, atol=1e-3)
+    nothing = cosine_weights(torch.zeros(1, 4).half(), memory.half(), torch.ones(1).half())
+    torch.testing.assert_close(nothing, torch.full((1, 3), 1 / 3).half())

@@ -83,6 +83,15 @@ def test_what_is_drawn_depends_on_the_state_alone(kind):
     assert not torch.equal(differently.prefill(query, differently.init_state(memory))[1], together)
 
 
+def test_modules_of_other_seeds_never_draw_the_same():
+    _, memory = inputs()
+    seeds = []
+    for seed in range(4):
+        module = made(HardAttention, seed=seed).train()
+        seeds += [tuple(module.init_state(memory).seed.tolist()) for _ in range(4)]
+    assert len(set(seeds)) == 16
+
+
 def test_places_are_drawn_by_their_probabilities():
     """By the chi-squared statistic of 20,000 draws: its 99.99% quantile for 4 degrees of freedom is 23.5."""
     p = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.15, 0.1], dtype=torch.float64)

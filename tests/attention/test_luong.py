@@ -13,9 +13,9 @@ from unrolled.attention.bahdanau import BahdanauAttention
 from unrolled.attention.luong import (
     SCORES,
     FlooredPredictiveAttention,
+    LocalMonotonicAttention,
+    LocalPredictiveAttention,
     LuongAttention,
-    MonotonicAttention,
-    PredictiveAttention,
     ScaledScoresAttention,
 )
 
@@ -92,7 +92,7 @@ def test_global_attention_is_the_softmax_of_its_scores(name):
 
 @torch.no_grad()
 def test_local_m_looks_around_t():
-    module = made(MonotonicAttention, Q, window=1)
+    module = made(LocalMonotonicAttention, Q, window=1)
     query, memory = inputs()
     _, weights = ask(module, query, memory)
     wanted = weights_written_out(
@@ -103,15 +103,15 @@ def test_local_m_looks_around_t():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [PredictiveAttention, FlooredPredictiveAttention])
+@pytest.mark.parametrize("kind", [LocalPredictiveAttention, FlooredPredictiveAttention])
 def test_local_p_looks_around_the_place_it_predicts(kind):
     module = made(kind, Q, window=2)
     query, memory = inputs()
 
     def window(t, h, n):
         sigmoid = 1 / (1 + math.exp(-float(module.place_v.weight @ torch.tanh(module.place_proj.weight @ h))))
-        p = (n if kind is PredictiveAttention else n - 1) * sigmoid
-        return (p if kind is PredictiveAttention else math.floor(p), 2), (p, 1.0)
+        p = (n if kind is LocalPredictiveAttention else n - 1) * sigmoid
+        return (p if kind is LocalPredictiveAttention else math.floor(p), 2), (p, 1.0)
 
     _, weights = ask(module, query, memory)
     wanted = weights_written_out(module, "general", query, memory, PADDING, window)
@@ -159,8 +159,8 @@ def compared(ours, others, query, memory):
 def test_a_window_of_the_whole_sentence_without_a_gaussian_is_global_attention(score, window):
     whole = made(LuongAttention, Q, score=score)
     for kind, options in (
-        (MonotonicAttention, {}),
-        (PredictiveAttention, {"sigma": math.inf}),
+        (LocalMonotonicAttention, {}),
+        (LocalPredictiveAttention, {"sigma": math.inf}),
         (FlooredPredictiveAttention, {"sigma": math.inf}),
         (ScaledScoresAttention, {"sigma": math.inf}),
     ):
@@ -205,7 +205,12 @@ def test_windows_are_never_empty(length, window, seed):
     generator = torch.Generator().manual_seed(seed)
     query = 10 * torch.randn(2, 6, Q, generator=generator, dtype=torch.float64)
     memory = torch.randn(2, length, Q, generator=generator, dtype=torch.float64)
-    for kind in (MonotonicAttention, PredictiveAttention, FlooredPredictiveAttention, ScaledScoresAttention):
+    for kind in (
+        LocalMonotonicAttention,
+        LocalPredictiveAttention,
+        FlooredPredictiveAttention,
+        ScaledScoresAttention,
+    ):
         _, weights = ask(made(kind, Q, window=window), query, memory, None)
         assert (weights.sum(-1) > 0).all()
         assert ((weights > 0).sum(-1) <= 2 * window + 1).all()
@@ -216,8 +221,11 @@ def test_windows_are_never_empty(length, window, seed):
     [
         (lambda: LuongAttention(4, score="dott"), "score is 'dott', but must be one of dot, general"),
         (lambda: LuongAttention(4, 5, score="dot"), "query_dim is 4 and memory_dim 5, .* 'general'"),
-        (lambda: MonotonicAttention(4, window=0), "window is 0, but must be a whole number of at least 1"),
-        (lambda: PredictiveAttention(4, sigma=0.0), "sigma is 0.0, but must be above 0"),
+        (
+            lambda: LocalMonotonicAttention(4, window=0),
+            "window is 0, but must be a whole number of at least 1",
+        ),
+        (lambda: LocalPredictiveAttention(4, sigma=0.0), "sigma is 0.0, but must be above 0"),
         (
             lambda: LuongAttention(4, score="location", max_length=3)(
                 torch.zeros(1, 1, 4), torch.zeros(1, 5, 4)
@@ -233,6 +241,6 @@ def test_wrong_arguments_are_named(make, message):
 
 def test_variants_are_loaded_by_their_names():
     assert attention.load("luong") is LuongAttention
-    assert attention.load("luong.PredictiveAttention") is PredictiveAttention
-    with pytest.raises(ValueError, match=r"attention is 'luong\.Nope', but luong has LuongAttention, Mono"):
+    assert attention.load("luong.LocalPredictiveAttention") is LocalPredictiveAttention
+    with pytest.raises(ValueError, match=r"attention is 'luong\.Nope', but luong has LuongAttention, Local"):
         attention.load("luong.Nope")

@@ -10,9 +10,9 @@ from unrolled.attention._memory import MemoryAttention
 from unrolled.attention.hard import GatedSoftAttention, StraightThroughAttention
 from unrolled.attention.luong import (
     FlooredPredictiveAttention,
+    LocalMonotonicAttention,
+    LocalPredictiveAttention,
     LuongAttention,
-    MonotonicAttention,
-    PredictiveAttention,
     ScaledScoresAttention,
 )
 from unrolled.contract import UnsupportedError
@@ -25,16 +25,16 @@ FORMS = [
     *((attention.load(name), {}) for name in NAMES),
     *((LuongAttention, {"score": name}) for name in ("concat", "query_concat", "location")),
     (LuongAttention, {"score": "dot", "memory_dim": 12}),
-    (MonotonicAttention, {"window": 2}),
-    (PredictiveAttention, {"window": 2}),
-    (PredictiveAttention, {"window": 9, "sigma": math.inf, "score": "location"}),
+    (LocalMonotonicAttention, {"window": 2}),
+    (LocalPredictiveAttention, {"window": 2}),
+    (LocalPredictiveAttention, {"window": 9, "sigma": math.inf, "score": "location"}),
     (FlooredPredictiveAttention, {"window": 2}),
     (ScaledScoresAttention, {"window": 2, "score": "concat"}),
     (StraightThroughAttention, {}),
     (GatedSoftAttention, {}),
 ]
 
-COMPILED = {attention.load(name).__name__ for name in NAMES} | {"PredictiveAttention"}
+COMPILED = {attention.load(name).__name__ for name in NAMES} | {"LocalPredictiveAttention"}
 
 
 @pytest.mark.parametrize(

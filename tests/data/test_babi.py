@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unrolled.cli import run_config
 from unrolled.data import babi
 from unrolled.data.babi import BabiDataset, parse, split_words
-from unrolled.models import MemN2N, MemN2NConfig
+from unrolled.models import MemN2N, MemN2NConfig, MemNNConfig
 from unrolled.training import TrainConfig, train
 
 FIRST = (
@@ -172,6 +172,50 @@ def test_other_files_are_refused(folder):
         BabiDataset(memory_size=0, data_dir=folder)
 
 
+def test_places_of_supporting_sentences_follow_the_answers(folder):
+    plain, dataset = BabiDataset([1], data_dir=folder), BabiDataset([1], data_dir=folder, supporting=2)
+    for (batch,), (other,) in (
+        (dataset.eval_batches(10), plain.eval_batches(10)),
+        (dataset.test_batches(10), plain.test_batches(10)),
+    ):
+        assert torch.equal(batch.targets[:, 0], other.targets)
+        assert torch.equal(batch.inputs, other.inputs)
+    (batch,) = dataset.eval_batches(10)
+    assert batch.targets.dtype == torch.long
+    # line 4 is the third sentence, as line 3 is a question; the first question has one fact only
+    assert batch.targets[:, 1:].tolist() == [[0, -100], [2, 0]] * 2
+    (batch,) = BabiDataset([1], data_dir=folder, supporting=1).eval_batches(10)
+    assert batch.targets[:, 1:].tolist() == [[0], [2]] * 2
+    (batch,) = BabiDataset([1], data_dir=folder, supporting=2, memory_size=2).eval_batches(10)
+    assert batch.targets[:, 1:].tolist() == [[0, -100], [1, -100]] * 2  # the oldest is no longer there
+    mine = dataset.encode(["Mary moved to the bathroom.", "Where is Mary?"])
+    assert mine.targets[:, 1:].tolist() == [[-100, -100]]
+    with pytest.raises(ValueError, match="supporting is -1, but must be an integer of at least 0"):
+        BabiDataset([1], data_dir=folder, supporting=-1)
+
+
+@pytest.mark.parametrize("facts", ["2", "0", "x", "1 3"])
+def test_supporting_sentences_are_before_their_question(facts):
+    with pytest.raises(ValueError, match="names supporting sentences that are not before it"):
+        parse(f"1 Mary is here.\n2 Where is Mary?\there\t{facts}\n".encode())
+
+
+def test_the_model_has_to_want_as_many_supporting_sentences_as_there_are(folder):
+    def resolve(supporting, **model):
+        data = {"name": "babi", "tasks": [1], "supporting": supporting, "data_dir": str(folder)}
+        return run_config.resolve({"data": data, "model": model, "run_dir": "unused"})
+
+    assert resolve(3, name="memnn").model == MemNNConfig(vocab_size=19, memory_size=50, n_hops=3)
+    assert resolve(0, n_hops=2).model.n_hops == 2
+    for arguments, message in (
+        ((0, {"name": "memnn"}), "is 0, but memnn with model.n_hops=2 wants data.supporting=2"),
+        ((1, {"name": "memnn", "n_hops": 3}), "is 1, but memnn with model.n_hops=3 wants data.supporting=3"),
+        ((2, {}), "is 2, but memory_network wants data.supporting=0"),
+    ):
+        with pytest.raises(ValueError, match=f"^data.supporting {message}$"):
+            resolve(arguments[0], **arguments[1])
+
+
 def test_sentences_of_ones_own_are_encoded_like_those_of_the_files(folder):
     dataset = BabiDataset([1], data_dir=folder)
     lines = ["Mary moved to the bathroom.", "John went to the hallway.", "Where is Mary?"]
@@ -189,7 +233,7 @@ def test_sentences_of_ones_own_are_encoded_like_those_of_the_files(folder):
 @given(st.lists(st.lists(st.sampled_from(["Mary", "is", "the", "e1"]), min_size=1, max_size=4), min_size=1))
 def test_what_is_written_is_parsed(sentences):
     text = "".join(f"{n} {' '.join(words)}.\n" for n, words in enumerate(sentences, 1))
-    assert parse(text.encode()) == [[([w.lower() for w in words], None) for words in sentences]]
+    assert parse(text.encode()) == [[([w.lower() for w in words], None, ()) for words in sentences]]
     assert split_words(" ".join(sentences[0]) + " ? ") == [word.lower() for word in sentences[0]]
 
 

@@ -65,6 +65,39 @@ def test_a_beam_that_holds_everything_is_an_exhaustive_search(seed, alpha):
             assert hypothesis.log_prob / ((5 + n) / 6) ** alpha == pytest.approx(hypothesis.score, abs=1e-12)
 
 
+def beam_of_lists(model: Decoder, prompt: list[int], size: int, most: int) -> dict[tuple[int, ...], float]:
+    """Beam search as it is described: every beginning is read anew, and a finished one keeps its place."""
+    V = model.config.vocab_size
+    finished: dict[tuple[int, ...], float] = {}
+    beam: dict[tuple[int, ...], float] = {(): 0.0}
+    while beam:
+        following = {}
+        for ids, log_p in beam.items():
+            with torch.no_grad():
+                logs = model(torch.tensor([[V, *prompt, *ids]]))[0, -1].log_softmax(-1).tolist()
+            following |= {(*ids, token): log_p + x for token, x in enumerate(logs)}
+        best = sorted(following, key=lambda ids: -following[ids])[: size - len(finished)]
+        done = {ids for ids in best if ids[-1] == STOP or len(ids) == most}
+        finished |= {ids: following[ids] for ids in done}
+        beam = {ids: following[ids] for ids in best if ids not in done}
+    return finished
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_beam_of_any_size_is_that_of_its_description(seed, size):
+    model, prompts = decoder(vocab_size=7, seed=seed, scale=1.0), [[1], [2], [6]]
+    found = beam_search(model, *started(model, prompts), beam_size=size, max_new_tokens=5, stop=STOP)
+    lengths = set()
+    for prompt, hypotheses in zip(prompts, found, strict=True):
+        wanted = beam_of_lists(model, prompt, size, 5)
+        assert {tuple(h.tokens.tolist()) for h in hypotheses} == set(wanted)
+        for h in hypotheses:
+            assert h.log_prob == pytest.approx(wanted[tuple(h.tokens.tolist())], abs=1e-10)
+            lengths.add(len(h.tokens))
+    assert len(lengths) > 1  # some end before others
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_beam_of_one_is_greedy(seed):
     model = decoder(vocab_size=7, seed=seed)
@@ -165,9 +198,11 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
     ("options", "message"),
     [
         ({"beam_size": 0}, "beam_size is 0, but must be a whole number of at least 1"),
+        ({"beam_size": True}, "beam_size is True, but must be a whole number of at least 1"),
         ({"length_penalty": -1.0}, "length_penalty is -1.0, but must be a number of at least 0"),
         ({"length_penalty": math.nan}, "length_penalty is nan, but must be"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1, but must be at least 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, but must be at least 0, one whole number"),
         ({"stop": 9}, r"stop is 9, but must be an id in \[0, 9\)"),
         ({"batch_size": 0}, "batch_size is 0, but must be at least 1"),
         ({"sources": [[1], []]}, r"sources\[1\] is empty, but must have at least one token"),
@@ -185,6 +220,33 @@ def test_logits_that_are_no_numbers_are_refused():
     with pytest.raises(ValueError, match=r"logits has shape \[9\], but must be \[B, V\]"):
         beam_search(Copies(), torch.zeros(9), None, max_new_tokens=3)
     with pytest.raises(
-        ValueError, match="max_new_tokens is \\[1, 2\\], but must be at least 0, one number or 1"
+        ValueError, match="max_new_tokens is \\[1, 2\\], but must be at least 0, one whole number or 1"
     ):
         beam_search(Copies(), torch.zeros(1, 9), None, max_new_tokens=[1, 2])
+
+
+def test_logits_without_any_probability_are_refused():
+    for value in (-math.inf, math.inf):
+        with pytest.raises(ValueError, match="the logits of new token 1 hold NaN, infinity or"):
+            beam_search(Copies(), torch.full((1, 9), value), None, max_new_tokens=3)
+
+
+def test_what_a_model_says_after_the_end_is_not_looked_at():
+    class SilentAfterTheEnd(Copies):
+        def step(self, token, state):
+            logits, state = super().step(token, state)
+            return logits.masked_fill((token == STOP).unsqueeze(1), math.nan), state
+
+    model, options = SilentAfterTheEnd(), {"beam_size": 4, "stop": STOP, "max_new_tokens": 6}
+    found = translate(model, [[3, 1, 4], [2]], **options)
+    assert [row.tolist() for row in found] == [
+        row.tolist() for row in translate(Copies(), [[3, 1, 4], [2]], **options)
+    ]
+
+
+def test_what_is_found_can_be_trained_on():
+    model = decoder()
+    (hypotheses,) = beam_search(model, *started(model, [[1]]), max_new_tokens=3)
+    tokens = hypotheses[0].tokens.unsqueeze(0)
+    model.loss(tokens, tokens).backward()
+    tokens.add_(0)

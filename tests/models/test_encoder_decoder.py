@@ -378,3 +378,12 @@ def test_wrong_input_is_named():
         model.step(target[:, 0], ())
     with pytest.raises(ValueError, match=r"state is for \[3\] rows and 2 layers, wanted \[2\] and 2"):
         model.step(target[:2, 0], model.init_state(source))
+
+
+def test_targets_may_be_empty_and_are_rows_of_ids():
+    model = EncoderDecoder(EncoderDecoderConfig(7, d_model=8, n_heads=2, n_layers=1))
+    source, targets = torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 4, dtype=torch.long)
+    assert float(model.loss(source, targets[:, :0]).detach()) == 0
+    for wrong in (targets[:, 0], targets.unsqueeze(2)):
+        with pytest.raises(ValueError, match=r"targets has the shape .*, wanted \[3, T\]"):
+            model.loss(source, wrong)

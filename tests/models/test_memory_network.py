@@ -274,6 +274,7 @@ LONG = torch.long
             r"inputs is torch.int64 of the shape \[2, 3\], wanted \[B, M \+ 1, J\]",
         ),
         (torch.zeros(2, 3, 3), r"inputs is torch.float32 of the shape .* of torch.long"),
+        (torch.zeros(2, 3, 0, dtype=LONG), r"inputs has the shape \[2, 3, 0\]: sentences of no word, wanted"),
         (torch.zeros(2, 9, 3, dtype=LONG), "inputs has 8 sentences, wanted at most memory_size = 7"),
         (torch.full((2, 3, 3), V), r"inputs holds ids from 11 to 11, wanted ids in \[0, 11\)"),
     ],

@@ -103,3 +103,12 @@ def test_targets_that_do_not_fit_are_refused():
         small().loss(x, torch.zeros(2, 3, 7))
     with pytest.raises(ValueError, match=r"targets is torch.int64 of the shape \[2, 3, 8\], wanted"):
         small().loss(x, torch.zeros(2, 3, 8, dtype=torch.long))
+
+
+def test_no_rows_cost_nothing():
+    bits, numbers = (
+        small(),
+        NTMNumbers(NTMModelConfig(input_size=2, output_size=1, hidden_size=4, cell="gru")),
+    )
+    assert float(bits.loss(torch.zeros(0, 3, 10), torch.zeros(0, 3, 8)).detach()) == 0
+    assert float(numbers.loss(torch.zeros(0, 3, 2), torch.zeros(0)).detach()) == 0

@@ -19,9 +19,13 @@ KINDS = [
     (
         LuongSeq2Seq,
         LuongSeq2SeqConfig,
-        {"n_layers": 1, "attention": "luong.PredictiveAttention", "attention_options": {"window": 2}},
+        {"n_layers": 1, "attention": "luong.LocalPredictiveAttention", "attention_options": {"window": 2}},
     ),
-    (LuongSeq2Seq, LuongSeq2SeqConfig, {"attention": "luong.MonotonicAttention", "source_vocab_size": 9}),
+    (
+        LuongSeq2Seq,
+        LuongSeq2SeqConfig,
+        {"attention": "luong.LocalMonotonicAttention", "source_vocab_size": 9},
+    ),
     (LuongSeq2Seq, LuongSeq2SeqConfig, {"attention": "hard", "n_layers": 3}),
 ]
 every = pytest.mark.parametrize(("kind", "config", "options"), KINDS, ids=str)
@@ -257,6 +261,7 @@ def test_empty_batches_and_targets(kind, config, options):
     source, target, _ = ids()
     assert model(source, target[:, :0]).shape == (B, 0, V)
     assert model(source[:0], target[:0]).shape == (0, T, V)
+    assert float(model.loss(source, target[:, :0]).detach()) == 0
 
 
 @pytest.mark.parametrize(
@@ -270,6 +275,7 @@ def test_empty_batches_and_targets(kind, config, options):
         (lambda m, s, t, k: m(s + V, t), r"source holds ids from .* wanted ids in \[0, 7\)"),
         (lambda m, s, t, k: m(s, t + 1), r"tokens holds ids from .* wanted ids in \[0, 8\)"),
         (lambda m, s, t, k: m.loss(s, t), r"targets holds values from .* wanted \[0, 7\)"),
+        (lambda m, s, t, k: m.loss(s, t[:, 0]), r"targets has the shape \[3\], wanted \[3, T\]"),
         (lambda m, s, t, k: m(s, t, key_padding_mask=k[:, 1:]), "key_padding_mask has shape"),
         (lambda m, s, t, k: m.step(t, m.init_state(s)), "token is torch.int64 of the shape"),
         (lambda m, s, t, k: m.step(t[:2, 0], m.init_state(s)), "state is for 3 rows, wanted 2"),
@@ -315,7 +321,7 @@ def test_wrong_fields_are_named(fields, error, message):
     ids=["bahdanau", "luong"],
 )
 def test_it_learns_to_reverse(model, rate):
-    """Ids 0-6 in any order, 7 at the end; 64 sentences by heart, and the alignment runs backwards."""
+    """Ids 0-6 in any order, 7 at the end; 64 sentences by heart."""
     torch.manual_seed(0)
     model = model().train()
     generator = torch.Generator().manual_seed(0)

@@ -175,9 +175,26 @@ def test_a_state_of_deep_fusion_is_a_value_for_beams():
     [
         (((2, 5, 4), (2, 6, 4)), r"hidden has shape \[2, 5, 4\] and memory \[2, 6, 4\], but both must be"),
         (((2, 5, 3), (2, 5, 3)), r"but both must be \[B, S, 4\]"),
+        (((4,), (4,)), r"hidden has shape \[4\] and memory \[4\], but both must be"),
         (((2, 0, 4), (2, 0, 4)), "hidden has length 0, but must have at least one entry"),
     ],
 )
 def test_tapes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         fusing().init_state(*(torch.zeros(*size).double() for size in sizes))
+
+
+@pytest.mark.parametrize(
+    ("verb", "size", "message"),
+    [
+        ("step", (2, 4), r"x_t has shape \[2, 4\], but must be \[B, 3\]"),
+        ("step", (3, 3), "for 3 rows"),
+        ("prefill", (2, 3), r"x has shape \[2, 3\], but must be \[B, T, 3\]"),
+        ("prefill", (2, 0, 3), r"x has shape \[2, 0, 3\], but must have at least one step"),
+    ],
+)
+def test_inputs_of_deep_fusion_that_do_not_fit_are_refused(verb, size, message):
+    layer = fusing()
+    state = layer.init_state(drawn(2, 5, 4), drawn(2, 5, 4, seed=1))
+    with pytest.raises(ValueError, match=message):
+        getattr(layer, verb)(torch.zeros(*size).double(), state)

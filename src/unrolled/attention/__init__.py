@@ -25,7 +25,7 @@ def _is_layer(mechanism: Any) -> bool:
 def load(name: str) -> type[nn.Module]:
     """Return the module class of a mechanism: the first class in its file that declares `supports`.
 
-    What follows that class in its file are variants of it, named as in "luong.PredictiveAttention".
+    What follows that class in its file are variants of it, named as in "luong.LocalPredictiveAttention".
 
     Raises:
         ValueError: there is no mechanism of that name, or no such variant.

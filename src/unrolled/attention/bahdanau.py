@@ -22,7 +22,7 @@ from unrolled.attention._memory import MemoryAttention, MemoryState, additive_sc
 
 
 class BahdanauAttention(MemoryAttention):
-    """Additive attention, with the paper's beginning: W_a, U_a from N(0, 0.001), v_a and the bias 0.
+    """Additive attention, with the paper's beginning: W_a, U_a from N(0, 0.001^2), v_a and the bias 0.
 
     So every part of the memory weighs the same at first.
 

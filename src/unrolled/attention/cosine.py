@@ -16,46 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from unrolled.attention._memory import MemoryAttention, MemoryState, softmax_inside
-
-EPSILON = 1e-8
-"""Added to squared norms, so that the cosine of a vector of zeros is 0, with finite gradients."""
-
-
-def cosine_weights(
-    key: Tensor,
-    memory: Tensor,
-    beta: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    epsilon: float = EPSILON,
-) -> Tensor:
-    """w = softmax_s(beta cos(key, memory_s)) (eq. 5 and 6).
-
-    Args:
-        key: `[B,...,W]`, any number of keys for each memory.
-        memory: `[B,N,W]`.
-        beta: strengths `[B,...]`.
-        key_padding_mask: `[B,N]`, True = padding, which gets no weight.
-        epsilon: added to the squared norms.
-
-    Returns:
-        weights `[B,...,N]` that add up to 1; 0 in rows of nothing but padding.
-    """
-    if key_padding_mask is not None:
-        memory = memory.masked_fill(key_padding_mask.unsqueeze(-1), 0)
-    keys = unit(key, epsilon).flatten(1, -2) if key.dim() > 2 else unit(key, epsilon).unsqueeze(1)
-    cosine = (keys @ unit(memory, epsilon).mT).reshape(*key.shape[:-1], memory.shape[1])
-    scores = beta.unsqueeze(-1) * cosine
-    if key_padding_mask is None:
-        return scores.softmax(-1)
-    allowed = ~key_padding_mask.reshape(len(memory), *[1] * (key.dim() - 2), -1)
-    return softmax_inside(scores, allowed)
-
-
-def unit(x: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """x / sqrt(|x|^2 + epsilon) over the last axis."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + epsilon)
+from unrolled.attention._memory import MemoryAttention, MemoryState
+from unrolled.ops.cosine import unit
 
 
 class CosineAttention(MemoryAttention):

@@ -64,7 +64,7 @@ class HardAttention(BahdanauAttention):
         """Project a memory, and give each row a seed: in training another one at each call."""
         state = super().init_state(memory, key_padding_mask=key_padding_mask)
         rows = torch.arange(len(memory), device=memory.device)
-        seed = scrambled(scrambled(self.begun + self.seed) + rows)
+        seed = scrambled(scrambled(scrambled(torch.full_like(rows, self.seed)) + self.begun) + rows)
         if self.training:
             self.begun += 1
         return HardState(state.memory, state.keys, state.padding, state.position, seed)

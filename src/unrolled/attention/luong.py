@@ -183,11 +183,11 @@ class LuongAttention(MemoryAttention):
         return self.score.project_query(query)  # type: ignore[no-any-return]
 
     def scores(self, query: Tensor, state: MemoryState) -> Tensor:
-        """`score(h_t, m_s)` (eq. 8)."""
+        """`score(h_t, m_s)` (section 3.1)."""
         return self.score(query, state)  # type: ignore[no-any-return]
 
 
-class MonotonicAttention(LuongAttention):
+class LocalMonotonicAttention(LuongAttention):
     """Local-m: query t looks at the places within D of t, or of the last place if t is beyond.
 
     Args:
@@ -207,7 +207,7 @@ class MonotonicAttention(LuongAttention):
         return softmax_inside(self.scores(query, state), inside)
 
 
-class PredictiveAttention(LuongAttention):
+class LocalPredictiveAttention(LuongAttention):
     """Local-p: each query says which place to look around.
 
     Args:
@@ -256,7 +256,7 @@ class PredictiveAttention(LuongAttention):
         return query, in_window(state.padding, centre, self.window), gaussian
 
 
-class FlooredPredictiveAttention(PredictiveAttention):
+class FlooredPredictiveAttention(LocalPredictiveAttention):
     """Local-p of the authors' code: p_t = (S - 1) sigmoid(..), and the window is around its whole part."""
 
     def predict(self, logit: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,9 +67,9 @@ def attend(
 def _figure(
     model: Any, run_dir: Path, lines: list[str], example: int, beam_size: int, data_dir: Path | None
 ) -> "Figure":
-    from unrolled.models import MemN2N
+    from unrolled.models import MemN2N, MemNN
 
-    if isinstance(model, MemN2N):
+    if isinstance(model, MemN2N | MemNN):
         return _story(model, run_dir, lines, example, data_dir)
     if hasattr(model, "trace"):
         if lines:
@@ -157,9 +157,10 @@ def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: 
         logits = model(batch.inputs, key_padding_mask=padding)
         weights = model.attend(batch.inputs, key_padding_mask=padding)
     *story, question = [dataset.decode(*row) for row in zip(batch.inputs[0], padding[0], strict=True)]
-    title = f"{question}?  {dataset.words[int(logits.argmax())]}"
-    if not lines and int(logits.argmax()) != int(batch.targets):
-        title += f"  (right: {dataset.words[int(batch.targets)]})"
+    told, right = int(logits.argmax()), int(batch.targets.flatten()[0])  # sentences may follow the answer
+    title = f"{question}?  {dataset.words[told]}"
+    if not lines and told != right:
+        title += f"  (right: {dataset.words[right]})"
     typer.echo(title)
     return hops(plots.LIGHT, weights[0].T.numpy(), story, title)
 

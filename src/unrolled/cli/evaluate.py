@@ -32,9 +32,9 @@ def evaluate(
 ) -> None:
     """Measure the best weights of a run: BLEU of translations, else what the validation split shows.
 
-    The loss is that of training: nats per token, label, answer or bit, or the mean squared error. Of labels
-    and answers the part that is right is told too. BLEU is that of sacrebleu, whose signature says how it
-    counts.
+    The loss is that of training: nats per token, label, answer or bit, the mean squared error, or the ranking
+    loss per target. Of labels and answers the part that is right is told too. BLEU is that of sacrebleu,
+    whose signature says how it counts.
 
     \b
     Examples:
@@ -68,7 +68,7 @@ def evaluate(
             out.parent.mkdir(parents=True, exist_ok=True)
     loss = training.evaluate(model, run.dataset, replace(run.train, eval_batches=None))
     bits = f", {loss / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
-    typer.echo(f"validation loss {loss:.4f} {run_config.JOBS[task].unit}{bits}")
+    typer.echo(f"validation loss {loss:.4f} {run_config.unit(task, type(model))}{bits}")
     if task in ("labels", "answers"):
         for split in ("eval", "test"):
             if hasattr(run.dataset, f"{split}_batches"):  # few data sets have a test split as well
@@ -88,14 +88,15 @@ def evaluate(
 
 
 def count_right(model: Any, batches: Iterable[Any], device: "torch.device") -> tuple[int, int]:
-    """Count the rows whose likeliest label is the right one, and all."""
+    """Count the rows whose likeliest label is the right one, their first target, and all."""
     import torch
 
     right = count = 0
     with torch.inference_mode():
         for batch in batches:
             logits = model(batch.inputs.to(device), key_padding_mask=batch.key_padding_mask.to(device))
-            right += int((logits.argmax(-1).cpu() == batch.targets).sum())
+            wanted = batch.targets.reshape(len(batch.targets), -1)[:, 0]
+            right += int((logits.argmax(-1).cpu() == wanted).sum())
             count += len(batch.targets)
     return right, count
 

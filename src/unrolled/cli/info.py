@@ -61,12 +61,12 @@ def _run(run_dir: Path) -> dict[str, Any]:
     import torch
 
     from unrolled import models
-    from unrolled.cli.run_config import FILE_NAME, JOBS
+    from unrolled.cli.run_config import FILE_NAME, JOBS, unit
     from unrolled.ops.state import nbytes
     from unrolled.training import read_log
 
     model: Any = models.load(run_dir).eval()
-    units = [job.unit for job in JOBS.values() if model.model_name in job.kinds]
+    units = [unit(task, type(model)) for task, job in JOBS.items() if model.model_name in job.kinds]
     losses = [line["best"] for line in read_log(run_dir / "log.jsonl") if line["event"] == "eval"]
     described: dict[str, Any] = {
         "parameters": f"{sum(x.numel() for x in model.parameters()):,}",

@@ -13,6 +13,7 @@ def mechanisms(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the table in Markdown, as the README has it.")
     ] = False,
+    cells: Annotated[bool, typer.Option("--cells", help="List the recurrent cells instead.")] = False,
     draw: Annotated[
         str | None, typer.Option(metavar="NAME", help="Draw which keys a sparse mechanism reads.")
     ] = None,
@@ -51,9 +52,9 @@ def mechanisms(
     if options or causal or out is not None:
         raise ValueError("--set, --causal and --out are for a drawing: name its mechanism with --draw")
     if markdown:
-        typer.echo(markdown_table())
+        typer.echo(cells_table() if cells else markdown_table())
         return
-    header, *rows = abilities()
+    header, *rows = cell_rows() if cells else abilities()
     table = Table(*header, box=None, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*row)
@@ -86,6 +87,29 @@ def markdown_table(names: Sequence[str] | None = None, *, link: str = "src/unrol
     header, *rows = abilities(names)
     rows = [[f"[{name}]({link.format(name)})", *words] for name, *words in rows]
     lines = [header, ["---", *[":---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell_rows() -> list[list[str]]:
+    """Return a header and one row per recurrent cell: its state, and the first sentence of its file."""
+    import importlib
+    import inspect
+
+    from unrolled import recurrent
+
+    rows = [["cell", "state", "what it is"]]
+    for name in recurrent.names():
+        text = inspect.getdoc(importlib.import_module(f"unrolled.recurrent.{name}")) or ""
+        title = text.partition("\n")[0].removesuffix(".")
+        rows.append([name, recurrent.load(name).supports.recurrence, title])
+    return rows
+
+
+def cells_table() -> str:
+    """Return `cell_rows` in Markdown."""
+    header, *rows = cell_rows()
+    rows = [[f"[{name}](src/unrolled/recurrent/{name}.py)", *words] for name, *words in rows]
+    lines = [header, ["---", ":---:", "---"], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

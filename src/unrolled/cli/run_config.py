@@ -34,7 +34,7 @@ class Job:
     Attributes:
         kinds: names of the models that can do it, the one to take by default first.
         from_data: fields of their configs that come from the data set, for those that have them.
-        unit: what the loss is the mean over, as reports call it.
+        unit: what the loss is the mean over, as reports call it; see `unit`.
     """
 
     kinds: tuple[str, ...]
@@ -50,10 +50,15 @@ JOBS: dict[data.Task, Job] = {
         ("vocab_size", "source_vocab_size", "start_token"),
         "nats/token",
     ),
-    "answers": Job(("memory_network",), ("vocab_size", "memory_size"), "nats/answer"),
+    "answers": Job(("memory_network", "memnn"), ("vocab_size", "memory_size"), "nats/answer"),
     "bits": Job(("ntm",), ("input_size", "output_size"), "nats/bit"),
     "numbers": Job(("ntm_numbers",), ("input_size", "output_size"), "mean squared error"),
 }
+
+
+def unit(task: data.Task, kind: type[Any]) -> str:
+    """Return what reports call the loss of a kind of model: that of its task, or its own `loss_unit`."""
+    return str(getattr(kind, "loss_unit", JOBS[task].unit))
 
 
 @dataclass
@@ -113,7 +118,8 @@ def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
 def resolve(values: Mapping[str, Any]) -> Run:
     """Load the data set and make the configurations.
 
-    The model's `max_length`, and what else `JOBS` names for the task, are those of the data set unless given.
+    The model's `max_length`, and what else `JOBS` names for the task, are those of the data set unless given;
+    so is the number of hops of a model that learns from the `supporting` sentences told by the data set.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is impossible.
@@ -150,7 +156,15 @@ def resolve(values: Mapping[str, Any]) -> Run:
     length = getattr(dataset, "length", None)
     if "max_length" in has and length is not None:
         fields_given.setdefault("max_length", length)
+    supporting = getattr(dataset, "supporting", 0)
+    if supporting and hasattr(kind.config_type, "supporting"):
+        fields_given.setdefault("n_hops", supporting)
     model: Any = kind.config_type(**(from_data | fields_given))
+    if supporting != (wanted := getattr(model, "supporting", 0)):
+        hops = f" with model.n_hops={wanted}" if wanted else ""
+        raise ValueError(
+            f"data.supporting is {supporting}, but {model_name}{hops} wants data.supporting={wanted}"
+        )
     n_positions = getattr(model, "n_positions", None)
     if n_positions is not None and length is not None and n_positions < length:
         field_name = "max_length" if model.positions == "learned" else "axial_shape"

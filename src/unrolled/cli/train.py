@@ -30,7 +30,8 @@ def train(
     By default that is a decoder for tokens, an encoder for labels and an encoder_decoder for translations.
     Questions about stories (babi) train a memory_network, tasks on bits an ntm and sums (adding) an
     ntm_numbers. Another kind is chosen by model.name: perceiver_ar and recurrent_lm predict tokens too,
-    perceiver and perceiver_io labels; rnn_seq2seq and luong_seq2seq translate.
+    perceiver and perceiver_io labels; rnn_seq2seq and luong_seq2seq translate; memnn answers, where
+    data.supporting is 1 or 2.
 
     \b
     From settings alone:
@@ -98,7 +99,7 @@ def train(
         vocabulary.save(run.run_dir)
     if result.best_val is not None:
         bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
-        unit = run_config.JOBS[run.dataset.task].unit
+        unit = run_config.unit(run.dataset.task, run.kind)
         typer.echo(f"best validation loss {result.best_val:.3f} {unit}{bits}", err=True)
     if result.steps < run.train.steps:
         raise KeyboardInterrupt

@@ -22,7 +22,8 @@ Task = Literal["tokens", "labels", "translation", "answers", "bits", "numbers"]
     translation    inputs: ids of the source [B,S]; targets: ids of its translation and an end symbol, [B,T];
                    key_padding_mask [B,S], of the source
     answers        inputs: word ids of the sentences of a story, the question last, [B,N,J];
-                   targets: one answer for each row, [B]; key_padding_mask [B,N,J]
+                   targets: one answer for each row, [B], or the answer and then the places of F sentences
+                   that it follows from, [B,1+F]; key_padding_mask [B,N,J]
     bits           inputs: numbers [B,T,n]; targets: bits, as numbers, [B,T,m]
     numbers        inputs: numbers [B,T,n]; targets: one number for each row, [B]
 

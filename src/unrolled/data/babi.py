@@ -23,6 +23,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from unrolled.contract import IGNORED
 from unrolled.data import LabelledBatch, Split, Task
 from unrolled.data._checks import check_integer, check_request, check_split
 from unrolled.data._files import folder, load_published
@@ -60,8 +61,24 @@ SHA256 = {  # of the training and then the test file of each task; of task 3 the
 
 Part = Literal["train", "test"]
 Files = dict[tuple[int, Part], bytes]
-Story = list[tuple[list[str], str | None]]
-"""The words of each line in order, and the answer where the line is a question."""
+
+
+class Line(NamedTuple):
+    """One line of a story.
+
+    Attributes:
+        words: in order.
+        answer: where the line is a question, else None.
+        supporting: where the line is a question, the numbers of the lines that its answer follows from, in
+            the order of the file.
+    """
+
+    words: list[str]
+    answer: str | None = None
+    supporting: tuple[int, ...] = ()
+
+
+Story = list[Line]
 
 
 class Questions(NamedTuple):
@@ -73,6 +90,7 @@ class Questions(NamedTuple):
         begin: [N].
         end: [N].
         answers: [N].
+        facts: [N, F], the first F sentences that each answer follows from; -1 where there are fewer.
     """
 
     sentences: Tensor
@@ -80,6 +98,7 @@ class Questions(NamedTuple):
     begin: Tensor
     end: Tensor
     answers: Tensor
+    facts: Tensor
 
 
 @dataclass
@@ -90,10 +109,15 @@ class BabiDataset:
     `key_padding_mask` of the same shape is True where there is no word, and all over a sentence that is none;
     `targets [B]` are the answers, words too. M is that of the longest story in the batch.
 
+    With F = `supporting` of at least 1, `targets [B, 1 + F]` are the answer and then the places, from 0 to
+    M - 1, of the first F sentences that it follows from, in the order of the files: -100 where there are
+    fewer, and where a sentence is no longer kept.
+
     Attributes:
         tasks: numbers of the tasks, learned jointly; "all" for those whose files are there.
         memory_size: sentences kept of a story at most, its last ones.
         data_dir: the folder that holds `babi/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
+        supporting: how many places of supporting sentences follow each answer in the targets.
 
     Raises:
         ValueError: the files are corrupt, or missing and cannot be downloaded, or an option is impossible.
@@ -102,18 +126,21 @@ class BabiDataset:
     tasks: list[int] | Literal["all"] = "all"
     memory_size: int = 50
     data_dir: str | Path | None = None
+    supporting: int = 0
 
     task: ClassVar[Task] = "answers"
 
     def __post_init__(self) -> None:
         check_integer("memory_size", self.memory_size, 1)
+        check_integer("supporting", self.supporting, 0)
         files = read_files(self.data_dir)
         self.tasks = tasks = chosen_tasks(self.tasks, files)
         stories = {key: parse(files[key]) for key in files if key[0] in tasks}
         lines = list(chain.from_iterable(chain.from_iterable(stories.values())))
-        words = {word for line, _ in lines for word in line} | {answer for _, answer in lines if answer}
+        words = {word for line in lines for word in line.words}
+        words |= {line.answer for line in lines if line.answer}
         self.words = sorted(words)
-        self._width = max(len(line) for line, _ in lines)
+        self._width = max(len(line.words) for line in lines)
         train, val, self._test = [], [], {}
         for task in tasks:
             own = stories[task, "train"]
@@ -162,10 +189,9 @@ class BabiDataset:
         if [] in told:
             raise ValueError(f"line {told.index([]) + 1} has no words")
         ids = self._ids(told, max(map(len, told)))
-        last = torch.tensor([len(lines) - 1])
+        zero, last = torch.tensor([0]), torch.tensor([len(lines) - 1])
         return self._as_batch(
-            Questions(ids[:-1], ids[-1:], torch.zeros_like(last), last, torch.zeros_like(last)),
-            torch.zeros_like(last),
+            Questions(ids[:-1], ids[-1:], zero, last, zero, torch.full((1, self.supporting), -1)), zero
         )
 
     def decode(self, sentence: Tensor, padding: Tensor) -> str:
@@ -186,27 +212,36 @@ class BabiDataset:
         memory = questions.sentences[place.clamp(max=len(questions.sentences) - 1)]
         memory = memory.masked_fill(absent.unsqueeze(-1), -1)
         inputs = torch.cat([memory, questions.asked[rows].unsqueeze(1)], dim=1)
-        return LabelledBatch(inputs.clamp(min=0), questions.answers[rows], inputs < 0)
+        targets = questions.answers[rows]
+        if self.supporting:
+            facts = questions.facts[rows] - begin.unsqueeze(1)
+            targets = torch.cat([targets.unsqueeze(1), facts.masked_fill(facts < 0, IGNORED)], dim=1)
+        return LabelledBatch(inputs.clamp(min=0), targets, inputs < 0)
 
     def _encode(self, stories: Sequence[Story]) -> Questions:
         sentences: list[list[str]] = []
-        asked, begin, end, answers = [], [], [], []
+        asked, begin, end, answers, facts = [], [], [], [], []
         for story in stories:
             first = len(sentences)
-            for line, answer in story:
+            told: dict[int, int] = {}  # number of a line of the story -> number of the sentence
+            for number, (line, answer, supporting) in enumerate(story, 1):
                 if answer is None:
+                    told[number] = len(sentences)
                     sentences.append(line)
                 else:
                     asked.append(line)
                     begin.append(first)
                     end.append(len(sentences))
                     answers.append([answer])
+                    found = [told[fact] for fact in supporting if fact in told][: self.supporting]
+                    facts.append(found + [-1] * (self.supporting - len(found)))
         return Questions(
             self._ids(sentences, self._width),
             self._ids(asked, self._width),
             torch.tensor(begin),
             torch.tensor(end),
             self._ids(answers, 1).flatten(),
+            torch.tensor(facts, dtype=torch.long).reshape(len(facts), self.supporting),
         )
 
     def _ids(self, lines: Sequence[Sequence[str]], width: int) -> Tensor:
@@ -302,7 +337,7 @@ def parse(content: bytes) -> list[Story]:
     """Read the stories of a file.
 
     Raises:
-        ValueError: a line has no number.
+        ValueError: a line has no number, or a question names a supporting sentence that is not before it.
     """
     stories: list[Story] = []
     split = cache(split_words)
@@ -313,7 +348,13 @@ def parse(content: bytes) -> list[Story]:
         if number == "1":
             stories.append([])
         asked, *rest = text.split("\t")
-        stories[-1].append((split(asked), rest[0].lower() if rest else None))
+        if not rest:
+            stories[-1].append(Line(split(asked)))
+            continue
+        facts = rest[1].split() if len(rest) > 1 else []
+        if not all(fact.isdigit() and 0 < int(fact) <= len(stories[-1]) for fact in facts):
+            raise ValueError(f"the question {line!r} names supporting sentences that are not before it")
+        stories[-1].append(Line(split(asked), rest[0].lower(), tuple(map(int, facts))))
     return stories
 
 

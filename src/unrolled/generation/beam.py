@@ -86,7 +86,7 @@ def beam_search(
         for each row up to K hypotheses, those of the best score first.
 
     Raises:
-        ValueError: an argument is out of range, or the logits hold NaN.
+        ValueError: an argument is out of range, or logits make no probabilities.
     """
     if logits.dim() != 2:
         raise ValueError(f"logits has shape {list(logits.shape)}, but must be [B, V]")
@@ -111,9 +111,13 @@ def beam_search(
         log_probs = torch.zeros(len(rows), 1, dtype=torch.float64, device=device)  # -inf: no beginning here
         while True:
             n, length = len(rows), tokens.shape[2] + 1
-            if logits.isnan().any():
-                raise ValueError(f"the logits of new token {length} hold NaN: nothing is likeliest")
-            following = logits.double().log_softmax(-1).view(n, K, V)
+            nothing = (log_probs == -torch.inf).unsqueeze(2)  # whatever the model says after no beginning
+            following = logits.double().log_softmax(-1).view(n, K, V).masked_fill(nothing, 0)
+            if following.isnan().any():
+                raise ValueError(
+                    f"the logits of new token {length} hold NaN, infinity or nothing but minus infinity: "
+                    "nothing is likeliest"
+                )
             following = (log_probs.unsqueeze(2) + following).flatten(1)
             log_probs, place = following.topk(min(beam_size, K * V), dim=1)
             parents, token = place // V, place % V
@@ -140,7 +144,9 @@ def beam_search(
             K = tokens.shape[1]
             state = select(state, beams[kept].flatten())
             logits, state = model.step(token[kept].flatten(), state)
-    return [sorted(hypotheses, key=lambda h: -h.score) for hypotheses in found]
+    # Copies, made here, since a tensor of inference mode could be no input of training.
+    free = [[h._replace(tokens=h.tokens.clone()) for h in hypotheses] for hypotheses in found]
+    return [sorted(hypotheses, key=lambda h: -h.score) for hypotheses in free]
 
 
 def translate(
@@ -224,14 +230,14 @@ def _check(
     V: int,
 ) -> list[int]:
     """Refuse what is out of range; return the most new tokens of each row."""
-    if not isinstance(beam_size, int) or beam_size < 1:
+    if not isinstance(beam_size, int) or isinstance(beam_size, bool) or beam_size < 1:
         raise ValueError(f"beam_size is {beam_size!r}, but must be a whole number of at least 1")
     if not 0 <= length_penalty < float("inf"):
         raise ValueError(f"length_penalty is {length_penalty}, but must be a number of at least 0")
-    limits = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != rows or any(limit < 0 for limit in limits):
+    limits = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens] * rows
+    if len(limits) != rows or any(not isinstance(limit, int) or limit < 0 for limit in limits):
         raise ValueError(
-            f"max_new_tokens is {max_new_tokens}, but must be at least 0, one number or {rows} of them"
+            f"max_new_tokens is {max_new_tokens}, but must be at least 0, one whole number or {rows} of them"
         )
     if stop is not None and not 0 <= stop < V:
         raise ValueError(f"stop is {stop}, but must be an id in [0, {V})")

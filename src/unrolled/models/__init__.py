@@ -10,6 +10,7 @@ from unrolled.models.encoder_decoder import (
     EncoderDecoderState,
 )
 from unrolled.models.luong_seq2seq import LuongSeq2Seq, LuongSeq2SeqConfig
+from unrolled.models.memnn import MemNN, MemNNConfig
 from unrolled.models.memory_network import MemN2N, MemN2NConfig
 from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.ntm import NTMModel, NTMModelConfig, NTMNumbers
@@ -34,6 +35,8 @@ __all__ = [
     "LuongSeq2SeqConfig",
     "MemN2N",
     "MemN2NConfig",
+    "MemNN",
+    "MemNNConfig",
     "NTMModel",
     "NTMModelConfig",
     "NTMNumbers",
@@ -61,6 +64,7 @@ MODELS: list[type[SavedModel]] = [
     EncoderDecoder,
     LuongSeq2Seq,
     MemN2N,
+    MemNN,
     NTMModel,
     NTMNumbers,
     Perceiver,

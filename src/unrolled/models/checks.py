@@ -36,3 +36,36 @@ def check_targets(targets: Tensor, shape: Sequence[int], levels: int) -> None:
                 f"targets holds values from {int(asked.min())} to {int(asked.max())}, "
                 f"wanted [0, {levels}), or {IGNORED} for none"
             )
+
+
+def check_story(inputs: Tensor, padding: Tensor | None, n_words: int, memory_size: int | None) -> Tensor:
+    """Return where a story has no word, `[B,M+1,J]` bool.
+
+    Raises:
+        ValueError: `inputs` is not [B, M + 1, J] long with M of at least 1 and, unless that is None, at most
+            `memory_size`; on a CPU, its ids are not within [0, n_words); or the mask is not as large.
+    """
+    found = list(inputs.shape)
+    if inputs.dim() != 3 or inputs.dtype != torch.long:
+        raise ValueError(f"inputs is {inputs.dtype} of the shape {found}, wanted [B, M + 1, J] of torch.long")
+    if found[1] < 2:
+        raise ValueError(
+            f"inputs has the shape {found}: a memory of length 0, wanted at least one sentence before "
+            "the question, [B, M + 1, J]"
+        )
+    if found[2] < 1:
+        raise ValueError(f"inputs has the shape {found}: sentences of no word, wanted J of at least 1")
+    if memory_size is not None and found[1] - 1 > memory_size:
+        raise ValueError(f"inputs has {found[1] - 1} sentences, wanted at most memory_size = {memory_size}")
+    if inputs.device.type == "cpu" and inputs.numel() and not torch.compiler.is_compiling():
+        low, high = (int(x) for x in inputs.aminmax())
+        if low < 0 or high >= n_words:
+            raise ValueError(f"inputs holds ids from {low} to {high}, wanted ids in [0, {n_words})")
+    if padding is None:
+        return torch.zeros_like(inputs, dtype=torch.bool)
+    if padding.shape != inputs.shape or padding.dtype != torch.bool:
+        raise ValueError(
+            f"key_padding_mask is {padding.dtype} of the shape {list(padding.shape)}, "
+            f"wanted torch.bool of the shape {found}"
+        )
+    return padding

@@ -25,12 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from unrolled.attention._multihead import MultiHeadAttention
 from unrolled.contract import IGNORED
 from unrolled.models.blocks import FeedForward, Stack, make_norm, tie_layers
-from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.checks import check_ids
 from unrolled.models.config import Activation, Norm, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.saving import SavedModel
+from unrolled.models.targets import shifted
 from unrolled.ops.checks import check_key_padding_mask, may_read
 
 Mechanisms = str | list[str]
@@ -177,10 +178,8 @@ class EncoderDecoder(SavedModel):
                 padding, which counts for nothing.
             key_padding_mask: as for `forward`.
         """
-        check_targets(targets, (inputs.shape[0], *targets.shape[1:]), self.config.vocab_size)
-        read = targets.masked_fill(targets == IGNORED, 0)
-        start = read.new_full((read.shape[0], 1), self.config.vocab_size)
-        hidden = self._hidden(inputs, torch.cat([start, read[:, :-1]], dim=1), key_padding_mask)
+        read = shifted(targets, inputs.shape[0], self.config.vocab_size)
+        hidden = self._hidden(inputs, read, key_padding_mask)
         logits = self.head(hidden)
         nll = F.cross_entropy(
             logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),

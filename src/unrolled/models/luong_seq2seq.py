@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from unrolled.models.seq2seq import Seq2Seq, Seq2SeqConfig, make_attention
 from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.recurrent._lstm import lstm_step
 
 
 @dataclass
@@ -121,10 +122,3 @@ class LuongSeq2Seq(Seq2Seq):
     def logits(self, hidden: Tensor) -> Tensor:
         """W_s v."""
         return self.out(hidden)  # type: ignore[no-any-return]
-
-
-def lstm_step(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """h and c after one step, from the sums `[B,4N]` that go into its gates i, f, g and o."""
-    i, f, g, o = gates.chunk(4, -1)
-    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c

@@ -10,7 +10,7 @@ T alike, B = A^1 and W = C^K. "layer_wise" has one A and one C for all hops, and
 
 Sukhbaatar et al. 2015, "End-To-End Memory Networks", arXiv 1503.08895, eq. 1-4 and sections 2.2 and 4.1.
 
-Cost: time O(M J d) for M sentences of J words, and O(M d) for each hop.
+Cost: time O(M J d) for M sentences of J words, O(V d) for tables of V words, and O(M d) for each hop.
 Equals softmax attention: one hop without temporal encoding is attention of one head with scale 1.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.models.checks import check_targets
+from unrolled.models.checks import check_story, check_targets
 from unrolled.models.heads import mean_nll
 from unrolled.models.saving import SavedModel
 
@@ -50,7 +50,9 @@ def printed(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
 def code(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
     """Position encoding of the authors' code: l_kj = 1 + 4 (k - (d + 1) / 2) (j - (J + 1) / 2) / (d J).
 
-    Its mean is 1. It is about twice the printed one. Arguments and result as for `printed`.
+    Its mean is 1. It is about twice the printed one. Arguments and result as for `printed`; where the code
+    takes J from the longest sentence of the data, here it is that of the sentence, as printed, so that
+    padding changes nothing.
     """
     slope = 4 * (j - (J + 1) / 2) / J
     return 1 - slope * (d + 1) / (2 * d), slope
@@ -196,7 +198,8 @@ class MemN2N(SavedModel):
         return self._read(inputs, key_padding_mask)[1]
 
     def _read(self, inputs: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        padding = self._check(inputs, key_padding_mask)
+        most = self.config.memory_size if self.config.temporal else None
+        padding = check_story(inputs, key_padding_mask, self.config.vocab_size, most)
         absent = padding[:, :-1].all(-1)
         encoding = self.config.position_encoding
         parts = embed(inputs[:, :-1], padding[:, :-1], list(self.words)[: self._n_read], encoding)
@@ -244,37 +247,6 @@ class MemN2N(SavedModel):
         drawn = torch.from_numpy(rng.random((len(count), size))).to(count.device).masked_fill(~usable, 2)
         chosen = drawn.argsort(1).argsort(1) < count
         return (~chosen).long().argsort(stable=True, dim=1).gather(1, after)
-
-    def _check(self, inputs: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Return where there is no word."""
-        found = list(inputs.shape)
-        if inputs.dim() != 3 or inputs.dtype != torch.long:
-            raise ValueError(
-                f"inputs is {inputs.dtype} of the shape {found}, wanted [B, M + 1, J] of torch.long"
-            )
-        if found[1] < 2:
-            raise ValueError(
-                f"inputs has the shape {found}: a memory of length 0, wanted at least one sentence before "
-                "the question, [B, M + 1, J]"
-            )
-        if self.config.temporal and found[1] - 1 > self.config.memory_size:
-            raise ValueError(
-                f"inputs has {found[1] - 1} sentences, wanted at most memory_size = {self.config.memory_size}"
-            )
-        if inputs.device.type == "cpu" and inputs.numel() and not torch.compiler.is_compiling():
-            low, high = (int(x) for x in inputs.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(
-                    f"inputs holds ids from {low} to {high}, wanted ids in [0, {self.config.vocab_size})"
-                )
-        if key_padding_mask is None:
-            return torch.zeros_like(inputs, dtype=torch.bool)
-        if key_padding_mask.shape != inputs.shape or key_padding_mask.dtype != torch.bool:
-            raise ValueError(
-                f"key_padding_mask is {key_padding_mask.dtype} of the shape {list(key_padding_mask.shape)}, "
-                f"wanted torch.bool of the shape {found}"
-            )
-        return key_padding_mask
 
 
 def embed(words: Tensor, padding: Tensor, tables: Sequence[Tensor], encoding: Encoding) -> list[Tensor]:

@@ -150,7 +150,7 @@ class NTMNumbers(_Layers):
         return numbers
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Mean squared error, computed in at least fp32.
+        """Mean squared error, computed in at least fp32; 0 for no rows.
 
         Args:
             inputs: as `x` of `forward`.
@@ -161,7 +161,8 @@ class NTMNumbers(_Layers):
         if self.config.output_size == 1 and targets.dim() == 1:
             numbers = numbers.squeeze(1)
         _check_targets(targets, numbers)
-        return F.mse_loss(_wide(numbers), _wide(targets))
+        squares = F.mse_loss(_wide(numbers), _wide(targets), reduction="none")
+        return squares.sum() / max(1, squares.numel())
 
 
 def _wide(x: Tensor) -> Tensor:

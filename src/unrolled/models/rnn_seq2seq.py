@@ -57,7 +57,7 @@ class RNNSeq2Seq(Seq2Seq):
     """A bidirectional GRU that encodes, and a GRU that decodes with attention to it.
 
     Weights start as in the paper: square recurrent matrices orthogonal, those of additive attention as
-    `BahdanauAttention` says, biases 0, and all others from N(0, 0.01).
+    `BahdanauAttention` says, biases 0, and all others from N(0, 0.01^2).
     """
 
     model_name = "rnn_seq2seq"

@@ -10,8 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled import attention
 from unrolled.attention._memory import MemoryAttention
 from unrolled.contract import IGNORED, UnsupportedError
-from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.checks import check_ids
 from unrolled.models.saving import SavedModel
+from unrolled.models.targets import shifted
 from unrolled.ops.checks import check_key_padding_mask, may_read
 
 
@@ -25,7 +26,8 @@ class Seq2SeqConfig:
         d_model: width of the embeddings.
         hidden_size: width of the recurrent layers, of each direction.
         attention: name of a mechanism that reads a memory, "bahdanau", "luong", "cosine" or "hard"; a variant
-            in the same file is named as in "luong.PredictiveAttention".
+            in the same file is named as in "luong.LocalPredictiveAttention".
+            "hard" learns nothing of where to look by `loss`, unlike "hard.StraightThroughAttention".
         attention_options: the further arguments of that mechanism.
         dropout: probability, for embeddings and for what is read out.
         label_smoothing: the part of a target's probability that goes to all ids alike, in training.
@@ -114,19 +116,13 @@ class Seq2Seq(SavedModel):
             key_padding_mask: as of `forward`.
         """
         state = self.init_state(inputs, key_padding_mask=key_padding_mask)
-        check_targets(targets, (inputs.shape[0], *targets.shape[1:2]), self.config.vocab_size)
-        hidden, _, _ = self.decode(self.shifted(targets), state)
+        hidden, _, _ = self.decode(shifted(targets, len(inputs), self.config.vocab_size), state)
         asked = targets != IGNORED
         logits = self.logits(hidden[asked])  # the widest layer, for what counts only
         smoothing = self.config.label_smoothing if self.training else 0.0
         dtype = torch.promote_types(logits.dtype, torch.float32)
         total = F.cross_entropy(logits.to(dtype), targets[asked], reduction="sum", label_smoothing=smoothing)
         return total / asked.sum().clamp(min=1)
-
-    def shifted(self, targets: Tensor) -> Tensor:
-        """What the decoder reads to predict `targets [B,T]`: a start symbol, and all but the last."""
-        start = targets.new_full((len(targets), 1), self.config.vocab_size)
-        return torch.cat([start, targets[:, :-1]], 1)[:, : targets.shape[1]].clamp(min=0)
 
     def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
         """Read a source; return all that decoding needs, batch first. Arguments as of `forward`."""

@@ -56,7 +56,12 @@ class LSTMLayer(RecurrentLayer):
 
 
 def _advance(recur: Callable[[Tensor], Tensor], inputs: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
-    i, f, g, o = (inputs + recur(state.h)).chunk(4, -1)
-    c = torch.sigmoid(f) * state.c + torch.sigmoid(i) * torch.tanh(g)
-    h = torch.sigmoid(o) * torch.tanh(c)
+    h, c = lstm_step(inputs + recur(state.h), state.c)
     return h, LSTMState(h, c)
+
+
+def lstm_step(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """h and c after one step, from the sums `[B,4N]` that go into its gates i, f, g and o."""
+    i, f, g, o = gates.chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c

@@ -233,12 +233,12 @@ class DeepFusionLSTMN(nn.Module):
         Raises:
             ValueError: the tapes are empty, or not of one shape and N wide.
         """
-        B, S = hidden.shape[:2]
         if hidden.dim() != 3 or hidden.shape != memory.shape or hidden.shape[-1] != self.cell.hidden_size:
             raise ValueError(
                 f"hidden has shape {shape(hidden)} and memory {shape(memory)}, but both must be "
                 f"[B, S, {self.cell.hidden_size}]"
             )
+        B, S = hidden.shape[:2]
         if S == 0:
             raise ValueError("hidden has length 0, but must have at least one entry to read")
         own = self.cell.init_state(B)
@@ -252,8 +252,14 @@ class DeepFusionLSTMN(nn.Module):
         return DeepFusionState(own, source, keys, filled, own.attended)
 
     def step(self, x_t: Tensor, state: DeepFusionState) -> tuple[Tensor, Tensor, DeepFusionState]:
-        """Run one token `x_t [B,input_size]`: h `[B,N]`, the weights p `[B,S]`, and the new state."""
+        """Run one token `x_t [B,input_size]`: h `[B,N]`, the weights p `[B,S]`, and the new state.
+
+        Raises:
+            ValueError: `x_t` is of another shape or type, or not of the rows of the state.
+        """
         own, dtype = state.own, state.source.dtype
+        self.cell._check_input("x_t", x_t, 2)
+        self.cell._check_state(own, len(x_t))
         sums, fusing = self.cell.project(x_t), self.input_proj(x_t)
         with without_autocast(x_t.device):
             gate, query = torch.split(fusing.to(dtype), [self.cell.hidden_size, self.cell.score_size], -1)
@@ -267,7 +273,14 @@ class DeepFusionLSTMN(nn.Module):
         return h.to(sums.dtype), weights, state._replace(own=own, read=read)
 
     def prefill(self, x: Tensor, state: DeepFusionState) -> tuple[Tensor, Tensor, DeepFusionState]:
-        """Run `x [B,T,input_size]`, T >= 1: h `[B,T,N]`, the weights p `[B,T,S]`, and the new state."""
+        """Run `x [B,T,input_size]`: h `[B,T,N]`, the weights p `[B,T,S]`, and the new state.
+
+        Raises:
+            ValueError: as `step`, or `x` has length 0.
+        """
+        self.cell._check_input("x", x, 3)
+        if x.shape[1] == 0:
+            raise ValueError(f"x has shape {shape(x)}, but must have at least one step")
         outputs, weights = [], []
         for x_t in x.unbind(1):
             h, p, state = self.step(x_t, state)

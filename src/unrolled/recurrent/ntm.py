@@ -34,14 +34,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from unrolled.ops.cosine import cosine_weights
 from unrolled.recurrent._layer import RecurrentLayer, keep
+from unrolled.recurrent._lstm import lstm_step
 
 Controller = Literal["feedforward", "lstm"]
 
-INITIAL_MEMORY = 1e-6
+INITIAL_MEMORY = 1e-6  # so small that such a row is like nothing: see `unrolled.ops.cosine.EPSILON`
 LARGEST_BETA = 50.0  # cosines differ by up to 2: with this a softmax is one-hot
 LARGEST_GAMMA = 20.0
-EPSILON = 1e-8  # added to squared lengths: rows as small as the initial memory are like nothing
 TINY = 1e-16  # added to weights under a logarithm
 
 
@@ -68,9 +69,7 @@ class NTMTrace(NamedTuple):
 
 def content(memory: Tensor, key: Tensor, beta: Tensor) -> Tensor:
     """Weights by likeness (eq. 5, 6): `memory [B,N,W]`, `key [B,H,W]`, `beta [B,H,1]` to `[B,H,N]`."""
-    rows = torch.rsqrt(memory.square().sum(-1) + EPSILON).unsqueeze(1)
-    scale = beta * torch.rsqrt(key.square().sum(-1, keepdim=True) + EPSILON)
-    return (key @ memory.mT * rows * scale).softmax(-1)
+    return cosine_weights(key, memory, beta.squeeze(-1))
 
 
 def interpolate(found: Tensor, before: Tensor, gate: Tensor) -> Tensor:
@@ -119,9 +118,7 @@ def feedforward(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tupl
 
 def lstm(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """A controller that is an LSTM, from the sums `inputs [B,4C]` of its gates i, f, g, o."""
-    i, f, g, o = inputs.chunk(4, -1)
-    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-    h = o.sigmoid() * c.tanh()
+    h, c = lstm_step(inputs, state[1])
     return h, (h, c)
 
 
