@@ -31,7 +31,7 @@ def train(
     Questions about stories (babi) train a memory_network, tasks on bits an ntm and sums (adding) an
     ntm_numbers. Another kind is chosen by model.name: perceiver_ar and recurrent_lm predict tokens too,
     perceiver and perceiver_io labels; rnn_seq2seq and luong_seq2seq translate; memnn answers, where
-    data.supporting is 1 or 2.
+    data.supporting is 1, 2 or 3.
 
     \b
     From settings alone:
