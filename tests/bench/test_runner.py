@@ -119,6 +119,14 @@ def test_the_best_peer_is_the_fastest_that_is_right_and_not_ours(monkeypatch):
     assert found["cheat"].best_peer is None
 
 
+def test_some_may_be_chosen_by_a_word_of_their_names():
+    chosen = Settings(seconds=0.0, only=("b", "z"))
+    two = problem(("ours a", doubling(), {}), ("ours b", doubling(), {}))
+    assert [row.contender for row in runner.run_problem(two, chosen, LIMITS)] == ["ours b"]
+    with pytest.raises(ValueError, match="--only is 'ou', but the contenders are ours a, ours b"):
+        runner.run_problem(two, Settings(only=("ou",)), LIMITS)
+
+
 def test_contenders_run_on_their_own_number_of_threads():
     seen = {}
 

@@ -20,6 +20,9 @@ def bench(
     lengths: Annotated[
         str | None, typer.Option(help="Sequence lengths instead of those of the cases, as in 256,1024.")
     ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Words of the contenders' names, as in performer,aft; all by default.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of every contender.")] = 1,
     seconds: Annotated[
         float, typer.Option(min=0.0, help="Time for each case at each size, shared by its contenders.")
@@ -41,6 +44,7 @@ def bench(
       unrolled bench --list
       unrolled bench linear-forward step
       unrolled bench linear-forward --lengths 1024,4096 --threads 2
+      unrolled bench mechanisms --only linear,performer
 
     \b
     The folder will hold
@@ -56,7 +60,8 @@ def bench(
     where = choose(device)
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}, wanted cpu or cuda: the others have no clock here")
-    settings = Settings(str(where), threads, 0.0 if quick else seconds, _lengths(lengths), quick)
+    words = () if only is None else tuple(only.split(","))
+    settings = Settings(str(where), threads, 0.0 if quick else seconds, _lengths(lengths), quick, words)
     if list_cases:
         for case in chosen:
             typer.echo(f"{case.name:24} {case.about}")

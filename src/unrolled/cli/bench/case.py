@@ -33,6 +33,7 @@ class Settings:
         seconds: the budget of one case at one size, shared by its contenders.
         lengths: instead of the sizes of a case that are sequence lengths.
         quick: tiny sizes, to see that everything works.
+        only: the contenders whose names have one of these words in them; all if there is none.
     """
 
     device: str = "cpu"
@@ -40,6 +41,7 @@ class Settings:
     seconds: float = 3.0
     lengths: tuple[int, ...] | None = None
     quick: bool = False
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,18 @@ def run_case(
 
 
 def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Row]:
-    """Check and measure one problem; the rows are in the order of its contenders."""
+    """Check and measure one problem; the rows are in the order of its contenders.
+
+    Raises:
+        ValueError: none of them is among those that the settings choose.
+    """
+    contenders = [x for x in problem.contenders if not settings.only or _named(x, settings.only)]
+    if not contenders:
+        names = ", ".join(x.name for x in problem.contenders)
+        raise ValueError(f"--only is {','.join(settings.only)!r}, but the contenders are {names}")
     rows, runs = {}, {}
     with cpu_threads(settings.threads):
-        for contender in problem.contenders:
+        for contender in contenders:
             rows[contender.name], run = _check(contender, problem, settings)
             if run is not None:
                 runs[contender.name] = run
@@ -63,14 +71,18 @@ def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Ro
         seconds = take_turns(runs, least=1 if settings.quick else LEAST, budget=settings.seconds)
         passed, worked = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
     medians = {name: median(taken) / problem.steps for name, taken in seconds.items()}
-    peers = [medians[x.name] for x in problem.contenders if x.name in medians and not x.ours]
-    for contender in problem.contenders:
+    peers = [medians[x.name] for x in contenders if x.name in medians and not x.ours]
+    for contender in contenders:
         if (name := contender.name) in seconds:
             rows[name] = _timed(rows[name], seconds[name], problem, contender, limits, settings)
             rows[name] = replace(
                 rows[name], best_peer=min(peers) if peers else None, working=min(1.0, worked / passed)
             )
     return list(rows.values())
+
+
+def _named(contender: Contender, words: Sequence[str]) -> bool:
+    return any(word in contender.name.split() for word in words)
 
 
 def _check(
