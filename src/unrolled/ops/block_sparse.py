@@ -15,12 +15,11 @@ keys join through lse (`ops/merge.py`).
 """
 
 import math
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape, transforming
 from unrolled.ops.masks import without_padding
@@ -94,33 +93,82 @@ def block_sparse_attention(
         head = torch.arange(B * G, device=q.device).reshape(B, G, 1, 1).repeat_interleave(H // G, 1)
         places = head * n_keys + number
         hidden = hidden.expand(B, H, N, L * K)
-        recompute = torch.is_grad_enabled() and not transforming()
-        outs, lses = [], []
-        for group in _groups(N, B * H * C * L * K, q.device):
-            inputs = (q[:, :, group], k, v, places[:, :, group], hidden[:, :, group], allowed)
-            if recompute:
-                o, lse = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
-                o, lse = _attend(*inputs)
-            outs.append(o)
-            lses.append(lse)
-        o = torch.cat(outs, 2).flatten(2, 3)[:, :, :T].transpose(1, 2)
-        return o.to(out_dtype), torch.cat(lses, 2).flatten(2, 3)[:, :, :T].transpose(1, 2)
+        inputs = (q, k, v, places, hidden, allowed)
+        if torch.is_grad_enabled() and not transforming() and not torch.compiler.is_compiling():
+            o, lse = _Attend.apply(*inputs)  # type: ignore[no-untyped-call]
+        else:
+            o, lse = _attend_by_groups(*inputs)
+        o = o.flatten(2, 3)[:, :, :T].transpose(1, 2)
+        return o.to(out_dtype), lse.flatten(2, 3)[:, :, :T].transpose(1, 2)
 
 
-def _attend(
+class _Attend(torch.autograd.Function):
+    """`_attend_by_groups`, whose gradient goes group by group too.
+
+    Scores are computed again, and what a group gives its keys is added to one sum: autograd would make zeros
+    for all keys at each group, in time that grows as the square of the length.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*inputs)
+        return _attend_by_groups(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        with without_autocast(do.device):
+            return *_gradients(ctx.saved_tensors, do, dlse), None, None, None
+
+
+def _gradients(saved: tuple[Tensor, ...], do: Tensor, dlse: Tensor) -> list[Tensor | None]:
+    q, k, v, places, hidden, allowed = saved
+    if torch.is_grad_enabled():  # this gradient will be differentiated, as plain operations can be
+        found = _attend_by_groups(q, k, v, places, hidden, allowed)
+        asked = [x for x in (q, k, v) if x.requires_grad]
+        grads = iter(torch.autograd.grad(found, asked, (do, dlse), create_graph=True))
+        return [next(grads) if x.requires_grad else None for x in (q, k, v)]
+    dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    for group in _groups(places, k.shape[1] * q.shape[3], q.device):
+        rows = places[:, :, group]
+        parts = (q[:, :, group], *_gather(k, v, rows))
+        q_g, k_g, v_g = (x.detach().requires_grad_() for x in parts)
+        with torch.enable_grad():
+            found = _attend(q_g, k_g, v_g, hidden[:, :, group], allowed)
+        outer = do[:, :, group], dlse[:, :, group]
+        of_q, of_k, of_v = torch.autograd.grad(found, (q_g, k_g, v_g), outer)
+        dq.append(of_q)
+        for total, part in ((dk, of_k), (dv, of_v)):
+            total.index_add_(0, rows.flatten(), part.reshape(-1, *total.shape[1:]))
+    return [torch.cat(dq, 2), dk, dv]
+
+
+def _attend_by_groups(
     q: Tensor, k: Tensor, v: Tensor, places: Tensor, hidden: Tensor, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend from `q [B,H,g,C,D]` to rows `places [B,H,g,L]` of `k [R,K,D]`, `v [R,K,M]`: `o` and `lse`.
+    """Attend from `q [B,H,N,C,D]` to rows `places [B,H,N,L]` of `k [R,K,D]`, `v [R,K,M]`: `o` and `lse`."""
+    found = [
+        _attend(q[:, :, group], *_gather(k, v, places[:, :, group]), hidden[:, :, group], allowed)
+        for group in _groups(places, k.shape[1] * q.shape[3], q.device)
+    ]
+    outs, lses = zip(*found, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _gather(k: Tensor, v: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Take rows `places [B,H,g,L]` of `k [R,K,D]` and `v [R,K,M]`: `[B,H,g,L K,D]` and `[B,H,g,L K,M]`."""
+    size = (*places.shape[:3], places.shape[3] * k.shape[1])
+    k, v = (x.index_select(0, places.flatten()).reshape(*size, x.shape[2]) for x in (k, v))
+    return k, v
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attend from `q [B,H,g,C,D]` to `k [B,H,g,L K,D]`, `v [B,H,g,L K,M]`: `o` and `lse`.
 
     `hidden [B,H,g,L K]` are the keys that none of the queries reads.
     """
-    B, H, g, L = places.shape
-    size = (B, H, g, L * k.shape[1])
-    k, v = (x.index_select(0, places.flatten()).reshape(*size, x.shape[2]) for x in (k, v))
     masked = hidden.unsqueeze(-2)
     if allowed is not None:
-        masked = masked | ~allowed.expand(H, *allowed.shape[-2:]).unsqueeze(1)
+        masked = masked | ~allowed.expand(q.shape[1], *allowed.shape[-2:]).unsqueeze(1)
     scores = (q @ k.mT).masked_fill(masked, -math.inf)
     top = scores.detach().amax(-1, keepdim=True)
     nothing = top == -math.inf
@@ -131,10 +179,12 @@ def _attend(
     return o, (top + total.log()).masked_fill(nothing, -math.inf).squeeze(-1)
 
 
-def _groups(N: int, per_block: int, device: torch.device) -> Iterator[slice]:
-    """Cut N blocks of queries, with so many scores in each, into groups."""
-    size = max(1, (CPU_SCORES if device.type == "cpu" else GPU_SCORES) // max(1, per_block))
-    return (slice(begin, begin + size) for begin in range(0, N, size))
+def _groups(places: Tensor, per_pair: int, device: torch.device) -> list[slice]:
+    """Cut the blocks of queries of `places [B,H,N,L]`, with so many scores per block of keys, into groups."""
+    B, H, N, L = places.shape
+    scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
+    size = max(1, scores // max(1, B * H * L * per_pair))
+    return [slice(begin, begin + size) for begin in range(0, N, size)]
 
 
 def _cut(x: Tensor, size: int) -> Tensor:
