@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from unrolled.contract import Supports
 from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.options import at_least
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.softmax import softmax_or_zero
 
@@ -47,8 +48,8 @@ class MemoryAttention(nn.Module):
 
     def __init__(self, query_dim: int, memory_dim: int | None = None):
         super().__init__()
-        self.query_dim = at_least_1("query_dim", query_dim)
-        self.memory_dim = query_dim if memory_dim is None else at_least_1("memory_dim", memory_dim)
+        self.query_dim = at_least(1, "query_dim", query_dim)
+        self.memory_dim = query_dim if memory_dim is None else at_least(1, "memory_dim", memory_dim)
 
     def project_memory(self, memory: Tensor) -> Tensor:
         """Make the keys `[B,S,K]` of a memory `[B,S,memory_dim]`; by default they are the memory."""
@@ -159,10 +160,3 @@ def additive_scores(query: Tensor, keys: Tensor, v: Tensor) -> Tensor:
     at_once = max(1, CHUNK // max(1, B * S * K))
     parts = [torch.tanh(q.unsqueeze(2) + keys.unsqueeze(1)) @ v for q in torch.split(query, at_once, 1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def at_least_1(name: str, size: int) -> int:
-    """Return `size`, or raise ValueError naming it unless it is a whole number of at least 1."""
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1")
-    return size

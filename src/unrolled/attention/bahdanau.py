@@ -18,7 +18,8 @@ Equals softmax attention: never; its scores are no dot products.
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._memory import MemoryAttention, MemoryState, additive_scores, at_least_1
+from unrolled.attention._memory import MemoryAttention, MemoryState, additive_scores
+from unrolled.ops.options import at_least
 
 
 class BahdanauAttention(MemoryAttention):
@@ -41,7 +42,7 @@ class BahdanauAttention(MemoryAttention):
         bias: bool = True,
     ):
         super().__init__(query_dim, memory_dim)
-        width = query_dim if attention_dim is None else at_least_1("attention_dim", attention_dim)
+        width = query_dim if attention_dim is None else at_least(1, "attention_dim", attention_dim)
         self.query_proj = nn.Linear(query_dim, width, bias=False)
         self.key_proj = nn.Linear(self.memory_dim, width, bias=bias)
         self.v = nn.Parameter(torch.zeros(width))

@@ -34,9 +34,9 @@ from unrolled.attention._memory import (
     MemoryAttention,
     MemoryState,
     additive_scores,
-    at_least_1,
     softmax_inside,
 )
+from unrolled.ops.options import at_least
 
 
 class DotScore(nn.Module):
@@ -85,7 +85,7 @@ class ConcatScore(nn.Module):
 
     def __init__(self, query_dim: int, memory_dim: int, attention_dim: int | None = None):
         super().__init__()
-        width = query_dim if attention_dim is None else at_least_1("attention_dim", attention_dim)
+        width = query_dim if attention_dim is None else at_least(1, "attention_dim", attention_dim)
         self.query_proj = nn.Linear(query_dim, width, bias=False)
         self.key_proj = nn.Linear(memory_dim, width, bias=False)
         self.v = nn.Parameter(torch.empty(width).uniform_(-(width**-0.5), width**-0.5))
@@ -125,7 +125,7 @@ class LocationScore(nn.Module):
 
     def __init__(self, query_dim: int, memory_dim: int, max_length: int = 50):
         super().__init__()
-        self.max_length = at_least_1("max_length", max_length)
+        self.max_length = at_least(1, "max_length", max_length)
         self.place_proj = nn.Linear(query_dim, max_length, bias=False)
 
     def project_memory(self, memory: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class LocalMonotonicAttention(LuongAttention):
 
     def __init__(self, query_dim: int, memory_dim: int | None = None, *, window: int = 10, **score: Any):
         super().__init__(query_dim, memory_dim, **score)
-        self.window = at_least_1("window", window)
+        self.window = at_least(1, "window", window)
 
     def weigh(self, query: Tensor, state: MemoryState) -> Tensor:
         """A softmax within the window."""
@@ -226,7 +226,7 @@ class LocalPredictiveAttention(LuongAttention):
         **score: Any,
     ):
         super().__init__(query_dim, memory_dim, **score)
-        self.window = at_least_1("window", window)
+        self.window = at_least(1, "window", window)
         self.sigma = window / 2 if sigma is None else sigma
         if not self.sigma > 0:
             raise ValueError(f"sigma is {sigma!r}, but must be above 0")

@@ -12,6 +12,13 @@ def check_integers(low: int, **sizes: object) -> None:
             raise ValueError(f"{name} is {n}, but must be at least {low}")
 
 
+def at_least(low: int, name: str, size: int) -> int:
+    """Return `size`, or raise ValueError naming it unless it is a whole number of at least `low`."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < low:
+        raise ValueError(f"{name} is {size!r}, but must be a whole number of at least {low}")
+    return size
+
+
 def check_finite(**numbers: object) -> None:
     """Require numbers, integers or not, other than infinity and nan."""
     for name, x in numbers.items():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
+from unrolled.ops.options import at_least
 from unrolled.ops.packing import pad_packed
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state import leaves
@@ -38,10 +39,8 @@ class RecurrentLayer(nn.Module):
 
     def __init__(self, input_size: int, hidden_size: int):
         super().__init__()
-        for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1")
-        self.input_size, self.hidden_size = input_size, hidden_size
+        self.input_size = at_least(1, "input_size", input_size)
+        self.hidden_size = at_least(1, "hidden_size", hidden_size)
 
     def init_state(self, batch_size: int) -> Any:
         """Make the state of `batch_size` sequences that have not begun."""

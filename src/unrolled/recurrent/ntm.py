@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.cosine import cosine_weights
+from unrolled.ops.options import at_least
 from unrolled.recurrent._layer import RecurrentLayer, keep
 from unrolled.recurrent._lstm import lstm_step
 
@@ -167,9 +168,7 @@ class NTM(RecurrentLayer):
         self.memory_size, self.memory_width = memory_size, memory_width
         self.read_heads, self.write_heads, self.reach = read_heads, write_heads, reach
         for name in ("controller_size", "memory_size", "memory_width", "read_heads", "write_heads", "reach"):
-            size, least = getattr(self, name), 0 if name == "reach" else 1
-            if not isinstance(size, int) or isinstance(size, bool) or size < least:
-                raise ValueError(f"{name} is {size!r}, but must be a whole number of at least {least}")
+            at_least(0 if name == "reach" else 1, name, getattr(self, name))
         if reach >= memory_size:
             raise ValueError(f"reach is {reach}, but must be below memory_size = {memory_size}")
 
