@@ -7,7 +7,7 @@ CPP := $(wildcard native/*.h native/*.cc native/check/*)
 # One thread per process: the tests run side by side, and oversubscribed threads only slow them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: demo test test-oracles test-native test-neon check format docs bench clean
+.PHONY: demo test test-oracles test-web test-native test-neon check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
@@ -18,6 +18,10 @@ test: $(VENV)/installed
 
 test-oracles: $(VENV)/oracles
 	$(PYTEST) -m oracles -rs
+
+# The page in a real browser: wants chromium, chromedriver and npm.
+test-web: $(VENV)/installed
+	$(PYTEST) -m web
 
 # The kernels without Python, under the address and undefined-behaviour sanitizers; new memory holds NaN.
 test-native:
