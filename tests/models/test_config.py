@@ -20,7 +20,7 @@ from unrolled.models.config import TransformerConfig
         ({"dropout": "0.1"}, "dropout is '0.1', wanted a probability in [0, 1)"),
         ({"norm": "none"}, "norm is 'none', wanted one of ['post', 'pre']"),
         ({"norm_type": "batch"}, "norm_type is 'batch', wanted one of ['layernorm', 'rmsnorm']"),
-        ({"activation": "tanh"}, "activation is 'tanh', wanted one of ['gelu', 'relu', 'swiglu']"),
+        ({"activation": "tanh"}, "activation is 'tanh', wanted one of ['gelu', 'gelu_tanh', 'relu', 'swiglu']"),
         ({"positions": "alibi"}, "positions is 'alibi', wanted one of"),
         ({"positions": "sinusoidal", "d_model": 33, "n_heads": 3}, "d_model is 33, wanted an even width"),
         ({"n_layers": True}, "n_layers is True, wanted an integer of at least 1"),
