@@ -30,7 +30,7 @@ class EncoderConfig(TransformerConfig):
         vocab_size: number of token ids; None where the input is continuous.
         input_dim: width of a continuous input, which a linear layer maps to d_model; None for tokens.
         output: "classification" (one label for the sequence), "tokens" (one for each position) or "masked"
-            (the token that belongs at each position; see `mask_tokens`); "hidden" for no output layer, and the
+            (the token that belongs at each position; see `mask_tokens`); "hidden" for no output layer, but the
             hidden vector of each position.
         n_classes: number of labels; None for "masked" and "hidden".
         pooling: what "classification" reads: the "mean" over the valid positions, or the "first" of them.

@@ -1,0 +1,42 @@
+"""Taking over the weights of another library's layers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def copy_linear(ours: Any, *theirs: Any) -> None:
+    """Copy linear layers that read the same input into one, a row under the other; a missing bias is 0.
+
+    Raises:
+        ValueError: theirs do not add up to the size of ours.
+    """
+    weight = torch.cat([layer.weight for layer in theirs])
+    _fill(ours.weight, weight)
+    if ours.bias is not None:
+        biases = [
+            layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
+            for layer in theirs
+        ]
+        _fill(ours.bias, torch.cat(biases))
+
+
+@torch.no_grad()
+def copy_norm(ours: Any, theirs: Any) -> None:
+    """Copy a layer norm; a missing bias is 0."""
+    _fill(ours.weight, theirs.weight)
+    _fill(ours.bias, torch.zeros_like(ours.bias) if theirs.bias is None else theirs.bias)
+
+
+@torch.no_grad()
+def copy_rows(ours: nn.Embedding, rows: torch.Tensor) -> None:
+    """Fill an embedding table."""
+    _fill(ours.weight, rows)
+
+
+def _fill(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    if ours.shape != theirs.shape:
+        raise ValueError(f"found weights of the shape {list(theirs.shape)}, wanted {list(ours.shape)}")
+    ours.copy_(theirs)
