@@ -30,8 +30,8 @@ class EncoderConfig(TransformerConfig):
         vocab_size: number of token ids; None where the input is continuous.
         input_dim: width of a continuous input, which a linear layer maps to d_model; None for tokens.
         output: "classification" (one label for the sequence), "tokens" (one for each position) or "masked"
-            (the token that belongs at each position; see `mask_tokens`); "hidden" for no output layer, but the
-            hidden vector of each position.
+            (the token that belongs at each position; see `mask_tokens`); "hidden" for no output layer: the hidden
+            vector of each position.
         n_classes: number of labels; None for "masked" and "hidden".
         pooling: what "classification" reads: the "mean" over the valid positions, or the "first" of them.
         tie_embeddings: for "masked", use the embedding table as the output matrix.
@@ -224,7 +224,7 @@ class Encoder(SavedModel):
         if segments.shape != y.shape[:2]:
             raise ValueError(f"segments has the shape {list(segments.shape)}, wanted {list(y.shape[:2])}")
         check_ids("segments", segments, self.config.n_segments)
-        return y + self.segments(segments)
+        return y + cast(Tensor, self.segments(segments))
 
     def _pool(self, y: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         if key_padding_mask is None:

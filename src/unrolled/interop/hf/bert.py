@@ -9,7 +9,7 @@ takes a model of transformers and makes an `Encoder`; `import_weights` chooses a
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ def from_longformer(model: Any, options: Mapping[str, Any]) -> Encoder:
     layers = {} if "window" in options else {"window": [2 * one_side for one_side in windows]}
     first = model.config.pad_token_id + 1
     ours = _encoder(model, "longformer", options, _roberta_head(model), first=first, layer_options=layers)
-    for block, layer in zip(ours.stack.blocks, model.base_model.encoder.layer, strict=True):
+    for block, layer in _pairs(ours, model):
         a = layer.attention.self
         copy_linear(block.attention.global_proj, a.query_global, a.key_global, a.value_global)
     return ours
@@ -88,7 +88,7 @@ def from_nystromformer(model: Any, options: Mapping[str, Any]) -> Encoder:
     sizes = {"n_landmarks": n_landmarks, "conv_width": config.conv_kernel_size}
     head = _bert_head(model, pooler=False)
     ours = _encoder(model, "nystromformer", {**sizes, **options}, head, first=2)
-    for block, layer in zip(ours.stack.blocks, model.base_model.encoder.layer, strict=True):
+    for block, layer in _pairs(ours, model):
         block.attention.conv.load_state_dict(layer.attention.self.conv.state_dict())
     return ours
 
@@ -172,10 +172,14 @@ def _encoder(
     copy_rows(ours.positions.table, positions[first:])
     copy_rows(ours.segments, base.embeddings.token_type_embeddings.weight)
     copy_norm(ours.embedding_norm, base.embeddings.LayerNorm)
-    for block, layer in zip(ours.stack.blocks, base.encoder.layer, strict=True):
+    for block, layer in _pairs(ours, model):
         _copy_block(block, layer)
     _copy_head(ours, head)
     return ours.train(model.training)
+
+
+def _pairs(ours: Encoder, model: Any) -> Iterator[tuple[Any, Any]]:
+    return zip(ours.stack.blocks, model.base_model.encoder.layer, strict=True)
 
 
 def _copy_block(block: Any, layer: Any) -> None:

@@ -1,7 +1,7 @@
-"""Perceiver IO: `PerceiverForMaskedLM`, `...ForSequenceClassification` and `...ForImageClassificationFourier`."""
+"""Perceiver IO: for masked language modelling, for text, and for images with Fourier features."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -58,7 +58,7 @@ def from_perceiver(model: Any, options: Mapping[str, Any]) -> PerceiverIO:
     ).to(latents)
     with torch.no_grad():
         ours.latents.initial.copy_(latents)
-    (read,), (stack,) = ours.latents.reads, ours.latents.stacks
+    (read,), (stack,) = ours.latents.reads, cast(Any, ours.latents.stacks)
     _copy_read(read, reads)
     for block, layer in zip(stack.blocks, attends, strict=True):
         _copy_block(block, layer)

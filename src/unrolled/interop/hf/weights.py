@@ -5,6 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from unrolled.contract import UnsupportedError
 from unrolled.interop.hf import bert, perceiver
 from unrolled.models import Encoder, PerceiverIO
@@ -58,15 +60,23 @@ def _load(source: str | Path) -> Any:
         transformers = import_module("transformers")
     except ImportError as error:
         raise ImportError("reading models needs transformers: pip install 'unrolled[hf]'") from error
+    config = _attempt(source, lambda: transformers.AutoConfig.from_pretrained(str(source)))
+    named = (config.architectures or ["none"])[0]
+    if config.model_type not in FAMILIES or not hasattr(transformers, named):
+        raise UnsupportedError(
+            f"{source} holds a {config.model_type!r} model of the class {named!r}, which cannot be imported; "
+            f"wanted one of {sorted(FAMILIES)}"
+        )
+    read = getattr(transformers, named).from_pretrained
+    model, found = _attempt(source, lambda: read(str(source), use_safetensors=True, output_loading_info=True))
+    if missing := sorted(found["missing_keys"]):  # transformers would leave these as they were drawn
+        raise ValueError(f"{source} lacks {len(missing)} tensors of a {named}, the first is {missing[0]!r}")
+    return model
+
+
+def _attempt(source: str | Path, read: Callable[[], Any]) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(str(source))
-        named = (config.architectures or ["none"])[0]
-        if config.model_type not in FAMILIES or not hasattr(transformers, named):
-            raise UnsupportedError(
-                f"{source} holds a {config.model_type!r} model of the class {named!r}, which cannot be "
-                f"imported; wanted one of {sorted(FAMILIES)}"
-            )
-        return getattr(transformers, named).from_pretrained(str(source), use_safetensors=True)
-    except (OSError, ValueError) as error:
+        return read()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{source} cannot be read as a model of transformers: {reason}") from error
