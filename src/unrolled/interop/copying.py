@@ -3,6 +3,9 @@
 from typing import Any
 
 import torch
+from torch import nn
+
+from unrolled.contract import UnsupportedError
 
 
 @torch.no_grad()
@@ -33,6 +36,19 @@ def copy_norm(ours: Any, theirs: Any) -> None:
 def copy_rows(ours: Any, rows: torch.Tensor) -> None:
     """Fill an embedding table."""
     _fill(ours.weight, rows)
+
+
+def copy_last_norm(norm: Any) -> nn.LayerNorm:
+    """Copy the norm that some encoders have after their last block, post-norm ones too.
+
+    Raises:
+        UnsupportedError: it is no layer norm.
+    """
+    if not isinstance(norm, nn.LayerNorm):
+        raise UnsupportedError(f"the last norm is a {type(norm).__name__}; a torch.nn.LayerNorm is supported")
+    ours = nn.LayerNorm(norm.normalized_shape, eps=norm.eps)
+    copy_norm(ours, norm)
+    return ours
 
 
 def _fill(ours: torch.Tensor, theirs: torch.Tensor) -> None:

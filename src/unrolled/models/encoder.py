@@ -29,9 +29,9 @@ class EncoderConfig(TransformerConfig):
     Attributes:
         vocab_size: number of token ids; None where the input is continuous.
         input_dim: width of a continuous input, which a linear layer maps to d_model; None for tokens.
-        output: "classification" (one label for the sequence), "tokens" (one for each position) or "masked"
-            (the token that belongs at each position; see `mask_tokens`); "hidden" for no output layer: the hidden
-            vector of each position.
+        output: "classification" (one label for the sequence), "tokens" (one for each position), "masked" (the
+            token that belongs at each position; see `mask_tokens`) or "hidden" (the hidden vector of each
+            position: there is no output layer).
         n_classes: number of labels; None for "masked" and "hidden".
         pooling: what "classification" reads: the "mean" over the valid positions, or the "first" of them.
         tie_embeddings: for "masked", use the embedding table as the output matrix.
