@@ -1,3 +1,4 @@
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -165,6 +166,30 @@ def test_inside_of_torchs_encoder_layer():
         else:
             stack = from_transformer_encoder(theirs, attention="linear")
             assert_agree(found, stack(x[:, :5]), tolerance=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@torch.no_grad()
+def test_nested_tensors_are_refused():
+    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+    theirs = nn.TransformerEncoder(layer, 1).eval()
+    theirs.layers[0].self_attn = MultiheadAttention(16, 4, batch_first=True)
+    with pytest.raises(UnsupportedError, match="enable_nested_tensor=False"):
+        theirs(torch.zeros(2, 7, 16), src_key_padding_mask=torch.arange(7).expand(2, -1) > 4)
+    with pytest.raises(UnsupportedError, match="layers of another type"):
+        from_transformer_encoder(theirs)
+
+
+@torch.no_grad()
+def test_a_copy_has_projections_of_its_own():
+    module = MultiheadAttention(16, 4, batch_first=True, attention="linear", dtype=torch.float64)
+    x = normal(2, 5, 16)
+    before = module(x, x, x, need_weights=False)[0]
+    copy = deepcopy(module)
+    nn.init.zeros_(copy.out_proj.weight)
+    nn.init.ones_(copy.out_proj.bias)
+    assert (copy(x, x, x, need_weights=False)[0] == 1).all()
+    assert torch.equal(module(x, x, x, need_weights=False)[0], before)
 
 
 @torch.no_grad()

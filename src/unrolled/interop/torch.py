@@ -40,7 +40,8 @@ def from_transformer_encoder(
         raise ValueError(f"encoder is a {type(encoder).__name__}, wanted a torch.nn.TransformerEncoder")
     layers: list[Any] = list(encoder.layers)
     first = layers[0]
-    if any(type(layer) is not nn.TransformerEncoderLayer for layer in layers):
+    parts = {type(layer) for layer in layers} | {type(layer.self_attn) for layer in layers}
+    if parts != {nn.TransformerEncoderLayer, nn.MultiheadAttention}:
         raise UnsupportedError("encoder has layers of another type than torch.nn.TransformerEncoderLayer")
     if len({str(_shape_of(layer)) for layer in layers}) > 1:
         raise UnsupportedError("encoder has layers that differ in size or kind; a stack here has equal ones")

@@ -1,5 +1,7 @@
 """Models of transformers, made on the spot, against what `import_weights` makes of them."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -237,6 +239,39 @@ def test_the_copy_shares_no_memory_and_keeps_the_mode():
     assert torch.equal(ours.embedding.weight, before)
     ours.train().loss(*[batch(5, (5, 5))[0]] * 2).backward()
     assert all(p.grad is not None for p in ours.parameters())
+
+
+def test_losses_and_their_gradients_are_equal():
+    theirs = hugging_face("Bert", "ForMaskedLM").double()
+    ours = import_weights(theirs)
+    tokens, padding = batch()
+    targets = ((tokens * 7) % 19).masked_fill(padding, -100)
+    found = ours.loss(tokens, targets, key_padding_mask=padding)
+    wanted = theirs(tokens, attention_mask=(~padding).long(), labels=targets).loss
+    assert_agree(found, wanted, tolerance=1e-12)
+    layers = theirs.bert.encoder.layer
+    for ours_weight, theirs_weight in (
+        (ours.stack.blocks[0].ff.up.weight, layers[0].intermediate.dense.weight),
+        (ours.stack.blocks[1].attention.out_proj.weight, layers[1].attention.output.dense.weight),
+        (ours.segments.weight, theirs.bert.embeddings.token_type_embeddings.weight),
+        (ours.head.bias, theirs.cls.predictions.decoder.bias),
+    ):
+        gradients = (
+            torch.autograd.grad(loss, weight, retain_graph=True)[0]
+            for loss, weight in ((found, ours_weight), (wanted, theirs_weight))
+        )
+        assert_agree(*gradients, "gradient", tolerance=1e-12)
+
+
+def test_big_bird_draws_other_blocks_in_each_layer():
+    first, second = (block.attention for block in import_weights(hugging_face("BigBird")).stack.blocks)
+    assert not torch.equal(first.pattern(64), second.pattern(64))
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'unrolled\[hf\]'"):
+        import_weights("somewhere")
 
 
 def gpt2():

@@ -75,8 +75,9 @@ def from_big_bird(model: Any, options: Mapping[str, Any]) -> Encoder:
     if config.attention_type == "original_full":  # the model itself changes when it reads a short input
         ours = _encoder(model, "softmax", options, head)
     else:
-        sizes = {"block_size": config.block_size, "random_blocks": config.num_random_blocks, "seed": 0}
-        ours = _encoder(model, "bigbird", {**sizes, **options}, head)
+        sizes = {"block_size": config.block_size, "random_blocks": config.num_random_blocks}
+        seeds = {} if "seed" in options else {"seed": list(range(config.num_hidden_layers))}
+        ours = _encoder(model, "bigbird", {**sizes, **options}, head, layer_options=seeds)
     return ours
 
 
