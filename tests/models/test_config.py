@@ -20,7 +20,11 @@ from unrolled.models.config import TransformerConfig
         ({"dropout": "0.1"}, "dropout is '0.1', wanted a probability in [0, 1)"),
         ({"norm": "none"}, "norm is 'none', wanted one of ['post', 'pre']"),
         ({"norm_type": "batch"}, "norm_type is 'batch', wanted one of ['layernorm', 'rmsnorm']"),
-        ({"activation": "tanh"}, "activation is 'tanh', wanted one of ['gelu', 'relu', 'swiglu']"),
+        ({"norm_eps": 0}, "norm_eps is 0, wanted a number between 0 and 1"),
+        (
+            {"activation": "tanh"},
+            "activation is 'tanh', wanted one of ['gelu', 'gelu_tanh', 'relu', 'swiglu']",
+        ),
         ({"positions": "alibi"}, "positions is 'alibi', wanted one of"),
         ({"positions": "sinusoidal", "d_model": 33, "n_heads": 3}, "d_model is 33, wanted an even width"),
         ({"n_layers": True}, "n_layers is True, wanted an integer of at least 1"),
@@ -83,6 +87,13 @@ def test_a_wrong_field_of_a_decoder_is_refused(fields, message):
         ({"vocab_size": 4, "n_classes": 2, "pooling": "max"}, "pooling is 'max', wanted one of"),
         ({"input_dim": 4, "output": "masked"}, "wanted a vocab_size and no n_classes for output 'masked'"),
         ({"vocab_size": 4, "n_classes": 2, "tie_embeddings": True}, "wanted output 'masked'"),
+        ({"vocab_size": 4, "n_classes": 2, "head_hidden": "elu"}, "head_hidden is 'elu', wanted one of"),
+        ({"vocab_size": 4, "n_classes": 2, "output_bias": 1}, "output_bias is 1, wanted True or False"),
+        ({"vocab_size": 4, "n_classes": 2, "n_segments": -1}, "n_segments is -1, wanted an integer"),
+        (
+            {"vocab_size": 4, "output": "hidden", "n_classes": 2},
+            "n_classes is 2, wanted None for output 'hidden'",
+        ),
     ],
 )
 def test_a_wrong_field_of_an_encoder_is_refused(fields, message):

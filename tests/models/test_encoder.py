@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from unrolled.contract import UnsupportedError
 from unrolled.models import Encoder, EncoderConfig, mask_tokens
 
 ATTENTION = ["linear", "softmax", ["linear", "softmax"]]
@@ -27,6 +28,18 @@ OUTPUTS = [
     {"input_dim": 5, "n_classes": 3},
     {"input_dim": 5, "n_classes": 3, "output": "tokens"},
 ]
+BERT = {"norm": "post", "n_segments": 2, "embedding_norm": True, "activation": "gelu_tanh", "norm_eps": 1e-3}
+OUTPUTS_OF_BERT = [
+    BERT | {"vocab_size": VOCAB, "n_classes": 3, "pooling": "first", "head_hidden": "tanh"},
+    BERT
+    | {
+        "vocab_size": VOCAB,
+        "output": "masked",
+        "tie_embeddings": True,
+        "head_hidden": "gelu",
+        "output_bias": True,
+    },
+]
 
 
 def inputs_for(model: Encoder, B: int, T: int) -> torch.Tensor:
@@ -36,7 +49,7 @@ def inputs_for(model: Encoder, B: int, T: int) -> torch.Tensor:
     return torch.randint(VOCAB, (B, T), generator=generator)
 
 
-@pytest.mark.parametrize("fields", OUTPUTS, ids=str)
+@pytest.mark.parametrize("fields", OUTPUTS + OUTPUTS_OF_BERT, ids=str)
 def test_outputs_and_losses(fields):
     model = encoder(**fields)
     x, padding = inputs_for(model, 2, 6), torch.zeros(2, 6, dtype=torch.bool)
@@ -54,6 +67,53 @@ def test_outputs_and_losses(fields):
     torch.testing.assert_close(loss, expected[counted].mean())
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@torch.no_grad()
+def test_what_bert_has_is_what_it_says():
+    """Embeddings of three kinds, their norm, and the layers of the head, written out."""
+    model = encoder(**OUTPUTS_OF_BERT[1])
+    tokens, segments = inputs_for(model, 2, 6), torch.tensor([[0, 0, 1, 1, 0, 1]]).expand(2, -1)
+    weights = model.state_dict()
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-3).sqrt()
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    table = weights["embedding.weight"]
+    x = table[tokens] + weights["positions.table.weight"][:6] + weights["segments.weight"][segments]
+    x = model.stack(norm(x, "embedding_norm"))
+    torch.testing.assert_close(model.encode(tokens, segments=segments), x)
+    x = nn.functional.gelu(x @ weights["head_hidden.dense.weight"].T + weights["head_hidden.dense.bias"])
+    x = norm(x, "head_hidden.norm") @ table.T + weights["head.bias"]
+    torch.testing.assert_close(model(tokens, segments=segments), x)
+    zeros = torch.zeros_like(tokens)
+    assert torch.equal(model(tokens), model(tokens, segments=zeros))
+
+
+@torch.no_grad()
+def test_without_an_output_layer_the_hidden_vectors_come_out():
+    model = encoder(vocab_size=VOCAB, output="hidden")
+    tokens = inputs_for(model, 2, 6)
+    assert torch.equal(model(tokens), model.encode(tokens))
+    with pytest.raises(UnsupportedError, match="output 'hidden' has no loss"):
+        model.loss(tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        (torch.zeros(2, 5).long(), r"segments has the shape \[2, 5\], wanted \[2, 6\]"),
+        (torch.full((2, 6), 2), r"segments holds ids from 2 to 2, wanted ids in \[0, 2\)"),
+    ],
+)
+def test_wrong_segments_are_refused(segments, message):
+    model = encoder(**OUTPUTS_OF_BERT[0])
+    with pytest.raises(ValueError, match=message):
+        model(inputs_for(model, 2, 6), segments=segments)
+    plain = encoder(vocab_size=VOCAB, n_classes=3)
+    with pytest.raises(ValueError, match="segments are given, wanted None for a model whose n_segments is 0"):
+        plain(inputs_for(plain, 2, 6), segments=torch.zeros(2, 6).long())
 
 
 @pytest.mark.parametrize("positions", POSITIONS)

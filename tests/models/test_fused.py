@@ -209,6 +209,7 @@ def test_a_block_that_is_another_one_takes_the_layers(change, fusions):
     "options",
     [
         {"positions": "rotary"},
+        {"activation": "gelu_tanh"},
         {"attention": "softmax"},
         {"d_model": 24},
         {"attention_options": {"linear": {"feature_map": "polynomial"}}},

@@ -46,7 +46,8 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def cross_attend(layer, z, x):
     """One cross-attend by its equations, head by head."""
     q = layer.q_proj(layer.query_norm(z))
-    k, v = layer.kv_proj(layer.array_norm(x)).chunk(2, -1)
+    kv, width = layer.kv_proj(layer.array_norm(x)), q.shape[-1]
+    k, v = kv[..., :width], kv[..., width:]
     heads = []
     for h_q, h_k, h_v in zip(*(y.chunk(layer.heads, -1) for y in (q, k, v)), strict=True):
         weights = (h_q @ h_k.mT / math.sqrt(h_q.shape[-1])).softmax(-1)
@@ -71,9 +72,15 @@ def test_a_perceiver_is_what_it_says(share, cross):
     assert_same(model(x), z.mean(1) @ model.head.project.weight.T + model.head.project.bias)
 
 
+WIDTHS = {"query_width": 12, "decoder_heads": 3, "decoder_width": 6, "decoder_value_width": 9}
+
+
+@pytest.mark.parametrize(
+    "widths", [{}, WIDTHS, {"cross_width": 8, "cross_value_width": 6, "cross_heads": 2}], ids=str
+)
 @pytest.mark.parametrize("residual", [True, False])
-def test_a_perceiver_io_is_what_it_says(residual):
-    model = perceiver_io(vocab_size=VOCAB, output="tokens", n_classes=3, query_residual=residual)
+def test_a_perceiver_io_is_what_it_says(residual, widths):
+    model = perceiver_io(vocab_size=VOCAB, output="tokens", n_classes=3, query_residual=residual, **widths)
     tokens = tokens_of(2, 9)
     x = model.array.embedding(tokens) + model.array.positions.table.weight[:9]
     z = cross_attend(model.latents.reads[0], model.latents.initial.expand(2, -1, -1), x)
@@ -82,7 +89,7 @@ def test_a_perceiver_io_is_what_it_says(residual):
             z = block(z)
     queries = model.queries.table.weight[:9].expand(2, -1, -1)
     assert_same(model(tokens), model.head(cross_attend(model.decoder, queries, z)))
-    own = normal(2, 4, 16)
+    own = normal(2, 4, model.query_width)
     assert_same(model(tokens, queries=own), model.head(cross_attend(model.decoder, own, z)))
 
 
@@ -295,6 +302,9 @@ TOKENS = {"vocab_size": VOCAB}
         (lambda: perceiver(input_dim=3, grid=[0, 4], positions="none"), r"grid is \[0, 4\], wanted a list of sizes"),
         (lambda: perceiver(input_dim=3, grid=[], positions="none"), r"grid is \[\], wanted a list of sizes"),
         (lambda: perceiver(input_dim=3, cross_heads=2), "cross_heads is 2, wanted a divisor of .* width 3"),
+        (lambda: perceiver_io(**TOKENS, n_classes=3, decoder_heads=3), "decoder_heads is 3, wanted a divisor of .* width 16"),
+        (lambda: perceiver_io(**TOKENS, n_classes=3, query_width=0), "query_width is 0, wanted an integer of at least 1"),
+        (lambda: perceiver_io(**TOKENS, output="masked", tie_embeddings=True, query_width=8), "inputs as wide as query_width = 8"),
         (lambda: perceiver(**TOKENS, n_iterations=0), "n_iterations is 0, wanted an integer of at least 1"),
         (lambda: perceiver(**TOKENS, share_weights=1), "share_weights is 1, wanted True or False"),
         (lambda: perceiver_io(**TOKENS), "n_classes is None, wanted an integer"),

@@ -46,6 +46,18 @@ def test_an_encoder_comes_back_bit_for_bit(tmp_path):
         Decoder.load(tmp_path)
 
 
+def test_a_folder_of_before_a_field_was_there_is_still_read(tmp_path):
+    model = Encoder(EncoderConfig(7, n_classes=2, **SMALL))
+    model.save(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for name in ("norm_eps", "n_segments", "embedding_norm", "head_hidden", "output_bias"):
+        del config[name]
+    file.write_text(json.dumps(config))
+    tokens = torch.randint(7, (2, 8))
+    assert torch.equal(Encoder.load(tmp_path)(tokens), model(tokens))
+
+
 def test_the_folder_holds_a_readable_config_and_the_weights_only(tmp_path):
     small_decoder().save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}

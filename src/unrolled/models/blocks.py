@@ -19,6 +19,15 @@ from unrolled.ops.dense import Linear
 INIT_STD = 0.02  # of every weight that starts random
 
 
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Apply "gelu", "gelu_tanh", "relu" or "tanh" to each number."""
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if activation == "tanh":
+        return x.tanh()
+    return F.gelu(x) if activation == "gelu" else F.relu(x)
+
+
 class FeedForward(nn.Module):
     """Two layers at each position: W2 f(W1 x), where swiglu's f is [g, u] -> silu(g) u (Shazeer 2020).
 
@@ -48,7 +57,7 @@ class FeedForward(nn.Module):
             gate, x = x.chunk(2, dim=-1)
             x = F.silu(gate) * x
         else:
-            x = F.gelu(x) if self.activation == "gelu" else F.relu(x)
+            x = activate(x, self.activation)
         y: Tensor = self.down(x)
         return y
 
@@ -212,8 +221,8 @@ def make_norm(config: TransformerConfig, width: int | None = None) -> nn.Module:
     """The norm that the config asks for, over a last axis of `width`, by default d_model."""
     width = config.d_model if width is None else width
     if config.norm_type == "layernorm":
-        return nn.LayerNorm(width, eps=1e-5)
-    return nn.RMSNorm(width, eps=1e-5)  # torch's default would depend on the floating type
+        return nn.LayerNorm(width, eps=config.norm_eps)
+    return nn.RMSNorm(width, eps=config.norm_eps)
 
 
 def init_weights(model: nn.Module, config: TransformerConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 Norm = Literal["pre", "post"]
 NormType = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "relu", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 Positions = Literal["learned", "axial", "sinusoidal", "rotary", "none"]
 
 
@@ -29,7 +29,9 @@ class TransformerConfig:
             `{"window": {"window": [32, 64, 128, 256]}}`; values for layers of other mechanisms are not read.
         norm: "pre" normalises what enters each sub-layer (GPT-2), "post" what leaves it (Vaswani et al.).
         norm_type: "layernorm" or "rmsnorm".
-        activation: of the feed-forward layer, "gelu", "relu" or "swiglu".
+        norm_eps: what each norm adds to the variance, or to the mean square.
+        activation: of the feed-forward layer, "gelu", "gelu_tanh" (its approximation by a tanh), "relu" or
+            "swiglu".
         positions: "learned" (one vector for each of `max_length` positions), "axial" (learned, as below),
             "sinusoidal" (any length), "rotary" (inside the attention, any length) or "none".
         max_length: number of learned positions; bounds nothing else.
@@ -52,6 +54,7 @@ class TransformerConfig:
     layer_options: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     norm: Norm = "pre"
     norm_type: NormType = "layernorm"
+    norm_eps: float = 1e-5
     activation: Activation = "gelu"
     positions: Positions = "learned"
     max_length: int = 1024
@@ -73,6 +76,8 @@ class TransformerConfig:
         self._one_of("positions", get_args(Positions))
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout!r}, wanted a probability in [0, 1)")
+        if not isinstance(self.norm_eps, int | float) or not 0 < self.norm_eps < 1:
+            raise ValueError(f"norm_eps is {self.norm_eps!r}, wanted a number between 0 and 1")
         if self.n_heads % (self.n_kv_heads or self.n_heads):
             raise ValueError(f"n_kv_heads is {self.n_kv_heads}, wanted a divisor of n_heads = {self.n_heads}")
         if self.positions == "sinusoidal" and self.d_model % 2:

@@ -1,13 +1,13 @@
 """The transformer that reads a whole sequence at once: to classify it, to label it, or to fill its gaps."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.contract import IGNORED
-from unrolled.models.blocks import init_weights
+from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.models.blocks import activate, init_weights, make_norm
 from unrolled.models.checks import check_ids, check_targets
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
@@ -15,8 +15,10 @@ from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.dense import Linear
 
-Output = Literal["classification", "tokens", "masked"]
+Output = Literal["classification", "tokens", "masked", "hidden"]
+HeadHidden = Literal["gelu", "gelu_tanh", "relu", "tanh"]
 Pooling = Literal["mean", "first"]
 
 
@@ -27,11 +29,18 @@ class EncoderConfig(TransformerConfig):
     Attributes:
         vocab_size: number of token ids; None where the input is continuous.
         input_dim: width of a continuous input, which a linear layer maps to d_model; None for tokens.
-        output: "classification" (one label for the sequence), "tokens" (one for each position) or "masked"
-            (the token that belongs at each position; see `mask_tokens`).
-        n_classes: number of labels; None for "masked".
+        output: "classification" (one label for the sequence), "tokens" (one for each position), "masked" (the
+            token that belongs at each position; see `mask_tokens`) or "hidden" (the hidden vector of each
+            position: there is no output layer).
+        n_classes: number of labels; None for "masked" and "hidden".
         pooling: what "classification" reads: the "mean" over the valid positions, or the "first" of them.
         tie_embeddings: for "masked", use the embedding table as the output matrix.
+        n_segments: number of kinds of tokens, each with a vector that is added to the embeddings (BERT's two
+            sentences); 0 for none.
+        embedding_norm: normalise the sum of embeddings and positions before the first block.
+        head_hidden: put a layer of d_model units with this activation before the output layer: "gelu",
+            "gelu_tanh", "relu" or "tanh"; None for none. For "masked", a norm follows it (BERT).
+        output_bias: give the output layer a bias; None for one unless it is the embedding table.
     """
 
     vocab_size: int | None = None
@@ -41,18 +50,30 @@ class EncoderConfig(TransformerConfig):
     n_classes: int | None = None
     pooling: Pooling = "mean"
     tie_embeddings: bool = False
+    n_segments: int = 0
+    embedding_norm: bool = False
+    head_hidden: HeadHidden | None = None
+    output_bias: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("output", get_args(Output))
         self._one_of("pooling", get_args(Pooling))
+        self._at_least("n_segments", 0)
+        self._true_or_false("embedding_norm")
+        if self.output_bias is not None:
+            self._true_or_false("output_bias")
+        if self.head_hidden is not None:
+            self._one_of("head_hidden", get_args(HeadHidden))
         self._true_or_false("tie_embeddings")
         if (self.vocab_size is None) == (self.input_dim is None):
             raise ValueError(
                 f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted one of the two"
             )
         self._at_least("input_dim" if self.vocab_size is None else "vocab_size", 1)
-        if self.output != "masked":
+        if self.output == "hidden":
+            self._check_no_head()
+        elif self.output != "masked":
             self._at_least("n_classes", 1)
         elif self.vocab_size is None or self.n_classes is not None:
             raise ValueError(
@@ -61,6 +82,33 @@ class EncoderConfig(TransformerConfig):
             )
         if self.tie_embeddings and self.output != "masked":
             raise ValueError(f"tie_embeddings is True with output {self.output!r}, wanted output 'masked'")
+
+    def _check_no_head(self) -> None:
+        for name in ("n_classes", "head_hidden", "output_bias"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name} is {value!r}, wanted None for output 'hidden', which has no output layer"
+                )
+
+
+class HiddenLayer(nn.Module):
+    """A layer between the last block and the output layer: norm(f(W h + b)), where `norm` may be missing.
+
+    BERT's masked language model has one with a norm, and its pooler is one without (Devlin et al. 2019,
+    arXiv 1810.04805, and its code).
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        assert config.head_hidden is not None  # or there is no such layer
+        self.activation = config.head_hidden
+        self.dense = Linear(config.d_model, config.d_model)
+        self.norm = make_norm(config) if config.output == "masked" else nn.Identity()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., d_model] -> [..., d_model]."""
+        y: Tensor = self.norm(activate(self.dense(hidden), self.activation))
+        return y
 
 
 class Encoder(SavedModel):
@@ -83,43 +131,75 @@ class Encoder(SavedModel):
         else:
             self.embedding = table = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = PositionEmbedding.of(config)
+        self.segments = nn.Embedding(config.n_segments, config.d_model) if config.n_segments else None
+        self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
         self.stack = make_stack(config, causal=False)
-        n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
-        assert n_outputs is not None  # the config has checked it
-        tied = table if config.tie_embeddings else None
-        self.head = Categorical(config.d_model, n_outputs, bias=tied is None, tied=tied)
+        self.head_hidden = nn.Identity() if config.head_hidden is None else HiddenLayer(config)
+        self.head: Categorical | None = None
+        if config.output != "hidden":
+            n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
+            assert n_outputs is not None  # the config has checked it
+            tied = table if config.tie_embeddings else None
+            bias = tied is None if config.output_bias is None else config.output_bias
+            self.head = Categorical(config.d_model, n_outputs, bias=bias, tied=tied)
         init_weights(self, config)
 
-    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, key_padding_mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         """Logits of a batch.
 
         Args:
             x: token ids [B, T] long, or continuous inputs [B, T, input_dim].
             key_padding_mask: [B, T] bool, True at padding, which changes nothing for the other positions.
+            segments: [B, T] long, the kind of each token, below n_segments; all 0 by default.
 
         Returns:
-            "classification": [B, n_classes]; "tokens": [B, T, n_classes]; "masked": [B, T, vocab_size].
+            "classification": [B, n_classes]; "tokens": [B, T, n_classes]; "masked": [B, T, vocab_size];
+            "hidden": [B, T, d_model].
         """
-        logits: Tensor = self.head(self.hidden(x, key_padding_mask=key_padding_mask))
-        return logits
+        hidden = self.hidden(x, key_padding_mask=key_padding_mask, segments=segments)
+        return hidden if self.head is None else cast(Tensor, self.head(hidden))
 
-    def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
         """Mean cross-entropy in nats, computed in at least fp32.
 
         Args:
             inputs: as `x` of `forward`.
             targets: [B] long for "classification", else [B, T]; -100 and those at padding are ignored.
-            key_padding_mask: as for `forward`.
+            key_padding_mask, segments: as for `forward`.
+
+        Raises:
+            UnsupportedError: the output is "hidden".
         """
-        hidden = self.hidden(inputs, key_padding_mask=key_padding_mask)
+        if self.head is None:
+            raise UnsupportedError("an encoder with output 'hidden' has no loss; use another output")
+        hidden = self.hidden(inputs, key_padding_mask=key_padding_mask, segments=segments)
         check_targets(targets, hidden.shape[:-1], self.head.levels)
         if key_padding_mask is not None and targets.dim() == 2:
             targets = targets.masked_fill(key_padding_mask, IGNORED)
         return mean_nll(self.head.nll(hidden, targets), targets)
 
-    def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, x: Tensor, *, key_padding_mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         """What the output layer reads: [B, d_model] for "classification", else [B, T, d_model]."""
+        y = self.encode(x, key_padding_mask=key_padding_mask, segments=segments)
+        y = self._pool(y, key_padding_mask) if self.config.output == "classification" else y
+        return cast(Tensor, self.head_hidden(y))
+
+    def encode(
+        self, x: Tensor, *, key_padding_mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """What leaves the last block, [B, T, d_model]; the arguments are those of `forward`."""
         if self.config.vocab_size is not None:
             check_ids("x", x, self.config.vocab_size)
         elif x.dim() != 3 or x.shape[-1] != self.config.input_dim:
@@ -129,10 +209,22 @@ class Encoder(SavedModel):
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
         y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream
-        y = self.dropout(self.positions(y, key_padding_mask=key_padding_mask))
+        y = self.positions(y, key_padding_mask=key_padding_mask)
+        y = self.dropout(self.embedding_norm(self._add_segments(y, segments)))
         recompute = self.gradient_checkpointing and self.training
-        y = self.stack(y, key_padding_mask=key_padding_mask, recompute=recompute)
-        return self._pool(y, key_padding_mask) if self.config.output == "classification" else y
+        return cast(Tensor, self.stack(y, key_padding_mask=key_padding_mask, recompute=recompute))
+
+    def _add_segments(self, y: Tensor, segments: Tensor | None) -> Tensor:
+        if self.segments is None:
+            if segments is not None:
+                raise ValueError("segments are given, wanted None for a model whose n_segments is 0")
+            return y
+        if segments is None:
+            return y + self.segments.weight[0]
+        if segments.shape != y.shape[:2]:
+            raise ValueError(f"segments has the shape {list(segments.shape)}, wanted {list(y.shape[:2])}")
+        check_ids("segments", segments, self.config.n_segments)
+        return y + cast(Tensor, self.segments(segments))
 
     def _pool(self, y: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         if key_padding_mask is None:

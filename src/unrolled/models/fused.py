@@ -36,6 +36,8 @@ def step(block: "Block", x: Tensor, state: Any) -> tuple[Tensor, LinearAttention
     linears += [ff._modules[name] for name in ("up", "down")]
     if type(first) not in (nn.LayerNorm, nn.RMSNorm) or type(second) is not type(first):
         return None
+    if ff.activation not in block_native.ACTIVATIONS:
+        return None
     if first.eps is None or first.eps != second.eps or {*map(type, linears)} != {Linear}:
         return None
     feature_map: Any = attention._modules["feature_map"]

@@ -22,7 +22,7 @@ class Categorical(nn.Module):
         d_model: width of the hidden vectors.
         levels: number of outcomes.
         bias: whether there is a b.
-        tied: take W from the first `levels` rows of this embedding table instead of an own matrix; no bias.
+        tied: take W from the first `levels` rows of this embedding table instead of an own matrix.
     """
 
     tied: nn.Embedding
@@ -33,12 +33,13 @@ class Categorical(nn.Module):
         super().__init__()
         self.levels = levels
         self.project = Linear(d_model, levels, bias=bias) if tied is None else None
+        self.bias = nn.Parameter(torch.zeros(levels)) if bias and tied is not None else None
         self.__dict__["tied"] = tied  # not as a sub-module: the table has one name in the state_dict
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits: [..., d_model] -> [..., levels]."""
         if self.project is None:
-            return linear(hidden, self.tied.weight[: self.levels])
+            return linear(hidden, self.tied.weight[: self.levels], self.bias)
         logits: Tensor = self.project(hidden)
         return logits
 

@@ -38,6 +38,7 @@ class LatentConfig(TransformerConfig):
         cross_heads: heads of each cross-attend.
         cross_width: width of its queries, keys and values, over all heads; by default the smaller one of the
             widths of what reads and what is read.
+        cross_value_width: width of its values, where it differs from that of its queries and keys.
     """
 
     vocab_size: int | None = None
@@ -50,13 +51,14 @@ class LatentConfig(TransformerConfig):
     n_iterations: int = 1
     cross_heads: int = 1
     cross_width: int | None = None
+    cross_value_width: int | None = None
     attention: str | list[str] = "softmax"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("n_bands", "n_latents", "n_iterations", "cross_heads"):
             self._at_least(name, 1)
-        for name in ("input_width", "cross_width"):
+        for name in ("input_width", "cross_width", "cross_value_width"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         if self.norm != "pre":
@@ -151,29 +153,54 @@ class CrossAttend(nn.Module):
 
     Without `query_residual` the first line has no z to add to: what comes out is of another kind than the
     queries, such as pixels read at positions (Perceiver IO, section 3.2).
+
+    Args:
+        config: says the rest, and the sizes by default.
+        array_width: width of what is read.
+        query_width: width of the queries and of what comes out; d_model by default.
+        heads: `cross_heads` by default.
+        width: of queries and keys over all heads; `cross_width`, or the smaller of the first two by default.
+        value_width: of values over all heads; `cross_value_width`, or `width` by default.
+        query_residual: whether there is a z to add to.
     """
 
-    def __init__(self, config: LatentConfig, array_width: int, *, query_residual: bool = True) -> None:
+    def __init__(
+        self,
+        config: LatentConfig,
+        array_width: int,
+        *,
+        query_width: int | None = None,
+        heads: int | None = None,
+        width: int | None = None,
+        value_width: int | None = None,
+        query_residual: bool = True,
+    ) -> None:
         super().__init__()
-        width = config.cross_width or min(array_width, config.d_model)
-        if width % config.cross_heads:
-            raise ValueError(
-                f"cross_heads is {config.cross_heads}, wanted a divisor of the cross-attend's width {width}"
-            )
-        self.heads, self.query_residual = config.cross_heads, query_residual
-        self.query_norm = make_norm(config)
+        query_width = query_width or config.d_model
+        width = width or config.cross_width or min(array_width, query_width)
+        value_width = value_width or config.cross_value_width or width
+        self.heads, self.query_residual = heads or config.cross_heads, query_residual
+        for size in (width, value_width):
+            if size % self.heads:
+                name = "cross_heads" if heads is None else "decoder_heads"
+                raise ValueError(
+                    f"{name} is {self.heads}, wanted a divisor of the cross-attend's width {size}"
+                )
+        self.query_norm = make_norm(config, query_width)
         self.array_norm = make_norm(config, array_width)
-        self.q_proj = Linear(config.d_model, width)
-        self.kv_proj = Linear(array_width, 2 * width)
-        self.out_proj = Linear(width, config.d_model)
-        self.ff_norm = make_norm(config)
-        self.ff = FeedForward(config.d_model, config.ff_width, config.activation, config.ff_chunk)
+        self.q_proj = Linear(query_width, width)
+        self.kv_proj = Linear(array_width, width + value_width)
+        self.out_proj = Linear(value_width, query_width)
+        self.ff_norm = make_norm(config, query_width)
+        ff_width = query_width if config.d_ff is None else config.d_ff
+        self.ff = FeedForward(query_width, ff_width, config.activation, config.ff_chunk)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, z: Tensor, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Queries `[B, N, d_model]` read `x [B, S, array_width]`: `[B, N, d_model]`; padding is not read."""
+        """Queries `z` read `x [B, S, array_width]`: `[B, N, query_width]`, as `z`; padding is not read."""
         q = self.q_proj(self.query_norm(z))
-        k, v = self.kv_proj(self.array_norm(x)).chunk(2, dim=-1)
+        widths = [self.q_proj.out_features, self.out_proj.in_features]
+        k, v = self.kv_proj(self.array_norm(x)).split(widths, dim=-1)
         q, k, v = (y.unflatten(-1, (self.heads, y.shape[-1] // self.heads)) for y in (q, k, v))
         o = softmax_attention(q, k, v, key_padding_mask=key_padding_mask)
         y = self.dropout(self.out_proj(o.flatten(-2)))

@@ -17,18 +17,19 @@ Without positions the inputs are a set: their order changes nothing.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from unrolled.contract import IGNORED
 from unrolled.models.checks import check_targets
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.encoder import Output
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.latents import CrossAttend, InputArray, LatentConfig, Latents, init_perceiver
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape
+
+Output = Literal["classification", "tokens", "masked"]
 
 
 @dataclass
@@ -61,6 +62,10 @@ class PerceiverIOConfig(LatentConfig):
         n_classes: number of labels; None for "masked".
         query_residual: whether the output is added to the query that read it.
         tie_embeddings: for "masked", use the embedding table as the output matrix.
+        output_bias: give the output layer a bias; None for one unless it is the embedding table.
+        query_width: width of the output queries, and of what the output layer reads; d_model by default.
+        decoder_heads, decoder_width, decoder_value_width: `cross_heads`, `cross_width` and
+            `cross_value_width` of the cross-attend that reads the latents; by default these.
     """
 
     _: KW_ONLY
@@ -68,12 +73,22 @@ class PerceiverIOConfig(LatentConfig):
     n_classes: int | None = None
     query_residual: bool = True
     tie_embeddings: bool = False
+    output_bias: bool | None = None
+    query_width: int | None = None
+    decoder_heads: int | None = None
+    decoder_width: int | None = None
+    decoder_value_width: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("output", get_args(Output))
         self._true_or_false("query_residual")
         self._true_or_false("tie_embeddings")
+        if self.output_bias is not None:
+            self._true_or_false("output_bias")
+        for name in ("query_width", "decoder_heads", "decoder_width", "decoder_value_width"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
         if self.output != "masked":
             self._at_least("n_classes", 1)
         elif self.vocab_size is None or self.n_classes is not None:
@@ -81,10 +96,11 @@ class PerceiverIOConfig(LatentConfig):
                 f"vocab_size is {self.vocab_size} and n_classes is {self.n_classes}, "
                 "wanted a vocab_size and no n_classes for output 'masked'"
             )
-        if self.tie_embeddings and (self.output != "masked" or self.array_width != self.d_model):
+        width, name = self.query_width or self.d_model, "query_width" if self.query_width else "d_model"
+        if self.tie_embeddings and (self.output != "masked" or self.array_width != width):
             raise ValueError(
                 f"tie_embeddings is True with output {self.output!r} and inputs {self.array_width} wide, "
-                f"wanted output 'masked' and inputs as wide as d_model = {self.d_model}"
+                f"wanted output 'masked' and inputs as wide as {name} = {width}"
             )
 
 
@@ -157,12 +173,22 @@ class PerceiverIO(SavedModel):
         self.array = InputArray(config)
         self.latents = Latents(config, n_reads=1, shared=True)
         one = config.output == "classification"
-        self.queries = PositionEmbedding("learned", config.d_model, 1 if one else config.max_length)
-        self.decoder = CrossAttend(config, config.d_model, query_residual=config.query_residual)
+        self.query_width = config.query_width or config.d_model
+        self.queries = PositionEmbedding("learned", self.query_width, 1 if one else config.max_length)
+        self.decoder = CrossAttend(
+            config,
+            config.d_model,
+            query_width=self.query_width,
+            heads=config.decoder_heads,
+            width=config.decoder_width,
+            value_width=config.decoder_value_width,
+            query_residual=config.query_residual,
+        )
         n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
         assert n_outputs is not None  # the config has checked it
         tied = self.array.embedding if config.tie_embeddings else None
-        self.head = Categorical(config.d_model, n_outputs, bias=tied is None, tied=tied)
+        bias = tied is None if config.output_bias is None else config.output_bias
+        self.head = Categorical(self.query_width, n_outputs, bias=bias, tied=tied)
         init_perceiver(self, config)
 
     def forward(
@@ -172,7 +198,7 @@ class PerceiverIO(SavedModel):
 
         Args:
             x: as for `Perceiver.forward`.
-            queries: `[B, O, d_model]`, what to ask instead of the learned queries.
+            queries: `[B, O, query_width]`, what to ask instead of the learned queries.
             key_padding_mask: as for `Perceiver.forward`; with outputs for each input, those at padding mean
                 nothing.
 
@@ -209,17 +235,17 @@ class PerceiverIO(SavedModel):
     def hidden(
         self, x: Tensor, *, queries: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """What the output layer reads: as `forward`, but d_model wide."""
+        """What the output layer reads: as `forward`, but query_width wide."""
         x = self.array(x, key_padding_mask=key_padding_mask)
         recompute = self.gradient_checkpointing and self.training
         z: Tensor = self.latents(x, key_padding_mask, recompute=recompute)
-        (B, S), d_model = x.shape[:2], z.shape[2]
+        (B, S), width = x.shape[:2], self.query_width
         one = queries is None and self.config.output == "classification"
         if one:
-            queries = self.queries(z.new_zeros(B, 1, d_model))
+            queries = self.queries(z.new_zeros(B, 1, width))
         elif queries is None:
-            queries = self.queries(z.new_zeros(B, S, d_model), key_padding_mask=key_padding_mask)
-        elif queries.dim() != 3 or queries.shape[0] != B or queries.shape[2] != d_model:
-            raise ValueError(f"queries has the shape {shape(queries)}, wanted [{B}, O, {d_model}]")
+            queries = self.queries(z.new_zeros(B, S, width), key_padding_mask=key_padding_mask)
+        elif queries.dim() != 3 or queries.shape[0] != B or queries.shape[2] != width:
+            raise ValueError(f"queries has the shape {shape(queries)}, wanted [{B}, O, {width}]")
         y: Tensor = self.decoder(queries, z)
         return y[:, 0] if one else y

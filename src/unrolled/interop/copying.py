@@ -1,0 +1,57 @@
+"""Taking over the weights of another library's layers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from unrolled.contract import UnsupportedError
+
+
+@torch.no_grad()
+def copy_linear(ours: Any, *theirs: Any) -> None:
+    """Copy linear layers that read the same input into one, a row under the other; a missing bias is 0.
+
+    Raises:
+        ValueError: theirs do not add up to the size of ours.
+    """
+    weight = torch.cat([layer.weight for layer in theirs])
+    _fill(ours.weight, weight)
+    if ours.bias is not None:
+        biases = [
+            layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
+            for layer in theirs
+        ]
+        _fill(ours.bias, torch.cat(biases))
+
+
+@torch.no_grad()
+def copy_norm(ours: Any, theirs: Any) -> None:
+    """Copy a layer norm; a missing bias is 0."""
+    _fill(ours.weight, theirs.weight)
+    _fill(ours.bias, torch.zeros_like(ours.bias) if theirs.bias is None else theirs.bias)
+
+
+@torch.no_grad()
+def copy_rows(ours: Any, rows: torch.Tensor) -> None:
+    """Fill an embedding table."""
+    _fill(ours.weight, rows)
+
+
+def copy_last_norm(norm: Any) -> nn.LayerNorm:
+    """Copy the norm that some encoders have after their last block, post-norm ones too.
+
+    Raises:
+        UnsupportedError: it is no layer norm.
+    """
+    if not isinstance(norm, nn.LayerNorm):
+        raise UnsupportedError(f"the last norm is a {type(norm).__name__}; a torch.nn.LayerNorm is supported")
+    ours = nn.LayerNorm(norm.normalized_shape, eps=norm.eps)
+    copy_norm(ours, norm)
+    return ours
+
+
+def _fill(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    if ours.shape != theirs.shape:
+        raise ValueError(f"found weights of the shape {list(theirs.shape)}, wanted {list(ours.shape)}")
+    ours.copy_(theirs)

@@ -1,0 +1,122 @@
+"""Encoders of idiap's fast-transformers, in its parallel and in its recurrent form, as stacks of blocks here.
+
+Katharopoulos, Vyas, Pappas and Fleuret 2020, "Transformers are RNNs", arXiv 2006.16236. The library,
+pytorch-fast-transformers 0.4.0, is needed to make such an encoder, not here.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.contract import UnsupportedError
+from unrolled.interop.copying import copy_last_norm, copy_linear, copy_norm
+from unrolled.models.blocks import Stack
+from unrolled.models.config import TransformerConfig
+
+KINDS = {
+    "FullAttention": ("softmax", None),
+    "RecurrentFullAttention": ("softmax", True),
+    "LinearAttention": ("linear", False),
+    "CausalLinearAttention": ("linear", True),
+    "RecurrentLinearAttention": ("linear", True),
+}
+"""Their attention classes: ours, and whether theirs is causal; None where the mask of a call says it."""
+
+
+def from_fast_transformers(encoder: Any, *, causal: bool) -> Stack:
+    """Make a stack of post-norm blocks with the weights of `encoder`, of its type, device and mode.
+
+    `forward(x [B,T,d_model], key_padding_mask=)` is their parallel encoder and `step(x [B,d_model], state)`,
+    from `init_state(B)`, their recurrent one. Theirs adds 1e-6 to the denominator of linear attention, and
+    ours nothing. In training the stack drops neither attention weights nor inner units of feed-forward
+    layers.
+
+    Args:
+        encoder: a `TransformerEncoder` or a `RecurrentTransformerEncoder` with full or linear attention, the
+            latter with the features elu(x) + 1.
+        causal: position i sees positions up to i only. Theirs has a class for that where attention is
+            linear, and a mask of the call where it is full.
+
+    Raises:
+        ValueError: `encoder` is of another type, or its attention is causal and `causal` is not, or the
+            other way round.
+        UnsupportedError: other attention, features, scales or activations, or layers that differ.
+    """
+    if type(encoder).__name__ not in ("TransformerEncoder", "RecurrentTransformerEncoder") or not (
+        type(encoder).__module__.startswith("fast_transformers.")
+    ):
+        raise ValueError(f"encoder is a {type(encoder).__name__}, wanted an encoder of fast_transformers")
+    layers: list[Any] = list(encoder.layers)
+    kinds = {type(layer.attention.inner_attention).__name__ for layer in layers}
+    sizes = {(_activation(x.activation), *(tuple(p.shape) for p in x.parameters())) for x in layers}
+    if len(kinds) > 1 or len(sizes) > 1:
+        raise UnsupportedError("encoder has layers that differ in size or kind; a stack here has equal ones")
+    first, mechanism = layers[0], _mechanism(layers, kinds.pop(), causal)
+    projections, like = first.attention, first.linear1.weight
+    heads = projections.n_heads
+    widths = {
+        "head_dim": projections.query_projection.out_features // heads,
+        "value_dim": projections.value_projection.out_features // heads,
+    }
+    stack = Stack(
+        TransformerConfig(
+            d_model=first.linear1.in_features,
+            n_layers=len(layers),
+            n_heads=heads,
+            d_ff=first.linear1.out_features,
+            attention=mechanism,
+            attention_options={mechanism: widths},
+            norm="post",
+            norm_eps=first.norm1.eps,
+            activation=_activation(first.activation),
+            positions="none",
+            dropout=first.dropout.p,
+        ),
+        causal=causal,
+    )
+    for block, layer in zip(list[Any](stack.blocks), layers, strict=True):
+        theirs = layer.attention
+        q, k, v = theirs.query_projection, theirs.key_projection, theirs.value_projection
+        copy_linear(block.attention.qkv_proj, q, k, v)
+        copy_linear(block.attention.out_proj, theirs.out_projection)
+        copy_norm(block.attention_norm, layer.norm1)
+        copy_norm(block.ff_norm, layer.norm2)
+        copy_linear(block.ff.up, layer.linear1)
+        copy_linear(block.ff.down, layer.linear2)
+    if encoder.norm is not None:
+        stack.norm = copy_last_norm(encoder.norm)
+    return stack.to(like).train(encoder.training)
+
+
+def _mechanism(layers: list[Any], kind: str, causal: bool) -> str:
+    """The name of ours for the attention class `kind`, after checking what its layers are set to."""
+    if kind not in KINDS:
+        raise UnsupportedError(f"encoder has {kind}, which has no counterpart; wanted one of {sorted(KINDS)}")
+    mechanism, theirs_causal = KINDS[kind]
+    if theirs_causal not in (None, causal):
+        raise ValueError(f"causal is {causal}, wanted {theirs_causal}: encoder has {kind}")
+    for layer in layers:
+        inner = layer.attention.inner_attention
+        if mechanism == "linear" and not _is_elu(inner.feature_map, layer.linear1.weight):
+            raise UnsupportedError("encoder has linear attention with other features than elu(x) + 1")
+        if mechanism == "softmax" and getattr(inner, "softmax_temp", None) is not None:
+            raise UnsupportedError(
+                f"encoder has softmax_temp {inner.softmax_temp}; None, which is 1/sqrt(D), is supported"
+            )
+    return mechanism
+
+
+@torch.no_grad()
+def _is_elu(feature_map: Any, like: torch.Tensor) -> bool:
+    """Try the feature map out: theirs is a function without a name."""
+    if type(feature_map).__name__ != "ActivationFunctionFeatureMap":
+        return False
+    x = torch.linspace(-3, 3, 100, device=like.device, dtype=like.dtype)
+    return torch.allclose(feature_map(x), F.elu(x) + 1)
+
+
+def _activation(f: Any) -> Literal["gelu", "relu"]:
+    if f in (F.relu, F.gelu):
+        return "relu" if f is F.relu else "gelu"
+    raise UnsupportedError(f"encoder has the activation {f!r}; relu and gelu are supported")

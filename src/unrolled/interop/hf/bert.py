@@ -1,0 +1,216 @@
+"""BERT and what is built like it: post-norm blocks after a sum of embeddings that is normalised.
+
+    x = norm(word + position + segment)
+    x <- norm(x + attend(x)),  x <- norm(x + W2 f(W1 x))
+
+Devlin et al. 2019, arXiv 1810.04805. RoBERTa, Longformer, BigBird and Nystromformer differ from it in their
+attention, in where their positions begin, and in the layer before the output. Each of the functions here
+takes a model of transformers and makes an `Encoder`; `import_weights` chooses among them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.contract import UnsupportedError
+from unrolled.interop.copying import copy_linear, copy_norm, copy_rows
+from unrolled.models import Encoder, EncoderConfig
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+OUTPUTS = {
+    "Model": "hidden",
+    "ForMaskedLM": "masked",
+    "ForSequenceClassification": "classification",
+    "ForTokenClassification": "tokens",
+}
+
+
+@dataclass
+class Head:
+    """The layers after the last block: a hidden one with an activation, its norm, and the output layer."""
+
+    dense: nn.Module | None = None
+    activation: str | None = None
+    norm: nn.Module | None = None
+    output: Any = None
+
+
+def from_bert(model: Any, options: Mapping[str, Any]) -> Encoder:
+    """BERT: softmax attention; what is classified goes through its pooler."""
+    return _encoder(model, "softmax", options, _bert_head(model, pooler=True))
+
+
+def from_roberta(model: Any, options: Mapping[str, Any]) -> Encoder:
+    """RoBERTa (Liu et al. 2019, arXiv 1907.11692): positions count from the id of the padding, plus one."""
+    return _encoder(model, "softmax", options, _roberta_head(model), first=model.config.pad_token_id + 1)
+
+
+def from_longformer(model: Any, options: Mapping[str, Any]) -> Encoder:
+    """Longformer: RoBERTa with a window in each layer, and the first token global where it is classified."""
+    classifies = _output(model) == "classification"
+    options = {"global_tokens": 1 if classifies else 0, **options}
+    windows = [layer.attention.self.one_sided_attn_window_size for layer in model.base_model.encoder.layer]
+    layers = {} if "window" in options else {"window": [2 * one_side for one_side in windows]}
+    first = model.config.pad_token_id + 1
+    ours = _encoder(model, "longformer", options, _roberta_head(model), first=first, layer_options=layers)
+    for block, layer in _pairs(ours, model):
+        a = layer.attention.self
+        copy_linear(block.attention.global_proj, a.query_global, a.key_global, a.value_global)
+    return ours
+
+
+def from_big_bird(model: Any, options: Mapping[str, Any]) -> Encoder:
+    """BigBird: blocks near, random and global; or softmax attention where theirs is set to that."""
+    config, head = model.config, _bert_head(model, pooler=False)
+    if config.attention_type == "original_full":  # the model itself changes when it reads a short input
+        ours = _encoder(model, "softmax", options, head)
+    else:
+        sizes = {"block_size": config.block_size, "random_blocks": config.num_random_blocks}
+        seeds = {} if "seed" in options else {"seed": list(range(config.num_hidden_layers))}
+        ours = _encoder(model, "bigbird", {**sizes, **options}, head, layer_options=seeds)
+    return ours
+
+
+def from_nystromformer(model: Any, options: Mapping[str, Any]) -> Encoder:
+    """Nystromformer: landmarks and a convolution; softmax attention where its landmarks are all tokens."""
+    config = model.config
+    everything = config.num_landmarks == config.segment_means_seq_len  # for any length, as it is computed
+    n_landmarks = config.max_position_embeddings if everything else config.num_landmarks
+    sizes = {"n_landmarks": n_landmarks, "conv_width": config.conv_kernel_size}
+    head = _bert_head(model, pooler=False)
+    ours = _encoder(model, "nystromformer", {**sizes, **options}, head, first=2)
+    for block, layer in _pairs(ours, model):
+        block.attention.conv.load_state_dict(layer.attention.self.conv.state_dict())
+    return ours
+
+
+def _output(model: Any) -> str:
+    """The output that a class of transformers stands for, by its name."""
+    name = type(model).__name__
+    kind = re.search(r"(Model|For[A-Z]\w*)$", name)
+    if kind is None or kind[0] not in OUTPUTS:
+        raise UnsupportedError(f"{name} has no counterpart here; load its weights as one of {list(OUTPUTS)}")
+    return OUTPUTS[kind[0]]
+
+
+def _bert_head(model: Any, *, pooler: bool) -> Head:
+    output, activation = _output(model), _activation(model.config.hidden_act)
+    if output == "masked":
+        predictions = model.cls.predictions
+        transform = predictions.transform
+        return Head(transform.dense, activation, transform.LayerNorm, predictions.decoder)
+    if output == "classification" and pooler:
+        return Head(model.base_model.pooler.dense, "tanh", None, model.classifier)
+    if output == "classification":
+        return Head(model.classifier.dense, activation, None, model.classifier.out_proj)
+    return Head(output=model.classifier if output == "tokens" else None)
+
+
+def _roberta_head(model: Any) -> Head:
+    output = _output(model)
+    if output == "masked":
+        head = model.lm_head
+        return Head(head.dense, "gelu", head.layer_norm, head.decoder)
+    if output == "classification":
+        return Head(model.classifier.dense, "tanh", None, model.classifier.out_proj)
+    return Head(output=model.classifier if output == "tokens" else None)
+
+
+def _encoder(
+    model: Any,
+    attention: str,
+    options: Mapping[str, Any],
+    head: Head,
+    *,
+    first: int = 0,
+    layer_options: Mapping[str, list[Any]] | None = None,
+) -> Encoder:
+    """Make an encoder of a model's sizes and copy what all families have; its positions begin at `first`."""
+    config, base = model.config, model.base_model
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise UnsupportedError(f"{type(model).__name__} is a decoder; only encoders can be imported")
+    words, positions = base.embeddings.word_embeddings.weight, base.embeddings.position_embeddings.weight
+    output = _output(model)
+    scale = config.hidden_size**0.5 if getattr(config, "rescale_embeddings", False) else 1.0
+    tied = output == "masked" and head.output.weight is words and scale == 1
+    ours = Encoder(
+        EncoderConfig(
+            vocab_size=len(words),
+            d_model=config.hidden_size,
+            n_layers=config.num_hidden_layers,
+            n_heads=config.num_attention_heads,
+            d_ff=config.intermediate_size,
+            attention=attention,
+            attention_options={attention: dict(options)} if options else {},
+            layer_options={attention: dict(layer_options)} if layer_options else {},
+            norm="post",
+            norm_eps=config.layer_norm_eps,
+            activation=_activation(config.hidden_act),  # type: ignore[arg-type]
+            positions="learned",
+            max_length=len(positions) - first,
+            dropout=float(config.hidden_dropout_prob),
+            n_segments=config.type_vocab_size,
+            embedding_norm=True,
+            output=output,  # type: ignore[arg-type]
+            n_classes=head.output.out_features if output in ("classification", "tokens") else None,
+            pooling="first",
+            tie_embeddings=tied,
+            head_hidden=head.activation,  # type: ignore[arg-type]
+            output_bias=True if tied else None,
+        )
+    ).to(words)
+    copy_rows(ours.embedding, words * scale)
+    copy_rows(ours.positions.table, positions[first:])
+    copy_rows(ours.segments, base.embeddings.token_type_embeddings.weight)
+    copy_norm(ours.embedding_norm, base.embeddings.LayerNorm)
+    for block, layer in _pairs(ours, model):
+        _copy_block(block, layer)
+    _copy_head(ours, head)
+    return ours.train(model.training)
+
+
+def _pairs(ours: Encoder, model: Any) -> Iterator[tuple[Any, Any]]:
+    return zip(ours.stack.blocks, model.base_model.encoder.layer, strict=True)
+
+
+def _copy_block(block: Any, layer: Any) -> None:
+    attention = layer.attention.self
+    copy_linear(block.attention.qkv_proj, attention.query, attention.key, attention.value)
+    copy_linear(block.attention.out_proj, layer.attention.output.dense)
+    copy_norm(block.attention_norm, layer.attention.output.LayerNorm)
+    copy_linear(block.ff.up, layer.intermediate.dense)
+    copy_linear(block.ff.down, layer.output.dense)
+    copy_norm(block.ff_norm, layer.output.LayerNorm)
+
+
+def _copy_head(ours: Any, head: Head) -> None:
+    if head.dense is not None:
+        copy_linear(ours.head_hidden.dense, head.dense)
+    if head.norm is not None:
+        copy_norm(ours.head_hidden.norm, head.norm)
+    if ours.head is None:
+        return
+    if ours.head.project is not None:
+        copy_linear(ours.head.project, head.output)
+    else:
+        with torch.no_grad():
+            bias: Tensor = head.output.bias
+            ours.head.bias.copy_(bias)
+
+
+def _activation(name: Any) -> str:
+    if name not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"hidden_act is {name!r}, which has no counterpart; wanted one of {list(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]

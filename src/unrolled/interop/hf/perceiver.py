@@ -1,0 +1,143 @@
+"""Perceiver IO: for masked language modelling, for text, and for images with Fourier features."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from unrolled.contract import UnsupportedError
+from unrolled.interop.copying import copy_linear, copy_norm, copy_rows
+from unrolled.interop.hf.bert import ACTIVATIONS
+from unrolled.models import PerceiverIO, PerceiverIOConfig
+
+MASKED, TEXT, IMAGE = (
+    "PerceiverForMaskedLM",
+    "PerceiverForSequenceClassification",
+    "PerceiverForImageClassificationFourier",
+)
+
+
+def from_perceiver(model: Any, options: Mapping[str, Any]) -> PerceiverIO:
+    """Make a `PerceiverIO` of a Perceiver of transformers; see `import_weights`.
+
+    Images are `[B, height, width, 3]` here, channels last.
+    """
+    name, config = type(model).__name__, model.config
+    if name not in (MASKED, TEXT, IMAGE):
+        raise UnsupportedError(f"{name} has no counterpart here; {MASKED}, {TEXT} and {IMAGE} have")
+    widening = {config.self_attention_widening_factor, config.cross_attention_widening_factor}
+    if widening != {1} or not config.use_query_residual or config.hidden_act not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"widening factors {sorted(widening)}, use_query_residual {config.use_query_residual} and "
+            f"hidden_act {config.hidden_act!r} have no counterpart; wanted 1, True and one of "
+            f"{list(ACTIVATIONS)}"
+        )
+    perceiver = model.perceiver
+    decoder = perceiver.decoder if name == MASKED else perceiver.decoder.decoder
+    attends, reads = perceiver.encoder.self_attends, perceiver.encoder.cross_attention
+    latents = perceiver.embeddings.latents
+    ours = PerceiverIO(
+        PerceiverIOConfig(
+            d_model=config.d_latents,
+            n_latents=config.num_latents,
+            n_layers=len(attends),
+            n_iterations=config.num_blocks,
+            n_heads=config.num_self_attention_heads,
+            attention_options={"softmax": {**_head_widths(attends[0].attention.self), **options}},
+            activation=ACTIVATIONS[config.hidden_act],  # type: ignore[arg-type]
+            cross_heads=config.num_cross_attention_heads,
+            cross_width=reads.attention.self.qk_channels,
+            cross_value_width=reads.attention.self.v_channels,
+            query_width=decoder.num_channels,
+            query_residual=decoder.decoding_cross_attention.attention.use_query_residual,
+            decoder_heads=decoder.decoding_cross_attention.attention.self.num_heads,
+            decoder_width=decoder.decoding_cross_attention.attention.self.qk_channels,
+            decoder_value_width=decoder.decoding_cross_attention.attention.self.v_channels,
+            **_inputs_and_outputs(name, config, perceiver),
+        )
+    ).to(latents)
+    with torch.no_grad():
+        ours.latents.initial.copy_(latents)
+    (read,), (stack,) = ours.latents.reads, cast(Any, ours.latents.stacks)
+    _copy_read(read, reads)
+    for block, layer in zip(stack.blocks, attends, strict=True):
+        _copy_block(block, layer)
+    _copy_read(ours.decoder, decoder.decoding_cross_attention)
+    copy_rows(ours.queries.table, decoder.output_position_encodings.position_embeddings)
+    _copy_ends(ours, name, model, decoder)
+    return ours.train(model.training)
+
+
+def _inputs_and_outputs(name: str, config: Any, perceiver: Any) -> dict[str, Any]:
+    if name == IMAGE:
+        positions = perceiver.input_preprocessor.position_embeddings
+        grid, bands = list(positions.max_resolution), positions.num_bands
+        inputs = {"input_dim": 3, "grid": grid, "n_bands": bands, "positions": "none"}
+    else:
+        inputs = {
+            "vocab_size": config.vocab_size,
+            "input_width": config.d_model,
+            "max_length": config.max_position_embeddings,
+        }
+    if name == MASKED:
+        return {**inputs, "output": "masked", "tie_embeddings": True, "output_bias": True}
+    return {**inputs, "n_classes": config.num_labels}
+
+
+def _copy_ends(ours: Any, name: str, model: Any, decoder: Any) -> None:
+    """The embeddings of what goes in, and the output layer."""
+    text = model.perceiver.input_preprocessor
+    if name == IMAGE:
+        _reorder_fourier_features(ours)
+    else:
+        copy_rows(ours.array.embedding, text.embeddings.weight)
+        copy_rows(ours.array.positions.table, text.position_embeddings.weight)
+    if name == MASKED:
+        with torch.no_grad():
+            ours.head.bias.copy_(model.embedding_decoder.bias)
+    else:
+        copy_linear(ours.head.project, decoder.final_layer)
+
+
+@torch.no_grad()
+def _reorder_fourier_features(ours: Any) -> None:
+    """Theirs are all coordinates, all sines and all cosines; ours have those of an axis together."""
+    axes, bands, channels = len(ours.config.grid), ours.config.n_bands, ours.config.input_dim
+    sines = channels + axes
+    order = list(range(channels))
+    for axis in range(axes):
+        for begin in (sines, sines + axes * bands):
+            order += range(begin + axis * bands, begin + (axis + 1) * bands)
+        order.append(channels + axis)
+    (read,) = ours.latents.reads
+    for tensor in (read.array_norm.weight, read.array_norm.bias, read.kv_proj.weight):
+        tensor.copy_(tensor[..., order])
+
+
+def _head_widths(attention: Any) -> dict[str, int]:
+    heads = attention.num_heads
+    return {"head_dim": attention.qk_channels // heads, "value_dim": attention.v_channels // heads}
+
+
+def _copy_read(ours: Any, theirs: Any) -> None:
+    attention = theirs.attention.self
+    copy_norm(ours.query_norm, attention.layernorm1)
+    copy_norm(ours.array_norm, attention.layernorm2)
+    copy_linear(ours.q_proj, attention.query)
+    copy_linear(ours.kv_proj, attention.key, attention.value)
+    copy_linear(ours.out_proj, theirs.attention.output.dense)
+    _copy_ff(ours, theirs)
+
+
+def _copy_block(ours: Any, theirs: Any) -> None:
+    attention = theirs.attention.self
+    copy_norm(ours.attention_norm, attention.layernorm1)
+    copy_linear(ours.attention.qkv_proj, attention.query, attention.key, attention.value)
+    copy_linear(ours.attention.out_proj, theirs.attention.output.dense)
+    _copy_ff(ours, theirs)
+
+
+def _copy_ff(ours: Any, theirs: Any) -> None:
+    copy_norm(ours.ff_norm, theirs.layernorm)
+    copy_linear(ours.ff.up, theirs.mlp.dense1)
+    copy_linear(ours.ff.down, theirs.mlp.dense2)

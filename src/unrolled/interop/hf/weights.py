@@ -1,0 +1,82 @@
+"""Weights of transformers' models, copied into the models here: equal outputs from one readable file each."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from unrolled.contract import UnsupportedError
+from unrolled.interop.hf import bert, perceiver
+from unrolled.models import Encoder, PerceiverIO
+
+FAMILIES: dict[str, Callable[..., Encoder | PerceiverIO]] = {
+    "bert": bert.from_bert,
+    "roberta": bert.from_roberta,
+    "longformer": bert.from_longformer,
+    "big_bird": bert.from_big_bird,
+    "nystromformer": bert.from_nystromformer,
+    "perceiver": perceiver.from_perceiver,
+}
+
+
+def import_weights(source: Any, **attention_options: Any) -> Encoder | PerceiverIO:
+    """Make the model here that computes what one of transformers does, with a copy of its weights.
+
+    BERT, RoBERTa, Longformer, BigBird and Nystromformer become an `Encoder`: their `...Model` one with output
+    "hidden", `...ForMaskedLM`, `...ForSequenceClassification` and `...ForTokenClassification` one with that
+    head. Perceivers for masked language modelling, text classification and images with Fourier features
+    become a `PerceiverIO`. It has the original's floating type, device and mode; in training it drops no
+    attention weights.
+
+    Args:
+        source: a model of transformers, or what its `from_pretrained` takes: a folder or a name on the hub,
+            read from safetensors alone.
+        attention_options: options of the attention mechanism, in place of those that follow from the
+            original, such as `global_tokens=[0, 5]` for Longformer.
+
+    Raises:
+        ValueError: `source` is neither, or cannot be read.
+        UnsupportedError: a class, a head or a setting that has no counterpart here.
+        ImportError: transformers is not installed.
+    """
+    model = _load(source) if isinstance(source, str | Path) else source
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if family is None:
+        raise ValueError(
+            f"source is a {type(model).__name__}, wanted a model of transformers, a folder or a hub name"
+        )
+    if family not in FAMILIES:
+        raise UnsupportedError(
+            f"weights of {family!r} models cannot be imported; those of {sorted(FAMILIES)} can"
+        )
+    return FAMILIES[family](model, attention_options)
+
+
+def _load(source: str | Path) -> Any:
+    """Read a model as the class that its config names."""
+    try:
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise ImportError("reading models needs transformers: pip install 'unrolled[hf]'") from error
+    config = _attempt(source, lambda: transformers.AutoConfig.from_pretrained(str(source)))
+    named = (config.architectures or ["none"])[0]
+    if config.model_type not in FAMILIES or not hasattr(transformers, named):
+        raise UnsupportedError(
+            f"{source} holds a {config.model_type!r} model of the class {named!r}, which cannot be imported; "
+            f"wanted one of {sorted(FAMILIES)}"
+        )
+    read = getattr(transformers, named).from_pretrained
+    model, found = _attempt(source, lambda: read(str(source), use_safetensors=True, output_loading_info=True))
+    if missing := sorted(found["missing_keys"]):  # transformers would leave these as they were drawn
+        raise ValueError(f"{source} lacks {len(missing)} tensors of a {named}, the first is {missing[0]!r}")
+    return model
+
+
+def _attempt(source: str | Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{source} cannot be read as a model of transformers: {reason}") from error

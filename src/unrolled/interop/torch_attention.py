@@ -1,0 +1,258 @@
+"""Torch's `MultiheadAttention`, with any mechanism here in place of softmax attention."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled import attention as mechanisms
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import UnsupportedError
+from unrolled.ops.checks import may_read
+from unrolled.ops.dense import Linear, linear
+
+
+class MultiheadAttention(nn.Module):
+    """`torch.nn.MultiheadAttention` with any mechanism that reads queries, keys and values as that does.
+
+    The arguments, the shapes, the masks (True = not attended to) and the `state_dict` are torch's, and so are
+    the outputs with `attention="softmax"`. A mechanism's own parameters, where it has some, are under
+    `mechanism.` in the `state_dict`. A query that may attend to nothing gives zeros, not NaN.
+
+    As a part of torch's encoder, which has then to be made with `enable_nested_tensor=False`, it keeps that
+    off its fast path, which knows softmax only.
+
+    Args:
+        embed_dim, num_heads, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as of
+            torch's.
+        dropout: 0; nothing here drops attention weights.
+        attention: name of the mechanism.
+        causal: every call attends to earlier positions only. For mechanisms that have no use for `attn_mask`.
+        options: further arguments of the mechanism.
+
+    Raises:
+        UnsupportedError: what the mechanism cannot do.
+    """
+
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        attention: str = "softmax",
+        causal: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if dropout:
+            raise UnsupportedError(f"dropout is {dropout}; nothing here drops attention weights, use 0")
+        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.batch_first, self.add_zero_attn, self.head_dim = (
+            batch_first,
+            add_zero_attn,
+            embed_dim // num_heads,
+        )
+        # Torch's encoder layer would compute softmax attention by itself for modules that say True here.
+        self._qkv_same_embed_dim = False
+        kind = mechanisms.load(attention)
+        if not issubclass(kind, MultiHeadAttention):
+            raise UnsupportedError(f"{attention!r} attention has other projections than torch's")
+        mechanism = kind(embed_dim, num_heads, causal=causal, bias=bias, **options)
+        if mechanism.qkv_proj.weight.shape != (3 * embed_dim, embed_dim):
+            raise UnsupportedError(f"{attention!r} attention so made has other projections than torch's")
+        self._make_parameters(bias, add_bias_kv)
+        self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
+        # The projections are here, under torch's names, and not in the mechanism.
+        del mechanism.qkv_proj
+        mechanism._modules.pop("out_proj")
+        mechanism.__dict__["out_proj"] = self.out_proj
+        self.mechanism = mechanism
+        self.to(device=device, dtype=dtype)
+        self._check_extras()
+
+    def _make_parameters(self, bias: bool, add_bias_kv: bool) -> None:
+        d = self.embed_dim
+        if self.kdim == self.vdim == d:
+            self.in_proj_weight = nn.Parameter(nn.init.xavier_uniform_(torch.empty(3 * d, d)))
+            names: dict[str, int] = {}
+        else:
+            self.register_parameter("in_proj_weight", None)
+            names = {"q": d, "k": self.kdim, "v": self.vdim}
+        for name in "qkv":
+            weight = nn.init.xavier_uniform_(torch.empty(d, names[name])) if names else None
+            self.register_parameter(f"{name}_proj_weight", None if weight is None else nn.Parameter(weight))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * d)) if bias else None
+        for name in ("bias_k", "bias_v"):
+            row = nn.init.xavier_normal_(torch.empty(1, 1, d)) if add_bias_kv else None
+            self.register_parameter(name, None if row is None else nn.Parameter(row))
+
+    def _check_extras(self) -> None:
+        mechanism = self.mechanism
+        if (self.bias_k is not None or self.add_zero_attn) and (
+            mechanism.causal or mechanism.positional or not mechanism.supports.cross
+        ):
+            raise UnsupportedError(
+                f"{mechanism._name} attention so made cannot take keys that have no place in the sequence; "
+                "use add_bias_kv=False and add_zero_attn=False"
+            )
+        reads_input = type(mechanism).gates is not MultiHeadAttention.gates
+        if reads_input and self.kdim != self.embed_dim:
+            raise UnsupportedError(f"{mechanism._name} attention reads its input; use kdim = embed_dim")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from `query` to `key` and `value`, as torch's `forward` does: outputs, and weights or None.
+
+        `is_causal` says that `attn_mask` is the causal mask: with `causal=True` the mask is not looked at.
+        Queries are taken to be of the same sequence as the keys where `query is key`.
+
+        Raises:
+            ValueError: inputs of another shape.
+            UnsupportedError: a mask, another sequence, or weights, that the mechanism cannot do.
+        """
+        own = query is key
+        packed = own and key is value
+        if query.is_nested:
+            raise UnsupportedError(
+                "nested tensors are not supported; make TransformerEncoder with enable_nested_tensor=False"
+            )
+        batched = query.dim() == 3
+        query, key, value = (self._batch_first(x, batched) for x in (query, key, value))
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        B, T, S = query.shape[0], query.shape[1], key.shape[1]
+        self._check_sizes(query, key, value)
+        masks = self._masks(key_padding_mask, attn_mask, is_causal, (B, T, S))
+        q, k, v = self._heads(query, key, value, packed)
+        positions = None
+        if own and self.mechanism.positional:
+            positions = self.mechanism._positions(query, masks.key_padding_mask, None)
+        elif not own:
+            self.mechanism._refuse("cross", key, "a key that is another tensor than the query")
+        heads = Heads(q, k, v, positions, self.mechanism.gates(key))
+        y = self.mechanism.merge_heads(self.mechanism.attend(heads, masks), query)
+        y = y if batched and self.batch_first else y.transpose(0, 1) if batched else y[0]
+        if not need_weights:
+            return y, None
+        weights = self._weights(heads, masks)
+        weights = weights.mean(1) if average_attn_weights else weights
+        return y, weights if batched else weights[0]
+
+    def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
+        if x.dim() != (3 if batched else 2):
+            raise ValueError(f"found an input of {x.dim()} axes, wanted 3 of each, or 2 of each unbatched")
+        if not batched:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _check_sizes(self, *inputs: Tensor) -> None:
+        widths = (self.embed_dim, self.kdim, self.vdim)
+        for name, x, width in zip(("query", "key", "value"), inputs, widths, strict=True):
+            if x.shape[-1] != width or x.shape[0] != inputs[0].shape[0]:
+                raise ValueError(
+                    f"{name} has the batch size {x.shape[0]} and the width {x.shape[-1]}, "
+                    f"wanted {inputs[0].shape[0]} and {width}"
+                )
+        if inputs[1].shape[1] != inputs[2].shape[1]:
+            raise ValueError(f"value has the length {inputs[2].shape[1]}, wanted key's, {inputs[1].shape[1]}")
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> list[Tensor]:
+        """Project to `[B,T,H,D]`, with the further keys and values that torch's has."""
+        heads = list(self._projected(query, key, value, packed))
+        for i, row in ((1, self.bias_k), (2, self.bias_v)):
+            if row is not None:
+                heads[i] = torch.cat([heads[i], row.expand(len(heads[i]), -1, -1)], dim=1)
+            if self.add_zero_attn:
+                heads[i] = F.pad(heads[i], (0, 0, 0, 1))
+        return [x.view(*x.shape[:2], self.num_heads, -1) for x in heads]
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> Sequence[Tensor]:
+        if packed and self.in_proj_weight is not None:
+            return linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        if self.in_proj_weight is None:
+            weights = [getattr(self, f"{name}_proj_weight") for name in "qkv"]
+        else:
+            weights = list(self.in_proj_weight.chunk(3))
+        biases = [None] * 3 if self.in_proj_bias is None else list(self.in_proj_bias.chunk(3))
+        return [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+
+    def _masks(
+        self,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        sizes: tuple[int, int, int],
+    ) -> Masks:
+        """Turn torch's masks into ours; True means attend in our `attn_mask`."""
+        mechanism, (B, T, S) = self.mechanism, sizes
+        further = (self.bias_k is not None) + self.add_zero_attn
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal was given without attn_mask, wanted both, as torch has it")
+        if is_causal and mechanism.causal:
+            attn_mask = None
+        if is_causal and attn_mask is not None and not mechanism.supports.attn_mask:
+            raise UnsupportedError(
+                f"{mechanism._name} attention cannot honour attn_mask; make it with causal=True"
+            )
+        mechanism._refuse("attn_mask", attn_mask, "attn_mask")
+        if attn_mask is not None:
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.view(B, self.num_heads, T, S)
+            attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
+            free = True if attn_mask.dtype == torch.bool else 0.0
+            attn_mask = F.pad(attn_mask, (0, further), value=free) if further else attn_mask
+        if key_padding_mask is not None:
+            mechanism._refuse("padding", key_padding_mask, "key_padding_mask")
+            key_padding_mask = _as_padding(key_padding_mask)
+            key_padding_mask = F.pad(key_padding_mask, (0, further)) if further else key_padding_mask
+        return Masks(key_padding_mask, attn_mask)
+
+    def _weights(self, heads: Heads, masks: Masks) -> Tensor:
+        """`[B,H,T,S]`: a weighted mean of values that are one-hot shows its weights."""
+        if not self.mechanism.has_weights:
+            raise UnsupportedError(
+                f"{self.mechanism._name} attention has no weights to show; use need_weights=False"
+            )
+        one_each = torch.eye(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device)
+        one_each = one_each.unsqueeze(1).expand(*heads.k.shape[:3], -1)
+        return self.mechanism.attend(heads._replace(v=one_each), masks).transpose(1, 2)
+
+
+def _as_padding(mask: Tensor) -> Tensor:
+    """A padding mask, True = padding, of torch's boolean or added one."""
+    if mask.dtype == torch.bool:
+        return mask
+    padding = mask == -torch.inf
+    if may_read(mask) and bool((mask.masked_fill(padding, 0) != 0).any()):
+        raise UnsupportedError(
+            "key_padding_mask holds other numbers than 0 and -inf; add those to attn_mask instead"
+        )
+    return padding

@@ -1,0 +1,260 @@
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from agreement import assert_agree, gradients
+from torch import nn
+
+from unrolled import attention
+from unrolled.contract import UnsupportedError
+from unrolled.interop.torch import MultiheadAttention, from_transformer_encoder
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@torch.no_grad()
+def randomised(module):
+    torch.manual_seed(0)
+    for name, parameter in module.named_parameters():
+        nn.init.normal_(parameter, mean=float("norm" in name and name.endswith("weight")), std=0.4)
+    return module.double().eval()
+
+
+def encoder(*, norm=False, **settings):
+    sizes = {"d_model": 16, "nhead": 4, "dim_feedforward": 24, "layer_norm_eps": 1e-3}
+    layer = nn.TransformerEncoderLayer(**sizes | {"batch_first": True} | settings)
+    last = nn.LayerNorm(16) if norm else None
+    return randomised(nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=False))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{}, {"activation": "gelu"}, {"bias": False}, {"batch_first": False}], ids=str
+)
+@pytest.mark.parametrize("norm_first", [False, True])
+@torch.no_grad()
+def test_an_encoder_becomes_a_stack(norm_first, settings, norm):
+    theirs = encoder(norm_first=norm_first, norm=norm, **settings)
+    x, padding = normal(2, 7, 16), torch.arange(7) >= torch.tensor([[7], [4]])
+    wanted = theirs(
+        x if settings.get("batch_first", True) else x.transpose(0, 1), src_key_padding_mask=padding
+    )
+    wanted = wanted if settings.get("batch_first", True) else wanted.transpose(0, 1)
+    found = from_transformer_encoder(theirs)(x, key_padding_mask=padding)
+    assert_agree(found[~padding], wanted[~padding], tolerance=1e-12)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@torch.no_grad()
+def test_a_causal_one_runs_step_by_step(norm_first):
+    theirs = encoder(norm_first=norm_first, norm=True)
+    x = normal(2, 7, 16)
+    wanted = theirs(x, mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=x.dtype), is_causal=True)
+    ours = from_transformer_encoder(theirs, causal=True)
+    y, state = ours.prefill(x[:, :3], ours.init_state(2))
+    steps = [y]
+    for t in range(3, 7):
+        y, state = ours.step(x[:, t], state)
+        steps.append(y.unsqueeze(1))
+    assert_agree(ours(x), wanted, tolerance=1e-12)
+    assert_agree(torch.cat(steps, dim=1), wanted, tolerance=1e-12)
+
+
+def test_another_mechanism_gets_the_projections():
+    stack = from_transformer_encoder(encoder(), attention="linear", feature_map="relu")
+    assert type(stack.blocks[0].attention) is attention.load("linear")
+    wanted = from_transformer_encoder(encoder()).state_dict()
+    assert all(torch.equal(x, wanted[name]) for name, x in stack.state_dict().items())
+
+
+class Strange(nn.TransformerEncoderLayer):
+    pass
+
+
+def different():
+    theirs = encoder()
+    theirs.layers[1] = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: nn.Linear(2, 2), ValueError, "encoder is a Linear, wanted a torch.nn.TransformerEncoder"),
+        (lambda: nn.TransformerEncoder(Strange(8, 2), 1, enable_nested_tensor=False), UnsupportedError, "layers of another type"),
+        (different, UnsupportedError, "layers that differ"),
+        (lambda: encoder(activation=nn.functional.silu), UnsupportedError, "the activation <function silu"),
+        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1, norm=nn.RMSNorm(8), enable_nested_tensor=False), UnsupportedError, "the last norm is a RMSNorm"),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        from_transformer_encoder(make())
+
+
+def pair(**settings):
+    """Torch's and ours, with the same weights."""
+    theirs = randomised(nn.MultiheadAttention(16, 4, **settings))
+    ours = MultiheadAttention(16, 4, **settings, dtype=torch.float64).eval()
+    ours.load_state_dict(theirs.state_dict())
+    assert list(theirs.state_dict()) == list(ours.state_dict())
+    return ours, theirs
+
+
+MASKS = {
+    "none": {},
+    "padding": {"key_padding_mask": torch.arange(6) >= torch.tensor([[6], [3]])},
+    "mask": {"attn_mask": torch.arange(5).unsqueeze(1) < torch.arange(6) - 2},
+    "added": {"attn_mask": normal(8, 5, 6), "key_padding_mask": torch.where(torch.arange(6) > 4, -torch.inf, 0.0).double().expand(2, -1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_first": True},
+        {"batch_first": False},
+        {"bias": False, "batch_first": True},
+        {"kdim": 6, "vdim": 10, "batch_first": True},
+        {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+    ],
+    ids=str,
+)
+def test_outputs_weights_and_gradients_are_torchs(settings, masks):
+    ours, theirs = pair(**settings)
+    widths = 16, settings.get("kdim", 16), settings.get("vdim", 16)
+    inputs = [normal(2, n, d) for n, d in zip((5, 6, 6), widths, strict=True)]
+    inputs = [(x if settings["batch_first"] else x.transpose(0, 1)).requires_grad_() for x in inputs]
+    for average in (True, False):
+        found = ours(*inputs, **MASKS[masks], average_attn_weights=average)
+        wanted = theirs(*inputs, **MASKS[masks], average_attn_weights=average)
+        for a, b in zip(found, wanted, strict=True):
+            assert_agree(a, b, tolerance=1e-12)
+    for a, b in zip(gradients(found[0], inputs), gradients(wanted[0], inputs), strict=True):
+        assert_agree(a, b, "gradient", tolerance=1e-12)
+    assert ours(*inputs, **MASKS[masks], need_weights=False)[1] is None
+
+
+@torch.no_grad()
+def test_without_a_batch():
+    ours, theirs = pair()
+    inputs = normal(5, 16), normal(6, 16), normal(6, 16)
+    padding = torch.arange(6) > 3
+    for a, b in zip(ours(*inputs, padding), theirs(*inputs, padding), strict=True):
+        assert_agree(a, b, tolerance=1e-12)
+
+
+@torch.no_grad()
+def test_inside_of_torchs_encoder_layer():
+    """Torch's layer has a fast path that never calls its attention: it must not be taken."""
+    theirs = encoder()
+    wanted = theirs(x := normal(2, 7, 16), src_key_padding_mask=torch.arange(7).expand(2, -1) > 4)
+    for kind in ("softmax", "linear"):
+        changed = encoder()
+        for layer in changed.layers:
+            swapped = MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64, attention=kind)
+            swapped.load_state_dict(layer.self_attn.state_dict())
+            layer.self_attn = swapped
+        changed.eval()
+        found = changed(x, src_key_padding_mask=torch.arange(7).expand(2, -1) > 4)[:, :5]
+        if kind == "softmax":
+            assert_agree(found, wanted[:, :5], tolerance=1e-12)
+        else:
+            stack = from_transformer_encoder(theirs, attention="linear")
+            assert_agree(found, stack(x[:, :5]), tolerance=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@torch.no_grad()
+def test_nested_tensors_are_refused():
+    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+    theirs = nn.TransformerEncoder(layer, 1).eval()
+    theirs.layers[0].self_attn = MultiheadAttention(16, 4, batch_first=True)
+    with pytest.raises(UnsupportedError, match="enable_nested_tensor=False"):
+        theirs(torch.zeros(2, 7, 16), src_key_padding_mask=torch.arange(7).expand(2, -1) > 4)
+    with pytest.raises(UnsupportedError, match="layers of another type"):
+        from_transformer_encoder(theirs)
+
+
+@torch.no_grad()
+def test_a_copy_has_projections_of_its_own():
+    module = MultiheadAttention(16, 4, batch_first=True, attention="linear", dtype=torch.float64)
+    x = normal(2, 5, 16)
+    before = module(x, x, x, need_weights=False)[0]
+    copy = deepcopy(module)
+    nn.init.zeros_(copy.out_proj.weight)
+    nn.init.ones_(copy.out_proj.bias)
+    assert (copy(x, x, x, need_weights=False)[0] == 1).all()
+    assert torch.equal(module(x, x, x, need_weights=False)[0], before)
+
+
+@torch.no_grad()
+def test_causal_attention_without_a_mask_of_pairs():
+    module = MultiheadAttention(16, 4, batch_first=True, attention="linear", causal=True, dtype=torch.float64)
+    x = normal(2, 7, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(7, dtype=x.dtype)
+    found, _ = module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)
+    begin = x[:, :4]
+    assert_agree(found[:, :4], module(begin, begin, begin, need_weights=False)[0], tolerance=1e-12)
+
+
+@pytest.mark.parametrize("name", attention.names())
+@torch.no_grad()
+def test_every_mechanism_computes_what_its_own_module_does_or_is_refused(name):
+    torch.manual_seed(0)
+    kind = attention.load(name)
+    causal = not kind.supports.bidirectional
+    settings = {"causal": causal} if kind.supports.causal or kind.supports.bidirectional else {}
+    own = kind(16, 4, **settings).double()
+    make = partial(MultiheadAttention, 16, 4, batch_first=True, attention=name, dtype=torch.float64)
+    packed = getattr(own, "qkv_proj", None)
+    if packed is None or packed.weight.shape != (48, 16):
+        with pytest.raises(UnsupportedError, match="other projections than torch's"):
+            make(causal=causal)
+        return
+    module = make(causal=causal)
+    weights = own.state_dict()
+    weights["qkv_proj.weight"], weights["qkv_proj.bias"] = module.in_proj_weight, module.in_proj_bias
+    weights |= {f"out_proj.{key}": x for key, x in module.out_proj.state_dict().items()}
+    weights |= module.mechanism.state_dict()
+    own.load_state_dict(weights)
+    x = normal(2, 9, 16)
+    padding = torch.arange(9) >= torch.tensor([[9], [5]]) if module.mechanism.supports.padding else None
+    found, _ = module(x, x, x, padding, need_weights=False)
+    wanted = own(x, key_padding_mask=padding)
+    kept = slice(None) if padding is None else ~padding
+    assert_agree(found[kept], wanted[kept], tolerance=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: MultiheadAttention(16, 4, dropout=0.1), UnsupportedError, "dropout is 0.1"),
+        (lambda: MultiheadAttention(16, 4, attention="bahdanau"), UnsupportedError, "other projections than torch's"),
+        (lambda: MultiheadAttention(16, 4, attention="linear", n_kv_heads=2), UnsupportedError, "other projections than torch's"),
+        (lambda: MultiheadAttention(16, 4, attention="linear", causal=True, add_bias_kv=True), UnsupportedError, "add_bias_kv=False"),
+        (lambda: MultiheadAttention(16, 4, attention="longformer", kdim=8), UnsupportedError, "reads its input"),
+        (lambda: linear(attn_mask=torch.zeros(5, 5).bool()), UnsupportedError, "linear attention cannot honour attn_mask"),
+        (lambda: linear(attn_mask=torch.zeros(5, 5).bool(), is_causal=True), UnsupportedError, "make it with causal=True"),
+        (lambda: linear(is_causal=True), ValueError, "without attn_mask"),
+        (lambda: linear(attention="performer"), UnsupportedError, "use need_weights=False"),
+        (lambda: linear(key_padding_mask=torch.ones(5, 2)), UnsupportedError, "other numbers than 0 and -inf"),
+        (lambda: linear(value=torch.zeros(4, 2, 16)), ValueError, "value has the length 4, wanted key's, 5"),
+        (lambda: linear(value=torch.zeros(5, 2, 15)), ValueError, "value has the batch size 2 and the width 15"),
+        (lambda: linear(value=torch.zeros(5, 16)), ValueError, "found an input of 2 axes"),
+        (lambda: linear(attention="longformer", key=torch.zeros(5, 2, 16)), UnsupportedError, "longformer attention cannot honour a key"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_are_refused_in_one_sentence(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def linear(*, attention="linear", key=None, value=None, **further):
+    x = torch.zeros(5, 2, 16)
+    key = x if key is None else key
+    return MultiheadAttention(16, 4, attention=attention)(x, key, key if value is None else value, **further)
