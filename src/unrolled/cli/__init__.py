@@ -9,6 +9,7 @@ from unrolled.cli.attend import attend
 from unrolled.cli.bench import bench
 from unrolled.cli.compare import compare
 from unrolled.cli.complexity import table
+from unrolled.cli.convert import convert
 from unrolled.cli.demo import demo
 from unrolled.cli.evaluate import evaluate
 from unrolled.cli.generate import generate
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(generate)
+app.command()(convert)
 app.command()(translate)
 app.command()(evaluate)
 app.command("list")(mechanisms)

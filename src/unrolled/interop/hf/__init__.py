@@ -1,5 +1,50 @@
-"""Hugging Face transformers."""
+"""Hugging Face transformers: our models among theirs. Needs the extra `hf`.
 
+Importing this package tells transformers of the classes below, so that its `AutoConfig`,
+`AutoModelForCausalLM` and so on find them by the `model_type` "unrolled" of a config. It is the one import of
+this library with such an effect.
+"""
+
+try:
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForSequenceClassification,
+    )
+except ImportError as error:
+    raise ImportError("unrolled.interop.hf needs transformers: pip install 'unrolled[hf]'") from error
+
+from unrolled.interop.hf.cache import StateCache, StateLayer
+from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
+from unrolled.interop.hf.config import UnrolledConfig
+from unrolled.interop.hf.convert import (
+    character_tokenizer,
+    from_transformers,
+    is_saved_by_transformers,
+    load,
+    to_transformers,
+)
+from unrolled.interop.hf.masked_lm import UnrolledForMaskedLM
+from unrolled.interop.hf.sequence_classification import UnrolledForSequenceClassification
 from unrolled.interop.hf.weights import import_weights
 
-__all__ = ["import_weights"]
+__all__ = [
+    "StateCache",
+    "StateLayer",
+    "UnrolledConfig",
+    "UnrolledForCausalLM",
+    "UnrolledForMaskedLM",
+    "UnrolledForSequenceClassification",
+    "character_tokenizer",
+    "from_transformers",
+    "import_weights",
+    "is_saved_by_transformers",
+    "load",
+    "to_transformers",
+]
+
+AutoConfig.register(UnrolledConfig.model_type, UnrolledConfig, exist_ok=True)
+AutoModelForCausalLM.register(UnrolledConfig, UnrolledForCausalLM, exist_ok=True)
+AutoModelForMaskedLM.register(UnrolledConfig, UnrolledForMaskedLM, exist_ok=True)
+AutoModelForSequenceClassification.register(UnrolledConfig, UnrolledForSequenceClassification, exist_ok=True)

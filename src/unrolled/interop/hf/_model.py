@@ -1,0 +1,141 @@
+"""What the classes for transformers have in common: a model of ours inside, and how its weights come in."""
+
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from unrolled.contract import UnsupportedError
+from unrolled.interop.hf.config import UnrolledConfig
+from unrolled.models import Decoder, Encoder
+
+
+class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """A `Decoder` or `Encoder` as a model of transformers, in the attribute `model`."""
+
+    config_class = UnrolledConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+
+    config: UnrolledConfig
+    model: Decoder | Encoder
+
+    def __init__(self, config: UnrolledConfig) -> None:
+        super().__init__(config)
+        # transformers makes models without memory and fills in what the file holds. Ours draw random features
+        # from a generator of the CPU, and a head that the file lacks has to start as in a new model.
+        with torch.device("cpu"):
+            self.model = self._make(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _make(config: UnrolledConfig) -> Decoder | Encoder:
+        raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Read a model that `save_pretrained` wrote; see `PreTrainedModel.from_pretrained`.
+
+        The output layer may be missing, as when a model is fine-tuned to another task: it starts as in a new
+        model.
+
+        Raises:
+            ValueError: any other tensor is missing, or a file is damaged.
+        """
+        kwargs["use_safetensors"] = True  # the other format runs what a file says
+        loaded: Any
+        try:
+            loaded = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"a weights file of {args[0]} is not readable: {error}") from error
+        model: Self
+        model, info = loaded
+        absent = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+        if lost := sorted(name for name in absent if not name.startswith("model.head.")):
+            raise ValueError(
+                f"{model.name_or_path} lacks {len(lost)} tensors of {cls.__name__}, the first is {lost[0]!r}"
+            )
+        for x in (*model.parameters(), *model.buffers()):
+            # Copies: a file's tensors lie anywhere in memory, and some products round as that is aligned.
+            x.data = x.data.clone()
+        if absent:
+            fresh = cls._make(model.config).state_dict(prefix="model.")
+            with torch.no_grad():
+                for name, x in model.state_dict().items():
+                    if name in absent:
+                        x.copy_(fresh[name])
+        return (model, info) if output_loading_info else model
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding of the tokens."""
+        return self.model.embedding
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output matrix; None where it is the embedding table, or no linear layer."""
+        project = getattr(self.model.head, "project", None)
+        return project if isinstance(project, nn.Module) else None
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Refuse another embedding.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "the vocabulary of a model is fixed: make a model of another vocab_size instead"
+        )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Refuse another size of the vocabulary.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "the vocabulary of a model is fixed: make a model of another vocab_size instead"
+        )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave the weights as they are: our models draw their own."""
+
+
+def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int = 0) -> Tensor | None:
+    """Turn the mask of transformers, 1 or True where a token is valid, into ours, True at padding.
+
+    Args:
+        attention_mask: [B, T], or [B, seen + T] with what was read before `input_ids`; None: no padding.
+        input_ids: [B, T].
+        seen: positions read before.
+
+    Returns:
+        [B, T]; None where there is no padding.
+
+    Raises:
+        UnsupportedError: the mask says which position may see which.
+        ValueError: it has another shape.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() > 2:
+        raise UnsupportedError(
+            f"attention_mask has the shape {list(attention_mask.shape)}, but only padding can be masked; "
+            "use a mask [batch, length] instead"
+        )
+    batch_size, length = input_ids.shape
+    if attention_mask.shape not in ((batch_size, length), (batch_size, seen + length)):
+        raise ValueError(
+            f"attention_mask has the shape {list(attention_mask.shape)}, "
+            f"wanted [{batch_size}, {seen + length}]"
+        )
+    padding = attention_mask[:, attention_mask.shape[1] - length :] == 0
+    return padding if padding.any() else None
+
+
+def without_padding(input_ids: Tensor, padding: Tensor | None) -> Tensor:
+    """Put a token that exists where there is padding, whose id may lie outside the vocabulary."""
+    return input_ids if padding is None else input_ids.masked_fill(padding, 0)

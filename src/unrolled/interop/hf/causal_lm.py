@@ -1,0 +1,186 @@
+"""`UnrolledForCausalLM`: a decoder that transformers can train and generate from."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from unrolled.contract import IGNORED
+from unrolled.interop.hf._model import UnrolledPreTrainedModel, key_padding_mask, without_padding
+from unrolled.interop.hf.cache import StateCache, StateLayer
+from unrolled.interop.hf.config import UnrolledConfig
+from unrolled.models import Decoder, DecoderState
+from unrolled.ops.state import leaves
+
+
+class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """A `Decoder` for transformers: `generate`, pipelines, `Trainer`, `save_pretrained`.
+
+    Its cache is a `StateCache` of one `StateLayer`, which holds the state of the whole decoder. Where the
+    attention's state is of constant size, so is the cache. A cache may be continued by one token or by any
+    number of them, padded or not, with the results of one forward over all of them.
+
+    `past_key_values` also takes a `DecoderState`, as from `Decoder.prefill`, which stays as it is.
+
+    Tokens equal to the `pad_token_id` of the generation config count as padding where that id is outside the
+    vocabulary, even where `attention_mask` calls them valid, as `generate` does in rows that have ended.
+    """
+
+    _is_stateful = True  # there is no way back to an earlier token
+
+    model: Decoder
+
+    @staticmethod
+    def _make(config: UnrolledConfig) -> Decoder:
+        return Decoder(config.decoder_config())
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: StateCache | DecoderState | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits of the token that follows each position.
+
+        Args:
+            input_ids: [B, T] long, the tokens after those that the cache has read.
+            attention_mask: [B, T], or [B, S + T] with the S positions that the cache has read; 0 at padding.
+            past_key_values: what has been read before; it is brought up to date.
+            labels: [B, T] long, the same as `input_ids`: they are shifted here; -100 and padding are ignored.
+            use_cache: whether to return a cache; by default as the config says, unless there are labels.
+            return_dict: False for a tuple.
+            num_items_in_batch: what to divide the summed loss by instead of the number of targets.
+
+        Returns:
+            `loss` where there are labels; `logits` [B, T, vocab_size]; `past_key_values`.
+
+        Raises:
+            UnsupportedError: the mask says which position may see which.
+            ValueError: the cache is of another model or batch, or a mask or token is impossible.
+        """
+        cache = self._cache(past_key_values)
+        if use_cache is None:
+            use_cache = cache is not None or (self.config.use_cache and labels is None)
+        if use_cache and cache is None:
+            cache = StateCache()
+        seen = 0 if cache is None else cache.get_seq_length()
+        padding = key_padding_mask(attention_mask, input_ids, seen)
+        padding = self._or_pad_token(padding, input_ids)
+        tokens = without_padding(input_ids, padding)
+        if cache is None:
+            logits = self.model(tokens, key_padding_mask=padding)
+        else:
+            logits = self._read(tokens, cache.layers[0], padding)
+        loss = None if labels is None else self._loss(logits, labels, padding, num_items_in_batch)
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=cache if use_cache else None
+        )
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+    def generate(
+        self, inputs: Tensor | None = None, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        """Continue `inputs` [B, T]; see `GenerationMixin.generate`.
+
+        Args:
+            inputs: token ids, with those that `past_key_values` has read.
+            args: as there.
+            past_key_values: a `StateCache` to go on from, which is brought up to date, or a `DecoderState`,
+                which stays as it is.
+            kwargs: as there.
+        """
+        cache = self._cache(past_key_values)
+        if cache is not None:
+            kwargs["past_key_values"] = cache
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    @cached_property
+    def _state_sizes(self) -> dict[str, tuple[int, ...] | int]:
+        """By name, the sizes of the tensors of a state without the batch; how many, where the state grows."""
+        blocks: Any = self.model.stack.blocks
+        growing = [block.attention.supports.recurrence != "constant" for block in blocks]
+        found = leaves(self.model.init_state(1))
+        return {
+            name: x.dim() if name != "position" and growing[int(name.split(".")[1])] else tuple(x.shape[1:])
+            for name, x in found.items()
+        }
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # neither one of its keys and values, nor any other of transformers
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[Any, Any], *args: Any, **kwargs: Any
+    ) -> bool:
+        """Give `generate` a cache from the start, without which it cannot prefill in chunks."""
+        prepare: Any = super()._prepare_cache_for_generation  # type: ignore[misc]
+        done: bool = prepare(generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.use_cache is not False:
+            model_kwargs.setdefault("past_key_values", StateCache())
+        return done
+
+    def _cache(self, given: Any) -> StateCache | None:
+        if isinstance(given, DecoderState):
+            given = StateCache.of(given, int(given.position.max()) if len(given.position) else 0)
+        if given is None:
+            return None
+        if not isinstance(given, StateCache) or [*map(type, given.layers)] != [StateLayer]:
+            raise ValueError(
+                f"past_key_values is a {type(given).__name__}, wanted a StateCache of one StateLayer, "
+                "or a DecoderState"
+            )
+        if given.layers[0].state is not None:
+            self._check_state(given.layers[0].state)
+        return given
+
+    def _check_state(self, state: Any) -> None:
+        """Refuse a state of another model, as far as sizes tell; the batch is checked elsewhere."""
+        found = leaves(state) if isinstance(state, DecoderState) else {}
+        wanted = self._state_sizes
+        if found.keys() != wanted.keys() or any(
+            (x.dim() if isinstance(wanted[name], int) else tuple(x.shape[1:])) != wanted[name]
+            for name, x in found.items()
+        ):
+            raise ValueError(
+                "past_key_values holds a state of another model: its tensors have other names or sizes than "
+                "those of this one's init_state"
+            )
+
+    def _or_pad_token(self, padding: Tensor | None, input_ids: Tensor) -> Tensor | None:
+        pad = self.generation_config.pad_token_id
+        if not isinstance(pad, int) or 0 <= pad < self.model.n_ids:
+            return padding
+        also = input_ids == pad
+        if not also.any():
+            return padding
+        return also if padding is None else also | padding
+
+    def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
+        state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
+        if tokens.shape[1] == 1 and padding is None:
+            logits, state = self.model.step(tokens[:, 0], state)
+            logits = logits.unsqueeze(1)
+        else:
+            logits, state = self.model.prefill(tokens, state, key_padding_mask=padding)
+        layer.put(state, tokens.shape[1])
+        return logits
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor, padding: Tensor | None, num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
+        if padding is not None:
+            # Nothing is predicted at padding, neither the next padding nor the first token after it.
+            before = torch.cat([padding[:, :1], padding[:, :-1]], dim=1)
+            labels = labels.masked_fill(padding | before, IGNORED)
+        loss: Tensor = self.loss_function(
+            logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+        )
+        return loss

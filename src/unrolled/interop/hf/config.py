@@ -1,0 +1,129 @@
+"""The config of our models among those of transformers: the same fields under the same names."""
+
+from copy import deepcopy
+from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from unrolled.models import DecoderConfig, EncoderConfig
+from unrolled.models.config import TransformerConfig
+
+# Said by the class of the model instead: what it puts out, and that its input are token ids.
+BY_CLASS = ("output", "input_dim")
+THEIRS = {f.name for f in fields(PreTrainedConfig)} | {
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "quantization_config",
+    "torch_dtype",
+}
+"""Keys that transformers itself gives to any config; so may be those that end in "_token_id"."""
+
+
+class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """What a model of ours is made of, for transformers.
+
+    Takes every field of `DecoderConfig` and `EncoderConfig` by its own name, except `output` and `input_dim`,
+    for which the class of the model stands. The names that transformers has for some of them work too:
+    `hidden_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`, `intermediate_size`,
+    `max_position_embeddings`, `tie_word_embeddings` and, for `n_classes`, `num_labels`.
+
+        config = UnrolledConfig(vocab_size=65, d_model=128, attention="linear")
+
+    Args:
+        use_cache: return the state after a forward that asks for neither: only where there are no labels.
+        fields: those fields, and those that transformers gives to any config, such as `id2label`.
+
+    Raises:
+        ValueError: a field is unknown, given by two names, or impossible.
+    """
+
+    model_type = "unrolled"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "intermediate_size": "d_ff",
+        "tie_word_embeddings": "tie_embeddings",
+        "n_classes": "num_labels",
+        # Kept under their name, since `max_length` among the attributes of a config means to transformers how
+        # much to generate.
+        "max_length": "max_position_embeddings",
+    }
+    max_length: int = TransformerConfig.max_length  # declared, or it would be refused as such an attribute
+    __eq__ = PreTrainedConfig.__eq__
+
+    def __init__(self, *, use_cache: bool = True, **given: Any) -> None:
+        ours = _fields_of_both()
+        values = {name: _default(field) for name, field in ours.items()}
+        theirs: dict[str, Any] = {}
+        seen: dict[str, str] = {}
+        to_ours = {alias: name for alias, name in self.attribute_map.items() if name in ours}
+        to_ours |= {"max_position_embeddings": "max_length", "n_classes": "num_labels"}
+        for key, value in given.items():
+            name = to_ours.get(key, key)
+            if name in seen:
+                raise ValueError(
+                    f"{key} and {seen[name]} are given, wanted one of them: they are the same field"
+                )
+            seen[name] = key
+            if name in ours:
+                values[name] = value
+            elif name in THEIRS or name.endswith("_token_id") or name.startswith("_"):
+                theirs[name] = value
+            else:
+                near = get_close_matches(key, [*ours, *to_ours], n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ValueError(
+                    f"{key} is no field of UnrolledConfig: {hint}The fields are {', '.join(sorted(ours))}"
+                )
+        common = {f.name for f in fields(TransformerConfig)}
+        checked = TransformerConfig(**{name: values[name] for name in common})
+        if theirs.get("num_labels", ...) is None:
+            del theirs["num_labels"]  # None stands for the default
+        super().__init__(**theirs)
+        self.use_cache = use_cache
+        for name, value in values.items():
+            setattr(self, name, getattr(checked, name) if name in common else value)
+
+    def decoder_config(self) -> DecoderConfig:
+        """The config of the `Decoder` of this size.
+
+        Raises:
+            ValueError: a field is impossible.
+        """
+        return DecoderConfig(**self._of(DecoderConfig))
+
+    def encoder_config(self, output: str) -> EncoderConfig:
+        """The config of the `Encoder` of this size with an `output`, "classification" or "masked".
+
+        Raises:
+            ValueError: a field is impossible.
+        """
+        values = self._of(EncoderConfig) | {"output": output}
+        values["n_classes"] = self.num_labels if output == "classification" else None
+        values["tie_embeddings"] = self.tie_embeddings and output == "masked"
+        return EncoderConfig(**values)
+
+    def _of(self, kind: type[Any]) -> dict[str, Any]:
+        return {f.name: deepcopy(getattr(self, f.name)) for f in fields(kind) if f.name not in BY_CLASS}
+
+
+def _fields_of_both() -> dict[str, Field[Any]]:
+    """The fields of the configs of decoders and encoders, by name; of these `n_classes` is `num_labels`."""
+    found = {f.name: f for f in (*fields(EncoderConfig), *fields(DecoderConfig))}
+    return {name: f for name, f in found.items() if name not in (*BY_CLASS, "n_classes")}
+
+
+def _default(field: "Field[Any]") -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default

@@ -1,0 +1,141 @@
+"""Our models into transformers' classes and back, weight by weight."""
+
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from unrolled.contract import UnsupportedError
+from unrolled.interop.hf._model import UnrolledPreTrainedModel
+from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
+from unrolled.interop.hf.config import BY_CLASS, UnrolledConfig
+from unrolled.interop.hf.masked_lm import UnrolledForMaskedLM
+from unrolled.interop.hf.sequence_classification import UnrolledForSequenceClassification
+from unrolled.models import Decoder, Encoder
+from unrolled.models.saving import SavedModel
+
+END = "<|end|>"
+CLASSES = (UnrolledForCausalLM, UnrolledForMaskedLM, UnrolledForSequenceClassification)
+ENCODERS = {"classification": UnrolledForSequenceClassification, "masked": UnrolledForMaskedLM}
+
+
+def to_transformers(model: SavedModel) -> UnrolledPreTrainedModel:
+    """Make a model of transformers with a copy of the weights of a `Decoder` or `Encoder`.
+
+    Returns:
+        `UnrolledForCausalLM` for a decoder; for an encoder `UnrolledForSequenceClassification` or
+        `UnrolledForMaskedLM`, as its output says.
+
+    Raises:
+        UnsupportedError: it is another model, or an encoder of continuous inputs or with output "tokens".
+    """
+    if not isinstance(model, Decoder | Encoder):
+        raise UnsupportedError(
+            f"a {type(model).__name__} has no class for transformers; use a Decoder or an Encoder instead"
+        )
+    values = {name: value for name, value in asdict(model.config).items() if name not in BY_CLASS}
+    kind: type[UnrolledPreTrainedModel] = UnrolledForCausalLM
+    if isinstance(model, Encoder):
+        if model.config.vocab_size is None or model.config.output not in ENCODERS:
+            raise UnsupportedError(
+                f"an encoder with input_dim {model.config.input_dim} and output {model.config.output!r} has "
+                f"no class for transformers; use one of tokens, with output {' or '.join(ENCODERS)}, instead"
+            )
+        kind = ENCODERS[model.config.output]
+    converted = kind(UnrolledConfig(**values))
+    converted.model = deepcopy(model)
+    converted.config.dtype = next(model.parameters()).dtype
+    converted.train(model.training)
+    if isinstance(model, Decoder) and model.config.start_token:
+        converted.generation_config.bos_token_id = model.config.vocab_size
+    return converted
+
+
+def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
+    """Make a `Decoder` or `Encoder` with a copy of the weights of one of our classes for transformers.
+
+    Raises:
+        UnsupportedError: it is a model of another class.
+    """
+    if not isinstance(model, UnrolledPreTrainedModel):
+        raise UnsupportedError(
+            f"a {type(model).__name__} holds no model of this library; use one of its own classes instead"
+        )
+    return deepcopy(model.model)
+
+
+def is_saved_by_transformers(path: str | Path) -> bool:
+    """Whether the folder `path` holds a model of transformers, ours or not."""
+    return "model_type" in _config(path)
+
+
+def load(path: str | Path) -> UnrolledPreTrainedModel:
+    """Read a model of any of our classes for transformers from the folder that its `save_pretrained` wrote.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    values = _config(path)
+    if (found := values.get("model_type")) != UnrolledConfig.model_type:
+        raise ValueError(f"{path} holds a model of the type {found!r}, wanted {UnrolledConfig.model_type!r}")
+    by_name = {kind.__name__: kind for kind in CLASSES}
+    name = (values.get("architectures") or [None])[0]
+    if name not in by_name:
+        raise ValueError(f"{path} holds a model of the class {name!r}, wanted one of {sorted(by_name)}")
+    model: UnrolledPreTrainedModel = by_name[name].from_pretrained(path)
+    return model
+
+
+def _config(path: str | Path) -> dict[str, Any]:
+    try:
+        values = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizerFast:
+    """Make a tokenizer whose ids are those of a text data set, with one more for padding and the end.
+
+    Args:
+        characters: the characters in the order of their ids; None for the bytes of UTF-8.
+
+    Returns:
+        a tokenizer that pads on the left, as generation wants it. The symbol of padding and the end is
+        written "<|end|>"; a model does not know it, but `UnrolledForCausalLM` takes it for padding. There is
+        no other: a character outside the vocabulary is an error.
+    """
+    if characters is None:
+        tokenizer = Tokenizer(models.BPE(vocab=_bytes(), merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        size = 256
+    else:
+        ids = {character: i for i, character in enumerate(characters)}
+        tokenizer = Tokenizer(models.WordLevel(ids))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        size = len(ids)
+    make: Any = PreTrainedTokenizerFast
+    made: PreTrainedTokenizerFast = make(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+    assert made.pad_token_id == size
+    return made
+
+
+def _bytes() -> dict[str, int]:
+    """The letters that stand for the bytes in byte-level tokenizers: a printable byte for itself."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,54 @@
+"""`UnrolledForMaskedLM`: an encoder that fills gaps."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.modeling_outputs import MaskedLMOutput
+
+from unrolled.contract import IGNORED
+from unrolled.interop.hf._model import UnrolledPreTrainedModel, key_padding_mask, without_padding
+from unrolled.interop.hf.config import UnrolledConfig
+from unrolled.models import Encoder
+
+
+class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
+    """An `Encoder` with output "masked" for transformers: pipelines, `Trainer`, `save_pretrained`."""
+
+    model: Encoder
+
+    @staticmethod
+    def _make(config: UnrolledConfig) -> Encoder:
+        return Encoder(config.encoder_config("masked"))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> MaskedLMOutput | tuple[Any, ...]:
+        """Logits of the token that belongs at each position.
+
+        Args:
+            input_ids: [B, T] long.
+            attention_mask: [B, T]; 0 at padding.
+            labels: [B, T] long; -100 and those at padding are ignored.
+            return_dict: False for a tuple.
+            num_items_in_batch: what to divide the summed loss by instead of the number of targets.
+
+        Returns:
+            `loss` where there are labels; `logits` [B, T, vocab_size].
+        """
+        padding = key_padding_mask(attention_mask, input_ids)
+        logits = self.model(without_padding(input_ids, padding), key_padding_mask=padding)
+        loss = None
+        if labels is not None:
+            if padding is not None:
+                labels = labels.masked_fill(padding, IGNORED)
+            loss = self.loss_function(
+                logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+            )
+        output = MaskedLMOutput(loss=loss, logits=logits)
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()

@@ -1,0 +1,50 @@
+"""`UnrolledForSequenceClassification`: an encoder that labels a sequence."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from unrolled.interop.hf._model import UnrolledPreTrainedModel, key_padding_mask, without_padding
+from unrolled.interop.hf.config import UnrolledConfig
+from unrolled.models import Encoder
+
+
+class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
+    """An `Encoder` with output "classification" for transformers: pipelines, `Trainer`, `save_pretrained`."""
+
+    model: Encoder
+
+    @staticmethod
+    def _make(config: UnrolledConfig) -> Encoder:
+        return Encoder(config.encoder_config("classification"))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+        """Logits of the labels.
+
+        Args:
+            input_ids: [B, T] long.
+            attention_mask: [B, T]; 0 at padding.
+            labels: [B] long; for a `problem_type` of "regression" [B] or [B, n_classes], for
+                "multi_label_classification" [B, n_classes], both floating.
+            return_dict: False for a tuple.
+            num_items_in_batch: not used: the loss is the mean over the batch.
+
+        Returns:
+            `loss` where there are labels; `logits` [B, n_classes].
+        """
+        padding = key_padding_mask(attention_mask, input_ids)
+        logits = self.model(without_padding(input_ids, padding), key_padding_mask=padding)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        output = SequenceClassifierOutput(loss=loss, logits=logits)
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()

@@ -1,0 +1,86 @@
+"""`unrolled convert`, and importing what needs an extra."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hf_models import make
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from unrolled.cli import app
+from unrolled.cli._vocabulary import Vocabulary
+from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig
+
+CHARACTERS = list("\n abcdefgh")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def sentence(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    return result.stderr.splitlines()[-1].removeprefix("error: ")
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """The folder of a run, as far as it matters here."""
+    model = Decoder(DecoderConfig(len(CHARACTERS), d_model=16, n_layers=1, n_heads=2, max_length=32))
+    model.save(tmp_path / "run")
+    Vocabulary("text", characters=CHARACTERS).save(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_there_and_back(trained, tmp_path):
+    theirs, back = tmp_path / "theirs", tmp_path / "back"
+    result = run("convert", trained, theirs)
+    assert result.exit_code == 0, result.output
+    assert "UnrolledForCausalLM with its tokenizer" in result.stderr
+    tokenizer, model = AutoTokenizer.from_pretrained(theirs), AutoModelForCausalLM.from_pretrained(theirs)
+    drawn = model.generate(**tokenizer("bad cafe", return_tensors="pt"), max_new_tokens=10, do_sample=False)
+    assert run("convert", theirs, back).exit_code == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (trained, back))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+    assert (back / "config.json").read_text() == (trained / "config.json").read_text()
+    written = run("generate", back, "--prompt", "bad cafe", "--tokens", 10, "--temperature", 0).stdout
+    assert written == tokenizer.decode(drawn[0]) + "\n"
+
+
+def test_what_cannot_be_converted_gets_one_sentence(trained, tmp_path):
+    assert sentence("convert", trained, trained).startswith(f"{trained} is the model's own folder")
+    assert "is not a model's folder" in sentence("convert", tmp_path / "nowhere", tmp_path / "out")
+    RecurrentLM(RecurrentLMConfig(9)).save(tmp_path / "rnn")
+    assert "a RecurrentLM has no class for transformers" in sentence(
+        "convert", tmp_path / "rnn", tmp_path / "out"
+    )
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    assert "holds a model of the type 'llama', wanted 'unrolled'" in sentence(
+        "convert", tmp_path / "llama", tmp_path / "out"
+    )
+    make().save_pretrained(tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    assert "is not readable" in sentence("convert", tmp_path / "cut", tmp_path / "out")
+    Vocabulary("text", characters=["a"]).save(trained)
+    assert "not of one run" in sentence("convert", trained, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_transformers_it_says_what_to_install():
+    script = """
+import sys
+sys.modules["transformers"] = None
+try:
+    import unrolled.interop.hf
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert result.stdout == "unrolled.interop.hf needs transformers: pip install 'unrolled[hf]'\n"

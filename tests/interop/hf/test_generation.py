@@ -1,0 +1,167 @@
+"""`generate` draws what one parallel forward over the whole text says, however its calls are cut."""
+
+import pytest
+import torch
+from hf_models import MECHANISMS, make, prompts
+
+from unrolled.interop import hf
+from unrolled.ops.state import leaves
+
+N = 12
+"""New tokens; more than a window of 5 holds."""
+SINGLE = {"rtol": 1e-6, "atol": 1e-6}
+"""`generate` rounds the logits of a model in double precision to single."""
+
+
+@pytest.fixture(scope="module", params=MECHANISMS)
+def model(request):
+    """One of each kind, not to be changed."""
+    return make(request.param)
+
+
+@pytest.fixture
+def ids():
+    return prompts()
+
+
+def generate(model, ids, **options):
+    options = {"max_new_tokens": N, "do_sample": False} | options
+    return model.generate(ids, return_dict_in_generate=True, output_logits=True, **options)
+
+
+def assert_logits_are_parallel(model, out, *, rows=None):
+    """Compare the logits of each step with those of one forward over all the tokens."""
+    tokens = out.sequences
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False).logits[:, -N - 1 : -1]
+    for t, logits in enumerate(out.logits):
+        stepped = logits if rows is None else logits[rows[:, t]]
+        torch.testing.assert_close(stepped, whole[:, t].float(), **SINGLE)
+
+
+def test_greedy(model, ids):
+    out = generate(model, ids)
+    assert_logits_are_parallel(model, out)
+    assert torch.equal(out.sequences, generate(model, ids, use_cache=False).sequences)
+    assert (out.logits[1] - out.logits[-1]).abs().max() > 0.1  # not a model of one answer
+
+
+def test_sampling(model, ids):
+    def draw(**options):
+        torch.manual_seed(5)
+        return generate(
+            model, ids, do_sample=True, top_k=9, temperature=9.0, num_return_sequences=3, **options
+        )
+
+    out = draw()
+    assert_logits_are_parallel(model, out)
+    assert torch.equal(out.sequences, draw(use_cache=False).sequences)
+    assert len(out.sequences.unique(dim=0)) == 6
+
+
+def test_beams(model, ids):
+    options = {"num_beams": 4, "num_return_sequences": 2}
+    out = generate(model, ids, **options)
+    assert_logits_are_parallel(model, out, rows=out.beam_indices)
+    assert torch.equal(out.sequences, generate(model, ids, use_cache=False, **options).sequences)
+
+
+@pytest.mark.parametrize("pad", [0, 99])
+def test_rows_padded_on_the_left_are_as_alone(model, ids, pad):
+    padded = ids.clone()
+    padded[0, :3] = pad
+    mask = (torch.arange(7) >= torch.tensor([[3], [0]])).long()
+    together = generate(model, padded, attention_mask=mask)
+    for row, start in ((0, 3), (1, 0)):
+        alone = generate(model, ids[row : row + 1, start:])
+        assert torch.equal(together.sequences[row, 7:], alone.sequences[0, 7 - start :])
+        for t in range(N):
+            torch.testing.assert_close(together.logits[t][row], alone.logits[t][0], **SINGLE)
+
+
+def test_a_prompt_may_be_read_in_chunks(model, ids):
+    out = generate(model, ids, prefill_chunk_size=3)
+    assert_logits_are_parallel(model, out)
+
+
+def test_a_state_goes_on(model, ids):
+    with torch.no_grad():
+        _, state = model.model.prefill(ids[:, :4], model.model.init_state(2))
+    before = {name: x.clone() for name, x in leaves(state).items()}
+    whole = generate(model, ids)
+    for given in (state, hf.StateCache.of(state, 4)):
+        out = generate(model, ids, past_key_values=given)
+        assert torch.equal(out.sequences, whole.sequences)
+        assert_logits_are_parallel(model, out)
+    assert all(torch.equal(x, before[name]) for name, x in leaves(state).items())
+    assert given.get_seq_length() == 7 + N - 1  # the cache that was given is brought up to date
+
+
+def test_what_generate_returns_goes_on(model, ids):
+    first = generate(model, ids, max_new_tokens=5)
+    second = generate(model, first.sequences, past_key_values=first.past_key_values, max_new_tokens=N - 5)
+    assert torch.equal(second.sequences, generate(model, ids).sequences)
+
+
+def test_several_tokens_after_a_cache_continue_it(model, ids):
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, 1] = mask[1, 4:6] = mask[0, 6] = 0  # padding in each chunk
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, use_cache=False).logits
+        cache, parts = None, []
+        for start, end in ((0, 2), (2, 5), (5, 6), (6, 7)):
+            shown = mask[:, :end] if start % 2 else mask[:, start:end]
+            out = model(ids[:, start:end], attention_mask=shown, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+    assert cache.get_seq_length() == 7
+    valid = mask == 1
+    torch.testing.assert_close(torch.cat(parts, dim=1)[valid], whole[valid], rtol=0, atol=1e-10)
+
+
+def test_the_cache_of_linear_attention_stays_as_large_as_it_is(ids):
+    model = make("linear")
+    sizes = [generate(model, ids, max_new_tokens=n).past_key_values.nbytes() for n in (2, 40)]
+    assert sizes[0] == sizes[1] == model(ids).past_key_values.nbytes()
+
+
+@pytest.mark.parametrize("pad", [0, 99])
+def test_rows_that_have_ended_are_fed_padding(ids, pad):
+    model = make("softmax")
+    free = generate(model, ids).sequences
+    other = set(free[1, 7:].tolist())
+    end = next(token for token in free[0, 7:].tolist() if token not in other)
+    model.generation_config.pad_token_id = pad
+    ended = generate(model, ids, eos_token_id=end).sequences
+    stop = free[0].tolist().index(end, 7) + 1
+    assert torch.equal(ended[0, :stop], free[0, :stop])
+    assert (ended[0, stop:] == pad).all()
+    assert stop < 7 + N - 1
+    assert torch.equal(ended[1], free[1])
+
+
+def test_beams_of_a_given_state_are_repeated_first(ids):
+    model = make("linear")
+    state = model(ids[:, :4]).past_key_values.layers[0].state
+    cache = hf.StateCache.of(state, 4)
+    cache.batch_repeat_interleave(3)
+    out = generate(model, ids, past_key_values=cache, num_beams=3)
+    assert torch.equal(out.sequences, generate(model, ids, num_beams=3).sequences)
+    with pytest.raises(ValueError, match=r"state is for \[2\] rows"):
+        generate(model, ids, past_key_values=state, num_beams=3)
+
+
+def test_states_of_another_model_are_refused(ids):
+    model = make("linear")
+    for other in (make("softmax"), make("linear", n_heads=1), make("linear", n_layers=1)):
+        cache = other(ids).past_key_values
+        for given in (cache, cache.layers[0].state):
+            with pytest.raises(ValueError, match="a state of another model"):
+                model(ids, past_key_values=given)
+    with pytest.raises(ValueError, match="past_key_values is a list, wanted a StateCache"):
+        model(ids, past_key_values=[])
+
+
+def test_a_state_cannot_be_rolled_back_so_assisted_decoding_is_refused(ids):
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        make("linear").generate(ids[:1], assistant_model=make("linear"), max_new_tokens=2)

@@ -1,0 +1,222 @@
+"""The classes for transformers say what our models say, and come back from files as they were."""
+
+import json
+
+import pytest
+import torch
+from hf_models import SMALL, make, prompts
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+)
+
+from unrolled.contract import UnsupportedError
+from unrolled.interop import hf
+from unrolled.models import DecoderConfig
+
+CLASSES = {
+    hf.UnrolledForCausalLM: AutoModelForCausalLM,
+    hf.UnrolledForMaskedLM: AutoModelForMaskedLM,
+    hf.UnrolledForSequenceClassification: AutoModelForSequenceClassification,
+}
+MASK = torch.tensor([[1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]])
+
+
+@pytest.fixture
+def ids():
+    return prompts()
+
+
+def same_weights(one, other):
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(
+        x.dtype == theirs[name].dtype and torch.equal(x, theirs[name]) for name, x in mine.items()
+    )
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("linear", {"tie_embeddings": True}),
+        ("performer", {"positions": "axial", "axial_shape": [4, 4], "num_labels": 3}),
+        ("softmax", {"attention": ["softmax", "linear"], "positions": "none", "reversible": True}),
+    ],
+)
+def test_a_saved_model_comes_back(kind, name, fields, ids, tmp_path):
+    model = make(name, kind, **fields)
+    model.save_pretrained(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    for loader in (kind, CLASSES[kind]):
+        again = loader.from_pretrained(tmp_path)
+        assert type(again) is kind
+        assert same_weights(again, model)
+        assert not again.training
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is hf.UnrolledConfig
+    assert same_weights(kind(config).double(), kind(config).double()) is False  # drawn, not read
+    assert CLASSES[kind].from_config(config).state_dict().keys() == model.state_dict().keys()
+
+
+def test_random_features_drawn_by_a_generator_come_back(ids, tmp_path):
+    model = make("rfa").float()
+    model.save_pretrained(tmp_path)
+    assert same_weights(hf.UnrolledForCausalLM.from_pretrained(tmp_path), model)
+    half = hf.UnrolledForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half(ids).logits.dtype == torch.bfloat16
+
+
+def test_layers_that_share_weights_come_back(ids, tmp_path):
+    options = {"linformer": {"max_length": 16, "rank": 4, "sharing": "layerwise"}}
+    model = make("linformer", hf.UnrolledForMaskedLM, attention_options=options)
+    model.save_pretrained(tmp_path)
+    again = hf.UnrolledForMaskedLM.from_pretrained(tmp_path)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_logits_and_losses_are_those_of_the_model_inside(ids):
+    labels = ids.masked_fill(ids == ids[0, 1], -100)
+    decoder = make()
+    out = decoder(ids, attention_mask=MASK, labels=labels)
+    padding = MASK == 0
+    assert out.past_key_values is None
+    inside = decoder.model(ids, key_padding_mask=padding)
+    assert torch.equal(out.logits[~padding], inside[~padding])
+    targets = labels.masked_fill(padding, -100)[:, 1:]
+    # The mask of the inputs leaves out what would be predicted at padding, as it is told.
+    loss = decoder.model.loss(ids[:, :-1], targets, key_padding_mask=padding[:, :-1])
+    torch.testing.assert_close(out.loss.double(), loss, rtol=1e-6, atol=0)
+    half = decoder(ids, attention_mask=MASK, labels=labels, num_items_in_batch=2).loss * 2
+    n = (targets.masked_fill(padding[:, :-1], -100) != -100).sum()
+    torch.testing.assert_close(half, out.loss * n, rtol=1e-6, atol=0)
+
+    masked = make(kind=hf.UnrolledForMaskedLM)
+    out = masked(ids, attention_mask=MASK, labels=labels)
+    loss = masked.model.loss(ids, labels, key_padding_mask=padding)
+    torch.testing.assert_close(out.loss.double(), loss, rtol=1e-6, atol=0)
+
+    classifier = make(kind=hf.UnrolledForSequenceClassification, num_labels=3)
+    classes = torch.tensor([2, 0])
+    out = classifier(ids, attention_mask=MASK, labels=classes)
+    loss = classifier.model.loss(ids, classes, key_padding_mask=padding)
+    torch.testing.assert_close(out.loss, loss)
+    assert classifier(ids, return_dict=False)[0].shape == (2, 3)
+
+
+def test_padding_changes_nothing_whatever_its_id(ids):
+    for kind in CLASSES:
+        model = make("softmax", kind)
+        out = model(ids, attention_mask=MASK).logits
+        other = model(torch.where(MASK == 0, 1000, ids), attention_mask=MASK).logits
+        assert torch.equal(out, other)
+
+
+def test_a_new_head_starts_as_in_a_new_model(ids, tmp_path):
+    masked = make(kind=hf.UnrolledForMaskedLM)
+    masked.save_pretrained(tmp_path)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=3, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    head = model.model.head.project
+    assert head.weight.shape == (3, 16)
+    assert 0.005 < head.weight.std() < 0.05
+    assert not head.bias.any()
+    assert info["mismatched_keys"]
+    assert torch.equal(model.model.embedding.weight, masked.model.embedding.weight)
+
+
+def test_gradient_checkpointing_changes_no_gradient(ids):
+    model = make().train()
+    model(ids, labels=ids).loss.backward()
+    wanted = {name: x.grad.clone() for name, x in model.named_parameters()}
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    assert model.model.gradient_checkpointing
+    model(ids, labels=ids).loss.backward()
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(x.grad, wanted[name])
+
+
+def test_names_of_both_libraries_are_the_same_field():
+    theirs = {
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 40,
+        "max_position_embeddings": 33,
+        "tie_word_embeddings": True,
+    }
+    config = hf.UnrolledConfig(vocab_size=9, n_classes=4, **theirs)
+    ours = DecoderConfig(
+        9, d_model=24, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=40, max_length=33, tie_embeddings=True
+    )
+    assert config.decoder_config() == ours
+    assert config.max_length == 33
+    assert config.num_labels == config.n_classes == len(config.id2label) == 4
+    assert config.encoder_config("classification").n_classes == 4
+    config.n_layers = 2
+    assert config.num_hidden_layers == 2
+    assert hf.UnrolledConfig(**theirs) != hf.UnrolledConfig(**theirs | {"hidden_size": 32})
+    assert hf.UnrolledConfig(**theirs) == hf.UnrolledConfig(**theirs)
+    assert GenerationConfig.from_model_config(config).max_length is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"atention": "linear"}, "atention is no field of UnrolledConfig: did you mean attention"),
+        ({"output": "masked"}, "output is no field of UnrolledConfig"),
+        ({"hidden_size": 32}, "hidden_size and d_model are given, wanted one of them"),
+        ({"n_layers": 0}, "n_layers is 0, wanted an integer of at least 1"),
+        ({"num_attention_heads": 3, "n_heads": ...}, "d_model is 16, wanted a multiple of n_heads = 3"),
+        ({"positions": "rope"}, "positions is 'rope', wanted one of"),
+    ],
+)
+def test_a_wrong_field_gets_one_sentence(fields, sentence):
+    values = {name: value for name, value in (SMALL | fields).items() if value is not ...}
+    with pytest.raises(ValueError, match=sentence) as caught:
+        hf.UnrolledConfig(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_only_the_model_knows_is_refused_by_it(ids):
+    with pytest.raises(ValueError, match="vocab_size is None, wanted an integer"):
+        hf.UnrolledForCausalLM(hf.UnrolledConfig(d_model=16, n_heads=2))
+    with pytest.raises(UnsupportedError, match="'bigbird' attention cannot be causal"):
+        make("bigbird")
+    model = make()
+    with pytest.raises(ValueError, match=r"attention_mask has the shape \[2, 3\], wanted \[2, 7\]"):
+        model(ids, attention_mask=MASK[:, :3])
+    with pytest.raises(UnsupportedError, match=r"only padding can be masked; use a mask \[batch, length\]"):
+        model(ids, attention_mask=torch.ones(2, 1, 7, 7))
+    with pytest.raises(ValueError, match="17"):
+        model(ids + 17)
+    for change in (lambda: model.resize_token_embeddings(20), lambda: model.set_input_embeddings(None)):
+        with pytest.raises(UnsupportedError, match="the vocabulary of a model is fixed"):
+            change()
+    assert model.get_input_embeddings() is model.model.embedding
+    assert model.get_output_embeddings() is model.model.head.project
+
+
+def test_a_damaged_folder_gets_one_sentence(tmp_path):
+    make().save_pretrained(tmp_path)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole, text = weights.read_bytes(), config.read_text()
+    weights.write_bytes(whole[:1000])
+    with pytest.raises(ValueError, match=r"a weights file of .* is not readable"):
+        hf.UnrolledForCausalLM.from_pretrained(tmp_path)
+    weights.write_bytes(whole)
+    config.write_text(json.dumps(json.loads(text) | {"n_layers": 3, "attention": "linear"}))
+    with pytest.raises(
+        ValueError, match=r"lacks 12 tensors of UnrolledForCausalLM, the first is 'model\.stack"
+    ):
+        hf.UnrolledForCausalLM.from_pretrained(tmp_path)
+    weights.rename(tmp_path / "pytorch_model.bin")
+    config.write_text(text)
+    with pytest.raises(OSError, match=r"no file named .*safetensors"):
+        hf.UnrolledForCausalLM.from_pretrained(tmp_path, use_safetensors=False)

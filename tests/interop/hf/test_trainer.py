@@ -1,0 +1,85 @@
+"""`Trainer` trains our models, and a run that is resumed ends bit for bit as one left alone."""
+
+import pytest
+import torch
+from hf_models import make
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from unrolled.interop import hf
+
+STEPS, STOP = 6, 3
+
+
+class Counting(Dataset):
+    """Rows that count upwards from anywhere: 24 of up to 8 tokens, some padded on the left."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        pad = index % 3
+        ids = (torch.arange(8) + index) % 17
+        return {"input_ids": ids, "attention_mask": (torch.arange(8) >= pad).long(), "labels": ids.clone()}
+
+
+class StopAt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= STOP
+
+
+@pytest.fixture(autouse=True)
+def generator_as_it_was():
+    with torch.random.fork_rng(devices=[]):  # `Trainer` seeds it
+        yield
+
+
+def train(folder, *, resume=None, callbacks=(), **options):
+    options = {"gradient_accumulation_steps": 2, "max_steps": STEPS, "learning_rate": 0.01} | options
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=4,
+        save_steps=STOP,
+        save_strategy="steps",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    model = make(dropout=0.1).float()
+    trainer = Trainer(model, arguments, train_dataset=Counting(), callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_a_resumed_run_ends_bit_for_bit_as_one_left_alone(tmp_path):
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "cut", callbacks=[StopAt()])
+    assert not (tmp_path / "cut" / f"checkpoint-{STEPS}").exists()
+    torch.manual_seed(99)
+    resumed = train(tmp_path / "cut", resume=str(tmp_path / "cut" / f"checkpoint-{STOP}"))
+    losses = [[x["loss"] for x in run.state.log_history if "loss" in x] for run in (whole, resumed)]
+    assert losses[0][-3:] == losses[1][-3:]
+    assert losses[0][-1] < losses[0][0]
+    for name, x in whole.model.state_dict().items():
+        assert torch.equal(x, resumed.model.state_dict()[name]), name
+    again = hf.UnrolledForCausalLM.from_pretrained(tmp_path / "cut" / f"checkpoint-{STEPS}")
+    assert torch.equal(again.model.embedding.weight, resumed.model.model.embedding.weight)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
+    """Rows have different numbers of targets, so the loss must be divided by the number in all of them."""
+    options = {"dropout": 0.0}
+    grads = []
+    for accumulate, size in ((2, 4), (1, 8)):
+        arguments = TrainingArguments(
+            tmp_path, gradient_accumulation_steps=accumulate, per_device_train_batch_size=size, max_steps=1,
+            report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", optim="sgd", learning_rate=1.0,
+            max_grad_norm=0.0,
+        )  # fmt: skip
+        trainer = Trainer(make(**options), arguments, train_dataset=Counting())
+        trainer.train()
+        grads.append([*trainer.model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
