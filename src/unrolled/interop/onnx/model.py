@@ -150,6 +150,8 @@ def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxM
         )
     if threads < 1:
         raise ValueError(f"threads is {threads}, but must be at least 1")
+    for name in manifest.files:
+        manifest.read(folder, name)
     content = manifest.read(folder, manifest.graphs[graph]["file"])
     return OnnxModel(manifest, open_session(content, threads))
 
