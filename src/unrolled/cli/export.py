@@ -59,4 +59,10 @@ def export(
         sampling=sampling,
     )
     for graph in manifest.graphs.values():
-        typer.echo(f"{out / graph['file']}: {graph['bytes']:,} bytes, compared with the model")
+        typer.echo(f"{out / graph['file']}: {graph['bytes']:,} bytes")
+    if aot:
+        from unrolled.interop.aot import PACKAGE, export_aot
+
+        typer.echo("compiling, which may take a minute", err=True)
+        size = export_aot(model, out).files[PACKAGE]["bytes"]
+        typer.echo(f"{out / PACKAGE}: {size:,} bytes")

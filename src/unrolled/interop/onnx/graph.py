@@ -1,11 +1,14 @@
 """A model's recurrence as a function of flat tensors: what is exported, and what its state looks like."""
 
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
 from unrolled.attention.linear import LinearAttention
 from unrolled.contract import UnsupportedError
@@ -88,6 +91,20 @@ class Recurrence(nn.Module):
         found = dict(zip((leaf.name for leaf in self.leaves), state, strict=True))
         found |= dict.fromkeys(self._shared, found.get(POSITION))
         return _filled(self.template, "", found, batch_size)
+
+
+@torch.no_grad()
+def exported(recurrence: Recurrence) -> ExportedProgram:
+    """Trace a recurrence by `torch.export`, for any batch, and any length and past where these may vary."""
+    arguments = recurrence.example(2, 3 if recurrence.length == "any" else 1, 4)
+    batch, length, past = Dim("batch"), Dim("length"), Dim("past")
+    state = tuple(
+        {0: batch} | ({leaf.growing_axis: past} if leaf.growing_axis is not None else {})
+        for leaf in recurrence.leaves
+    )
+    tokens = {0: batch, 1: length} if recurrence.length == "any" else {0: batch}
+    with quiet():
+        return torch.export.export(recurrence, arguments, dynamic_shapes=(tokens, state))
 
 
 def _named(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -184,3 +201,20 @@ def _features_of_queries(layers: Any, seen: list[Tensor]) -> Iterator[None]:
             phi.phi_q = noted
             undo.callback(delattr, phi, "phi_q")
         yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what exporter and quantiser say of themselves, which nobody who exports can act upon."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    root = logging.getLogger()
+    levels = [(logger, logger.level) for logger in (*loggers, root)]
+    try:
+        for logger, _ in levels:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)

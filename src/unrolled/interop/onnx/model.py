@@ -1,6 +1,8 @@
 """An exported model that runs in ONNX Runtime, with the surface that `unrolled.generation` wants."""
 
+from abc import ABC, abstractmethod
 from collections import namedtuple
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from unrolled.ops.checks import check_key_padding_mask
 PIECE = 64  # tokens of a prompt that one call reads, in time and memory quadratic in their number
 
 
-class OnnxConfig(NamedTuple):
+class ExportedConfig(NamedTuple):
     """What drawing tokens asks a model's config for."""
 
     vocab_size: int
@@ -23,20 +25,28 @@ class OnnxConfig(NamedTuple):
     n_positions: int | None
 
 
-class OnnxModel:
-    """A recurrence in ONNX Runtime: `init_state`, `prefill` and `step`, on the CPU and without gradients.
+class ExportedModel(ABC):
+    """A recurrence outside of PyTorch's modules: `init_state`, `prefill` and `step`, on the CPU, no gradients.
 
     A state is a `NamedTuple` of tensors, batch first, so that `unrolled.ops.state` can select its rows, save
     and load it. States are values: none is changed.
+
+    Args:
+        manifest: what the exported folder says.
+        piece: how many tokens one call reads at most.
     """
 
-    def __init__(self, manifest: Manifest, session: Any) -> None:
-        self.manifest, self._session = manifest, session
-        self.config = OnnxConfig(
+    def __init__(self, manifest: Manifest, piece: int) -> None:
+        self.manifest, self._piece = manifest, piece
+        self.config = ExportedConfig(
             manifest.vocab_size, manifest.start_token is not None, manifest.max_positions
         )
         names = [leaf.name.replace(".", "_") for leaf in manifest.state]
-        self._state_type: Any = namedtuple("OnnxState", names)  # noqa: PYI024  # fields known at run time
+        self._state_type: Any = namedtuple("ExportedState", names)  # noqa: PYI024  # fields of this model
+
+    @abstractmethod
+    def _call(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the graph on tokens and state: logits and the next state."""
 
     def init_state(self, batch_size: int) -> Any:
         """Make the state of `batch_size` sequences that have not begun."""
@@ -75,10 +85,8 @@ class OnnxModel:
     def _read(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         self._check_room(state, tokens.shape[1])
         pieces = []
-        for piece in tokens.split(PIECE if self.manifest.length == "any" else 1, dim=1):
-            given = zip(self.manifest.inputs, (piece, *state), strict=True)
-            feeds = {name: x.detach().contiguous().numpy() for name, x in given}
-            logits, *after = map(torch.from_numpy, self._session.run(self.manifest.outputs, feeds))
+        for piece in tokens.split(self._piece, dim=1):
+            logits, *after = self._call((piece, *state))
             pieces.append(logits)
             state = self._state_type(*after)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1), state
@@ -126,6 +134,19 @@ class OnnxModel:
                     f"the state {leaf.name} is {x.dtype} of the shape {list(x.shape)}, "
                     f"but this model and batch want {leaf.dtype} of {wanted}"
                 )
+
+
+class OnnxModel(ExportedModel):
+    """An exported model in ONNX Runtime."""
+
+    def __init__(self, manifest: Manifest, session: Any) -> None:
+        super().__init__(manifest, PIECE if manifest.length == "any" else 1)
+        self._session = session
+
+    def _call(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = zip(self.manifest.inputs, inputs, strict=True)
+        feeds = {name: x.detach().contiguous().numpy() for name, x in given}
+        return [torch.from_numpy(x) for x in self._session.run(self.manifest.outputs, feeds)]
 
 
 def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxModel:

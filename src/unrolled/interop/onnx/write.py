@@ -1,20 +1,15 @@
 """Writing a model as ONNX graphs: traced once for any batch and length, then compared with the model."""
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import Dim
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.onnx import forms
-from unrolled.interop.onnx.graph import Length, Recurrence
+from unrolled.interop.onnx.graph import Length, Recurrence, exported, quiet
 from unrolled.interop.onnx.model import open_session
 
 OPSETS = range(20, 26)  # those whose operators the graphs use as they are
@@ -103,23 +98,10 @@ def quantized(content: bytes) -> bytes:
 
     model = onnx.load_from_string(content)
     del model.graph.value_info[:]  # the quantiser compares shapes with these, which leave axes open
-    with TemporaryDirectory() as folder, _quiet():
+    with TemporaryDirectory() as folder, quiet():
         path = Path(folder) / "int8.onnx"
         quantize_dynamic(model, path, weight_type=QuantType.QInt8)
         return path.read_bytes()
-
-
-@torch.no_grad()
-def exported(recurrence: Recurrence) -> torch.export.ExportedProgram:
-    """Trace a recurrence by `torch.export`, for any batch, and any length and past where these may vary."""
-    arguments = recurrence.example(2, 3 if recurrence.length == "any" else 1, 4)
-    batch, length, past = Dim("batch"), Dim("length"), Dim("past")
-    state = tuple(
-        {0: batch} | ({leaf.growing_axis: past} if leaf.growing_axis is not None else {})
-        for leaf in recurrence.leaves
-    )
-    tokens = {0: batch, 1: length} if recurrence.length == "any" else {0: batch}
-    return torch.export.export(recurrence, arguments, dynamic_shapes=(tokens, state))
 
 
 @torch.no_grad()
@@ -133,7 +115,7 @@ def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
         ) from error
     names = [leaf.name for leaf in recurrence.leaves]
     outputs = ["logits", *(f"next.{name}" for name in names), *probe_names(recurrence)]
-    with _quiet():
+    with quiet():
         program: Any = torch.onnx.export(
             exported(recurrence).run_decompositions(replaced),
             opset_version=opset,
@@ -172,20 +154,3 @@ def _name_axes(model: Any, recurrence: Recurrence) -> None:
             recurrence.length == "any"
         ):
             dims[1].dim_param = "length"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what exporter and quantiser say of themselves, which nobody who exports can act upon."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    root = logging.getLogger()
-    levels = [(logger, logger.level) for logger in (*loggers, root)]
-    try:
-        for logger, _ in levels:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels:
-            logger.setLevel(level)
