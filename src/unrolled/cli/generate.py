@@ -28,7 +28,9 @@ def generate(
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Below 1 for safer, above 1 for wilder, 0 for the most likely token; by default 1."),
+        typer.Option(
+            help="Below 1 for safer, above 1 for wilder, 0 for the most likely token; by default 1."
+        ),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")] = None,
     top_p: Annotated[
@@ -87,7 +89,7 @@ def generate(
     from unrolled.cli._models import load_for
     from unrolled.cli._vocabulary import Vocabulary
 
-    given = {
+    given: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,

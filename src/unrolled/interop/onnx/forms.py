@@ -113,7 +113,12 @@ def fused_linear_attention(
     )
     num, den = sums.reshape(B, T, H, M + 1).split_with_sizes((M, 1), -1)
     kv, sum_after = state.split_with_sizes((M, 1), -1)
-    return _divide(num, den).contiguous(), kv.contiguous(), sum_after.squeeze(-1).contiguous(), den.contiguous()
+    return (
+        _divide(num, den).contiguous(),
+        kv.contiguous(),
+        sum_after.squeeze(-1).contiguous(),
+        den.contiguous(),
+    )
 
 
 def window_attention(

@@ -89,7 +89,7 @@ class Recurrence(nn.Module):
 
     def _unflatten(self, batch_size: int, state: tuple[Tensor, ...]) -> Any:
         found = dict(zip((leaf.name for leaf in self.leaves), state, strict=True))
-        found |= dict.fromkeys(self._shared, found.get(POSITION))
+        found |= {name: found[POSITION] for name in self._shared}
         return _filled(self.template, "", found, batch_size)
 
 

@@ -42,7 +42,7 @@ class ExportedModel(ABC):
             manifest.vocab_size, manifest.start_token is not None, manifest.max_positions
         )
         names = [leaf.name.replace(".", "_") for leaf in manifest.state]
-        self._state_type: Any = namedtuple("ExportedState", names)  # noqa: PYI024  # fields of this model
+        self._state_type = _state_type(names)
 
     @abstractmethod
     def _call(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -85,7 +85,7 @@ class ExportedModel(ABC):
     def _read(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         self._check_room(state, tokens.shape[1])
         pieces = []
-        for piece in tokens.split(self._piece, dim=1):
+        for piece in torch.split(tokens, self._piece, dim=1):
             logits, *after = self._call((piece, *state))
             pieces.append(logits)
             state = self._state_type(*after)
@@ -136,6 +136,10 @@ class ExportedModel(ABC):
                 )
 
 
+def _state_type(names: list[str]) -> Any:
+    return namedtuple("ExportedState", names)  # the fields are this model's
+
+
 class OnnxModel(ExportedModel):
     """An exported model in ONNX Runtime."""
 
@@ -164,11 +168,8 @@ def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxM
     folder = Path(folder)
     manifest = Manifest.load(folder)
     if graph not in manifest.graphs:
-        raise ValueError(
-            f"graph is {graph!r}, but {folder} holds {', '.join(manifest.graphs)}; export again with --{graph}"
-            if graph in ("fused", "int8")
-            else f"graph is {graph!r}, wanted one of {', '.join(manifest.graphs)}"
-        )
+        again = f"; export again with --{graph}" if graph in ("fused", "int8") else ""
+        raise ValueError(f"graph is {graph!r}, but {folder} holds {', '.join(manifest.graphs)}{again}")
     if threads < 1:
         raise ValueError(f"threads is {threads}, but must be at least 1")
     for name in manifest.files:

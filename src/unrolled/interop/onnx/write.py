@@ -16,7 +16,7 @@ OPSETS = range(20, 26)  # those whose operators the graphs use as they are
 AGREEMENT = 1e-4  # largest difference from the model, as a part of the largest number compared
 
 
-class Disagreement(RuntimeError):
+class DisagreementError(RuntimeError):
     """A graph gives other numbers than the model it was traced from."""
 
 
@@ -48,7 +48,7 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
             continue
         if fused and b"com.microsoft" not in content:
             raise UnsupportedError(
-                "the fused graph is for linear attention, which this model has none of; export the plain graph"
+                "the fused graph is for linear attention, which this model has none of; use the plain one"
             )
         return recurrence, content
     first = " ".join(str(reasons[-1]).split())[:200]
@@ -60,7 +60,7 @@ def compare(recurrence: Recurrence, session: Any) -> float:
     """Run a graph and the model on random tokens, in calls of several sizes; give the largest difference.
 
     Raises:
-        Disagreement: it is more than `AGREEMENT` of the largest number compared.
+        DisagreementError: it is more than `AGREEMENT` of the largest number compared.
     """
     bound = getattr(recurrence.model.config, "n_positions", None) or 16
     lengths = (1,) * min(4, bound) if recurrence.length == 1 else (min(5, bound), min(3, bound - 5), 1)
@@ -82,10 +82,10 @@ def compare(recurrence: Recurrence, session: Any) -> float:
                 same = found.shape == y.shape
                 finite = y.isfinite() if same else y
                 if not same or not torch.equal(found[~finite], y[~finite]):
-                    raise Disagreement(f"{name} has the shape {list(found.shape)}, wanted {list(y.shape)}")
+                    raise DisagreementError(f"{name} has the shape {list(found.shape)}, wanted {list(y.shape)}")
                 difference = float((found - y)[finite].abs().max()) if finite.any() else 0.0
                 if not difference <= AGREEMENT * max(1.0, float(y[finite].abs().max())):
-                    raise Disagreement(f"{name} differs from the model's by {difference:.1e}")
+                    raise DisagreementError(f"{name} differs from the model's by {difference:.1e}")
                 worst = max(worst, difference)
             state = wanted[1 : 1 + len(state)]
     return worst
