@@ -50,9 +50,10 @@ def linear_attention(
     normalize: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what the operator `unrolled::linear_attention` does (equations above), causally from a state."""
+    """Compute what the operator `unrolled::linear_attention` does, causally and from a state (see above)."""
     _recurrence_only(kv, k_sum, cu_seqlens, causal)
-    assert kv is not None and k_sum is not None
+    assert kv is not None
+    assert k_sum is not None
     share = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,R], [B,G,T,R], [B,G,T,M]
     k_to_end, through = k, None
@@ -94,7 +95,8 @@ def fused_linear_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do the same by `com.microsoft.LinearAttention`, with z as one more column of S: values (v, 1)."""
     _recurrence_only(kv, k_sum, cu_seqlens, causal)
-    assert kv is not None and k_sum is not None
+    assert kv is not None
+    assert k_sum is not None
     if not normalize or log_decay is not None:
         raise UnsupportedError(
             "the fused graph is for linear attention with normalizer 'sum' and without gates; "
@@ -132,7 +134,7 @@ def window_attention(
     scale: float,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what the operator `unrolled::window_attention` does, with the scores of all pairs of the call."""
+    """Compute what the operator `unrolled::window_attention` does, with the scores of all pairs."""
     if cu_seqlens is not None:
         raise UnsupportedError("an exported graph reads rows of one sequence each, not packs (cu_seqlens)")
     T, S, share = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]

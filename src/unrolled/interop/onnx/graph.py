@@ -89,7 +89,7 @@ class Recurrence(nn.Module):
 
     def _unflatten(self, batch_size: int, state: tuple[Tensor, ...]) -> Any:
         found = dict(zip((leaf.name for leaf in self.leaves), state, strict=True))
-        found |= {name: found[POSITION] for name in self._shared}
+        found |= dict.fromkeys(self._shared, found[POSITION]) if self._shared else {}
         return _filled(self.template, "", found, batch_size)
 
 
@@ -97,7 +97,8 @@ class Recurrence(nn.Module):
 def exported(recurrence: Recurrence) -> ExportedProgram:
     """Trace a recurrence by `torch.export`, for any batch, and any length and past where these may vary."""
     arguments = recurrence.example(2, 3 if recurrence.length == "any" else 1, 4)
-    batch, length, past = Dim("batch"), Dim("length"), Dim("past")
+    # Tracing takes every open size for 2 or more; that 0 and 1 work as well is for the caller to try.
+    batch, length, past = (Dim(name, min=2) for name in ("batch", "length", "past"))
     state = tuple(
         {0: batch} | ({leaf.growing_axis: past} if leaf.growing_axis is not None else {})
         for leaf in recurrence.leaves
@@ -151,15 +152,15 @@ def _describe(model: Any) -> tuple[list[Leaf], set[str]]:
     leaves, shared = [], set()
     for name, x in first.items():
         forms = [x, *(state[name] for state in later)]
-        if name.endswith(f".{POSITION}") and POSITION in first:
-            if all(torch.equal(a[name], a[POSITION]) for a in (first, *later)):
-                shared.add(name)
-                continue
+        counts = name.endswith(f".{POSITION}") and POSITION in first
+        if counts and all(torch.equal(a[name], a[POSITION]) for a in (first, *later)):
+            shared.add(name)
+            continue
         fill = x.flatten()[0].item() if x.numel() else 0
         if not bool((x == fill).all()):
             raise UnsupportedError(
-                f"the state {name} does not begin with one number everywhere, which an exported model's must; "
-                "use one that begins empty, such as linear, window or softmax attention"
+                f"the state {name} does not begin with one number everywhere, as that of an exported model "
+                "must; linear, window and softmax attention begin empty"
             )
         leaves.append(Leaf(name, x.dtype, tuple(x.shape[1:]), _growing_axis(name, forms), fill))
     return leaves, shared

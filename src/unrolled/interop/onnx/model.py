@@ -26,7 +26,7 @@ class ExportedConfig(NamedTuple):
 
 
 class ExportedModel(ABC):
-    """A recurrence outside of PyTorch's modules: `init_state`, `prefill` and `step`, on the CPU, no gradients.
+    """A recurrence outside of PyTorch: `init_state`, `prefill` and `step`, on the CPU, without gradients.
 
     A state is a `NamedTuple` of tensors, batch first, so that `unrolled.ops.state` can select its rows, save
     and load it. States are values: none is changed.
