@@ -51,8 +51,10 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
                 "the fused graph is for linear attention, which this model has none of; use the plain one"
             )
         return recurrence, content
-    first = " ".join(str(reasons[-1]).split())[:200]
-    raise UnsupportedError(f"this model cannot be written as a graph: {first}") from reasons[-1]
+    reason = (str(reasons[-1]).splitlines() or [type(reasons[-1]).__name__])[0][:200]
+    raise UnsupportedError(
+        f"this model cannot be written as a graph ({reason}); linear, window and softmax attention can"
+    ) from reasons[-1]
 
 
 @torch.no_grad()
