@@ -214,8 +214,6 @@ def test_what_cannot_be_exported(tmp_path):
         export(make("linear").half(), tmp_path)
     with pytest.raises(UnsupportedError, match="wanted one place per token along one axis; softmax"):
         export(make("long_short"), tmp_path)
-    with pytest.raises(UnsupportedError, match="no recurrent form"):
-        export(make("aft.AFTConv"), tmp_path)
     with pytest.raises(ValueError, match="sampling has"):
         export(make("linear"), tmp_path, sampling={"temprature": 1})
 
@@ -257,6 +255,7 @@ def test_what_is_wrong_with_a_folder_is_said(folder, tmp_path):
         load(folder, threads=0)
 
 
+@pytest.mark.parametrize("pair", ["linear"], indirect=True)
 def test_a_state_of_another_model_is_refused(folder, pair):
     found, other = load(folder), load(pair[1])
     with pytest.raises(ValueError, match="of another model"):

@@ -59,7 +59,7 @@ def linear_attention(
     k_to_end, through = k, None
     if log_decay is not None:
         b = log_decay.clamp(min=LOWEST_GATE).transpose(1, 2).cumsum(-1).unsqueeze(-1)  # [B,G,T,1]
-        k_to_end, through = k * (b[:, :, -1:] - b).exp(), b[:, :, -1:].exp()
+        k_to_end, through = k * (b[:, :, -1:] - b).exp().to(k.dtype), b[:, :, -1:].exp().to(k.dtype)
         b = _per_query_head(b, share)
     weights = q @ _per_query_head(k, share).mT
     q_from_start = q
@@ -67,8 +67,8 @@ def linear_attention(
         weights = weights.tril()
     else:
         behind = torch.ones_like(weights[:1, :1]).tril() == 0
-        weights = weights * (b - b.mT).masked_fill(behind, -math.inf).exp()
-        q_from_start = q * b.exp()
+        weights = weights * (b - b.mT).masked_fill(behind, -math.inf).exp().to(q.dtype)
+        q_from_start = q * b.exp().to(q.dtype)
     o = weights @ _per_query_head(v, share) + q_from_start @ _per_query_head(kv, share)
     den = q.new_empty(0)
     if normalize:
