@@ -1,5 +1,6 @@
 """Writing a model as ONNX graphs: traced once for any batch and length, then compared with the model."""
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,7 +52,8 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
                 "the fused graph is for linear attention, which this model has none of; use the plain one"
             )
         return recurrence, content
-    reason = (str(reasons[-1]).splitlines() or [type(reasons[-1]).__name__])[0][:200]
+    lines = re.sub("\x1b\\[\\d+m", "", str(reasons[-1])).splitlines()  # the exporter colours what it says
+    reason = lines[0][:200] if lines else type(reasons[-1]).__name__
     raise UnsupportedError(
         f"this model cannot be written as a graph ({reason}); linear, window and softmax attention can"
     ) from reasons[-1]
