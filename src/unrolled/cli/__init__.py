@@ -12,6 +12,7 @@ from unrolled.cli.complexity import table
 from unrolled.cli.convert import convert
 from unrolled.cli.demo import demo
 from unrolled.cli.evaluate import evaluate
+from unrolled.cli.export import export
 from unrolled.cli.generate import generate
 from unrolled.cli.info import info
 from unrolled.cli.mechanisms import mechanisms
@@ -54,6 +55,7 @@ app.command()(bench)
 app.command()(compare)
 app.command()(attend)
 app.command()(table)
+app.command()(export)
 
 
 @app.callback()

@@ -3,7 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,20 +12,26 @@ if TYPE_CHECKING:
 
     from unrolled.cli._vocabulary import Vocabulary
 
+Engine = Literal["torch", "onnx"]
 DEFAULT_TOKENS = 200
 DEFAULT_IMAGES = 16
 SHOWN = 112  # screen pixels of an image's longer side, at least
 
 
 def generate(
-    run_dir: Annotated[Path, typer.Argument(help="The folder of a run of unrolled train.")],
+    run_dir: Annotated[
+        Path, typer.Argument(help="The folder of a run of unrolled train, or of unrolled export.")
+    ],
     prompt: Annotated[str | None, typer.Option(help="What to continue; by default a line break.")] = None,
     tokens: Annotated[
         int | None, typer.Option(help=f"The most tokens to draw; by default {DEFAULT_TOKENS}.")
     ] = None,
     temperature: Annotated[
-        float, typer.Option(help="Below 1 for safer, above 1 for wilder; 0 for the most likely token.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Below 1 for safer, above 1 for wilder, 0 for the most likely token; by default 1."
+        ),
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")] = None,
     top_p: Annotated[
         float | None,
@@ -36,8 +42,9 @@ def generate(
         typer.Option(help="Draw from the tokens at least this fraction as likely as the likeliest."),
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that have occurred become less likely.")
-    ] = 1.0,
+        float | None,
+        typer.Option(help="Above 1, tokens that have occurred become less likely; by default 1."),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="The same seed draws the same; by default a fresh one.")
     ] = None,
@@ -53,6 +60,12 @@ def generate(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
     ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="What runs the model: torch, or onnx for a folder of unrolled export.")
+    ] = "torch",
+    graph: Annotated[
+        str | None, typer.Option(help="Of an exported folder: plain (by default), fused or int8.")
+    ] = None,
 ) -> None:
     """Draw from the best weights of a run: text on stdout as it is drawn, images into a PNG sheet.
 
@@ -65,6 +78,10 @@ def generate(
     Images:
       unrolled generate runs/digits --num-samples 100 --out digits.png
 
+    \b
+    A model in ONNX Runtime, with what unrolled export wrote:
+      unrolled generate book.onnx --engine onnx --prompt "Once upon"
+
     A model of plain ids, such as one trained on the copy task, reads and writes them with spaces between.
     """
     from unrolled import generation
@@ -72,20 +89,33 @@ def generate(
     from unrolled.cli._models import load_for
     from unrolled.cli._vocabulary import Vocabulary
 
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    sampling = {name: value for name, value in given.items() if value is not None}
+    model: Any
+    if engine == "onnx":
+        from unrolled.interop import onnx
+
+        if device not in (None, "cpu"):
+            raise ValueError(f"--device is {device}, but --engine onnx runs on the CPU")
+        model = onnx.load(run_dir, graph or "plain")
+        sampling = model.manifest.sampling | sampling
+    else:
+        if graph is not None:
+            raise ValueError(f"--graph is {graph}, but a graph is run by --engine onnx only")
+        if (run_dir / "manifest.json").exists() and not (run_dir / "config.json").exists():
+            raise ValueError(f"{run_dir} is a folder of unrolled export: run it with --engine onnx")
+        model = load_for("tokens", run_dir)
     vocabulary = Vocabulary.load(run_dir)
-    model = load_for("tokens", run_dir)
     vocabulary.check(model.config.vocab_size)
-    model = model.to(choose(device))
-    draw = partial(
-        generation.generate,
-        model,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
+    if engine == "torch":
+        model = model.to(choose(device))
+    draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
         if out is not None:
             raise ValueError(f"--out is for images, but {run_dir} was not trained on images")

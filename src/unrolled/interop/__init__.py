@@ -1,1 +1,1 @@
-"""Models and weights of other libraries, in and out. Nothing is imported here: import the module you want."""
+"""Models and weights of other libraries, in and out. Each needs its own extra, so nothing is imported here."""

@@ -76,10 +76,15 @@ def window_prefill(
         key_padding_mask=torch.cat([unwritten, padding], 1),
     )
     seen = (~padding).sum(1)
-    last = (seen.unsqueeze(1) + place)[:, :, None, None]
+    if back is None:
+        last_k, last_v = keys[:, T:], values[:, T:]
+    else:
+        last = (seen.unsqueeze(1) + place)[:, :, None, None]
+        last_k, last_v = (x.gather(1, last.expand(-1, -1, *x.shape[2:])) for x in (keys, values))
+        o = back(o)
     # Copies: a slice would keep all keys of a long prompt in memory.
-    last_k, last_v = (torch.take_along_dim(x, last, 1).transpose(1, 2).contiguous() for x in (keys, values))
-    o = o if back is None else back(o)
+    copied = torch.contiguous_format
+    last_k, last_v = (x.transpose(1, 2).clone(memory_format=copied) for x in (last_k, last_v))
     return o.to(out_dtype), WindowState(last_k, last_v, state.position + seen)
 
 

@@ -1,0 +1,68 @@
+"""`unrolled export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run of unrolled train.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write, made if needed.")],
+    opset: Annotated[int, typer.Option(help="Version of ONNX's standard operators, 20 to 25.")] = 20,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Also write a graph with the matrices in 8 bits.")
+    ] = False,
+    fused: Annotated[
+        bool,
+        typer.Option("--fused", help="Also write a graph with ONNX Runtime's operator of linear attention."),
+    ] = False,
+    aot: Annotated[
+        bool, typer.Option("--aot", help="Also compile a step for this machine, by AOTInductor.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="To draw with by default, as all that follow.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="See unrolled generate.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="See unrolled generate.")] = 1.0,
+) -> None:
+    """Write the best weights of a run as ONNX graphs, with vocabulary and manifest beside them.
+
+    \b
+      unrolled export runs/book book.onnx --int8
+      unrolled generate book.onnx --engine onnx --prompt "Once upon"
+
+    A graph reads tokens and a state and gives logits and the next state, for any batch and any length.
+    """
+    from unrolled.cli._models import load_for
+    from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.interop import onnx
+
+    vocabulary = Vocabulary.load(run_dir)
+    model = load_for("tokens", run_dir)
+    vocabulary.check(model.config.vocab_size)
+    model = model.float()
+    sampling = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    manifest = onnx.export(
+        model,
+        out,
+        opset=opset,
+        fused=fused,
+        int8=int8,
+        vocabulary=run_dir / FILE_NAME,
+        sampling=sampling,
+    )
+    for graph in manifest.graphs.values():
+        typer.echo(f"{out / graph['file']}: {graph['bytes']:,} bytes")
+    if aot:
+        from unrolled.interop.aot import PACKAGE, export_aot
+
+        typer.echo("compiling, which may take a minute", err=True)
+        size = export_aot(model, out).files[PACKAGE]["bytes"]
+        typer.echo(f"{out / PACKAGE}: {size:,} bytes")

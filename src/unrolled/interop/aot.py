@@ -1,0 +1,83 @@
+"""One step of a model compiled ahead of time by AOTInductor: a package that runs without its Python code.
+
+A package is native code for the kind of machine that compiled it. Whoever loads one runs it: load your own.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.interop.onnx.graph import Recurrence, exported, quiet
+from unrolled.interop.onnx.manifest import Manifest, describe_file
+from unrolled.interop.onnx.model import ExportedModel
+from unrolled.models.saving import write_atomically
+
+PACKAGE = "step.pt2"
+
+
+class AotModel(ExportedModel):
+    """An exported model in AOTInductor, which reads a prompt token by token."""
+
+    def __init__(self, manifest: Manifest, package: Any) -> None:
+        super().__init__(manifest, piece=1)
+        self._package = package
+
+    @torch.inference_mode()
+    def _call(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = self._package(*(x.contiguous() for x in inputs))
+        return found
+
+
+def export_aot(model: Any, folder: str | Path) -> Manifest:
+    """Compile a step for any batch, with the weights inside, into a folder that `onnx.export` has written.
+
+    Takes seconds to minutes, and a C++ compiler.
+
+    Args:
+        model: the model of that folder, in fp32.
+        folder: what `unrolled.interop.onnx.export` wrote.
+
+    Returns:
+        The manifest, which now has the package among its files.
+
+    Raises:
+        ValueError: the folder is that of another model.
+        UnsupportedError: the model is no recurrence.
+    """
+    folder = Path(folder)
+    manifest = Manifest.load(folder)
+    recurrence = Recurrence(deepcopy(model).cpu().eval(), length=1)
+    if recurrence.leaves != manifest.state or int(model.config.vocab_size) != manifest.vocab_size:
+        raise ValueError(f"{folder} holds another model than the one given, whose state differs")
+    program = exported(recurrence)
+
+    def compile_into(file: Path) -> None:
+        named = file.with_suffix(".pt2")  # the compiler insists on this ending
+        with quiet():
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(named), inductor_configs={"freezing": True}
+            )
+        named.replace(file)
+
+    write_atomically(folder / PACKAGE, compile_into)
+    manifest.files[PACKAGE] = describe_file(folder / PACKAGE)
+    manifest.save(folder)
+    return manifest
+
+
+def load_aot(folder: str | Path) -> AotModel:
+    """Open the compiled step of an exported folder, once it has been compared with its hash.
+
+    Raises:
+        ValueError: the folder has none, or another one than its manifest describes.
+    """
+    folder = Path(folder)
+    manifest = Manifest.load(folder)
+    if PACKAGE not in manifest.files:
+        raise ValueError(f"{folder} holds no {PACKAGE}; export again with --aot")
+    manifest.read(folder, PACKAGE)
+    return AotModel(manifest, torch._inductor.aoti_load_package(str(folder / PACKAGE)))

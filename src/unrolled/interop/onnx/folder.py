@@ -1,0 +1,96 @@
+"""`export`: the folder of graphs, vocabulary and manifest that every reader of it starts from."""
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from unrolled.interop.onnx import manifest as _manifest
+from unrolled.interop.onnx.manifest import Manifest, Probe, describe_file
+from unrolled.interop.onnx.write import probe_names, quantized, to_onnx
+from unrolled.models.saving import write_atomically
+
+VOCABULARY = "vocabulary.json"
+OPSET = 20
+
+
+def export(
+    model: Any,
+    folder: str | Path,
+    *,
+    opset: int = OPSET,
+    fused: bool = False,
+    int8: bool = False,
+    probes: bool = False,
+    vocabulary: str | Path | None = None,
+    sampling: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write a model as ONNX graphs into a folder that `load`, `unrolled generate` and web pages read.
+
+    Every graph but the int8 one is run and compared with the model before anything is written.
+
+    Args:
+        model: a `Decoder` or a `RecurrentLM` in fp32, on the CPU.
+        folder: made if needed; earlier graphs in it are replaced.
+        opset: version of ONNX's standard operators, 20 to 25.
+        fused: also write `fused.onnx`, with ONNX Runtime's own operator for linear attention.
+        int8: also write `int8.onnx`, with the matrices in 8 bits.
+        probes: let the graphs also give the features of the queries, for pictures.
+        vocabulary: a `vocabulary.json` to put beside the graphs.
+        sampling: arguments of `generation.generate` to draw with by default.
+
+    Returns:
+        What the folder's `manifest.json` says.
+
+    Raises:
+        UnsupportedError: a mechanism that is no recurrence, an opset that cannot be written, a model that is
+            not fp32, or for which there is no fused graph.
+        ValueError: `sampling` has an unknown argument.
+        ImportError: onnx, onnxscript or onnxruntime is missing.
+    """
+    if unknown := set(sampling or {}) - set(_manifest.SAMPLING):
+        raise ValueError(f"sampling has {sorted(unknown)}, wanted some of {list(_manifest.SAMPLING)}")
+    model = deepcopy(model).cpu().eval()  # the caller's stays in its mode and on its device
+    recurrence, content = to_onnx(model, opset=opset, probes=probes)
+    contents = {"plain": content}
+    if fused:
+        contents["fused"] = to_onnx(model, opset=opset, fused=True, probes=probes)[1]
+    if int8:
+        contents["int8"] = quantized(content)
+    config = model.config
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _manifest.FILE_NAME).unlink(missing_ok=True)  # first: it is never beside files of another model
+    files = {}
+    if vocabulary is not None:
+        text = Path(vocabulary).read_bytes()
+        write_atomically(folder / VOCABULARY, lambda file: file.write_bytes(text))
+        files[VOCABULARY] = describe_file(folder / VOCABULARY)
+    graphs = {}
+    for name, content in contents.items():
+        path = folder / f"{name}.onnx"
+        write_atomically(path, lambda file, content=content: file.write_bytes(content))  # type: ignore[misc]
+        graphs[name] = {"file": path.name, **describe_file(path)}
+    layers = recurrence.probed.items()
+    written = Manifest(
+        unrolled=version("unrolled"),
+        opset=opset,
+        model={"model": model.model_name, **json.loads(json.dumps(asdict(config)))},
+        vocab_size=int(config.vocab_size),
+        start_token=int(config.vocab_size) if config.start_token else None,
+        max_positions=getattr(config, "n_positions", None),
+        length=recurrence.length,
+        state=recurrence.leaves,
+        probes=[
+            Probe(name, layer, (attention.n_heads, attention.feature_map.feature_dim))
+            for name, (layer, attention) in zip(probe_names(recurrence), layers, strict=True)
+        ],
+        sampling=_manifest.SAMPLING | dict(sampling or {}),
+        graphs=graphs,
+        files=files,
+    )
+    written.save(folder)
+    return written

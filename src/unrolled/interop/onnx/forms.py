@@ -1,0 +1,174 @@
+r"""What the project's own operators become in an exported graph, where no kernel of ours can follow.
+
+The operators that `torch.export` keeps as one node are written out here in operations that every runtime has.
+They read all T tokens of a call at once, in time and memory quadratic in T: a call is short, since whoever
+runs the graph cuts a long prompt into several, between which the state passes.
+
+    P = (Q K^T) * D        o = (P V + exp(b) Q S) / (P 1 + exp(b) Q z)
+    S' = exp(b_T) S + (exp(b_T - b) K)^T V        z' = exp(b_T) z + (exp(b_T - b) K)^T 1
+
+with b the cumulated log gates and D_ij = exp(b_i - b_j) for i >= j; without gates b = 0.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import UnsupportedError
+from unrolled.ops.kernels import linear as _linear
+from unrolled.ops.kernels import window as _window
+from unrolled.ops.linear_chunked import LOWEST_GATE
+
+Forms = dict[Any, Callable[..., Any]]
+
+
+def portable() -> Forms:
+    """Give the forms in standard operations, by the operator that each replaces."""
+    return {
+        _linear._operator._opoverload: linear_attention,
+        _window._operator._opoverload: window_attention,
+    }
+
+
+def fused() -> Forms:
+    """Give the same, with ONNX Runtime's own operator for linear attention."""
+    return {**portable(), _linear._operator._opoverload: fused_linear_attention}
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor | None,
+    k_sum: Tensor | None,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    normalize: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what the operator `unrolled::linear_attention` does, causally and from a state (see above)."""
+    _recurrence_only(kv, k_sum, cu_seqlens, causal)
+    assert kv is not None
+    assert k_sum is not None
+    share = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,R], [B,G,T,R], [B,G,T,M]
+    k_to_end, through = k, None
+    if log_decay is not None:
+        b = log_decay.clamp(min=LOWEST_GATE).transpose(1, 2).cumsum(-1).unsqueeze(-1)  # [B,G,T,1]
+        k_to_end, through = k * (b[:, :, -1:] - b).exp().to(k.dtype), b[:, :, -1:].exp().to(k.dtype)
+        b = _per_query_head(b, share)
+    weights = q @ _per_query_head(k, share).mT
+    q_from_start = q
+    if log_decay is None:
+        weights = weights.tril()
+    else:
+        behind = torch.ones_like(weights[:1, :1]).tril() == 0
+        weights = weights * (b - b.mT).masked_fill(behind, -math.inf).exp().to(q.dtype)
+        q_from_start = q * b.exp().to(q.dtype)
+    o = weights @ _per_query_head(v, share) + q_from_start @ _per_query_head(kv, share)
+    den = q.new_empty(0)
+    if normalize:
+        den = weights.sum(-1, keepdim=True) + q_from_start @ _per_query_head(k_sum, share).unsqueeze(-1)
+        o = _divide(o, den)
+        den = den.transpose(1, 2).contiguous()
+    if through is not None:
+        kv, k_sum = kv * through, k_sum * through.squeeze(-1)
+    kv, k_sum = kv + k_to_end.mT @ v, k_sum + k_to_end.sum(2)
+    return o.transpose(1, 2).contiguous(), kv, k_sum, den
+
+
+def fused_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor | None,
+    k_sum: Tensor | None,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    normalize: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do the same by `com.microsoft.LinearAttention`, with z as one more column of S: values (v, 1)."""
+    _recurrence_only(kv, k_sum, cu_seqlens, causal)
+    assert kv is not None
+    assert k_sum is not None
+    if not normalize or log_decay is not None:
+        raise UnsupportedError(
+            "the fused graph is for linear attention with normalizer 'sum' and without gates; "
+            "export the plain graph"
+        )
+    (B, T, H, _), (_, _, G, M) = q.shape, v.shape
+    state = torch.cat([kv, k_sum.unsqueeze(-1)], -1)
+    values = torch.nn.functional.pad(v, (0, 1), value=1.0)
+    sums, state = torch.onnx.ops.symbolic_multi_out(
+        "com.microsoft::LinearAttention",
+        (q.flatten(2), k.flatten(2), values.flatten(2), state),
+        {"q_num_heads": H, "kv_num_heads": G, "update_rule": "linear", "scale": 1.0},
+        dtypes=(q.dtype, q.dtype),
+        shapes=((B, T, H * (M + 1)), tuple(state.shape)),
+        version=1,
+    )
+    num, den = sums.reshape(B, T, H, M + 1).split_with_sizes((M, 1), -1)
+    kv, sum_after = state.split_with_sizes((M, 1), -1)
+    return (
+        _divide(num, den).contiguous(),
+        kv.contiguous(),
+        sum_after.squeeze(-1).contiguous(),
+        den.contiguous(),
+    )
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    left: int,
+    right: int,
+    scale: float,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what the operator `unrolled::window_attention` does, with the scores of all pairs."""
+    if cu_seqlens is not None:
+        raise UnsupportedError("an exported graph reads rows of one sequence each, not packs (cu_seqlens)")
+    T, S, share = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    ahead = torch.arange(S, device=q.device) - (torch.arange(T, device=q.device).unsqueeze(1) + (S - T))
+    allowed = torch.ones_like(ahead, dtype=torch.bool)
+    if left >= 0:
+        allowed = allowed & (ahead >= -left)
+    if right >= 0:
+        allowed = allowed & (ahead <= right)
+    allowed = allowed[None, None]
+    if key_padding_mask is not None:
+        allowed = allowed & ~key_padding_mask[:, None, None, :]
+    scores = (q * scale) @ _per_query_head(k, share).mT
+    scores = scores.masked_fill(~allowed, -math.inf)
+    nothing = ~allowed.any(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+    o = weights @ _per_query_head(v, share)
+    lse = scores.logsumexp(-1)
+    return o.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def _recurrence_only(
+    kv: Tensor | None, k_sum: Tensor | None, cu_seqlens: Tensor | None, causal: bool
+) -> None:
+    if kv is None or k_sum is None or cu_seqlens is not None or not causal:
+        raise UnsupportedError("an exported graph continues a state: causal, from a state, without packs")
+
+
+def _per_query_head(x: Tensor, share: int) -> Tensor:
+    return x if share == 1 else x.repeat_interleave(share, 1)
+
+
+def _divide(num: Tensor, den: Tensor) -> Tensor:
+    """num / den, and 0 where den is too small to be divided by, as `linear_chunked.safe_divide` has it."""
+    kind = torch.finfo(den.dtype)
+    return num / den.masked_fill(den.abs() < kind.tiny / kind.eps, math.inf)

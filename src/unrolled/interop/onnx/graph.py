@@ -1,0 +1,221 @@
+"""A model's recurrence as a function of flat tensors: what is exported, and what its state looks like."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from unrolled.attention.linear import LinearAttention
+from unrolled.contract import UnsupportedError
+from unrolled.ops.softmax import KVCache
+
+POSITION = "position"
+Length = Literal["any", 1]
+
+
+class Leaf(NamedTuple):
+    """One tensor of a state.
+
+    Attributes:
+        name: its path in the state, as in "layers.0.kv".
+        dtype: its type.
+        shape: without the batch, which comes first; a growing axis counts as 0.
+        growing_axis: the axis, the batch counted, that holds one place per token read; None where none does.
+        fill: what all its elements are before the first token.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    growing_axis: int | None
+    fill: float
+
+    def initial(self, batch_size: int) -> Tensor:
+        """Give it as it is before the first token."""
+        return torch.full((batch_size, *self.shape), self.fill, dtype=self.dtype)
+
+
+class Recurrence(nn.Module):
+    """`(tokens [B,T], *state) -> (logits [B,T,V], *state, *probes)`, with tensors only.
+
+    A cache of keys and values has its simplest form here, `past_k` and `past_v`, without padding. The
+    position that every layer counts by itself is passed once.
+
+    Args:
+        model: a model with `init_state`, `prefill` and `step`, in fp32.
+        length: "any" reads T tokens in parallel, 1 reads one by `step`.
+        probes: also give the features of the queries `[B,T,H,R]` of each layer of linear attention.
+
+    Raises:
+        UnsupportedError: the model is no recurrence, or its state cannot be written as described.
+    """
+
+    def __init__(self, model: Any, *, length: Length = "any", probes: bool = False) -> None:
+        super().__init__()
+        self.model, self.length = model, length
+        self.template = model.init_state(1)
+        self.leaves, self._shared = _describe(model)
+        self.probed = _linear_layers(model) if probes else {}
+
+    def forward(self, tokens: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        """Read tokens after those that the state has read."""
+        before = self._unflatten(tokens.shape[0], state)
+        seen: list[Tensor] = []
+        with _features_of_queries(self.probed.values(), seen):
+            if self.length == "any":
+                logits, after = self.model.prefill(tokens, before)
+            else:
+                logits, after = self.model.step(tokens[:, 0], before)
+                logits = logits.unsqueeze(1)
+        if self.length == 1:
+            seen = [x if x.dim() == 4 else x.unsqueeze(1) for x in seen]
+        return (logits, *(x for name, x in _named(after) if name not in self._shared), *seen)
+
+    def example(self, batch_size: int, length: int, past: int) -> tuple[Tensor, ...]:
+        """Make arguments of these sizes, whose values mean nothing."""
+        tokens = torch.zeros(batch_size, length, dtype=torch.long)
+        state = []
+        for leaf in self.leaves:
+            sizes = [batch_size, *leaf.shape]
+            if leaf.growing_axis is not None:
+                sizes[leaf.growing_axis] = past
+            state.append(torch.full(sizes, leaf.fill, dtype=leaf.dtype))
+        return (tokens, *state)
+
+    def _unflatten(self, batch_size: int, state: tuple[Tensor, ...]) -> Any:
+        found = dict(zip((leaf.name for leaf in self.leaves), state, strict=True))
+        found |= dict.fromkeys(self._shared, found[POSITION]) if self._shared else {}
+        return _filled(self.template, "", found, batch_size)
+
+
+@torch.no_grad()
+def exported(recurrence: Recurrence) -> ExportedProgram:
+    """Trace a recurrence by `torch.export`, for any batch, and any length and past where these may vary."""
+    arguments = recurrence.example(2, 3 if recurrence.length == "any" else 1, 4)
+    # Tracing takes every open size for 2 or more; that 0 and 1 work as well is for the caller to try.
+    batch, length, past = (Dim(name, min=2) for name in ("batch", "length", "past"))
+    state = tuple(
+        {0: batch} | ({leaf.growing_axis: past} if leaf.growing_axis is not None else {})
+        for leaf in recurrence.leaves
+    )
+    tokens = {0: batch, 1: length} if recurrence.length == "any" else {0: batch}
+    with quiet():
+        return torch.export.export(recurrence, arguments, dynamic_shapes=(tokens, state))
+
+
+def _named(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Name every tensor of a state by its path, caches in their simplest form."""
+    if isinstance(state, KVCache):
+        for name in ("k", "v"):
+            parts = [getattr(state, f"{part}_{name}") for part in ("past", "recent")]
+            yield f"{path}past_{name}", parts[0] if parts[1].shape[2] == 0 else torch.cat(parts, 2)
+        yield f"{path}{POSITION}", state.position
+        return
+    names = getattr(state, "_fields", range(len(state)))
+    for name, part in zip(names, state, strict=True):
+        if isinstance(part, Tensor):
+            yield f"{path}{name}", part
+        else:
+            yield from _named(part, f"{path}{name}.")
+
+
+def _filled(template: Any, path: str, found: dict[str, Any], batch_size: int) -> Any:
+    """Give a state of the structure of `template`, with the tensors that `_named` would name so."""
+    if isinstance(template, KVCache):
+        k, v = found[f"{path}past_k"], found[f"{path}past_v"]
+        padding = torch.zeros(batch_size, k.shape[2], dtype=torch.bool, device=k.device)
+        nothing = (k.new_empty(*k.shape[:2], 0, k.shape[3]), v.new_empty(*v.shape[:2], 0, v.shape[3]))
+        return KVCache(k, v, padding, *nothing, padding.new_empty(batch_size, 0), found[f"{path}{POSITION}"])
+    names = getattr(template, "_fields", range(len(template)))
+    parts = [
+        found[f"{path}{name}"]
+        if isinstance(part, Tensor)
+        else _filled(part, f"{path}{name}.", found, batch_size)
+        for name, part in zip(names, template, strict=True)
+    ]
+    return template._make(parts) if hasattr(template, "_make") else type(template)(parts)
+
+
+@torch.no_grad()
+def _describe(model: Any) -> tuple[list[Leaf], set[str]]:
+    """Say what the state's tensors are, and which of them repeat the position, from a few tokens read."""
+    states = [model.init_state(1)]
+    for _ in range(2):
+        _, after = model.step(torch.zeros(1, dtype=torch.long), states[-1])
+        states.append(after)
+    first, *later = (dict(_named(state)) for state in states)
+    leaves, shared = [], set()
+    for name, x in first.items():
+        forms = [x, *(state[name] for state in later)]
+        counts = name.endswith(f".{POSITION}") and POSITION in first
+        if counts and all(torch.equal(a[name], a[POSITION]) for a in (first, *later)):
+            shared.add(name)
+            continue
+        fill = x.flatten()[0].item() if x.numel() else 0
+        if not bool((x == fill).all()):
+            raise UnsupportedError(
+                f"the state {name} does not begin with one number everywhere, as that of an exported model "
+                "must; linear, window and softmax attention begin empty"
+            )
+        leaves.append(Leaf(name, x.dtype, tuple(x.shape[1:]), _growing_axis(name, forms), fill))
+    return leaves, shared
+
+
+def _growing_axis(name: str, forms: list[Tensor]) -> int | None:
+    """Find the axis of a tensor that is 0, 1 and 2 long after as many tokens; None where none grows."""
+    shapes = [x.shape for x in forms]
+    if shapes[0] == shapes[1] == shapes[2]:
+        return None
+    grown = [axis for axis, sizes in enumerate(zip(*shapes, strict=True)) if sizes == (0, 1, 2)]
+    if len(grown) != 1 or sum(len(set(sizes)) > 1 for sizes in zip(*shapes, strict=True)) != 1:
+        raise UnsupportedError(
+            f"the state {name} grows from {list(shapes[0])} to {list(shapes[2])} in two tokens, wanted one "
+            "place per token along one axis; softmax attention can be exported instead"
+        )
+    return grown[0]
+
+
+def _linear_layers(model: Any) -> dict[int, LinearAttention]:
+    """The layers of a stack whose attention is linear, by their place."""
+    blocks = getattr(getattr(model, "stack", None), "blocks", ())
+    found = ((i, getattr(block, "attention", None)) for i, block in enumerate(blocks))
+    return {i: layer for i, layer in found if isinstance(layer, LinearAttention)}
+
+
+@contextmanager
+def _features_of_queries(layers: Any, seen: list[Tensor]) -> Iterator[None]:
+    """Note what `phi_q` of each layer gives."""
+    with ExitStack() as undo:
+        for layer in layers:
+            phi = layer.feature_map
+
+            def noted(q: Tensor, positions: Tensor | None = None, *, phi_q: Any = phi.phi_q) -> Tensor:
+                features: Tensor = phi_q(q, positions)
+                seen.append(features)
+                return features
+
+            phi.phi_q = noted
+            undo.callback(delattr, phi, "phi_q")
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what exporter and quantiser say of themselves, which nobody who exports can act upon."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    root = logging.getLogger()
+    levels = [(logger, logger.level) for logger in (*loggers, root)]
+    try:
+        for logger, _ in levels:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)

@@ -1,0 +1,177 @@
+"""`manifest.json`: what an exported folder holds, with the size and hash of every file in it."""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from unrolled.interop.onnx.graph import POSITION, Leaf, Length
+from unrolled.models.saving import write_atomically
+
+FILE_NAME = "manifest.json"
+FORMAT, VERSION = "unrolled-onnx", 1
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": None,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+}
+TYPES = {torch.float32: "float32", torch.int64: "int64", torch.bool: "bool"}
+_TYPES = {name: dtype for dtype, name in TYPES.items()}
+_NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Probe(NamedTuple):
+    """A further output, the features of the queries of a layer: `[B,T,H,R]`."""
+
+    name: str
+    layer: int
+    shape: tuple[int, int]  # H, R
+
+
+@dataclass(kw_only=True)
+class Manifest:
+    """What `manifest.json` says.
+
+    Attributes:
+        unrolled: the version that wrote it.
+        opset: version of ONNX's standard operators in the graphs.
+        model: the model's kind and config.
+        vocab_size: number of token ids that are predicted.
+        start_token: id of the start symbol; None without.
+        max_positions: how many tokens a sequence may have; None for any number.
+        length: "any", or 1 where a call reads one token.
+        state: the tensors of the state, in the order of inputs and outputs.
+        probes: the outputs after those of the state.
+        sampling: what to draw with unless told otherwise, as arguments of `generation.generate`.
+        graphs: file, sha256 and bytes of each graph, by its name.
+        files: sha256 and bytes of every other file, by its path.
+    """
+
+    unrolled: str
+    opset: int
+    model: dict[str, Any]
+    vocab_size: int
+    start_token: int | None
+    max_positions: int | None
+    length: Length
+    state: list[Leaf]
+    probes: list[Probe] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=lambda: dict(SAMPLING))
+    graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of a graph's inputs."""
+        return ["tokens", *(leaf.name for leaf in self.state)]
+
+    @property
+    def outputs(self) -> list[str]:
+        """The names of a graph's outputs, without those of the probes."""
+        return ["logits", *(f"next.{leaf.name}" for leaf in self.state)]
+
+    def save(self, folder: Path) -> None:
+        """Write `manifest.json`."""
+        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        values |= {"inputs": self.inputs, "outputs": [*self.outputs, *(probe.name for probe in self.probes)]}
+        values["state"] = [_leaf_to_json(leaf) for leaf in self.state]
+        values["probes"] = [
+            {"name": probe.name, "layer": probe.layer, "shape": ["batch", "length", *probe.shape]}
+            for probe in self.probes
+        ]
+        text = json.dumps(values, indent=1, allow_nan=False) + "\n"
+        write_atomically(folder / FILE_NAME, lambda file: file.write_text(text))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """Read `manifest.json`.
+
+        Raises:
+            ValueError: there is none, it is damaged, or it is of another format or version.
+        """
+        path = folder / FILE_NAME
+        if not path.is_file():
+            raise ValueError(f"{folder} is no folder of unrolled export: it has no {FILE_NAME}")
+        try:
+            values = json.loads(path.read_text())
+            found = values.pop("format"), values.pop("version")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error!r}") from error
+        if found != (FORMAT, VERSION):
+            raise ValueError(
+                f"{path} has the format {found[0]!r} in version {found[1]!r}, "
+                f"wanted {FORMAT!r} in version {VERSION}"
+            )
+        try:
+            inputs, outputs = values.pop("inputs"), values.pop("outputs")
+            values["state"] = [_leaf_of_json(leaf) for leaf in values["state"]]
+            values["probes"] = [
+                Probe(probe["name"], probe["layer"], tuple(probe["shape"][2:])) for probe in values["probes"]
+            ]
+            manifest = cls(**values)
+            agree = inputs == manifest.inputs and outputs[: len(inputs)] == manifest.outputs
+            if not agree or not all(isinstance(x["sha256"], str) for x in manifest.entries().values()):
+                raise ValueError("its inputs and outputs are not those of its state")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        return manifest
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Sizes and hashes of all files, by their paths."""
+        return {graph["file"]: graph for graph in self.graphs.values()} | self.files
+
+    def read(self, folder: Path, name: str) -> bytes:
+        """Read a file of the folder, and give its bytes if they are those that the manifest is about.
+
+        Raises:
+            ValueError: the file is missing, or of another size or content.
+        """
+        wanted, path = self.entries()[name], folder / name
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        if len(content) != wanted["bytes"]:
+            raise ValueError(
+                f"{path} has {len(content)} bytes, but {FILE_NAME} says {wanted['bytes']}: "
+                "the file is cut short or another one; export again"
+            )
+        if hashlib.sha256(content).hexdigest() != wanted["sha256"]:
+            raise ValueError(
+                f"{path} is not the file that {FILE_NAME} describes, its SHA-256 differs; export again"
+            )
+        return content
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size and hash of a file, as a manifest keeps them."""
+    content = path.read_bytes()
+    return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+
+
+def is_position(leaf: Leaf) -> bool:
+    """Whether it counts the tokens read."""
+    return leaf.name == POSITION
+
+
+def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
+    shown = {number: name for name, number in _NUMBERS.items()}
+    return {
+        "name": leaf.name,
+        "type": TYPES[leaf.dtype],
+        "shape": ["batch", *leaf.shape],
+        "growing_axis": leaf.growing_axis,
+        "fill": shown.get(leaf.fill, leaf.fill),
+    }
+
+
+def _leaf_of_json(values: dict[str, Any]) -> Leaf:
+    fill = _NUMBERS.get(values["fill"], values["fill"])
+    shape = tuple(map(int, values["shape"][1:]))
+    return Leaf(values["name"], _TYPES[values["type"]], shape, values["growing_axis"], fill)

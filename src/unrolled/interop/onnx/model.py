@@ -1,0 +1,192 @@
+"""An exported model that runs in ONNX Runtime, with the surface that `unrolled.generation` wants."""
+
+from abc import ABC, abstractmethod
+from collections import namedtuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import UnsupportedError
+from unrolled.interop.onnx.manifest import Manifest, is_position
+from unrolled.models.checks import check_ids
+from unrolled.ops.checks import check_key_padding_mask
+
+PIECE = 64  # tokens of a prompt that one call reads, in time and memory quadratic in their number
+
+
+class ExportedConfig(NamedTuple):
+    """What drawing tokens asks a model's config for."""
+
+    vocab_size: int
+    start_token: bool
+    n_positions: int | None
+
+
+class ExportedModel(ABC):
+    """A recurrence outside of PyTorch: `init_state`, `prefill` and `step`, on the CPU, without gradients.
+
+    A state is a `NamedTuple` of tensors, batch first, so that `unrolled.ops.state` can select its rows, save
+    and load it. States are values: none is changed.
+
+    Args:
+        manifest: what the exported folder says.
+        piece: how many tokens one call reads at most.
+    """
+
+    def __init__(self, manifest: Manifest, piece: int) -> None:
+        self.manifest, self._piece = manifest, piece
+        self.config = ExportedConfig(
+            manifest.vocab_size, manifest.start_token is not None, manifest.max_positions
+        )
+        names = [leaf.name.replace(".", "_") for leaf in manifest.state]
+        self._state_type = _state_type(names)
+
+    @abstractmethod
+    def _call(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the graph on tokens and state: logits and the next state."""
+
+    def init_state(self, batch_size: int) -> Any:
+        """Make the state of `batch_size` sequences that have not begun."""
+        return self._state_type(*(leaf.initial(batch_size) for leaf in self.manifest.state))
+
+    def prefill(
+        self, tokens: Tensor, state: Any, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Read tokens [B, T], T of at least 1, after those that `state` has read.
+
+        With a `key_padding_mask` [B, T] (True = padding), each row is read by itself without its padding,
+        where its logits mean nothing.
+
+        Returns:
+            logits [B, T, vocab_size] and the new state.
+
+        Raises:
+            ValueError: an id that the model does not have, a state of another model or of another number of
+                rows, or more tokens than the model has positions.
+            UnsupportedError: rows of different lengths, and a state that grows with them.
+        """
+        check_ids("tokens", tokens, self.config.vocab_size + self.config.start_token)
+        self._check_state(state, tokens.shape[0])
+        if tokens.shape[1] < 1:
+            raise ValueError(f"tokens has the shape {list(tokens.shape)}, wanted at least one token")
+        if key_padding_mask is None:
+            return self._read(tokens, state)
+        check_key_padding_mask(key_padding_mask, *tokens.shape)
+        return self._read_rows(tokens, state, ~key_padding_mask)
+
+    def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Read one token [B] per row; return logits [B, vocab_size] and the new state."""
+        logits, state = self.prefill(token.unsqueeze(-1), state)
+        return logits[:, -1], state
+
+    def _read(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        self._check_room(state, tokens.shape[1])
+        pieces = []
+        for piece in torch.split(tokens, self._piece, dim=1):
+            logits, *after = self._call((piece, *state))
+            pieces.append(logits)
+            state = self._state_type(*after)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1), state
+
+    def _read_rows(self, tokens: Tensor, state: Any, valid: Tensor) -> tuple[Tensor, Any]:
+        growing = any(leaf.growing_axis is not None for leaf in self.manifest.state)
+        if growing and len(set(valid.sum(1).tolist())) > 1:
+            raise UnsupportedError(
+                "rows of different lengths cannot share a state that grows with them; "
+                "read prompts of one length together, or each by itself"
+            )
+        logits = torch.zeros(*tokens.shape, self.config.vocab_size)
+        rows = []
+        for row in range(len(tokens)):
+            before = self._state_type(*(x[row : row + 1] for x in state))
+            if valid[row].any():
+                logits[row, valid[row]], before = self._one_row(tokens[row, valid[row]], before)
+            rows.append(before)
+        return logits, self._state_type(*map(torch.cat, zip(*rows, strict=True)))
+
+    def _one_row(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        logits, state = self._read(tokens.unsqueeze(0), state)
+        return logits[0], state
+
+    def _check_room(self, state: Any, length: int) -> None:
+        bound = self.config.n_positions
+        if bound is None or not len(state[0]):
+            return
+        for leaf, x in zip(self.manifest.state, state, strict=True):
+            if is_position(leaf) and (reached := int(x.max()) + length) > bound:
+                raise ValueError(f"the input reaches length {reached}, wanted at most {bound}")
+
+    def _check_state(self, state: Any, batch_size: int) -> None:
+        leaves = self.manifest.state
+        if not isinstance(state, tuple) or getattr(state, "_fields", None) != self._state_type._fields:
+            raise ValueError(
+                f"state is a {type(state).__name__} of another model, wanted that of init_state or prefill"
+            )
+        for leaf, x in zip(leaves, state, strict=True):
+            wanted = [batch_size, *leaf.shape]
+            if leaf.growing_axis is not None and x.dim() == len(wanted):
+                wanted[leaf.growing_axis] = x.shape[leaf.growing_axis]
+            if list(x.shape) != wanted or x.dtype != leaf.dtype:
+                raise ValueError(
+                    f"the state {leaf.name} is {x.dtype} of the shape {list(x.shape)}, "
+                    f"but this model and batch want {leaf.dtype} of {wanted}"
+                )
+
+
+def _state_type(names: list[str]) -> Any:
+    return namedtuple("ExportedState", names)  # the fields are this model's
+
+
+class OnnxModel(ExportedModel):
+    """An exported model in ONNX Runtime."""
+
+    def __init__(self, manifest: Manifest, session: Any) -> None:
+        super().__init__(manifest, PIECE if manifest.length == "any" else 1)
+        self._session = session
+
+    def _call(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = zip(self.manifest.inputs, inputs, strict=True)
+        feeds = {name: x.detach().contiguous().numpy() for name, x in given}
+        return [torch.from_numpy(x) for x in self._session.run(self.manifest.outputs, feeds)]
+
+
+def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxModel:
+    """Open an exported folder in ONNX Runtime, once its files have been compared with their hashes.
+
+    Args:
+        folder: what `export` wrote.
+        graph: "plain", or "fused" or "int8" where it was written.
+        threads: of one operator; a step of a small model is fastest with one.
+
+    Raises:
+        ValueError: the folder is none, lacks that graph, or holds a file that is damaged or another one.
+        ImportError: onnxruntime is missing.
+    """
+    folder = Path(folder)
+    manifest = Manifest.load(folder)
+    if graph not in manifest.graphs:
+        again = f"; export again with --{graph}" if graph in ("fused", "int8") else ""
+        raise ValueError(f"graph is {graph!r}, but {folder} holds {', '.join(manifest.graphs)}{again}")
+    if threads < 1:
+        raise ValueError(f"threads is {threads}, but must be at least 1")
+    for name in manifest.files:
+        manifest.read(folder, name)
+    content = manifest.read(folder, manifest.graphs[graph]["file"])
+    return OnnxModel(manifest, open_session(content, threads))
+
+
+def open_session(content: bytes, threads: int = 1) -> Any:
+    """Open the bytes of a graph on the CPU."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ImportError(
+            "running an exported model needs onnxruntime, which is missing: pip install 'unrolled[onnx]'"
+        ) from error
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,162 @@
+"""Writing a model as ONNX graphs: traced once for any batch and length, then compared with the model."""
+
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import UnsupportedError
+from unrolled.interop.onnx import forms
+from unrolled.interop.onnx.graph import Length, Recurrence, exported, quiet
+from unrolled.interop.onnx.model import open_session
+
+OPSETS = range(20, 26)  # those whose operators the graphs use as they are
+AGREEMENT = 1e-4  # largest difference from the model, as a part of the largest number compared
+
+
+class DisagreementError(RuntimeError):
+    """A graph gives other numbers than the model it was traced from."""
+
+
+def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False) -> tuple[Recurrence, bytes]:
+    """Trace a model, and give what was traced with the bytes of its graph.
+
+    A graph reads any number of tokens where the mechanisms' parallel forms can be written so, else one.
+
+    Raises:
+        UnsupportedError: the model is no recurrence or not fp32, the opset cannot be written, or nothing of
+            the model is what the fused operator computes.
+    """
+    if opset not in OPSETS:
+        raise UnsupportedError(f"opset is {opset}, but {OPSETS[0]} to {OPSETS[-1]} can be written")
+    if wrong := {x.dtype for x in model.parameters()} - {torch.float32}:
+        raise UnsupportedError(f"the model is {wrong.pop()}, but graphs are float32; convert it by .float()")
+    replaced = forms.fused() if fused else forms.portable()
+    reasons = []
+    lengths: tuple[Length, ...] = ("any", 1)
+    for length in lengths:
+        recurrence = Recurrence(model, length=length, probes=probes)
+        try:
+            content = _trace(recurrence, replaced, opset)
+            compare(recurrence, open_session(content))
+        except (UnsupportedError, ImportError, MemoryError):
+            raise
+        except Exception as error:  # torch's exporter raises whatever its passes do
+            reasons.append(error)
+            continue
+        if fused and b"com.microsoft" not in content:
+            raise UnsupportedError(
+                "the fused graph is for linear attention, which this model has none of; use the plain one"
+            )
+        return recurrence, content
+    lines = re.sub("\x1b\\[\\d+m", "", str(reasons[-1])).splitlines()  # the exporter colours what it says
+    reason = lines[0][:200] if lines else type(reasons[-1]).__name__
+    raise UnsupportedError(
+        f"this model cannot be written as a graph ({reason}); linear, window and softmax attention can"
+    ) from reasons[-1]
+
+
+@torch.no_grad()
+def compare(recurrence: Recurrence, session: Any) -> float:
+    """Run a graph and the model on random tokens, in calls of several sizes; give the largest difference.
+
+    Raises:
+        DisagreementError: it is more than `AGREEMENT` of the largest number compared.
+    """
+    bound = getattr(recurrence.model.config, "n_positions", None) or 16
+    lengths = (1,) * min(4, bound) if recurrence.length == 1 else (min(5, bound), min(3, bound - 5), 1)
+    outputs = [x.name for x in session.get_outputs()]
+    inputs = [x.name for x in session.get_inputs()]
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for batch_size in (1, 3):
+        state: tuple[Tensor, ...] = tuple(leaf.initial(batch_size) for leaf in recurrence.leaves)
+        for length in lengths:
+            if length < 1:
+                break
+            vocab_size = recurrence.model.config.vocab_size
+            tokens = torch.randint(vocab_size, (batch_size, length), generator=generator)
+            wanted = recurrence(tokens, *state)
+            feeds = {name: x.numpy() for name, x in zip(inputs, (tokens, *state), strict=True)}
+            for name, x, y in zip(outputs, session.run(outputs, feeds), wanted, strict=True):
+                found, y = torch.from_numpy(x).double(), y.double()
+                if found.shape != y.shape:
+                    shapes = f"{list(found.shape)}, wanted {list(y.shape)}"
+                    raise DisagreementError(f"{name} has the shape {shapes}")
+                # Infinities are equal to themselves, but their difference is no number.
+                apart = torch.where(found == y, 0.0, (found - y).abs())
+                size = torch.where(y.isfinite(), y.abs(), 0.0)
+                difference, largest = (float(z.max()) if z.numel() else 0.0 for z in (apart, size))
+                if not difference <= AGREEMENT * max(1.0, largest):
+                    raise DisagreementError(f"{name} differs from the model's by {difference:.1e}")
+                worst = max(worst, difference)
+            state = wanted[1 : 1 + len(state)]
+    return worst
+
+
+def quantized(content: bytes) -> bytes:
+    """Give a graph with its matrices in int8, and activations quantised as they come."""
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load_from_string(content)
+    del model.graph.value_info[:]  # the quantiser compares shapes with these, which leave axes open
+    with TemporaryDirectory() as folder, quiet():
+        path = Path(folder) / "int8.onnx"
+        quantize_dynamic(model, path, weight_type=QuantType.QInt8)
+        return path.read_bytes()
+
+
+@torch.no_grad()
+def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
+    try:
+        import onnx  # noqa: F401  # torch imports it, and says less clearly what is missing
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"exporting needs {error.name}, which is missing: pip install 'unrolled[onnx]'"
+        ) from error
+    names = [leaf.name for leaf in recurrence.leaves]
+    outputs = ["logits", *(f"next.{name}" for name in names), *probe_names(recurrence)]
+    with quiet():
+        program: Any = torch.onnx.export(
+            exported(recurrence).run_decompositions(replaced),
+            opset_version=opset,
+            input_names=["tokens", *names],
+            output_names=outputs,
+            dynamo=True,
+            verbose=False,
+        )
+    model = program.model_proto
+    found = {entry.domain: entry.version for entry in model.opset_import}
+    if found.get("") != opset:
+        raise UnsupportedError(f"opset is {opset}, but torch {torch.__version__} wrote {found.get('')}")
+    if foreign := found.keys() - {"", "ai.onnx", "com.microsoft"}:
+        raise UnsupportedError(f"the graph would need operators of {', '.join(sorted(foreign))}")
+    _name_axes(model, recurrence)
+    content: bytes = model.SerializeToString()
+    return content
+
+
+def probe_names(recurrence: Recurrence) -> list[str]:
+    """Names of the outputs that hold features of queries."""
+    return [f"layers.{layer}.phi_q" for layer in recurrence.probed]
+
+
+def _name_axes(model: Any, recurrence: Recurrence) -> None:
+    """Call the open axes of inputs and outputs "batch", "length", "past" and "total" (past + length)."""
+    growing = {leaf.name: leaf.growing_axis for leaf in recurrence.leaves}
+    for value in (*model.graph.input, *model.graph.output):
+        dims = value.type.tensor_type.shape.dim
+        after = value.name.startswith("next.")
+        dims[0].dim_param = "batch"
+        axis = growing.get(value.name.removeprefix("next."))
+        if axis is not None:
+            dims[axis].dim_param = "total" if after else "past"
+        if (value.name in ("tokens", "logits") or value.name in probe_names(recurrence)) and (
+            recurrence.length == "any"
+        ):
+            dims[1].dim_param = "length"

@@ -1,0 +1,274 @@
+"""Graphs give what the models give, from states to states, and what is wrong with a folder is said."""
+
+import json
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unrolled.contract import UnsupportedError
+from unrolled.generation import generate
+from unrolled.interop.onnx import export, load
+from unrolled.interop.onnx.graph import Recurrence
+from unrolled.interop.onnx.write import DisagreementError, compare
+from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig
+from unrolled.ops import state as states
+
+pytest.importorskip("onnxruntime")
+
+VOCABULARY = 11
+MODELS: dict[str, dict[str, Any]] = {
+    "linear": {"positions": "sinusoidal", "n_kv_heads": 2, "start_token": True},
+    "window": {"positions": "rotary", "attention_options": {"window": {"window": 5}}},
+    "softmax": {"positions": "rotary", "n_kv_heads": 1},
+}
+
+
+def make(attention: str, **fields: Any) -> Decoder:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "n_layers": 1, "n_heads": 4}
+    config = DecoderConfig(VOCABULARY, attention=attention, **sizes, **fields)
+    model = Decoder(config).eval()
+    for x in model.parameters():  # as large as trained weights are: small ones would hide differences
+        if x.dim() > 1:
+            torch.nn.init.normal_(x, std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def pair(request, tmp_path_factory):
+    model = make(request.param, **MODELS[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    linear = request.param == "linear"
+    manifest = export(model, folder, fused=linear, int8=linear, probes=linear)
+    return model, folder, manifest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The smallest folder there is, for what is wrong with folders."""
+    made = tmp_path_factory.mktemp("folder")
+    config = RecurrentLMConfig(VOCABULARY, d_model=8, cell="gru")
+    vocabulary = made.parent / "vocabulary.json"
+    vocabulary.write_text('{"kind": "ids"}')
+    torch.manual_seed(0)
+    export(RecurrentLM(config), made, vocabulary=vocabulary)
+    return made
+
+
+def tokens(*size: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, size, generator=torch.Generator().manual_seed(len(size)))
+
+
+@pytest.mark.parametrize("graph", ["plain", "fused"])
+@torch.no_grad()
+def test_two_hundred_steps_agree_to_1e5(pair, graph):
+    model, folder, manifest = pair
+    if graph not in manifest.graphs:
+        return
+    found = load(folder, graph)
+    ids = tokens(2, 230)
+    wanted = model(ids)
+    logits, state = found.prefill(ids[:, :30], found.init_state(2))
+    torch.testing.assert_close(logits, wanted[:, :30], rtol=0, atol=1e-5)
+    for t in range(30, 230):
+        logits, state = found.step(ids[:, t], state)
+        torch.testing.assert_close(logits, wanted[:, t], rtol=0, atol=1e-5)
+    assert float(wanted.std()) > 0.3  # so that 1e-5 says something
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 3), st.lists(st.integers(1, 70), min_size=1, max_size=4))
+@torch.no_grad()
+def test_any_way_of_cutting_gives_the_same(pair, batch, cuts):
+    model, folder, _ = pair
+    found = load(folder)
+    ids = tokens(batch, sum(cuts))
+    before = state = found.init_state(batch)
+    copy = [x.clone() for x in before]
+    parts = []
+    for piece in ids.split(cuts, dim=1):
+        logits, state = found.prefill(piece, state)
+        parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids), rtol=0, atol=1e-5)
+    assert all(map(torch.equal, before, copy))
+
+
+def test_the_ids_drawn_are_those_of_the_model(pair):
+    model, folder, _ = pair
+    found = load(folder)
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    for options in ({"temperature": 0}, {"seed": 3, "top_k": 4, "num_samples": 2}):
+        for a, b in zip(
+            generate(model, prompts, 20, **options), generate(found, prompts, 20, **options), strict=True
+        ):
+            assert torch.equal(a, b)
+
+
+def test_prompts_of_different_lengths(pair):
+    model, folder, _ = pair
+    found = load(folder)
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    if type(model.stack.blocks[0].attention).__name__ == "SoftmaxAttention":
+        with pytest.raises(UnsupportedError, match="rows of different lengths cannot share a state that"):
+            generate(found, prompts, 5, temperature=0)
+        return
+    for a, b in zip(
+        generate(model, prompts, 20, temperature=0), generate(found, prompts, 20, temperature=0), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_a_state_survives_a_file_and_its_rows_can_be_chosen(pair, tmp_path):
+    _, folder, _ = pair
+    found = load(folder)
+    _, state = found.prefill(tokens(2, 9), found.init_state(2))
+    states.save(state, tmp_path / "state")
+    again = states.load(tmp_path / "state", found.init_state(1))
+    twice = states.select(again, [1, 1])
+    logits, _ = found.step(tokens(2), state)
+    others, _ = found.step(tokens(2)[[1, 1]], twice)
+    torch.testing.assert_close(others[0], logits[1], rtol=0, atol=1e-6)
+
+
+def test_the_manifest_says_what_the_graph_is(pair):
+    model, folder, manifest = pair
+    import onnx
+
+    graph = onnx.load(folder / "plain.onnx")
+    values = json.loads((folder / "manifest.json").read_text())
+    assert [x.name for x in graph.graph.input] == values["inputs"]
+    assert [x.name for x in graph.graph.output] == values["outputs"]
+    assert {x.domain for x in graph.opset_import} <= {"", "ai.onnx"}
+    assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}  # and no operator of ours
+    assert values["opset"] == 20
+    assert values["length"] == "any"
+    growing = {leaf["name"] for leaf in values["state"] if leaf["growing_axis"] is not None}
+    assert growing == {x for x in values["inputs"] if "past" in x}
+    assert values["start_token"] == (VOCABULARY if model.config.start_token else None)
+    for state in (model.init_state(3), model.prefill(tokens(3, 4), model.init_state(3))[1]):
+        for name, x in states.leaves(state).items():
+            leaf = next((leaf for leaf in manifest.state if leaf.name == name), None)
+            if leaf is not None and leaf.growing_axis is None:
+                assert tuple(x.shape[1:]) == leaf.shape
+
+
+@pytest.mark.parametrize("pair", ["linear"], indirect=True)
+@torch.no_grad()
+def test_probes_are_the_features_of_the_queries(pair):
+    model, folder, manifest = pair
+    session = load(folder)._session
+    ids = tokens(2, 7)
+    feeds = {leaf.name: leaf.initial(2).numpy() for leaf in manifest.state} | {"tokens": ids.numpy()}
+    names = [probe.name for probe in manifest.probes]
+    assert names == ["layers.0.phi_q"]
+    found = session.run(names, feeds)
+    attention = model.stack.blocks[0].attention
+    x = model.stack.blocks[0].attention_norm(model.positions(model.embedding(ids)))
+    q = attention.qkv_proj(x)[..., : attention.n_heads * attention.head_dim].unflatten(-1, (4, 4))
+    np.testing.assert_allclose(found[0], torch.where(q > 0, q + 1, q.exp()).numpy(), atol=1e-5)
+    assert found[0].shape == (2, 7, *manifest.probes[0].shape)
+
+
+@pytest.mark.parametrize("pair", ["linear"], indirect=True)
+@torch.no_grad()
+def test_int8_is_smaller_and_near(pair):
+    model, folder, _ = pair
+    ids = tokens(4, 60)
+    found = load(folder, "int8")
+    logits, _ = found.prefill(ids, found.init_state(4))
+    wanted = model(ids)
+    assert 1e-4 < float((logits - wanted).std() / wanted.std()) < 0.1
+    import onnx
+
+    kinds = {x.data_type for x in onnx.load(folder / "int8.onnx").graph.initializer if len(x.dims) > 1}
+    assert onnx.TensorProto.INT8 in kinds
+
+
+@pytest.mark.parametrize("pair", ["softmax"], indirect=True)
+def test_a_graph_that_computes_something_else_is_noticed(pair):
+    model, folder, _ = pair
+    other = deepcopy(model)
+    compare(Recurrence(other), load(folder)._session)
+    with torch.no_grad():
+        other.stack.blocks[0].attention.out_proj.weight[0, 0] += 0.1
+    with pytest.raises(DisagreementError, match="differs from the model's by"):
+        compare(Recurrence(other), load(folder)._session)
+
+
+@pytest.mark.parametrize("opset", [19, 26])
+def test_an_opset_that_cannot_be_written(opset, tmp_path):
+    with pytest.raises(UnsupportedError, match=f"opset is {opset}, but 20 to 25"):
+        export(make("linear"), tmp_path, opset=opset)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_exported(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"float16, but graphs are float32"):
+        export(make("linear").half(), tmp_path)
+    with pytest.raises(UnsupportedError, match="wanted one place per token along one axis; softmax"):
+        export(make("long_short"), tmp_path)
+    with pytest.raises(ValueError, match="sampling has"):
+        export(make("linear"), tmp_path, sampling={"temprature": 1})
+
+
+def test_what_is_wrong_with_a_folder_is_said(folder, tmp_path):
+    def damaged(name: str, change: Any) -> Path:
+        copy = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(folder, copy)
+        change(copy / name)
+        return copy
+
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-100])
+
+    def rename(path: Path) -> None:
+        path.write_text(path.read_text().replace("next.", "after."))
+
+    for name, change, sentence in (
+        ("plain.onnx", flip, "its SHA-256 differs"),
+        ("plain.onnx", cut, "the file is cut short"),
+        ("plain.onnx", Path.unlink, "cannot be read: No such file"),
+        ("vocabulary.json", flip, "its SHA-256 differs"),
+        ("manifest.json", cut, "is damaged"),
+        ("manifest.json", rename, "is damaged: its inputs and outputs"),
+        ("manifest.json", Path.unlink, "is no folder of unrolled export"),
+        ("manifest.json", lambda path: path.write_text("[]"), "is damaged"),
+        ("manifest.json", lambda path: path.write_text('{"format": "x", "version": 2}'), "has the format"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            load(damaged(name, change))
+    with pytest.raises(ValueError, match=r"graph is 'int8', but .* export again with --int8"):
+        load(folder, "int8")
+    with pytest.raises(ValueError, match="threads is 0"):
+        load(folder, threads=0)
+
+
+@pytest.mark.parametrize("pair", ["linear"], indirect=True)
+def test_a_state_of_another_model_is_refused(folder, pair):
+    found, other = load(folder), load(pair[1])
+    with pytest.raises(ValueError, match="of another model"):
+        found.step(tokens(2), other.init_state(2))
+    with pytest.raises(ValueError, match=r"the state .* is torch.* but this model and batch want"):
+        found.step(tokens(2), found.init_state(3))
+    with pytest.raises(ValueError, match="holds ids from"):
+        found.step(torch.tensor([VOCABULARY]), found.init_state(1))
+    with pytest.raises(ValueError, match="wanted at least one token"):
+        found.prefill(tokens(2, 0), found.init_state(2))
+
+
+def test_recurrent_cells_export_too(folder):
+    found = load(folder)
+    assert found.manifest.state[0].name.startswith("layers.0")
+    assert len(generate(found, [[1]], 5, temperature=0)[0]) == 5

@@ -1,0 +1,58 @@
+"""`unrolled export`, and `unrolled generate --engine onnx` on what it wrote."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from unrolled.cli import app
+from unrolled.cli._vocabulary import Vocabulary
+from unrolled.models import Decoder, DecoderConfig
+
+pytest.importorskip("onnxruntime")
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    run_dir, out = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("out")
+    torch.manual_seed(0)
+    Decoder(DecoderConfig(4, d_model=8, n_layers=1, n_heads=2, max_length=30)).save(run_dir)
+    Vocabulary("text", characters=["\n", "a", "b", "c"]).save(run_dir)
+    code, printed, errors = run("export", run_dir, out, "--temperature", 0)
+    assert code == 0, errors
+    assert "plain.onnx" in printed
+    return run_dir, out
+
+
+def test_both_engines_write_the_same(folders):
+    run_dir, out = folders
+    words = ("--prompt", "ab", "--tokens", 20)
+    code, printed, errors = run("generate", out, "--engine", "onnx", *words)  # greedy, as the folder says
+    assert code == 0, errors
+    assert printed == run("generate", run_dir, "--temperature", 0, *words)[1]
+    drawn = ("--temperature", 1, "--seed", 3, *words)
+    assert run("generate", out, "--engine", "onnx", *drawn)[1] == run("generate", run_dir, *drawn)[1]
+    assert json.loads((out / "manifest.json").read_text())["sampling"]["temperature"] == 0
+
+
+def test_a_folder_of_the_wrong_kind(folders, tmp_path):
+    run_dir, out = folders
+    for arguments, sentence in (
+        (("generate", out), "is a folder of unrolled export: run it with --engine onnx"),
+        (("generate", run_dir, "--engine", "onnx"), "is no folder of unrolled export"),
+        (("generate", run_dir, "--graph", "int8"), "a graph is run by --engine onnx only"),
+        (("generate", out, "--engine", "onnx", "--graph", "int8"), "export again with --int8"),
+        (("generate", out, "--engine", "onnx", "--device", "cuda"), "runs on the CPU"),
+        (("generate", out, "--engine", "onnx", "--tokens", 40), "30 learned positions"),
+        (("export", out, tmp_path / "x"), "is not a model's folder"),
+        (("export", run_dir, tmp_path / "x", "--opset", 3), "20 to 25 can be written"),
+    ):
+        code, _, errors = run(*arguments)
+        assert code == 2
+        assert sentence in errors
