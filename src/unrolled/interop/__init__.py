@@ -1,1 +1,1 @@
-"""Models and weights of other libraries, in and out. Each needs its own extra, so nothing is imported here."""
+"""Models and weights of other libraries, in and out. Each needs its extra, so nothing is imported here."""
