@@ -1,0 +1,1 @@
+"""Where this library meets others. Nothing is imported here: each module needs the library it is for."""
