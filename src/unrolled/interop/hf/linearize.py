@@ -67,6 +67,7 @@ def linearize(
     record = dict(getattr(model.config, RECORD, None) or {})
     record |= {str(i): {"attention": attention, "options": options} for i in chosen}
     setattr(model.config, RECORD, dict(sorted(record.items(), key=lambda item: int(item[0]))))
+    model._weight_conversions = []  # save by the names here: those of older checkpoints would not be found
     _prepare_masks(model)
     _prepare_cache(model)
     return model
