@@ -15,8 +15,9 @@ from unrolled.interop.hf.linearize import linearize, new_parameters
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
 from unrolled.models.saving import write_atomically
-from unrolled.training import TrainConfig, TrainingData
+from unrolled.training import TrainConfig
 from unrolled.training.evaluation import evaluate
+from unrolled.training.interfaces import TrainingData
 
 LOSSES_FILE = "linearize.json"
 

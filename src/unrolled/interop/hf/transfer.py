@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from unrolled.contract import IGNORED
 from unrolled.interop.hf.linearize import RECORD, linearized_layers, new_parameters
-from unrolled.training import TrainConfig, TrainingData, TrainResult, train
+from unrolled.training import TrainConfig, TrainResult, train
 from unrolled.training.checkpoint import fingerprint
+from unrolled.training.interfaces import TrainingData
 
 
 @dataclass(frozen=True)
