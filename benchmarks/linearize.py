@@ -53,7 +53,9 @@ HEDGEHOG = {"feature_map": "hedgehog"}
 RECIPES = {
     "softmax": Recipe("softmax", {}, None, None, FINETUNE),
     "linear": Recipe("linear", HEDGEHOG, None, TRANSFER, FINETUNE),
-    "linear-lora": Recipe("linear", HEDGEHOG, None, TRANSFER, replace(FINETUNE, lr=2e-3, min_lr=2e-4), lora=8),
+    "linear-lora": Recipe(
+        "linear", HEDGEHOG, None, TRANSFER, replace(FINETUNE, lr=2e-3, min_lr=2e-4), lora=8
+    ),
     "hybrid": Recipe("linear", HEDGEHOG, [0, 1, 3], TRANSFER, FINETUNE),
     "window": Recipe("window", {"window": 64}, None, None, FINETUNE),
 }
@@ -118,26 +120,31 @@ def scaled(config: TrainConfig, scale: float) -> TrainConfig:
 
 @torch.inference_mode()
 def costs(teacher: Any, out: Path) -> None:
-    """Measure a token and the cache at each context, of the model before and after, turn by turn."""
+    """Measure a token and the cache at each context, of the model before and after, turn by turn.
+
+    Times are those of the processor, which on one thread do not depend on what else runs.
+    """
     file = out / "costs.json"
     if file.exists():
         return
     models = {"softmax": teacher}
-    models |= {name: load_linearized(out / name) for name in RECIPES if name != "softmax" and (out / name).exists()}
+    models |= {
+        name: load_linearized(out / name) for name in RECIPES if name != "softmax" and (out / name).exists()
+    }
     rows = []
     for context in CONTEXTS:
         prompt = torch.randint(65, (1, context), generator=torch.Generator().manual_seed(0))
         caches, read = {}, {}
         for name, model in models.items():
-            began = time.perf_counter()
+            began = time.process_time()
             found = model(prompt, use_cache=True, logits_to_keep=1)
-            read[name], caches[name] = time.perf_counter() - began, found.past_key_values
+            read[name], caches[name] = time.process_time() - began, found.past_key_values
         times: dict[str, list[float]] = {name: [] for name in models}
         for _ in range(64):
             for name, model in models.items():
-                began = time.perf_counter()
+                began = time.process_time()
                 model(prompt[:, :1], past_key_values=caches[name], use_cache=True)
-                times[name].append(time.perf_counter() - began)
+                times[name].append(time.process_time() - began)
         for name in models:
             row = {"context": context, "recipe": name, "reading": read[name]}
             rows.append(row | {"token": statistics.median(times[name]), "cache": nbytes(caches[name])})
@@ -158,7 +165,9 @@ def tell(out: Path) -> None:
         file = out / name / "linearize.json"
         if file.exists():
             losses = json.loads(file.read_text())
-            shown = [f"{losses[x]:.3f}" if x in losses else "-" for x in ("before", "right after", "transfer")]
+            shown = [
+                f"{losses[x]:.3f}" if x in losses else "-" for x in ("before", "right after", "transfer")
+            ]
             end = losses.get("finetune")
             change = "-" if end is None else f"{end:.3f} ({end / losses['before'] - 1:+.1%})"
             lines.append([about, *shown, change])
@@ -166,10 +175,18 @@ def tell(out: Path) -> None:
     if (out / "costs.json").exists():
         rows = json.loads((out / "costs.json").read_text())
         costs = [
-            [f"{r['context']:,}", r["recipe"], f"{1 / r['token']:.0f}", brief_time(r["reading"]), size(r["cache"])]
+            [
+                f"{r['context']:,}",
+                r["recipe"],
+                f"{1 / r['token']:.0f}",
+                brief_time(r["reading"]),
+                size(r["cache"]),
+            ]
             for r in rows
         ]
-        text += "\n\n" + table(["context", "attention", "tokens per second", "reading the context", "cache"], costs)
+        text += "\n\n" + table(
+            ["context", "attention", "tokens per second", "reading the context", "cache"], costs
+        )
     print(text)
     (out / "table.md").write_text(text + "\n")
 

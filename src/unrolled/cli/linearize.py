@@ -10,12 +10,15 @@ if TYPE_CHECKING:
 
 
 def linearize(
-    model: Annotated[str, typer.Argument(help="A causal language model of transformers: a folder, or a hub name.")],
+    model: Annotated[
+        str, typer.Argument(help="A causal language model of transformers: a folder, or a hub name.")
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write; an interrupted run goes on there.")],
     data: Annotated[list[Path], typer.Option(help="A UTF-8 text to train on; may be given again.")],
     attention: Annotated[str, typer.Option(help="The mechanism, as `unrolled list` names it.")] = "linear",
     feature_map: Annotated[
-        str | None, typer.Option(help="Of linear attention; hedgehog by default, t2r is the other learned one.")
+        str | None,
+        typer.Option(help="Of linear attention; hedgehog by default, t2r is the other learned one."),
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="Further options of the mechanism, such as window=64.")
@@ -62,7 +65,9 @@ def linearize(
     typer.echo(f"wrote {out}")
 
 
-def _stage(steps: int, lr: float, batch_size: int, seed: int, eval_batches: int | None) -> "TrainConfig | None":
+def _stage(
+    steps: int, lr: float, batch_size: int, seed: int, eval_batches: int | None
+) -> "TrainConfig | None":
     from unrolled.training import TrainConfig
 
     if steps == 0:

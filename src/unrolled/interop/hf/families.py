@@ -97,7 +97,7 @@ def _llama(module: Any) -> AttentionParts:
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
     if window:
         raise UnsupportedError(
-            f"the attention reads a sliding window of {window} tokens, which a mechanism put in its place would "
+            f"the attention reads a sliding window of {window} tokens, which a mechanism in its place would "
             "not: load the model with sliding_window=None in its config"
         )
     qkv, qkv_bias = _separate(module.q_proj, module.k_proj, module.v_proj)

@@ -5,6 +5,7 @@ GPT-2, BERT and ViT classes.
 """
 
 import json
+from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,7 +57,9 @@ def linearize(
     try:
         json.dumps(options)
     except TypeError as error:
-        raise ValueError(f"options go into the model's config, so JSON must be able to say them: {error}") from error
+        raise ValueError(
+            f"options go into the model's config, so JSON must be able to say them: {error}"
+        ) from error
     swapped = {
         i: LinearizedAttention(parts_of(found[i][1]), attention, i, options).train(found[i][1].training)
         for i in chosen
@@ -67,7 +70,8 @@ def linearize(
     record = dict(getattr(model.config, RECORD, None) or {})
     record |= {str(i): {"attention": attention, "options": options} for i in chosen}
     setattr(model.config, RECORD, dict(sorted(record.items(), key=lambda item: int(item[0]))))
-    model._weight_conversions = []  # save by the names here: those of older checkpoints would not be found
+    saved: Any = model
+    saved._weight_conversions = []  # none: names of older checkpoints would not be found when it is read
     _prepare_masks(model)
     _prepare_cache(model)
     return model
@@ -153,7 +157,7 @@ def _chosen(found: list[tuple[str, nn.Module]], layers: list[int] | None) -> lis
 
 
 def _prepare_masks(model: PreTrainedModel) -> None:
-    """Where no softmax attention is left, let transformers hand on the padding itself, linear in the length."""
+    """Where no softmax attention is left, let transformers hand on a padding mask, linear in the length."""
     if any(is_softmax_attention(module) for module in model.modules()):
         return
     AttentionInterface.register(PADDING_ONLY, _no_softmax_left)
@@ -175,8 +179,8 @@ def _padding_mask(
     """Give `[B,S]`, True = a token, or None; called by transformers in the place of a mask `[B,1,T,S]`."""
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         raise UnsupportedError(
-            "the position_ids or masks are those of packed sequences, which linearized attention cannot honour: "
-            "give rows of their own, or a key padding mask"
+            "the position_ids are those of packed sequences, which linearized attention cannot honour: give "
+            "each sequence a row of its own, or pass attention_mask"
         )
     return None if attention_mask is None else attention_mask[:, -kv_length:]
 
@@ -197,9 +201,8 @@ def _prepare_cache(model: PreTrainedModel) -> None:
 
 
 def _begin_with_states(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Put an empty `StateCache` in the place of an empty cache of transformers, or of none where one is made."""
-    position = list(signature(module.forward).parameters).index("past_key_values")
-    if len(args) > position:
+    """Put an empty `StateCache` in the place of an empty cache of transformers, or where one is wanted."""
+    if len(args) > _place_of_cache(module.__class__):
         return None  # the caller's own; the layers check it
     given, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if use_cache is None:
@@ -209,6 +212,12 @@ def _begin_with_states(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] |
     return (args, {**kwargs, "past_key_values": state_cache(module)}) if made or empty else None
 
 
+@cache
+def _place_of_cache(kind: type[Any]) -> int:
+    """Tell how many arguments of a model's `forward` come before the cache, `self` not counted."""
+    return list(signature(kind.forward).parameters).index("past_key_values") - 1
+
+
 def _folder(path: str | Path) -> Path:
     if Path(path).is_dir():
         return Path(path)
@@ -216,11 +225,15 @@ def _folder(path: str | Path) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+        return Path(
+            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"])
+        )
     except HFValidationError as error:
         raise ValueError(f"{path} is neither a folder nor the name of a model on the hub") from error
     except Exception as error:  # of requests, of the hub or of the system: all mean that it is out of reach
-        raise ValueError(f"{path} is no folder, and no model of that name could be fetched: {error}") from error
+        raise ValueError(
+            f"{path} is no folder, and no model of that name could be fetched: {error}"
+        ) from error
 
 
 def _load_weights(model: PreTrainedModel, folder: Path) -> None:
@@ -238,10 +251,13 @@ def _load_weights(model: PreTrainedModel, folder: Path) -> None:
     for name in sorted(wanted.keys() & found.keys()):
         if wanted[name].shape != found[name].shape:
             raise ValueError(
-                f"{name} in {folder} has the shape {list(found[name].shape)}, wanted {list(wanted[name].shape)}"
+                f"{name} in {folder} has the shape {list(found[name].shape)}, "
+                f"wanted {list(wanted[name].shape)}"
             )
     missing, unknown = model.load_state_dict(found, strict=False)
     missing = [name for name in missing if name not in model.all_tied_weights_keys]
     if missing or unknown:
-        raise ValueError(f"{folder} has not the tensors of this model: lacks {missing[:3]}, has {unknown[:3]} besides")
+        raise ValueError(
+            f"{folder} has not the tensors of this model: lacks {missing[:3]}, has {unknown[:3]} besides"
+        )
     model.tie_weights()

@@ -70,7 +70,9 @@ class LinearizedAttention(nn.Module):
         x, mechanism = hidden_states, self.mechanism
         padding = padding_of(attention_mask, x.shape[1], causal=mechanism.causal)
         if padding is not None and not mechanism.supports.padding:
-            raise UnsupportedError(f"{_name(mechanism)} attention cannot honour padding: give rows of one length")
+            raise UnsupportedError(
+                f"{_name(mechanism)} attention cannot honour padding: give rows of one length"
+            )
         q, k, v = self._project(x, position_embeddings)
         if past_key_values is None:
             positions = _positions(x, padding) if mechanism.positional else None
@@ -121,7 +123,7 @@ class LinearizedAttention(nn.Module):
     def _entry(self, cache: Any) -> StateLayer:
         if self.mechanism.supports.recurrence == "none":
             raise UnsupportedError(
-                f"{_name(self.mechanism)} attention has no recurrent form, so no cache: call with use_cache=False"
+                f"{_name(self.mechanism)} attention has no recurrent form, so no cache: give use_cache=False"
             )
         entry = cache.layers[self.layer] if self.layer < len(cache.layers) else None
         if not isinstance(entry, StateLayer):
@@ -159,12 +161,12 @@ def padding_of(mask: Any, length: int, *, causal: bool) -> Tensor | None:
         tokens = allowed[:, 0, -1]
         expected = tokens[:, None, None, :].expand(-1, 1, *allowed.shape[-2:])
         if causal:
-            expected = expected & causal_mask(*allowed.shape[-2:], mask.device)
+            expected = expected & causal_mask(allowed.shape[-2], allowed.shape[-1], mask.device)
         # A row that may read nothing reads whatever transformers found easiest, and no one reads it.
         if not torch.equal(allowed & expected.any(-1, keepdim=True), expected.expand_as(allowed)):
             raise UnsupportedError(
-                "attention_mask hides more than padding, as with packed sequences, which linearized attention "
-                "cannot honour: give rows of their own"
+                "attention_mask hides more than padding, as with packed sequences, and linearized attention "
+                "cannot honour: give each sequence a row of its own"
             )
     tokens = tokens[:, -length:]
     return None if bool(tokens.all()) else ~tokens
@@ -173,7 +175,9 @@ def padding_of(mask: Any, length: int, *, causal: bool) -> Tensor | None:
 def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> MultiHeadAttention:
     kind: Any = load(attention)
     if not (isinstance(kind, type) and issubclass(kind, MultiHeadAttention)):
-        raise UnsupportedError(f"{attention} attention has no heads to fill; `unrolled list` shows which have")
+        raise UnsupportedError(
+            f"{attention} attention has no heads to fill; `unrolled list` shows which have"
+        )
     if options.get("rotary"):
         raise ValueError("rotary is True, but the model's own positions are kept: leave it out")
     weight = parts.out
@@ -195,7 +199,7 @@ def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> Mu
         )
     mechanism.to(device=weight.device, dtype=weight.dtype)
     copy_projections(parts, mechanism.qkv_proj, mechanism.out_proj)
-    return mechanism  # type: ignore[no-any-return]
+    return mechanism
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -66,7 +66,9 @@ def run(
         teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no causal language model with a tokenizer that can be read: {error}") from error
+        raise ValueError(
+            f"{path} is no causal language model with a tokenizer that can be read: {error}"
+        ) from error
     data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
     model, losses = train_linearized(teacher, data, recipe, out, resume=resume)
     model.save_pretrained(out)

@@ -60,8 +60,8 @@ class AttentionTransfer(_Trained):
         loss = mean over layers of  |student(x) - teacher(x)|^2 / |teacher(x)|^2
 
     x is what the layer reads in the teacher, so that no layer has to make up for those below it (teacher
-    forcing). Only what is new in the student is trained, such as its feature maps. Zhang et al. 2024, "LoLCATs",
-    arXiv 2410.10254, section 3.1, by whom the error is not divided; it makes layers count alike.
+    forcing). Only what is new in the student is trained, such as its feature maps. Zhang et al. 2024,
+    "LoLCATs", arXiv 2410.10254, by whom the error is not divided; divided, all layers count alike.
 
     Args:
         student: a linearized model.
@@ -75,8 +75,8 @@ class AttentionTransfer(_Trained):
         new = new_parameters(student)
         if not new:
             raise ValueError(
-                "the linearized layers have no parameters of their own to train: choose a learned feature map, "
-                "such as feature_map='hedgehog', or go on to fine-tuning"
+                "the linearized layers have no parameters of their own to train: choose a learned feature "
+                "map, such as feature_map='hedgehog', or go on to fine-tuning"
             )
         super().__init__(student, _stage("transfer", student))
         for name, parameter in student.named_parameters():
@@ -86,7 +86,8 @@ class AttentionTransfer(_Trained):
         if missing := [name for name in self.layers if name not in originals]:
             raise ValueError(f"teacher has no module {missing[0]!r}, which was replaced in student")
         self.pairs = [(originals[name], layer) for name, layer in self.layers.items()]
-        self._teacher = (teacher.eval(),)  # in a tuple, since its weights are not among those of the run
+        teacher.train(False)
+        self._teacher: tuple[Any] = (teacher,)  # in a tuple, since its weights are not among those of the run
 
     def train(self, mode: bool = True) -> Self:
         """Stay in eval mode: a target must not depend on dropout."""
@@ -107,8 +108,8 @@ class AttentionTransfer(_Trained):
 class FineTuning(_Trained):
     """Stage 2: the linearized model goes on learning to predict the next token.
 
-    With `lora`, the projections of the replaced layers learn updates of that rank, W + B A / 1, beside what is
-    new in them; all else stays. Without, everything is trained. Hu et al. 2021, "LoRA", arXiv 2106.09685.
+    With `lora`, the projections of the replaced layers learn updates of that rank, W + B A, beside what is new
+    in them; all else stays. Without, everything is trained. Hu et al. 2021, "LoRA", arXiv 2106.09685.
 
     Args:
         model: a linearized causal language model.
@@ -123,7 +124,11 @@ class FineTuning(_Trained):
             parameter.requires_grad_(True)
         trained: Any = model
         if lora:
-            names = [f"{name}.mechanism.{own}" for name in linearized_layers(model) for own in ("qkv_proj", "out_proj")]
+            names = [
+                f"{name}.mechanism.{own}"
+                for name in linearized_layers(model)
+                for own in ("qkv_proj", "out_proj")
+            ]
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 trained = get_peft_model(model, LoraConfig(r=lora, lora_alpha=lora, target_modules=names))
@@ -164,7 +169,7 @@ def transfer(
 ) -> TrainResult:
     """Run stage 1 (see `AttentionTransfer`): trains `student` in place, or goes on where it was stopped.
 
-    The result's losses are those of `AttentionTransfer`, not nats. `run_dir` holds the log and the checkpoint.
+    The losses of the result are those of `AttentionTransfer`, not nats. `run_dir` holds log and checkpoint.
     """
     with _frozen_as_found(student):
         return train(
