@@ -186,30 +186,24 @@ def _padding_mask(
 
 
 def _prepare_cache(model: PreTrainedModel) -> None:
-    """Let a causal model begin with a `StateCache`, or with no cache where a mechanism has no state."""
-    mechanisms = [module.mechanism for module in linearized_layers(model).values()]
-    if not all(mechanism.causal for mechanism in mechanisms):
-        return
-    if any(mechanism.supports.recurrence == "none" for mechanism in mechanisms):
-        model.config.use_cache = False
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.use_cache = False
+    """Let a causal model begin with a `StateCache`."""
+    if not all(module.mechanism.causal for module in linearized_layers(model).values()):
         return
     model._is_stateful = True  # a state cannot be taken back, so no assisted decoding
     if not any(hook is _begin_with_states for hook in model.base_model._forward_pre_hooks.values()):
         model.base_model.register_forward_pre_hook(_begin_with_states, with_kwargs=True)
 
 
-def _begin_with_states(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _begin_with_states(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Put an empty `StateCache` in the place of an empty cache of transformers, or where one is wanted."""
     if len(args) > _place_of_cache(module.__class__):
         return None  # the caller's own; the layers check it
     given, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if use_cache is None:
-        use_cache = module.config.use_cache
-    made = given is None and use_cache and not module.training
-    empty = type(given) is DynamicCache and given.get_seq_length() == 0
-    return (args, {**kwargs, "past_key_values": state_cache(module)}) if made or empty else None
+        use_cache = module.config.use_cache and not module.training
+    if (given is None and use_cache) or (type(given) is DynamicCache and given.get_seq_length() == 0):
+        given = state_cache(module)
+    return args, {**kwargs, "past_key_values": given, "use_cache": use_cache}
 
 
 @cache

@@ -121,10 +121,6 @@ class LinearizedAttention(nn.Module):
         return q if self.query_scale == 1 else q * self.query_scale, k, v
 
     def _entry(self, cache: Any) -> StateLayer:
-        if self.mechanism.supports.recurrence == "none":
-            raise UnsupportedError(
-                f"{_name(self.mechanism)} attention has no recurrent form, so no cache: give use_cache=False"
-            )
         entry = cache.layers[self.layer] if self.layer < len(cache.layers) else None
         if not isinstance(entry, StateLayer):
             raise ValueError(
@@ -162,8 +158,7 @@ def padding_of(mask: Any, length: int, *, causal: bool) -> Tensor | None:
         expected = tokens[:, None, None, :].expand(-1, 1, *allowed.shape[-2:])
         if causal:
             expected = expected & causal_mask(allowed.shape[-2], allowed.shape[-1], mask.device)
-        # A row that may read nothing reads whatever transformers found easiest, and no one reads it.
-        if not torch.equal(allowed & expected.any(-1, keepdim=True), expected.expand_as(allowed)):
+        if not torch.equal(allowed, expected.expand_as(allowed)):
             raise UnsupportedError(
                 "attention_mask hides more than padding, as with packed sequences, and linearized attention "
                 "cannot honour: give each sequence a row of its own"
@@ -192,8 +187,8 @@ def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> Mu
         )
     except TypeError as error:
         raise ValueError(f"the options {options} do not fit {attention} attention: {error}") from error
-    width = parts.head_dim
-    if mechanism.head_widths() != (width, width, width):
+    wanted = [sum(len(part) for part in parts.qkv), *parts.qkv[0].shape[1:]]
+    if list(mechanism.qkv_proj.weight.shape) != wanted:
         raise UnsupportedError(
             f"{attention} attention has projections of other shapes than softmax attention: take another"
         )

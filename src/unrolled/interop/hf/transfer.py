@@ -108,8 +108,8 @@ class AttentionTransfer(_Trained):
 class FineTuning(_Trained):
     """Stage 2: the linearized model goes on learning to predict the next token.
 
-    With `lora`, the projections of the replaced layers learn updates of that rank, W + B A, beside what is new
-    in them; all else stays. Without, everything is trained. Hu et al. 2021, "LoRA", arXiv 2106.09685.
+    With `lora`, the projections of the replaced layers learn updates of that rank, W + B A, beside what is
+    new in them; all else stays. Without, everything is trained. Hu et al. 2021, "LoRA", arXiv 2106.09685.
 
     Args:
         model: a linearized causal language model.
