@@ -51,8 +51,8 @@ TRANSFER = TrainConfig(steps=300, lr=1e-2, min_lr=1e-3, eval_every=300, **SHARED
 FINETUNE = TrainConfig(steps=400, lr=5e-4, min_lr=5e-5, eval_every=400, **SHARED)
 HEDGEHOG = {"feature_map": "hedgehog"}
 RECIPES = {
-    "softmax": Recipe("softmax", {}, None, None, FINETUNE),
     "linear": Recipe("linear", HEDGEHOG, None, TRANSFER, FINETUNE),
+    "softmax": Recipe("softmax", {}, None, None, FINETUNE),
     "linear-lora": Recipe(
         "linear", HEDGEHOG, None, TRANSFER, replace(FINETUNE, lr=2e-3, min_lr=2e-4), lora=8
     ),
@@ -94,7 +94,9 @@ def trained(out: Path, scale: float) -> tuple[Any, Any]:
         model = LlamaForCausalLM(LlamaConfig(vocab_size=dataset.vocab_size, **MODEL))
     folder = out / "model"
     if not (folder / "model.safetensors").exists():
-        train(LanguageModel(model), dataset, scaled(TEACHER, scale), out / "training")
+        config = scaled(TEACHER, scale)
+        if train(LanguageModel(model), dataset, config, out / "training").steps < config.steps:
+            raise KeyboardInterrupt
         model.save_pretrained(folder)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval(), dataset

@@ -122,7 +122,7 @@ def test_nothing_is_to_be_learned_where_nothing_was_replaced_but_softmax(teacher
 def test_transfer_trains_what_is_new_and_nothing_else(teacher, data, tmp_path):
     student = linear(teacher)
     before, of_teacher = weights(student), weights(teacher)
-    start = evaluate(AttentionTransfer(student, teacher), data, CONFIG)
+    start = evaluate(AttentionTransfer(linear(teacher), teacher), data, CONFIG)
     result = transfer(student, teacher, data, CONFIG, tmp_path, progress=False)
     assert changed(before, weights(student)) == set(hf.new_parameters(student))
     assert changed(of_teacher, weights(teacher)) == set()

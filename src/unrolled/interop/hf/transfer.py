@@ -64,7 +64,7 @@ class AttentionTransfer(_Trained):
     "LoLCATs", arXiv 2410.10254, by whom the error is not divided; divided, all layers count alike.
 
     Args:
-        student: a linearized model.
+        student: a linearized model; all of it that is not new is frozen.
         teacher: the model before; it is not changed.
 
     Raises:
