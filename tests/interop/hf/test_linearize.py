@@ -3,12 +3,15 @@
 import copy
 import json
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import (
     AttentionInterface,
+    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BertLMHeadModel,
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
@@ -263,6 +266,42 @@ def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path):
         hf.load_linearized(tmp_path)
     with pytest.raises(ValueError, match="not the folder of a model"):
         hf.load_linearized(tmp_path.parent)
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("some/name", "could be fetched"), ("a b", "nor the name")])
+def test_a_name_on_the_hub_without_a_network_gets_a_sentence(name, sentence, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", no_network)
+    monkeypatch.setattr(huggingface_hub.HfApi, "snapshot_download", no_network)
+    with pytest.raises(ValueError, match=sentence):
+        hf.load_linearized(name)
+
+
+def test_half_precision_is_kept(tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED), dtype=torch.bfloat16).eval()
+    hf.linearize(model, "linear", feature_map="hedgehog")
+    model.save_pretrained(tmp_path)
+    read = hf.load_linearized(tmp_path)
+    assert {x.dtype for x in read.parameters()} == {torch.bfloat16}
+    given = inputs("llama")
+    assert torch.equal(logits(read, given), logits(model, given))
+    assert read.generate(**given, max_new_tokens=5, do_sample=False).shape == (2, 14)
+
+
+def test_a_bert_that_decodes_has_states_too():
+    torch.manual_seed(0)
+    model = BertLMHeadModel(BertConfig(**TEXT, is_decoder=True, pad_token_id=0, eos_token_id=None)).eval()
+    hf.linearize(model)
+    ids = inputs("llama")["input_ids"][1:]
+    cached, plain = (
+        model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=use_cache)
+        for use_cache in (True, False)
+    )
+    assert torch.equal(cached, plain)
+    assert isinstance(model(ids, use_cache=True).past_key_values, hf.StateCache)
 
 
 @pytest.mark.parametrize("layers", [None, [0]], ids=["all layers", "one layer"])

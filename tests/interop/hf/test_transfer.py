@@ -190,6 +190,9 @@ def test_the_command_does_it_all_and_can_be_run_again(folder, tmp_path):
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0, again.output
     assert (tmp_path / "model.safetensors").read_bytes() == written
+    once_more = CliRunner().invoke(app, ["linearize", str(tmp_path), "out", *command[3:]])
+    assert once_more.exit_code == 2
+    assert "was linearized before" in once_more.output
     model = hf.load_linearized(tmp_path)
     assert list(model.config.unrolled_attention) == ["1"]
     data = TokenizedText([folder / "text.txt"], make_tokenizer(), length=32)

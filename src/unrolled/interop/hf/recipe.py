@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from unrolled.interop.hf.linearize import linearize, new_parameters
+from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
 from unrolled.models.saving import write_atomically
@@ -69,6 +69,8 @@ def run(
         raise ValueError(
             f"{path} is no causal language model with a tokenizer that can be read: {error}"
         ) from error
+    if getattr(teacher.config, RECORD, None):
+        raise ValueError(f"{path} was linearized before: give the model that it was made from")
     data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
     model, losses = train_linearized(teacher, data, recipe, out, resume=resume)
     model.save_pretrained(out)
