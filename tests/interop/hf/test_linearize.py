@@ -148,6 +148,15 @@ def test_the_projections_are_kept_bit_for_bit():
     assert after.mechanism.out_proj.bias is None
 
 
+def test_another_model_of_the_same_config_is_left_alone():
+    config = LlamaConfig(**GROUPED)
+    one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    wanted = logits(other, inputs("llama"))
+    hf.linearize(one)
+    assert torch.equal(logits(other, inputs("llama")), wanted)
+    assert not hasattr(other.config, "unrolled_attention")
+
+
 OPTIONS = {
     "window": {"window": 4},
     "longformer": {"window": 4},

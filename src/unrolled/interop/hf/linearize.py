@@ -4,6 +4,7 @@ The models are those of transformers whose attention `families` knows: Llama (al
 GPT-2, BERT and ViT classes.
 """
 
+import copy
 import json
 from functools import cache
 from inspect import signature
@@ -67,6 +68,7 @@ def linearize(
     for i, module in swapped.items():
         parent, _, name = found[i][0].rpartition(".")
         setattr(model.get_submodule(parent), name, module)
+    _own_config(model)
     record = dict(getattr(model.config, RECORD, None) or {})
     record |= {str(i): {"attention": attention, "options": options} for i in chosen}
     setattr(model.config, RECORD, dict(sorted(record.items(), key=lambda item: int(item[0]))))
@@ -154,6 +156,15 @@ def _chosen(found: list[tuple[str, nn.Module]], layers: list[int] | None) -> lis
         if isinstance(found[i][1], LinearizedAttention):
             raise ValueError(f"layer {i} was replaced before: name the others by layers=[...]")
     return chosen
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Give the model a config of its own: other models may have been made from the same object."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if getattr(module, "config", None) is shared:
+            module.config = own
 
 
 def _prepare_masks(model: PreTrainedModel) -> None:
