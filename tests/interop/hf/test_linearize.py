@@ -229,6 +229,12 @@ def test_generating_goes_on_from_a_state(linear):
     assert torch.equal(rest, whole)
 
 
+def test_assisted_decoding_is_refused(linear):
+    ids = inputs("llama")["input_ids"][1:]
+    with pytest.raises(ValueError, match="stateful"):
+        linear["llama"].generate(ids, assistant_model=make("llama"), max_new_tokens=3)
+
+
 def test_the_cache_holds_states_where_layers_were_replaced():
     model = hf.linearize(make("llama"), "linear", [0, 2])
     ids = inputs("llama")["input_ids"]
