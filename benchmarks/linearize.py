@@ -1,6 +1,6 @@
 """Linearize a small Llama trained on tiny-shakespeare: what it loses, and what it gains at long contexts.
 
-    python benchmarks/linearize.py                  # all of it, about 40 minutes of one core
+    python benchmarks/linearize.py                  # all of it, about an hour of one core
     python benchmarks/linearize.py linear           # one recipe, and what it is compared with
     python benchmarks/linearize.py --table          # tell what is there, compute nothing
     python benchmarks/linearize.py --scale 0.01     # a trial
@@ -48,14 +48,12 @@ TEACHER = TrainConfig(
     steps=1200, batch_size=8, lr=2e-3, min_lr=2e-4, warmup_steps=100, eval_every=1200, checkpoint_every=50
 )
 TRANSFER = TrainConfig(steps=300, lr=1e-2, min_lr=1e-3, eval_every=300, **SHARED)
-FINETUNE = TrainConfig(steps=400, lr=5e-4, min_lr=5e-5, eval_every=400, **SHARED)
+FINETUNE = TrainConfig(steps=800, lr=2e-3, min_lr=1e-4, eval_every=800, **SHARED)
 HEDGEHOG = {"feature_map": "hedgehog"}
 RECIPES = {
     "linear": Recipe("linear", HEDGEHOG, None, TRANSFER, FINETUNE),
     "softmax": Recipe("softmax", {}, None, None, FINETUNE),
-    "linear-lora": Recipe(
-        "linear", HEDGEHOG, None, TRANSFER, replace(FINETUNE, lr=2e-3, min_lr=2e-4), lora=8
-    ),
+    "linear-lora": Recipe("linear", HEDGEHOG, None, TRANSFER, replace(FINETUNE, lr=4e-3), lora=8),
     "hybrid": Recipe("linear", HEDGEHOG, [0, 1, 3], TRANSFER, FINETUNE),
     "window": Recipe("window", {"window": 64}, None, None, FINETUNE),
 }
