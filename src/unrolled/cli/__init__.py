@@ -15,6 +15,7 @@ from unrolled.cli.evaluate import evaluate
 from unrolled.cli.export import export
 from unrolled.cli.generate import generate
 from unrolled.cli.info import info
+from unrolled.cli.linearize import linearize
 from unrolled.cli.mechanisms import mechanisms
 from unrolled.cli.train import train
 from unrolled.cli.translate import translate
@@ -53,6 +54,7 @@ app.command()(info)
 app.command()(demo)
 app.command()(bench)
 app.command()(compare)
+app.command()(linearize)
 app.command()(attend)
 app.command()(table)
 app.command()(export)

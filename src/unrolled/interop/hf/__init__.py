@@ -25,6 +25,7 @@ from unrolled.interop.hf.convert import (
     load,
     to_transformers,
 )
+from unrolled.interop.hf.linearize import linearize, load_linearized, new_parameters, state_cache
 from unrolled.interop.hf.masked_lm import UnrolledForMaskedLM
 from unrolled.interop.hf.sequence_classification import UnrolledForSequenceClassification
 from unrolled.interop.hf.weights import import_weights
@@ -40,7 +41,11 @@ __all__ = [
     "from_transformers",
     "import_weights",
     "is_saved_by_transformers",
+    "linearize",
     "load",
+    "load_linearized",
+    "new_parameters",
+    "state_cache",
     "to_transformers",
 ]
 

@@ -1,0 +1,213 @@
+"""A mechanism of ours in the place of an attention module of transformers."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.attention import load
+from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.contract import UnsupportedError
+from unrolled.interop.hf.cache import StateLayer
+from unrolled.interop.hf.families import AttentionParts, copy_projections
+from unrolled.ops.masks import causal_mask
+from unrolled.ops.positions import positions_from_padding
+
+
+class LinearizedAttention(nn.Module):
+    """Attention of a transformers model by any mechanism, with the model's projections and positions.
+
+        q, k, v = norm and rotate (x W_qkv)        y = mechanism(q, k, v) W_out
+
+    Norms and rotation are those that the model had. Called as transformers calls the module that was here:
+    it returns the output and None for the weights, which a mechanism need not have. Dropout of attention
+    weights is left out for the same reason.
+
+    Args:
+        parts: what the module that was here is made of; its weights are copied.
+        attention: a name in `unrolled.attention.names()`.
+        layer: which entry of the cache is this one's.
+        options: of the mechanism.
+
+    Raises:
+        ValueError: an unknown mechanism or option.
+        UnsupportedError: a mechanism that has no heads, does not run in this direction, or has projections of
+            other shapes than softmax attention.
+    """
+
+    def __init__(self, parts: AttentionParts, attention: str, layer: int, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.mechanism = _build(parts, attention, options)
+        self.layer = layer
+        self.rotary = parts.rotary
+        self.q_norm, self.k_norm, self.after = parts.q_norm, parts.k_norm, parts.after
+        self.query_scale = parts.scaling * math.sqrt(parts.head_dim)  # mechanisms have 1/sqrt(D) themselves
+        if abs(self.query_scale - 1) < 1e-6:
+            self.query_scale = 1.0
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **further: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend: `[B,T,d_model]` to the same; with a cache, from its state to the next one.
+
+        Args:
+            hidden_states: the input.
+            attention_mask: `[B,S]` or what transformers makes of it, `[B,1,T,S]`; None for no padding.
+            past_key_values: a cache whose entry of this layer is a `StateLayer`.
+            position_embeddings: cosines and sines `[B,T,D]`, where the model rotates.
+            further: what transformers hands to its own attention besides; not used.
+
+        Raises:
+            ValueError: a cache of another kind.
+            UnsupportedError: a mask that is not one of padding, or one that the mechanism cannot honour.
+        """
+        x, mechanism = hidden_states, self.mechanism
+        padding = padding_of(attention_mask, x.shape[1], causal=mechanism.causal)
+        if padding is not None and not mechanism.supports.padding:
+            raise UnsupportedError(
+                f"{_name(mechanism)} attention cannot honour padding: give rows of one length"
+            )
+        q, k, v = self._project(x, position_embeddings)
+        if past_key_values is None:
+            positions = _positions(x, padding) if mechanism.positional else None
+            heads = Heads(q, k, v, positions, mechanism.gates(x))
+            o = mechanism.attend(heads, Masks(padding))
+        else:
+            o = self._continue(x, q, k, v, padding, self._entry(past_key_values))
+        y = mechanism.merge_heads(o, x)
+        return (y if self.after is None else self.after(y, x)), None
+
+    def _continue(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, entry: StateLayer
+    ) -> Tensor:
+        """Attend from the state of a cache, and put the next one there."""
+        mechanism, (B, T) = self.mechanism, x.shape[:2]
+        state = mechanism.init_state(B) if entry.state is None else entry.state
+        if T == 1 and padding is None:
+            positions = state.position if mechanism.positional else None
+            gates = mechanism.gates(x[:, 0])
+            token = Heads(q[:, 0], k[:, 0], v[:, 0], positions, gates)
+            o, state = mechanism.step_heads(token, state)
+            o = o.unsqueeze(1)
+        else:
+            positions = None
+            if mechanism.positional:
+                positions = state.position.unsqueeze(1) + _positions(x, padding)
+            heads = Heads(q, k, v, positions, mechanism.gates(x))
+            o, state = mechanism.prefill_heads(heads, state, padding)
+        entry.put(state, T)
+        return o
+
+    def _project(
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        m = self.mechanism
+        counts = (m.n_heads, m.n_kv_heads, m.n_kv_heads)
+        q, k, v = m.qkv_proj(x).unflatten(-1, (sum(counts), m.head_dim)).split(counts, -2)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if self.rotary:
+            if position_embeddings is None:
+                raise ValueError("position_embeddings is None, but this model rotates: wanted (cos, sin)")
+            q, k = _rotate(q, *position_embeddings), _rotate(k, *position_embeddings)
+        return q if self.query_scale == 1 else q * self.query_scale, k, v
+
+    def _entry(self, cache: Any) -> StateLayer:
+        entry = cache.layers[self.layer] if self.layer < len(cache.layers) else None
+        if not isinstance(entry, StateLayer):
+            raise ValueError(
+                f"past_key_values holds a {type(entry).__name__} for layer {self.layer}, but linearized "
+                "attention wants a StateLayer: begin with state_cache(model), or with none"
+            )
+        return entry
+
+
+def padding_of(mask: Any, length: int, *, causal: bool) -> Tensor | None:
+    """Read from a mask of transformers which of the last `length` keys are padding: `[B,length]`, True = yes.
+
+    Args:
+        mask: None, `[B,S]` with True or 1 = a token, or `[B,1,T,S]`, boolean with True = attend, or floating
+            point, which is added to the scores.
+        length: T.
+        causal: whether the attention is causal.
+
+    Returns:
+        the padding, or None if there is none.
+
+    Raises:
+        UnsupportedError: the mask says more than what is padding, as with packed sequences.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+        found = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise UnsupportedError(f"attention_mask is {found}, but must be [B, S] or [B, 1, T, S]")
+    if mask.dim() == 2:
+        tokens = mask.bool()
+    else:
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        tokens = allowed[:, 0, -1]
+        expected = tokens[:, None, None, :].expand(-1, 1, *allowed.shape[-2:])
+        if causal:
+            expected = expected & causal_mask(allowed.shape[-2], allowed.shape[-1], mask.device)
+        if not torch.equal(allowed, expected.expand_as(allowed)):
+            raise UnsupportedError(
+                "attention_mask hides more than padding, as with packed sequences, and linearized attention "
+                "cannot honour: give each sequence a row of its own"
+            )
+    tokens = tokens[:, -length:]
+    return None if bool(tokens.all()) else ~tokens
+
+
+def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> MultiHeadAttention:
+    kind: Any = load(attention)
+    if not (isinstance(kind, type) and issubclass(kind, MultiHeadAttention)):
+        raise UnsupportedError(
+            f"{attention} attention has no heads to fill; `unrolled list` shows which have"
+        )
+    if options.get("rotary"):
+        raise ValueError("rotary is True, but the model's own positions are kept: leave it out")
+    weight = parts.out
+    try:
+        mechanism = kind(
+            weight.shape[0],
+            parts.n_heads,
+            causal=parts.causal,
+            n_kv_heads=parts.n_kv_heads,
+            head_dim=parts.head_dim,
+            **options,
+        )
+    except TypeError as error:
+        raise ValueError(f"the options {options} do not fit {attention} attention: {error}") from error
+    wanted = [sum(len(part) for part in parts.qkv), *parts.qkv[0].shape[1:]]
+    if list(mechanism.qkv_proj.weight.shape) != wanted:
+        raise UnsupportedError(
+            f"{attention} attention has projections of other shapes than softmax attention: take another"
+        )
+    mechanism.to(device=weight.device, dtype=weight.dtype)
+    copy_projections(parts, mechanism.qkv_proj, mechanism.out_proj)
+    return mechanism
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs (x_i, x_(i + D/2)) of `[B,T,H,D]`, as Llama's classes pair them."""
+    left, right = x.chunk(2, -1)
+    return x * cos.unsqueeze(-2) + torch.cat([-right, left], -1) * sin.unsqueeze(-2)
+
+
+def _positions(x: Tensor, padding: Tensor | None) -> Tensor:
+    if padding is not None:
+        return positions_from_padding(padding)
+    return torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+
+
+def _name(mechanism: nn.Module) -> str:
+    return type(mechanism).__module__.rpartition(".")[2]

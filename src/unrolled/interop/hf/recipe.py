@@ -1,0 +1,119 @@
+"""Linearizing as one job that can be interrupted: from the folder of a model to the folder of another."""
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
+from unrolled.interop.hf.text import TokenizedText
+from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
+from unrolled.models.saving import write_atomically
+from unrolled.training import TrainConfig
+from unrolled.training.evaluation import evaluate
+from unrolled.training.interfaces import TrainingData
+
+LOSSES_FILE = "linearize.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to put in the place of softmax attention, and how to train it.
+
+    Attributes:
+        attention: name of the mechanism.
+        options: of the mechanism.
+        layers: which layers; None for all.
+        transfer: settings of stage 1, or None to leave it out.
+        finetune: settings of stage 2, or None to leave it out.
+        lora: rank of the updates in stage 2; 0 for full ones.
+    """
+
+    attention: str = "linear"
+    options: dict[str, Any] = field(default_factory=lambda: {"feature_map": "hedgehog"})
+    layers: list[int] | None = None
+    transfer: TrainConfig | None = field(default_factory=TrainConfig)
+    finetune: TrainConfig | None = field(default_factory=TrainConfig)
+    lora: int = 0
+
+
+def run(
+    path: str,
+    out: Path,
+    files: Sequence[Path],
+    recipe: Recipe,
+    *,
+    length: int = 256,
+    val_fraction: float = 0.1,
+    resume: bool = True,
+) -> dict[str, float]:
+    """Linearize and train the causal language model at `path`, and save it with its tokenizer in `out`.
+
+    Returns:
+        validation losses in nats per token: "before", "right after", and after each stage, "transfer" and
+        "finetune"; they are also in `linearize.json`.
+
+    Raises:
+        ValueError: the model cannot be read or linearized, or the files are too short.
+    """
+    try:
+        teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no causal language model with a tokenizer that can be read: {error}"
+        ) from error
+    if getattr(teacher.config, RECORD, None):
+        raise ValueError(f"{path} was linearized before: give the model that it was made from")
+    data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
+    model, losses = train_linearized(teacher, data, recipe, out, resume=resume)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return losses
+
+
+def train_linearized(
+    teacher: Any, data: TrainingData, recipe: Recipe, out: Path, *, resume: bool = True
+) -> tuple[Any, dict[str, float]]:
+    """Linearize a copy of `teacher` and train it by the recipe; give it and the losses that `run` returns.
+
+    Stage 1 is left out where the mechanism has no parameters of its own.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    settings = recipe.finetune or recipe.transfer or TrainConfig()
+    known = _known(out) if resume else {}
+
+    def note(name: str, model: Any) -> None:
+        if name not in known:
+            known[name] = evaluate(LanguageModel(model), data, settings)
+            content = json.dumps(known, indent=1).encode() + b"\n"
+            write_atomically(out / LOSSES_FILE, partial(Path.write_bytes, data=content))
+
+    note("before", teacher)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = linearize(copy.deepcopy(teacher), recipe.attention, recipe.layers, **recipe.options)
+    note("right after", model)
+    if recipe.transfer is not None and new_parameters(model):
+        result = transfer(model, teacher, data, recipe.transfer, out / "transfer", resume=resume)
+        if result.steps < recipe.transfer.steps:
+            raise KeyboardInterrupt
+        note("transfer", model)
+    if recipe.finetune is not None:
+        result = finetune(model, data, recipe.finetune, out / "finetune", lora=recipe.lora, resume=resume)
+        if result.steps < recipe.finetune.steps:
+            raise KeyboardInterrupt
+        note("finetune", model)
+    return model.eval(), known
+
+
+def _known(out: Path) -> dict[str, float]:
+    """Read the losses that an interrupted run has found."""
+    file = out / LOSSES_FILE
+    return json.loads(file.read_text()) if file.exists() else {}

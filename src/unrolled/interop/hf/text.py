@@ -1,0 +1,47 @@
+"""Text files as the tokens of a model of transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unrolled.data.text import TextDataset
+
+
+class TokenizedText(TextDataset):
+    """Files, one after another, as tokens: windows to train on, the end cut off to validate.
+
+    Args:
+        files: UTF-8 texts.
+        tokenizer: of transformers; no special tokens are added.
+        length: tokens per window.
+        val_fraction: the part at the end that is kept for validation.
+
+    Raises:
+        ValueError: a file is missing or no UTF-8, or a part is too short.
+    """
+
+    def __init__(
+        self, files: Sequence[str | Path], tokenizer: Any, *, length: int = 256, val_fraction: float = 0.1
+    ) -> None:
+        self.files, self.tokenizer = files, tokenizer
+        path = ", ".join(map(str, files))
+        super().__init__(path=path, length=length, val_fraction=val_fraction)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokenizer)
+
+    def _read(self) -> tuple[np.ndarray, None]:
+        texts = []
+        for file in self.files:
+            try:
+                texts.append(Path(file).read_text(encoding="utf-8-sig"))
+            except OSError as error:
+                raise ValueError(f"{file}: {error.strerror}") from error
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 at byte {error.start}") from error
+        ids = self.tokenizer("\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int32), None

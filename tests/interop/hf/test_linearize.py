@@ -1,0 +1,399 @@
+"""Linearized models of transformers: what is kept, what is put in its place, and how they generate."""
+
+import copy
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.cache_utils import DynamicLayer
+
+from unrolled import attention
+from unrolled.contract import UnsupportedError
+from unrolled.interop import hf
+from unrolled.interop.hf.linearized_attention import LinearizedAttention, padding_of
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+TEXT = SIZES | {"vocab_size": 50, "max_position_embeddings": 128}
+GROUPED = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+MAKERS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "llama-bias": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, attention_bias=True, head_dim=12)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=4, n_positions=128, **IDS, **SCALED)
+    ),
+    "bert": lambda: BertForMaskedLM(BertConfig(**TEXT)),
+    "vit": lambda: ViTForImageClassification(ViTConfig(**SIZES, image_size=16, patch_size=4)),
+}
+IDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
+SCALED = {"scale_attn_by_inverse_layer_idx": True}
+CAUSAL = ["llama", "qwen3", "gpt2"]
+
+
+def make(name):
+    """Make a small model whose attention is far from uniform."""
+    torch.manual_seed(0)
+    model = MAKERS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def inputs(name, padded="left"):
+    """Make a batch of two for a model, the first row shorter."""
+    generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    tokens = torch.ones(2, 9, dtype=torch.long)
+    tokens[0, slice(None, 3) if padded == "left" else slice(6, None)] = 0
+    ids = torch.randint(1, 50, (2, 9), generator=generator)
+    return {"input_ids": ids * tokens, "attention_mask": tokens}
+
+
+def logits(model, given, **further):
+    """Give the logits of what is no padding."""
+    with torch.no_grad():
+        found = model(**given, **further).logits
+    return found[given["attention_mask"].bool()] if "attention_mask" in given else found
+
+
+@pytest.mark.parametrize("padded", ["left", "right"])
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all layers", "one layer"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_softmax_in_the_place_of_softmax_changes_nothing(name, layers, padded):
+    model, given = make(name), inputs(name, padded)
+    wanted = logits(model, given)
+    found = logits(hf.linearize(model, "softmax", layers), given)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_made_for_eager_attention_are_read_too():
+    model, given = make("llama"), inputs("llama")
+    model.set_attn_implementation("eager")
+    wanted = logits(model, given)
+    found = logits(hf.linearize(model, "softmax", [0, 2]), given)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def plain_linear(module, query, key, value, mask, scaling, dropout=0.0, **further):
+    """Linear attention by its definition, quadratic, in transformers' own place for attention functions."""
+    groups = query.shape[1] // key.shape[1]
+    q, k = (
+        torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (query, key.repeat_interleave(groups, 1))
+    )
+    weights = q @ k.transpose(-1, -2)
+    if module.is_causal:
+        weights = weights.tril()
+    if mask is not None:
+        weights = weights * mask[:, None, None, :]
+    o = weights @ value.repeat_interleave(groups, 1) / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    return o.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
+def test_linear_attention_is_that_of_its_definition(name):
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    model, given = make(name), inputs(name)
+    ours = hf.linearize(copy.deepcopy(model), "linear")
+    AttentionInterface.register("plain_linear", plain_linear)
+    AttentionMaskInterface.register("plain_linear", flash_attention_mask)
+    softmax = logits(model, given)
+    model.config._attn_implementation = "plain_linear"
+    wanted = logits(model, given)
+    torch.testing.assert_close(logits(ours, given), wanted, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(softmax, wanted, atol=1e-2)
+
+
+def test_the_projections_are_kept_bit_for_bit():
+    model = make("qwen2")
+    before = model.model.layers[1].self_attn
+    q, k, v, bias = before.q_proj.weight, before.k_proj.weight, before.v_proj.weight, before.v_proj.bias
+    after = hf.linearize(model, "linear", [1]).model.layers[1].self_attn
+    assert isinstance(after, LinearizedAttention)
+    assert torch.equal(after.mechanism.qkv_proj.weight, torch.cat([q, k, v]))
+    assert torch.equal(after.mechanism.qkv_proj.bias[-len(bias) :], bias)
+    assert torch.equal(after.mechanism.out_proj.weight, before.o_proj.weight)
+    assert after.mechanism.out_proj.bias is None
+
+
+def test_another_model_of_the_same_config_is_left_alone():
+    config = LlamaConfig(**GROUPED)
+    one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    wanted = logits(other, inputs("llama"))
+    hf.linearize(one)
+    assert torch.equal(logits(other, inputs("llama")), wanted)
+    assert not hasattr(other.config, "unrolled_attention")
+
+
+OPTIONS = {
+    "window": {"window": 4},
+    "longformer": {"window": 4},
+    "aft": {"max_length": 128},
+}
+
+UNGROUPED = {"aft"}  # takes as many heads of keys as of queries
+
+
+def recurrent():
+    return [
+        name
+        for name in attention.layers()
+        if attention.load(name).supports.recurrence != "none" and name != "reformer"
+    ]
+
+
+@pytest.mark.parametrize("name", recurrent())
+def test_every_recurrent_mechanism_continues_in_chunks(name):
+    model, given = make("gpt2" if name in UNGROUPED else "llama"), inputs("llama")
+    hf.linearize(model, name, **OPTIONS.get(name, {}))
+    with torch.no_grad():
+        wanted = model(**given).logits
+        cache, found = None, []
+        for start, end in [(0, 4), (4, 7), (7, 8), (8, 9)]:
+            piece = {
+                "input_ids": given["input_ids"][:, start:end],
+                "attention_mask": given["attention_mask"][:, :end],
+            }
+            out = model(**piece, past_key_values=cache, use_cache=True)
+            cache, found = out.past_key_values, [*found, out.logits]
+    keep = given["attention_mask"].bool()
+    torch.testing.assert_close(torch.cat(found, 1)[keep], wanted[keep], atol=1e-4, rtol=1e-4)
+    assert cache.get_seq_length() == 9
+
+
+@pytest.fixture(scope="module")
+def linear():
+    return {name: hf.linearize(make(name), "linear", feature_map="hedgehog") for name in CAUSAL}
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}], ids=str
+)
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generating_with_states_gives_the_tokens_of_generating_without(linear, name, how):
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        settings = {"do_sample": False, "max_new_tokens": 12, "use_cache": use_cache} | how
+        found.append(linear[name].generate(**inputs(name), **settings))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_padded_row_generates_as_it_does_alone(linear, name):
+    given = inputs(name)
+    together = linear[name].generate(**given, max_new_tokens=8, do_sample=False)
+    alone = linear[name].generate(given["input_ids"][:1, 3:], max_new_tokens=8, do_sample=False)
+    assert torch.equal(together[:1, 3:], alone)
+
+
+def test_generating_goes_on_from_a_state(linear):
+    model, ids = linear["llama"], inputs("llama")["input_ids"][1:]
+    whole = model.generate(ids, max_new_tokens=10, do_sample=False)
+    first = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    rest = model.generate(
+        first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False
+    )
+    assert torch.equal(rest, whole)
+
+
+def test_assisted_decoding_is_refused(linear):
+    ids = inputs("llama")["input_ids"][1:]
+    with pytest.raises(ValueError, match="stateful"):
+        linear["llama"].generate(ids, assistant_model=make("llama"), max_new_tokens=3)
+
+
+def test_the_cache_holds_states_where_layers_were_replaced():
+    model = hf.linearize(make("llama"), "linear", [0, 2])
+    ids = inputs("llama")["input_ids"]
+    sizes = []
+    for length in (4, 40):
+        cache = model.generate(
+            ids, max_new_tokens=length, do_sample=False, return_dict_in_generate=True
+        ).past_key_values
+        assert isinstance(cache, hf.StateCache)
+        assert [type(layer) for layer in cache.layers] == [hf.StateLayer, DynamicLayer, hf.StateLayer]
+        sizes.append([cache.layers[0].nbytes(), cache.nbytes()])
+    assert sizes[0][0] == sizes[1][0]
+    assert sizes[0][1] < sizes[1][1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_a_saved_model_is_read_back_bit_for_bit(name, tmp_path):
+    model, given = make(name), inputs(name)
+    hf.linearize(model, "linear", [0], feature_map="t2r")
+    hf.linearize(
+        model, "window" if name != "vit" else "nystromformer", [2], **({"window": 4} if name != "vit" else {})
+    )
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    record = json.loads((tmp_path / "config.json").read_text())["unrolled_attention"]
+    assert record["0"] == {"attention": "linear", "options": {"feature_map": "t2r"}}
+    read = hf.load_linearized(tmp_path)
+    assert type(read) is type(model)
+    assert torch.equal(logits(read, given), logits(model, given))
+
+
+def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path):
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="was not linearized: read it by from_pretrained"):
+        hf.load_linearized(tmp_path)
+    hf.linearize(model).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="is not a readable safetensors file"):
+        hf.load_linearized(tmp_path)
+    file.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
+        hf.load_linearized(tmp_path)
+    with pytest.raises(ValueError, match="not the folder of a model"):
+        hf.load_linearized(tmp_path.parent)
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("some/name", "could be fetched"), ("a b", "nor the name")])
+def test_a_name_on_the_hub_without_a_network_gets_a_sentence(name, sentence, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", no_network)
+    monkeypatch.setattr(huggingface_hub.HfApi, "snapshot_download", no_network)
+    with pytest.raises(ValueError, match=sentence):
+        hf.load_linearized(name)
+
+
+def test_half_precision_is_kept(tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED), dtype=torch.bfloat16).eval()
+    hf.linearize(model, "linear", feature_map="hedgehog")
+    model.save_pretrained(tmp_path)
+    read = hf.load_linearized(tmp_path)
+    assert {x.dtype for x in read.parameters()} == {torch.bfloat16}
+    given = inputs("llama")
+    assert torch.equal(logits(read, given), logits(model, given))
+    assert read.generate(**given, max_new_tokens=5, do_sample=False).shape == (2, 14)
+
+
+def test_a_bert_that_decodes_has_states_too():
+    torch.manual_seed(0)
+    model = BertLMHeadModel(BertConfig(**TEXT, is_decoder=True, pad_token_id=0, eos_token_id=None)).eval()
+    hf.linearize(model)
+    ids = inputs("llama")["input_ids"][1:]
+    cached, plain = (
+        model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=use_cache)
+        for use_cache in (True, False)
+    )
+    assert torch.equal(cached, plain)
+    assert isinstance(model(ids, use_cache=True).past_key_values, hf.StateCache)
+
+
+@pytest.mark.parametrize("layers", [None, [0]], ids=["all layers", "one layer"])
+def test_packed_sequences_are_refused(layers):
+    model = hf.linearize(make("llama"), "linear", layers)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    with pytest.raises(UnsupportedError, match="packed sequences"):
+        model(inputs("llama")["input_ids"][1:], position_ids=positions, use_cache=False)
+
+
+def test_a_mask_of_pairs_is_refused():
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    assert padding_of(causal, 5, causal=True) is None
+    with pytest.raises(UnsupportedError, match="more than padding"):
+        padding_of(causal.triu(-1), 5, causal=True)
+    with pytest.raises(UnsupportedError, match=r"must be \[B, S\]"):
+        padding_of(torch.ones(5), 5, causal=True)
+
+
+def test_a_cache_of_keys_and_values_is_refused():
+    model, ids = make("llama"), inputs("llama")["input_ids"]
+    cache = model(ids, use_cache=True).past_key_values
+    assert isinstance(cache, DynamicCache)
+    with pytest.raises(ValueError, match="holds a DynamicLayer for layer 0"):
+        hf.linearize(model)(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({"attention": "linaer"}, ValueError, "attention is 'linaer'"),
+        ({"layers": [3]}, ValueError, r"layers is \[3\], but must be different numbers from 0 to 2"),
+        ({"layers": [0, 0]}, ValueError, r"layers is \[0, 0\]"),
+        ({"layers": []}, ValueError, r"layers is \[\]"),
+        ({"window": 3}, ValueError, "do not fit linear attention"),
+        ({"feature_map": torch.nn.ReLU()}, ValueError, "JSON must be able to say them"),
+        ({"rotary": True}, ValueError, "the model's own positions are kept"),
+        (
+            {"attention": "linformer", "max_length": 8},
+            UnsupportedError,
+            "linformer attention cannot be causal",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_sentence(given, error, sentence):
+    model = make("llama")
+    with pytest.raises(error, match=sentence):
+        hf.linearize(model, **given)
+    assert not any(isinstance(module, LinearizedAttention) for module in model.modules())
+
+
+def test_models_that_cannot_be_linearized_are_refused():
+    with pytest.raises(UnsupportedError, match="Linear has no attention to replace"):
+        hf.linearize(torch.nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match="sliding window of 8 tokens"):
+        hf.linearize(MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=8)))
+    with pytest.raises(UnsupportedError, match="cross-attention"):
+        hf.linearize(
+            GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, add_cross_attention=True))
+        )
+    with pytest.raises(UnsupportedError, match="reformer attention has projections of other shapes"):
+        hf.linearize(make("gpt2"), "reformer")
+    model = hf.linearize(make("llama"), layers=[1])
+    with pytest.raises(ValueError, match="layer 1 was replaced before"):
+        hf.linearize(model)
+
+
+def test_gradients_reach_what_is_new_with_and_without_checkpointing():
+    found = []
+    for checkpointing in (False, True):
+        model = hf.linearize(make("llama"), "linear", feature_map="hedgehog").train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        ids = inputs("llama")["input_ids"]
+        model(ids, labels=ids).loss.backward()
+        found.append([parameter.grad for parameter in hf.new_parameters(model).values()])
+    assert len(found[0]) == 3 * 4  # layers, and W and b of queries and keys
+    for plain, recomputed in zip(*found, strict=True):
+        assert plain.abs().max() > 0
+        torch.testing.assert_close(recomputed, plain)

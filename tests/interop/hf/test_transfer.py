@@ -1,0 +1,230 @@
+"""The two stages of training a linearized model: what is trained, what is not, and that a run can be resumed."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from unrolled.cli import app
+from unrolled.interop import hf
+from unrolled.interop.hf.recipe import Recipe, train_linearized
+from unrolled.interop.hf.text import TokenizedText
+from unrolled.interop.hf.transfer import AttentionTransfer, FineTuning, LanguageModel, finetune, transfer
+from unrolled.training import TrainConfig
+from unrolled.training.evaluation import evaluate
+
+# peft asks transformers by the older name
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+TEXT = "a quick brown fox jumps over the lazy dog. the dog sleeps, the fox runs on. " * 12
+CONFIG = TrainConfig(steps=30, batch_size=4, lr=1e-2, warmup_steps=3, weight_decay=0.0, eval_every=30)
+
+
+def make_tokenizer():
+    characters = {x: i for i, x in enumerate(["?", *sorted(set(TEXT + "\n"))])}
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a text, and a model that has learned it a little."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text(TEXT)
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    data = TokenizedText([folder / "text.txt"], tokenizer, length=32)
+    from unrolled.training import train
+
+    train(LanguageModel(model), data, CONFIG, folder / "run", progress=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def teacher(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return TokenizedText([folder / "text.txt"], make_tokenizer(), length=32)
+
+
+def linear(teacher):
+    return hf.linearize(copy.deepcopy(teacher), "linear", feature_map="hedgehog")
+
+
+def weights(model):
+    return {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+def changed(before, after):
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_the_tokens_are_those_of_the_text(data):
+    batch = data.batch("train", step=0, batch_size=1, seed=0)
+    text = "".join(data.tokenizer.convert_ids_to_tokens(batch.inputs[0].tolist()))
+    assert text in TEXT
+    assert torch.equal(batch.inputs[0, 1:], batch.targets[0, :-1])
+    assert sum(int((x.targets >= 0).sum()) for x in data.eval_batches(4)) == -(-len(TEXT) // 10) - 1
+
+
+def test_the_loss_of_transfer_is_that_of_its_definition(teacher, data):
+    ids = data.batch("train", step=0, batch_size=2, seed=0).inputs
+    student = linear(teacher)
+    inputs, outputs = [], []
+    x = teacher.model.embed_tokens(ids)
+    angles = teacher.model.rotary_emb(x, torch.arange(32)[None])
+    for layer in teacher.model.layers:  # what each block does, written out
+        normed = layer.input_layernorm(x)
+        o = layer.self_attn(normed, angles)[0]
+        inputs, outputs = [*inputs, normed], [*outputs, o]
+        x = x + o
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    errors = []
+    for layer, read, wanted in zip(student.model.layers, inputs, outputs, strict=True):
+        got = layer.self_attn(read, position_embeddings=angles)[0]
+        errors.append((got - wanted).pow(2).sum() / wanted.pow(2).sum())
+    found = AttentionTransfer(student, teacher).loss(ids, ids)
+    torch.testing.assert_close(found, torch.stack(errors).mean())
+
+
+def test_nothing_is_to_be_learned_where_nothing_was_replaced_but_softmax(teacher, data):
+    student = hf.linearize(copy.deepcopy(teacher), "softmax")
+    with pytest.raises(ValueError, match="no parameters of their own to train"):
+        AttentionTransfer(student, teacher)
+    hedgehog = linear(teacher)
+    ids = data.batch("train", step=0, batch_size=2, seed=0).inputs
+    assert AttentionTransfer(hedgehog, teacher).loss(ids, ids) > 1e-4
+
+
+def test_transfer_trains_what_is_new_and_nothing_else(teacher, data, tmp_path):
+    student = linear(teacher)
+    before, of_teacher = weights(student), weights(teacher)
+    start = evaluate(AttentionTransfer(linear(teacher), teacher), data, CONFIG)
+    result = transfer(student, teacher, data, CONFIG, tmp_path, progress=False)
+    assert changed(before, weights(student)) == set(hf.new_parameters(student))
+    assert changed(of_teacher, weights(teacher)) == set()
+    assert result.last_val < 0.7 * start
+    assert all(x.requires_grad for x in student.parameters())
+    assert set(load_file(tmp_path / "trained.safetensors")) == {
+        f"model.{x}" for x in hf.new_parameters(student)
+    }
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_fine_tuning_trains_all_or_updates_of_low_rank(teacher, data, tmp_path, lora):
+    model = linear(teacher)
+    before = weights(model)
+    start = evaluate(LanguageModel(model), data, CONFIG)
+    result = finetune(model, data, CONFIG, tmp_path, lora=lora, progress=False)
+    after = weights(model)
+    assert before.keys() == after.keys()
+    assert result.last_val < start
+    assert evaluate(LanguageModel(model), data, CONFIG) == pytest.approx(result.last_val, abs=1e-5)
+    touched = changed(before, after)
+    if lora == 0:
+        assert touched == before.keys()
+        return
+    projections = {x for x in before if x.endswith(("qkv_proj.weight", "out_proj.weight"))}
+    assert touched == projections | set(hf.new_parameters(model))
+    for name in projections:
+        assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4) == lora
+
+
+def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(teacher, data, tmp_path):
+    settings = TrainConfig(steps=6, batch_size=2, warmup_steps=0, schedule="constant", checkpoint_every=3)
+    found = []
+    for lora in (0, 2):
+        for name, stops in (("whole", [6]), ("stopped", [3, 6])):
+            for steps in stops:
+                config = TrainConfig(**{**vars(settings), "steps": steps})
+                recipe = Recipe(transfer=config, finetune=config, lora=lora)
+                if steps == 3:  # stopped in stage 1: stage 2 never began
+                    recipe = Recipe(transfer=config, finetune=None)
+                model, _ = train_linearized(teacher, data, recipe, tmp_path / f"{name}{lora}")
+            found.append(weights(model))
+        assert changed(*found[-2:]) == set()
+
+
+def test_the_run_of_another_model_is_not_resumed(teacher, data, tmp_path):
+    config = TrainConfig(steps=1, batch_size=2, warmup_steps=0)
+    finetune(linear(teacher), data, config, tmp_path, progress=False)
+    other = linear(teacher)
+    other.lm_head.weight.data.mul_(2)
+    with pytest.raises(ValueError, match="start"):
+        finetune(other, data, config, tmp_path, progress=False)
+
+
+def test_the_command_does_it_all_and_can_be_run_again(folder, tmp_path):
+    command = ["linearize", str(folder), str(tmp_path), "--data", str(folder / "text.txt")]
+    command += ["--length", "32", "--batch-size", "4", "--transfer-steps", "10", "--finetune-steps", "10"]
+    command += ["--lora", "2", "--layers", "1"]
+    first = CliRunner().invoke(app, command)
+    assert first.exit_code == 0, first.output
+    losses = json.loads((tmp_path / "linearize.json").read_text())
+    assert list(losses) == ["before", "right after", "transfer", "finetune"]
+    assert (tmp_path / "transfer" / "log.jsonl").exists()
+    written = (tmp_path / "model.safetensors").read_bytes()
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "model.safetensors").read_bytes() == written
+    once_more = CliRunner().invoke(app, ["linearize", str(tmp_path), "out", *command[3:]])
+    assert once_more.exit_code == 2
+    assert "was linearized before" in once_more.output
+    model = hf.load_linearized(tmp_path)
+    assert list(model.config.unrolled_attention) == ["1"]
+    data = TokenizedText([folder / "text.txt"], make_tokenizer(), length=32)
+    assert evaluate(LanguageModel(model), data, CONFIG) == pytest.approx(losses["finetune"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--option", "window"], "must be a name and a value"),
+        (["--layers", "a"], "layers is 'a'"),
+        (["--attention", "linaer"], "attention is 'linaer'"),
+        (["--data", "nowhere.txt"], "nowhere.txt: No such file"),
+    ],
+)
+def test_wrong_words_get_a_sentence(folder, tmp_path, words, sentence):
+    command = ["linearize", str(folder), str(tmp_path), "--data", str(folder / "text.txt"), "--length", "32"]
+    result = CliRunner().invoke(app, [*command, *words])
+    assert result.exit_code == 2
+    assert sentence in result.output
+
+
+def test_a_folder_without_a_model_gets_a_sentence(tmp_path):
+    result = CliRunner().invoke(
+        app, ["linearize", str(tmp_path), str(tmp_path / "out"), "--data", "text.txt"]
+    )
+    assert result.exit_code == 2
+    assert "is no causal language model" in result.output
+
+
+def test_fine_tuning_with_updates_keeps_the_embedding(teacher):
+    model = FineTuning(linear(teacher), lora=2)
+    trained = {name for name, x in model.named_parameters() if x.requires_grad}
+    assert not any("embed" in name or "mlp" in name or "base_layer" in name for name in trained)
+    assert any("lora_A" in name for name in trained)
