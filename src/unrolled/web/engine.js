@@ -1,0 +1,111 @@
+// An exported model: read tokens, give logits, hand the state on. A state is a value; nothing here changes one.
+
+import { Failure, fetchChecked, fetchJson, parseJson } from "./files.js";
+
+const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
+const FILLS = { Infinity: Infinity, "-Infinity": -Infinity, NaN: NaN };
+
+/** Load ONNX Runtime: its WebGPU build where the folder has it and the browser finds an adapter, else wasm. */
+export async function loadRuntime(onBytes) {
+  if (typeof WebAssembly === "undefined") {
+    throw new Failure("This browser has no WebAssembly, or it is switched off, and the models run in it.");
+  }
+  const record = await fetchJson("runtime/runtime.json");
+  const gpu = record.builds.webgpu && (await navigator.gpu?.requestAdapter().catch(() => null));
+  const build = gpu ? record.builds.webgpu : record.builds.wasm;
+  const binary = await fetchChecked(`runtime/${build.binary}`, record.files[build.binary], onBytes);
+  await fetchChecked(`runtime/${build.module}`, record.files[build.module]); // the import below finds it in the cache
+  let ort;
+  try {
+    ort = await import(`./runtime/${build.module}`);
+  } catch (error) {
+    throw new Failure(`runtime/${build.module} could not be run: ${error.message}`);
+  }
+  ort.env.wasm.wasmBinary = binary.buffer;
+  ort.env.wasm.numThreads = 1; // threads need headers that plain servers do not send, and slow small models down
+  return { ort, name: `ONNX Runtime ${record.version}`, provider: gpu ? "webgpu" : "wasm" };
+}
+
+export class Engine {
+  /** Load the model in a folder: its manifest, then the files that the manifest vouches for. */
+  static async load(folder, runtime, onBytes) {
+    const manifest = await fetchJson(`${folder}/manifest.json`);
+    if (manifest.format !== "unrolled-onnx" || manifest.version !== 1) {
+      throw new Failure(`${folder}/manifest.json is of the format ${manifest.format} ${manifest.version}; this page reads unrolled-onnx 1.`);
+    }
+    const words = `${folder}/vocabulary.json`;
+    const vocabulary = parseJson(words, await fetchChecked(words, manifest.files["vocabulary.json"]));
+    const { file, ...expected } = manifest.graphs.plain;
+    const graph = await fetchChecked(`${folder}/${file}`, expected, onBytes);
+    let session;
+    try {
+      session = await runtime.ort.InferenceSession.create(graph, { executionProviders: [runtime.provider] });
+    } catch (error) {
+      throw new Failure(`${folder}/${file} cannot be run: ${error.message}`);
+    }
+    const same = (found, wanted) => found.length === wanted.length && wanted.every((name) => found.includes(name));
+    if (!same(session.inputNames, manifest.inputs) || !same(session.outputNames, manifest.outputs)) {
+      throw new Failure(`${folder}/${file} has other inputs or outputs than its manifest: they are of two models.`);
+    }
+    return new Engine(runtime.ort, session, manifest, vocabulary);
+  }
+
+  constructor(ort, session, manifest, vocabulary) {
+    Object.assign(this, { ort, session, manifest, vocabulary });
+  }
+
+  /** The state before the first token: an object of tensors by name. */
+  initState() {
+    const state = {};
+    for (const { name, type, shape, growing_axis: growing, fill } of this.manifest.state) {
+      const dims = shape.map((size, axis) => (size === "batch" ? 1 : axis === growing ? 0 : size));
+      const array = new ARRAYS[type](dims.reduce((a, b) => a * b, 1));
+      array.fill(type === "int64" ? BigInt(fill) : Number(FILLS[fill] ?? fill));
+      state[name] = new this.ort.Tensor(type, array, dims);
+    }
+    return state;
+  }
+
+  /** Read token ids after `state`. Gives the logits after the last, the new state, the probes and the time in ms. */
+  async read(ids, state) {
+    let last;
+    let ms = 0;
+    const stride = this.manifest.length === 1 ? 1 : ids.length;
+    for (let i = 0; i < ids.length; i += stride) {
+      last = await this.call(ids.slice(i, i + stride), state);
+      state = last.state;
+      ms += last.ms;
+    }
+    return { ...last, ms };
+  }
+
+  async call(ids, state) {
+    const tokens = new this.ort.Tensor("int64", BigInt64Array.from(ids, BigInt), [1, ids.length]);
+    const began = performance.now();
+    const outputs = await this.session.run({ tokens, ...state });
+    const ms = performance.now() - began;
+    const next = {};
+    for (const name of Object.keys(state)) next[name] = outputs[`next.${name}`];
+    const probes = {};
+    for (const { name, layer } of this.manifest.probes ?? []) probes[layer] = outputs[name];
+    const logits = outputs.logits.data.slice(-this.manifest.vocab_size);
+    return { logits, state: next, probes, ms };
+  }
+
+  /** The most tokens that can follow a prompt; the last is drawn but not read. */
+  room(promptLength) {
+    const positions = this.manifest.max_positions;
+    const read = promptLength + (this.manifest.start_token === null ? 0 : 1);
+    return positions === null ? Infinity : Math.max(positions - read + 1, 0);
+  }
+
+  /** Whether a part of the state gets longer with every token. */
+  get grows() {
+    return this.manifest.state.some((part) => part.growing_axis !== null);
+  }
+}
+
+/** Bytes of all tensors of a state. */
+export function nbytes(state) {
+  return Object.values(state).reduce((sum, tensor) => sum + tensor.data.byteLength, 0);
+}
