@@ -3,6 +3,7 @@
 import { Failure, fetchChecked, fetchJson, parseJson } from "./files.js";
 
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
+const CHUNK = 256; // tokens of a prompt read at once: time and memory of one call go with their square
 const FILLS = { Infinity: Infinity, "-Infinity": -Infinity, NaN: NaN };
 
 /** Load ONNX Runtime: its WebGPU build where the folder has it and the browser finds an adapter, else wasm. */
@@ -70,7 +71,7 @@ export class Engine {
   async read(ids, state) {
     let last;
     let ms = 0;
-    const stride = this.manifest.length === 1 ? 1 : ids.length;
+    const stride = this.manifest.length === 1 ? 1 : CHUNK;
     for (let i = 0; i < ids.length; i += stride) {
       last = await this.call(ids.slice(i, i + stride), state);
       state = last.state;

@@ -132,6 +132,15 @@ function describeTemperature() {
 function prepare() {
   const [{ engine, vocabulary }] = group.models;
   const image = group.kind === "image";
+  const layers = new Set(engine.manifest.state.map((part) => /^layers\.(\d+)\./.exec(part.name)?.[1]).filter(Boolean));
+  $("layer").replaceChildren(...Array.from(layers, (i) => new Option(Number(i) + 1, i)));
+  $("charts").replaceChildren(...["Memory", "Time per token"].map((title) => {
+    const figure = document.createElement("figure");
+    const caption = Object.assign(document.createElement("figcaption"), { textContent: title });
+    figure.append(caption, Object.assign(document.createElement("p"), { className: "key" }));
+    return figure;
+  }));
+  $("memories").replaceChildren(...group.models.map((model) => (model.memory = new Memory(model)).figure));
   $("image-input").hidden = !image;
   $("text-input").hidden = image;
   $("run").textContent = image ? "Complete it" : "Write on";
@@ -153,15 +162,6 @@ function prepare() {
     $("count").max = room;
     $("count").value = Math.min(400, room);
   }
-  const layers = new Set(engine.manifest.state.map((part) => /^layers\.(\d+)\./.exec(part.name)?.[1]).filter(Boolean));
-  $("layer").replaceChildren(...Array.from(layers, (i) => new Option(Number(i) + 1, i)));
-  $("charts").replaceChildren(...["Memory", "Time per token"].map((title) => {
-    const figure = document.createElement("figure");
-    const caption = Object.assign(document.createElement("figcaption"), { textContent: title });
-    figure.append(caption, Object.assign(document.createElement("p"), { className: "key" }));
-    return figure;
-  }));
-  $("memories").replaceChildren(...group.models.map((model) => (model.memory = new Memory(model)).figure));
 }
 
 /** The ids that the models are given and how many they shall add, or a Failure with the reason why not. */
