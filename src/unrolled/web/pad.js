@@ -4,8 +4,7 @@
 const ring = Array.from({ length: 25 }, (_, i) => [0.5 + 0.36 * Math.sin((i * Math.PI) / 12), 0.5 - 0.5 * Math.cos((i * Math.PI) / 12)]);
 export const EXAMPLES = {
   0: ring,
-  2: [[0.15, 0.25], [0.3, 0.06], [0.58, 0], [0.8, 0.12], [0.8, 0.36], [0.55, 0.64], [0.14, 0.98], [0.5, 0.97], [0.9, 0.98]],
-  3: [[0.16, 0.12], [0.42, 0], [0.72, 0.06], [0.78, 0.27], [0.45, 0.46], [0.76, 0.58], [0.84, 0.8], [0.58, 0.98], [0.14, 0.9]],
+  3: [[0.16, 0.1], [0.42, 0], [0.72, 0.07], [0.74, 0.26], [0.56, 0.4], [0.36, 0.46], [0.66, 0.52], [0.84, 0.72], [0.64, 0.95], [0.36, 1], [0.12, 0.9]],
   5: [[0.84, 0.02], [0.3, 0.03], [0.22, 0.43], [0.54, 0.38], [0.82, 0.55], [0.8, 0.82], [0.5, 1], [0.15, 0.92]],
   7: [[0.1, 0.05], [0.86, 0.05], [0.6, 0.5], [0.42, 1]],
   8: [[0.74, 0.14], [0.48, 0], [0.22, 0.14], [0.3, 0.36], [0.7, 0.6], [0.8, 0.82], [0.5, 1], [0.22, 0.82], [0.3, 0.6], [0.72, 0.36], [0.74, 0.14]],
@@ -25,7 +24,7 @@ export class Pad {
   }
 
   resize(height, width) {
-    Object.assign(this, { height, width, rows: Math.round(height / 2), ink: new Float32Array(height * width) });
+    Object.assign(this, { height, width, rows: Math.round(0.55 * height), ink: new Float32Array(height * width) });
     this.canvas.width = this.canvas.height = 560;
     this.canvas.height = Math.round((560 * height) / width);
     this.canvas.setAttribute("aria-label", `Drawing grid, ${height} rows of ${width} pixels`);
@@ -59,7 +58,7 @@ export class Pad {
   }
 
   stroke(from, to) {
-    const radius = Math.max(0.45, this.width * 0.036);
+    const radius = Math.max(0.45, this.width * 0.03);
     const soft = Math.min(0.8, radius);
     const [dx, dy] = [to.x - from.x, to.y - from.y];
     const length = dx * dx + dy * dy;

@@ -218,6 +218,7 @@ async function run() {
   const label = $("run").textContent;
   $("run").textContent = "Stop";
   $("status").textContent = "Running.";
+  $("models").scrollIntoView({ behavior: calm.matches ? "auto" : "smooth", block: "nearest" });
   let painted = performance.now();
   try {
     while (going.length && !stopped) {
@@ -239,7 +240,7 @@ async function run() {
   }
   paint(true);
   const bound = room === count ? ` These models learned ${group.models[0].engine.manifest.max_positions} positions, and they are used up.` : "";
-  $("status").textContent = `${stopped ? "Stopped" : "Done"}. ${group.models.map((model) => `${model.title}: ${model.ids.length} tokens, ${speed(model)}, ${size(model.bytes)}`).join(". ")}.${bound}`;
+  $("status").textContent = `${stopped ? "Stopped" : "Done"}. ${group.models.map((model) => `${model.title}: ${model.ids.length} tokens${model.times.length ? `, ${rate(model)} per second` : ""}`).join(". ")}.${bound}`;
   setState("ready");
 }
 
@@ -270,7 +271,8 @@ function middle(times) {
   return last[last.length >> 1];
 }
 
-const speed = (model) => (model.times.length ? `${Math.round(1000 / Math.max(middle(model.times), 0.01))} tokens/s` : "–");
+/** Tokens per second. */
+const rate = (model) => Math.round(1000 / Math.max(middle(model.times), 0.01));
 
 /** Medians of blocks of times, which single ones jump about. */
 function smoothed(times) {
@@ -302,9 +304,10 @@ function paint(all) {
       model.made.scrollTop = model.made.scrollHeight;
     }
     const show = (name, text) => (model.card.querySelector(name).textContent = text);
-    show(".speed", speed(model));
-    show(".bytes", model.last ? `${size(model.bytes)}, ${model.engine.grows ? "growing" : "constant"}` : "–");
+    show(".speed", model.times.length ? String(rate(model)) : "–");
+    show(".bytes", model.last ? size(model.bytes) : "–");
     show(".read", model.last ? String(model.last.read) : "–");
+    show(".growth", model.engine.grows ? "growing" : "constant");
   }
   if (!all && performance.now() - chartsPainted < 120) return;
   chartsPainted = performance.now();
@@ -315,4 +318,5 @@ function paint(all) {
   for (const model of group.models) model.memory.paint($("layer").value, total, model.last);
 }
 
+addEventListener("resize", () => paint(true));
 start().catch(fail);

@@ -75,22 +75,29 @@ function element(name, attributes, text = "") {
   return made;
 }
 
+/** The number 1, 2, 2.5 or 5 times a power of ten that is next below `x`. */
+function roundStep(x) {
+  const power = 10 ** Math.floor(Math.log10(x));
+  return [5, 2.5, 2, 1].find((digit) => digit * power <= x) * power;
+}
+
 /** A line chart over the tokens read; `lines` are `{ className, name, points: [[x, y], ...] }`. */
 export function paintChart(figure, title, lines, xMax, format) {
-  const [width, height, left, right, top, bottom] = [480, 220, 8, 8, 12, 26];
-  const highest = Math.max(...lines.flatMap((line) => line.points.map((point) => point[1])), 0) || 1;
-  const yMax = highest * 1.12;
+  const [height, left, right, top, bottom] = [210, 2, 8, 20, 24];
+  const width = Math.max(200, figure.clientWidth); // as wide as on the page, so that letters keep their size
+  const yMax = Math.max(...lines.flatMap((line) => line.points.map((point) => point[1])), 0) || 1;
+  const step = roundStep(yMax / 2);
   const x = (value) => left + ((width - left - right) * value) / xMax;
   const y = (value) => height - bottom - ((height - top - bottom) * value) / yMax;
   const latest = (line) => (line.points.length ? format(line.points.at(-1)[1]) : "–");
   const said = lines.map((line) => `${line.name} ${latest(line)}`).join(", ");
   const chart = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title} over the tokens read. Last: ${said}.` });
-  for (const value of [0, highest / 2, highest]) {
+  for (let value = 0; value <= yMax; value += step) {
     chart.append(element("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     if (value) chart.append(element("text", { x: left, y: y(value) - 4 }, format(value)));
   }
   chart.append(element("text", { x: left, y: height - 8 }, "0"));
-  chart.append(element("text", { x: width - right, y: height - 8, "text-anchor": "end" }, `${xMax} tokens`));
+  chart.append(element("text", { x: width - right, y: height - 8, "text-anchor": "end" }, `${xMax} tokens read`));
   for (const { className, points } of lines) {
     const path = points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ");
     chart.append(element("polyline", { class: className, points: path }));
