@@ -7,7 +7,9 @@ import typer
 
 
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="The folder of a run of unrolled train.")],
+    run_dir: Annotated[
+        list[Path], typer.Argument(help="The folder of a run of unrolled train; several with --web.")
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write, made if needed.")],
     opset: Annotated[int, typer.Option(help="Version of ONNX's standard operators, 20 to 25.")] = 20,
     int8: Annotated[
@@ -20,6 +22,14 @@ def export(
     aot: Annotated[
         bool, typer.Option("--aot", help="Also compile a step for this machine, by AOTInductor.")
     ] = False,
+    web: Annotated[bool, typer.Option("--web", help="Write a web page that runs the models.")] = False,
+    webgpu: Annotated[
+        bool, typer.Option("--webgpu", help="With --web: let it run on WebGPU where there is one.")
+    ] = False,
+    runtime: Annotated[
+        Path | None,
+        typer.Option(help="With --web: the folder of onnxruntime-web's files, rather than through npm."),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="To draw with by default, as all that follow.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="See unrolled generate.")] = None,
     top_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
@@ -31,6 +41,7 @@ def export(
     \b
       unrolled export runs/book book.onnx --int8
       unrolled generate book.onnx --engine onnx --prompt "Once upon"
+      unrolled export runs/digits runs/digits-softmax page --web
 
     A graph reads tokens and a state and gives logits and the next state, for any batch and any length.
     """

@@ -184,7 +184,7 @@ def _entry(name: str, model: Mapping[str, Any], vocabulary: Mapping[str, Any], s
     title = f"{words.capitalize()} attention" if "attention" in model else words.upper()
     if vocabulary["kind"] == "image":
         height, width = vocabulary["shape"]
-        group = f"Image, {height} × {width}"
+        group = f"{height} × {width} pixels"
     else:
         group = "Text" if vocabulary["kind"] == "text" else "Token ids"
     return {

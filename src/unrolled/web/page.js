@@ -240,7 +240,7 @@ async function run() {
   }
   paint(true);
   const bound = room === count ? ` These models learned ${group.models[0].engine.manifest.max_positions} positions, and they are used up.` : "";
-  $("status").textContent = `${stopped ? "Stopped" : "Done"}. ${group.models.map((model) => `${model.title}: ${model.ids.length} tokens${model.times.length ? `, ${rate(model)} per second` : ""}`).join(". ")}.${bound}`;
+  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${group.models[0].ids.length} tokens.${bound}`;
   setState("ready");
 }
 
