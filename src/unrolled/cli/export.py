@@ -47,12 +47,9 @@ def export(
     """
     from unrolled.cli._models import load_for
     from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.cli.web import write_page
     from unrolled.interop import onnx
 
-    vocabulary = Vocabulary.load(run_dir)
-    model = load_for("tokens", run_dir)
-    vocabulary.check(model.config.vocab_size)
-    model = model.float()
     sampling = {
         "temperature": temperature,
         "top_k": top_k,
@@ -60,13 +57,28 @@ def export(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
+    if web:
+        for flag, given in {"--int8": int8, "--fused": fused, "--aot": aot}.items():
+            if given:
+                raise ValueError(f"{flag} is not for --web, whose page reads the plain graph")
+        write_page(run_dir, out, opset=opset, runtime=runtime, webgpu=webgpu, sampling=sampling)
+        return
+    if webgpu or runtime is not None:
+        raise ValueError("--webgpu and --runtime are for web pages, wanted --web with them")
+    if len(run_dir) > 1:
+        raise ValueError(f"{len(run_dir)} runs were given, wanted one: a folder of graphs holds one model")
+    (run,) = run_dir
+    vocabulary = Vocabulary.load(run)
+    model = load_for("tokens", run)
+    vocabulary.check(model.config.vocab_size)
+    model = model.float()
     manifest = onnx.export(
         model,
         out,
         opset=opset,
         fused=fused,
         int8=int8,
-        vocabulary=run_dir / FILE_NAME,
+        vocabulary=run / FILE_NAME,
         sampling=sampling,
     )
     for graph in manifest.graphs.values():

@@ -1,9 +1,9 @@
 """Web pages that run trained models: a folder that any static server can host, with nothing left to fetch.
 
-    index.html, *.js, *.css     the page
-    runtime/                    ONNX Runtime for browsers, as published on npm, with its licences
-    models/<name>/              what `unrolled.interop.onnx.export` writes
-    models.json                 which models there are, and which of them stand side by side
+index.html, *.js, *.css     the page
+runtime/                    ONNX Runtime for browsers, as published on npm, with its licences
+models/<name>/              what `unrolled.interop.onnx.export` writes
+models.json                 which models there are, and which of them stand side by side
 """
 
 import hashlib
@@ -36,7 +36,6 @@ SHA256 = {
 }
 LICENCES = {"LICENSE": "LICENSE.txt", "ThirdPartyNotices.txt": "ThirdPartyNotices.txt"}
 TIMEOUT = 600.0  # seconds for npm to fetch 33 MB
-TEMPERATURE = 0.8  # to begin with: at 1 small models ramble
 
 
 def write_site(
@@ -45,6 +44,8 @@ def write_site(
     *,
     runtime: str | Path | None = None,
     webgpu: bool = False,
+    opset: int = 20,
+    sampling: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a page that runs the models of some training runs.
 
@@ -56,6 +57,8 @@ def write_site(
         runtime: a folder with the files of onnxruntime-web, such as `node_modules/onnxruntime-web/dist`; None
             takes them from the cache, or through npm.
         webgpu: also put in ONNX Runtime's build for WebGPU (27 MB), used where the browser finds an adapter.
+        opset: version of ONNX's standard operators, 20 to 25.
+        sampling: arguments of `generation.generate` that the page begins with.
 
     Returns:
         `out`.
@@ -72,8 +75,8 @@ def write_site(
     if not runs:
         raise ValueError("runs is empty, wanted the folder of at least one run")
     vocabularies = {name: _vocabulary(name, Path(run)) for name, run in runs.items()}
-    builds = {name: build for name, build in BUILDS.items() if webgpu or name == "wasm"}
-    found = runtime_files([file for build in builds.values() for file in build.values()], runtime)
+    builds = _builds(webgpu)
+    found = runtime_files(runtime, webgpu=webgpu)
     notices = _notices()
 
     out.mkdir(parents=True, exist_ok=True)
@@ -87,7 +90,8 @@ def write_site(
             folder,
             probes=True,
             vocabulary=Path(run) / "vocabulary.json",
-            sampling={"temperature": TEMPERATURE},
+            opset=opset,
+            sampling=sampling,
         )
         size = (folder / written.graphs["plain"]["file"]).stat().st_size
         entries.append(_entry(name, written.model, vocabularies[name], size))
@@ -99,23 +103,27 @@ def write_site(
     files = {name: {"sha256": SHA256[name], "bytes": path.stat().st_size} for name, path in found.items()}
     size = max(files[build["binary"]]["bytes"] for build in builds.values())
     _write_json(
-        out / "runtime" / "runtime.json", {"version": VERSION, "builds": builds, "files": files, "bytes": size}
+        out / "runtime" / "runtime.json",
+        {"version": VERSION, "builds": builds, "files": files, "bytes": size},
     )
     _write_json(index, _told_apart(entries))
     return out
 
 
-def runtime_files(names: list[str], folder: str | Path | None = None) -> dict[str, Path]:
+def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> dict[str, Path]:
     """Find files of onnxruntime-web, in a folder, in the cache or through npm, and hold them to their hashes.
 
     Raises:
         ValueError: one is nowhere to be found, or is not the published file.
     """
+    names = [file for build in _builds(webgpu).values() for file in build.values()]
     if folder is not None:
         found = {name: Path(folder) / name for name in names}
         for name, path in found.items():
             if not path.is_file():
-                raise ValueError(f"{folder} has no {name}; it is in dist/ of the npm package {PACKAGE} {VERSION}")
+                raise ValueError(
+                    f"{folder} has no {name}; it is in dist/ of the npm package {PACKAGE} {VERSION}"
+                )
             if _sha256(path) != SHA256[name]:
                 raise ValueError(f"{path} is not that of {PACKAGE} {VERSION}: its SHA-256 differs")
         return found
@@ -126,6 +134,10 @@ def runtime_files(names: list[str], folder: str | Path | None = None) -> dict[st
         kept.mkdir(parents=True, exist_ok=True)
         _fetch(found)
     return found
+
+
+def _builds(webgpu: bool) -> dict[str, dict[str, str]]:
+    return {name: build for name, build in BUILDS.items() if webgpu or name == "wasm"}
 
 
 def _fetch(wanted: Mapping[str, Path]) -> None:
@@ -149,7 +161,9 @@ def _fetch(wanted: Mapping[str, Path]) -> None:
                 member = package.extractfile(f"package/dist/{file}")
                 content = b"" if member is None else member.read()
                 if hashlib.sha256(content).hexdigest() != SHA256[file]:
-                    raise ValueError(f"{file}, as npm brought it, is not that of {PACKAGE} {VERSION}: SHA-256 differs")
+                    raise ValueError(
+                        f"{file}, as npm brought it, is not that of {PACKAGE} {VERSION}: SHA-256 differs"
+                    )
                 write_atomically(path, partial(Path.write_bytes, data=content))
 
 
@@ -163,7 +177,9 @@ def _notices() -> list[Path]:
 
 def _vocabulary(name: str, run: Path) -> dict[str, Any]:
     if not name or Path(name).name != name or name.startswith("."):
-        raise ValueError(f"a model is named {name!r}, wanted a plain file name: it becomes a folder of the page")
+        raise ValueError(
+            f"a model is named {name!r}, wanted a plain file name: it becomes a folder of the page"
+        )
     path = run / "vocabulary.json"
     if not path.is_file():
         raise ValueError(f"{run} is no folder of unrolled train: it has no vocabulary.json")
