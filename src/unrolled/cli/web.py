@@ -1,4 +1,4 @@
-"""Web pages: `unrolled export --web` writes one from runs, `unrolled demo --web` trains the runs and serves it."""
+"""Web pages: `unrolled export --web` writes one from runs, `unrolled demo --web` also trains and serves them."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ def demo_page(
     resume: bool,
     runtime: Path | None,
 ) -> Path:
-    """Train small models of digits and of text, linear and softmax, below `out`; write the page that runs them.
+    """Train small models of digits and of text, linear and softmax; write the page that runs them.
 
     Args:
         out: the folder of the linear digits, as of the demo without a page, and of all else.
@@ -141,5 +141,5 @@ class _Quiet(SimpleHTTPRequestHandler):
         self.send_header("Cache-Control", "no-cache")
         super().end_headers()
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""

@@ -28,11 +28,12 @@ BUILDS = {
     "wasm": {"module": "ort.wasm.bundle.min.mjs", "binary": "ort-wasm-simd-threaded.wasm"},
     "webgpu": {"module": "ort.webgpu.bundle.min.mjs", "binary": "ort-wasm-simd-threaded.asyncify.wasm"},
 }
+_ASYNCIFY = BUILDS["webgpu"]["binary"]
 SHA256 = {
     "ort.wasm.bundle.min.mjs": "11e64bd8ffe11bd1a2a2f0d6275fdfbbba7262f0b76b99b53d228a8a22ef3d90",
     "ort-wasm-simd-threaded.wasm": "3398c10d07d229bd91b364548e130e0e51a8e5704b88c7c083ebbeb78842dee2",
     "ort.webgpu.bundle.min.mjs": "0730816731ce2cdfb06f273da065d4a1c7091eb9d1756a83b2916c8a89d015e2",
-    "ort-wasm-simd-threaded.asyncify.wasm": "39f9f0894d478800487ed9f7dbe92618498db320cf55c8e3d89adff8dce658da",
+    _ASYNCIFY: "39f9f0894d478800487ed9f7dbe92618498db320cf55c8e3d89adff8dce658da",
 }
 LICENCES = {"LICENSE": "LICENSE.txt", "ThirdPartyNotices.txt": "ThirdPartyNotices.txt"}
 TIMEOUT = 600.0  # seconds for npm to fetch 33 MB
@@ -100,12 +101,14 @@ def write_site(
     (out / "runtime").mkdir(exist_ok=True)
     for path in [*found.values(), *notices]:
         _copy(path, out / "runtime" / LICENCES.get(path.name, path.name))
-    files = {name: {"sha256": SHA256[name], "bytes": path.stat().st_size} for name, path in found.items()}
-    size = max(files[build["binary"]]["bytes"] for build in builds.values())
-    _write_json(
-        out / "runtime" / "runtime.json",
-        {"version": VERSION, "builds": builds, "files": files, "bytes": size},
-    )
+    sizes = {name: path.stat().st_size for name, path in found.items()}
+    record = {
+        "version": VERSION,
+        "builds": builds,
+        "files": {name: {"sha256": SHA256[name], "bytes": size} for name, size in sizes.items()},
+        "bytes": max(sizes.values()),  # of the largest build, for a bar that shows how far loading is
+    }
+    _write_json(out / "runtime" / "runtime.json", record)
     _write_json(index, _told_apart(entries))
     return out
 
