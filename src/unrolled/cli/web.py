@@ -1,4 +1,4 @@
-"""Web pages: `unrolled export --web` writes one from runs, `unrolled demo --web` also trains and serves them."""
+"""Web pages: `unrolled export --web` writes one from runs; `unrolled demo --web` trains them first."""
 
 import os
 from collections.abc import Mapping, Sequence

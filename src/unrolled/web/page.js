@@ -157,7 +157,7 @@ function prepare() {
     $("rows").min = engine.manifest.start_token === null ? 1 : 0;
     $("rows").value = pad.rows;
   } else {
-    $("prompt").value = vocabulary.kind === "ids" ? "1 2 3" : vocabulary.characters && !vocabulary.characters.includes("K") ? vocabulary.characters.slice(0, 8).join("") : "KING:\nWhat ";
+    $("prompt").value = vocabulary.opening();
     const room = Math.min(...group.models.map((model) => model.engine.room(0)), 20000);
     $("count").max = room;
     $("count").value = Math.min(400, room);

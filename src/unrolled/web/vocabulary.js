@@ -8,6 +8,13 @@ export class Vocabulary {
     this.ids = new Map(characters?.map((character, id) => [character, id]));
   }
 
+  /** Something to begin with. */
+  opening() {
+    if (this.kind === "ids") return "0 1 2";
+    const known = Array.from("KING:\nWhat ").filter((character) => !this.characters || this.ids.has(character));
+    return known.join("") || this.characters[0];
+  }
+
   encode(text) {
     if (this.kind === "ids") {
       return text.split(/\s+/).filter(Boolean).map((word) => {
