@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import chromium, opened, served, state, wait_for
+from conftest import opened, served, state, wait_for
 
 
 @pytest.fixture
@@ -82,8 +82,13 @@ def test_a_page_without_its_script_says_what_it_needs(browser, copy):
         assert "web server" in hint.text
 
 
-def test_a_browser_without_webassembly_is_told(site):
-    with served(site) as address, chromium("--js-flags=--noexpose-wasm") as browser:
+def test_a_browser_without_webassembly_is_told(browser, address):
+    without = browser.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument", {"source": "delete globalThis.WebAssembly"}
+    )
+    try:
         browser.get(address)
         wait_for(browser, lambda _: state(browser) == "failed")
         assert "no WebAssembly" in browser.find_element("id", "failure").text
+    finally:
+        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", without)

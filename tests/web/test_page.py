@@ -47,7 +47,7 @@ def test_text_of_200_tokens_is_what_pytorch_writes(browser, address, models):
     for name, result in made.items():
         wanted = greedy(models[name][0], result["prompt"], 200)
         assert len(result["prompt"]) == 3
-        assert len(set(wanted)) > 4  # the model does not repeat itself, so that equality says something
+        assert len(set(wanted)) > 8  # the model does not repeat itself, so that equality says something
         assert result["ids"] == wanted
     shown = browser.find_element("css selector", ".model.linear .made").text
     assert shown.startswith("Kéy")
@@ -67,6 +67,7 @@ def test_an_image_drawn_by_pointer_is_completed_as_pytorch_completes_it(browser,
     assert len(result["prompt"]) == 32
     assert max(result["prompt"]) == 16
     assert len(result["ids"]) == 32
+    assert len(set(result["ids"])) > 2
     assert result["ids"] == greedy(models["image-linear"][0], result["prompt"], 32)
 
 
