@@ -102,7 +102,9 @@ def chromium(*arguments: str) -> Iterator[webdriver.Chrome]:
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", *arguments):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver") or "chromedriver"))
+    driver = webdriver.Chrome(
+        options, webdriver.ChromeService(shutil.which("chromedriver") or "chromedriver")
+    )
     try:
         yield driver
     finally:

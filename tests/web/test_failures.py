@@ -25,17 +25,28 @@ def change(path, **fields):
 
 MODEL = "models/image-linear"
 FAULTS = {
-    "tampered": (lambda page: flip(page / MODEL / "plain.onnx"), "plain.onnx is not the file that was exported"),
+    "tampered": (
+        lambda page: flip(page / MODEL / "plain.onnx"),
+        "plain.onnx is not the file that was exported",
+    ),
     "truncated": (
-        lambda page: (page / MODEL / "plain.onnx").write_bytes((page / MODEL / "plain.onnx").read_bytes()[:999]),
+        lambda page: (page / MODEL / "plain.onnx").write_bytes(
+            (page / MODEL / "plain.onnx").read_bytes()[:999]
+        ),
         "plain.onnx has 999 bytes where",
     ),
-    "missing": (lambda page: (page / MODEL / "plain.onnx").unlink(), "plain.onnx is missing: the server answers 404"),
+    "missing": (
+        lambda page: (page / MODEL / "plain.onnx").unlink(),
+        "plain.onnx is missing: the server answers 404",
+    ),
     "manifest": (
         lambda page: (page / MODEL / "manifest.json").write_text("{"),
         "manifest.json is damaged: it is not JSON",
     ),
-    "format": (lambda page: change(page / MODEL / "manifest.json", version=2), "of the format unrolled-onnx 2"),
+    "format": (
+        lambda page: change(page / MODEL / "manifest.json", version=2),
+        "of the format unrolled-onnx 2",
+    ),
     "other model": (
         lambda page: change(page / MODEL / "manifest.json", inputs=["tokens", "position", "layers.7.kv"]),
         "plain.onnx has other inputs or outputs than its manifest",

@@ -27,8 +27,13 @@ def run(browser):
     """Press the button; give what the page made, by the name of the model."""
     browser.execute_script("window.unrolled.runs = {}")
     browser.find_element("id", "run").click()
-    wait_for(browser, lambda _: state(browser) == "ready" and browser.execute_script(
-        "return Object.keys(window.unrolled.runs).length"))
+    wait_for(
+        browser,
+        lambda _: (
+            state(browser) == "ready"
+            and browser.execute_script("return Object.keys(window.unrolled.runs).length")
+        ),
+    )
     return browser.execute_script("return window.unrolled.runs")
 
 
