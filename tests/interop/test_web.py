@@ -233,12 +233,18 @@ def test_the_server_is_for_this_machine_and_knows_modules(tmp_path):
 
 
 def test_the_demo_trains_what_it_can_and_says_what_it_cannot(runtime, tmp_path, monkeypatch):
-    tiny = {"d_model": 16, "n_layers": 1, "n_heads": 2}
     demo = importlib.import_module("unrolled.cli.demo")  # `unrolled.cli.demo` itself is the command
-    monkeypatch.setattr(demo, "MODEL", tiny | {"max_length": 64})
+    monkeypatch.setattr(demo, "MODEL", {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_length": 64})
     monkeypatch.setattr(demo, "TRAIN", demo.TRAIN | {"batch_size": 4, "eval_every": 10})
     monkeypatch.setenv("UNROLLED_DATA", str(tmp_path / "none"))
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    written = {}
+
+    def write_site(runs, out, **options):
+        written.update(runs=runs, out=out, **options)
+        return out
+
+    monkeypatch.setattr(web, "write_site", write_site)
     out = tmp_path / "runs"
     result = CliRunner().invoke(
         app,
@@ -246,9 +252,11 @@ def test_the_demo_trains_what_it_can_and_says_what_it_cannot(runtime, tmp_path, 
     )
     assert result.exit_code == 0, result.output
     assert "the page goes without text" in result.output
-    entries = json.loads((out / "page" / "models.json").read_text())
-    assert [entry["name"] for entry in entries] == ["digits-linear", "digits-softmax"]
-    assert len({entry["group"] for entry in entries}) == 1
+    assert written["out"] == out / "page"
+    assert written["runtime"] == runtime
+    trained = {name: Decoder.load(run).config.attention for name, run in written["runs"].items()}
+    assert trained == {"digits-linear": "linear", "digits-softmax": "softmax"}
+    assert all((run / "vocabulary.json").is_file() for run in written["runs"].values())
 
 
 def refuse(*arguments: object, **options: object) -> None:

@@ -160,9 +160,11 @@ def _fetch(wanted: Mapping[str, Path]) -> None:
             raise ValueError(f"npm could not fetch {PACKAGE} {VERSION}: {otherwise}") from error
         (archive,) = Path(name).glob("*.tgz")
         with tarfile.open(archive) as package:
+            members = {member.name: member for member in package if member.isfile()}
             for file, path in wanted.items():
-                member = package.extractfile(f"package/dist/{file}")
-                content = b"" if member is None else member.read()
+                member = members.get(f"package/dist/{file}")
+                reader = None if member is None else package.extractfile(member)
+                content = b"" if reader is None else reader.read()
                 if hashlib.sha256(content).hexdigest() != SHA256[file]:
                     raise ValueError(
                         f"{file}, as npm brought it, is not that of {PACKAGE} {VERSION}: SHA-256 differs"
@@ -219,14 +221,16 @@ def _entry(name: str, model: Mapping[str, Any], vocabulary: Mapping[str, Any], s
 
 def _told_apart(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Name by its models a group whose name another vocabulary has too, and a model whose title is taken."""
-    groups: dict[str, tuple[str, Any]] = {}
+    groups: dict[str, Any] = {}  # the vocabulary of each
     titles: set[tuple[str, str]] = set()
     for entry in entries:
         vocabulary = entry.pop("vocabulary")
-        for group in (entry["group"], f"{entry['group']}: {entry['name']}"):
-            if groups.setdefault(group, vocabulary) == vocabulary:
-                entry["group"] = group
-                break
+        known = [group for group, its in groups.items() if its == vocabulary]
+        if known:
+            entry["group"] = known[0]
+        elif entry["group"] in groups:
+            entry["group"] += f": {entry['name']}"
+        groups[entry["group"]] = vocabulary
         if (entry["group"], entry["title"]) in titles:
             entry["title"] += f" ({entry['name']})"
         titles.add((entry["group"], entry["title"]))
