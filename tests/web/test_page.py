@@ -62,18 +62,18 @@ def test_text_of_200_tokens_is_what_pytorch_writes(browser, address, models):
 def test_an_image_drawn_by_pointer_is_completed_as_pytorch_completes_it(browser, address, models):
     opened(browser, address)
     browser.find_element("id", "clear").click()
-    assert browser.execute_script("return document.getElementById('rows').value") == "4"
+    assert browser.execute_script("return document.getElementById('rows').value") == "5"
     pad = browser.find_element("id", "pad")
     ActionChains(browser).move_to_element_with_offset(pad, -60, -80).click_and_hold().move_by_offset(
         100, 30
     ).release().perform()
     set_value(browser, "temperature", "0")
     result = run(browser)["image-linear"]
-    assert len(result["prompt"]) == 32
+    assert len(result["prompt"]) == 40
     assert max(result["prompt"]) == 16
-    assert len(result["ids"]) == 32
+    assert len(result["ids"]) == 24
     assert len(set(result["ids"])) > 2
-    assert result["ids"] == greedy(models["image-linear"][0], result["prompt"], 32)
+    assert result["ids"] == greedy(models["image-linear"][0], result["prompt"], 24)
 
 
 def test_an_image_can_be_drawn_by_keyboard_alone(browser, address):

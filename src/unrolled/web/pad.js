@@ -24,7 +24,7 @@ export class Pad {
   }
 
   resize(height, width) {
-    Object.assign(this, { height, width, rows: Math.round(0.55 * height), ink: new Float32Array(height * width) });
+    Object.assign(this, { height, width, rows: Math.round(0.6 * height), ink: new Float32Array(height * width) });
     this.canvas.width = this.canvas.height = 560;
     this.canvas.height = Math.round((560 * height) / width);
     this.canvas.setAttribute("aria-label", `Drawing grid, ${height} rows of ${width} pixels`);

@@ -151,7 +151,7 @@ function prepare() {
     const [height, width] = engine.vocabulary.shape;
     if (pad.height !== height || pad.width !== width) {
       pad.resize(height, width);
-      pad.example(3);
+      pad.example(5);
     }
     $("rows").max = height - 1;
     $("rows").min = engine.manifest.start_token === null ? 1 : 0;
