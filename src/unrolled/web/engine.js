@@ -6,30 +6,58 @@ const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array }
 const CHUNK = 256; // tokens of a prompt read at once: time and memory of one call go with their square
 const FILLS = { Infinity: Infinity, "-Infinity": -Infinity, NaN: NaN };
 
-/** Load ONNX Runtime: its WebGPU build where the folder has it and the browser finds an adapter, else wasm. */
-export async function loadRuntime(onBytes) {
-  if (typeof WebAssembly === "undefined") {
-    throw new Failure("This browser has no WebAssembly, or it is switched off, and the models run in it.");
+/** The builds of ONNX Runtime that can be used, the preferred first; each is loaded when it is wanted. */
+export class Runtimes {
+  /** WebGPU where the folder has it and the browser finds an adapter, then wasm. */
+  static async find() {
+    if (typeof WebAssembly === "undefined") {
+      throw new Failure("This browser has no WebAssembly, or it is switched off, and the models run in it.");
+    }
+    const record = await fetchJson("runtime/runtime.json");
+    const adapter = record.builds.webgpu && (await navigator.gpu?.requestAdapter().catch(() => null));
+    return new Runtimes(record, adapter ? ["webgpu", "wasm"] : ["wasm"]);
   }
-  const record = await fetchJson("runtime/runtime.json");
-  const gpu = record.builds.webgpu && (await navigator.gpu?.requestAdapter().catch(() => null));
-  const build = gpu ? record.builds.webgpu : record.builds.wasm;
-  const binary = await fetchChecked(`runtime/${build.binary}`, record.files[build.binary], onBytes);
-  await fetchChecked(`runtime/${build.module}`, record.files[build.module]); // the import below finds it in the cache
-  let ort;
-  try {
-    ort = await import(`./runtime/${build.module}`);
-  } catch (error) {
-    throw new Failure(`runtime/${build.module} could not be run: ${error.message}`);
+
+  constructor(record, providers) {
+    Object.assign(this, { record, providers, name: `ONNX Runtime ${record.version}`, builds: {} });
   }
-  ort.env.wasm.wasmBinary = binary.buffer;
-  ort.env.wasm.numThreads = 1; // threads need headers that plain servers do not send, and slow small models down
-  return { ort, name: `ONNX Runtime ${record.version}`, provider: gpu ? "webgpu" : "wasm" };
+
+  get(provider, onBytes) {
+    return (this.builds[provider] ??= this.load(this.record.builds[provider], onBytes));
+  }
+
+  async load({ module, binary }, onBytes) {
+    const content = await fetchChecked(`runtime/${binary}`, this.record.files[binary], onBytes);
+    await fetchChecked(`runtime/${module}`, this.record.files[module]); // the import below finds it in the cache
+    let ort;
+    try {
+      ort = await import(`./runtime/${module}`);
+    } catch (error) {
+      throw new Failure(`runtime/${module} could not be run: ${error.message}`);
+    }
+    ort.env.wasm.wasmBinary = content.buffer;
+    ort.env.wasm.numThreads = 1; // threads need headers that plain servers do not send, and slow small models down
+    return ort;
+  }
+}
+
+/** Start a graph on the first runtime that takes it: WebGPU does not take every graph. */
+async function begin(name, graph, runtimes, onBytes) {
+  let reason;
+  for (const provider of runtimes.providers) {
+    const ort = await runtimes.get(provider, onBytes);
+    try {
+      return { ort, provider, session: await ort.InferenceSession.create(graph, { executionProviders: [provider] }) };
+    } catch (error) {
+      reason = error.message;
+    }
+  }
+  throw new Failure(`${name} cannot be run: ${reason}`);
 }
 
 export class Engine {
   /** Load the model in a folder: its manifest, then the files that the manifest vouches for. */
-  static async load(folder, runtime, onBytes) {
+  static async load(folder, runtimes, onBytes) {
     const manifest = await fetchJson(`${folder}/manifest.json`);
     if (manifest.format !== "unrolled-onnx" || manifest.version !== 1) {
       throw new Failure(`${folder}/manifest.json is of the format ${manifest.format} ${manifest.version}; this page reads unrolled-onnx 1.`);
@@ -38,21 +66,16 @@ export class Engine {
     const vocabulary = parseJson(words, await fetchChecked(words, manifest.files["vocabulary.json"]));
     const { file, ...expected } = manifest.graphs.plain;
     const graph = await fetchChecked(`${folder}/${file}`, expected, onBytes);
-    let session;
-    try {
-      session = await runtime.ort.InferenceSession.create(graph, { executionProviders: [runtime.provider] });
-    } catch (error) {
-      throw new Failure(`${folder}/${file} cannot be run: ${error.message}`);
-    }
+    const { ort, session, provider } = await begin(`${folder}/${file}`, graph, runtimes, onBytes);
     const same = (found, wanted) => found.length === wanted.length && wanted.every((name) => found.includes(name));
     if (!same(session.inputNames, manifest.inputs) || !same(session.outputNames, manifest.outputs)) {
       throw new Failure(`${folder}/${file} has other inputs or outputs than its manifest: they are of two models.`);
     }
-    return new Engine(runtime.ort, session, manifest, vocabulary);
+    return new Engine(ort, session, provider, manifest, vocabulary);
   }
 
-  constructor(ort, session, manifest, vocabulary) {
-    Object.assign(this, { ort, session, manifest, vocabulary });
+  constructor(ort, session, provider, manifest, vocabulary) {
+    Object.assign(this, { ort, session, provider, manifest, vocabulary });
   }
 
   /** The state before the first token: an object of tensors by name. */

@@ -1,6 +1,6 @@
 // The page: what is chosen, what runs, what is shown.
 
-import { Engine, loadRuntime, nbytes } from "./engine.js";
+import { Engine, nbytes, Runtimes } from "./engine.js";
 import { Failure, fetchJson } from "./files.js";
 import { Memory } from "./memory.js";
 import { EXAMPLES, Pad } from "./pad.js";
@@ -12,7 +12,7 @@ const $ = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const groups = new Map(); // name of a group -> its entries of models.json
 const loaded = new Map(); // name of a model -> a promise of its engine
-let runtime; // a promise, from the first group on
+let runtimes; // a promise, from the first group on
 let group; // what is on show: { kind, models: [model, ...] }
 let stop; // ends the run in progress
 
@@ -53,9 +53,9 @@ async function start() {
 }
 
 function load(entry, onBytes) {
-  runtime ??= loadRuntime(onBytes);
+  runtimes ??= Runtimes.find();
   if (!loaded.has(entry.name)) {
-    loaded.set(entry.name, runtime.then((found) => Engine.load(`models/${entry.name}`, found, onBytes)));
+    loaded.set(entry.name, runtimes.then((found) => Engine.load(`models/${entry.name}`, found, onBytes)));
   }
   return loaded.get(entry.name);
 }
@@ -76,12 +76,14 @@ async function show(name) {
   const failed = results.filter((result) => result.status === "rejected").map((result) => result.reason);
   if (failed.length === results.length) throw failed[0];
 
-  const found = await runtime;
-  $("runtime").textContent = `${found.name}, on ${found.provider === "webgpu" ? "WebGPU" : "WebAssembly"}.`;
+  const found = await runtimes;
   group = { kind: entries[0].kind, models: [] };
   results.forEach((result, i) => {
     if (result.status === "fulfilled") group.models.push(makeModel(entries[i], result.value));
   });
+  const names = { webgpu: "WebGPU", wasm: "WebAssembly" };
+  const providers = new Set(group.models.map((model) => names[model.engine.provider]));
+  $("runtime").textContent = `${found.name}, on ${Array.from(providers).join(" and ")}.`;
   prepare();
   $("loading").hidden = true;
   $("demo").hidden = false;
