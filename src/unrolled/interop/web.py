@@ -76,7 +76,6 @@ def write_site(
     if not runs:
         raise ValueError("runs is empty, wanted the folder of at least one run")
     vocabularies = {name: _vocabulary(name, Path(run)) for name, run in runs.items()}
-    builds = _builds(webgpu)
     found = runtime_files(runtime, webgpu=webgpu)
     notices = _notices()
 
@@ -98,17 +97,7 @@ def write_site(
         entries.append(_entry(name, written.model, vocabularies[name], size))
     for source in Path(unrolled.__file__).with_name("web").iterdir():
         _copy(source, out / source.name)
-    (out / "runtime").mkdir(exist_ok=True)
-    for path in [*found.values(), *notices]:
-        _copy(path, out / "runtime" / LICENCES.get(path.name, path.name))
-    sizes = {name: path.stat().st_size for name, path in found.items()}
-    record = {
-        "version": VERSION,
-        "builds": builds,
-        "files": {name: {"sha256": SHA256[name], "bytes": size} for name, size in sizes.items()},
-        "bytes": max(sizes.values()),  # of the largest build, for a bar that shows how far loading is
-    }
-    _write_json(out / "runtime" / "runtime.json", record)
+    _write_runtime(out / "runtime", found, notices)
     _write_json(index, _told_apart(entries))
     return out
 
@@ -137,6 +126,21 @@ def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> 
         kept.mkdir(parents=True, exist_ok=True)
         _fetch(found)
     return found
+
+
+def _write_runtime(folder: Path, found: Mapping[str, Path], notices: list[Path]) -> None:
+    """Write the files of the runtime, its licences, and the record that the page holds them to."""
+    folder.mkdir(exist_ok=True)
+    for path in [*found.values(), *notices]:
+        _copy(path, folder / LICENCES.get(path.name, path.name))
+    sizes = {name: path.stat().st_size for name, path in found.items()}
+    record = {
+        "version": VERSION,
+        "builds": {name: build for name, build in BUILDS.items() if build["binary"] in found},
+        "files": {name: {"sha256": SHA256[name], "bytes": size} for name, size in sizes.items()},
+        "bytes": max(sizes.values()),  # of the largest build, for a bar that shows how far loading is
+    }
+    _write_json(folder / "runtime.json", record)
 
 
 def _builds(webgpu: bool) -> dict[str, dict[str, str]]:
