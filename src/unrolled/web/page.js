@@ -99,6 +99,11 @@ function makeModel(entry, engine) {
   card.classList.add(side);
   card.querySelector("h2").textContent = entry.title;
   const made = document.createElement(entry.kind === "image" ? "canvas" : "p");
+  if (entry.kind === "text") { // a long text scrolls, which has to work without a mouse
+    made.tabIndex = 0;
+    made.setAttribute("role", "region");
+    made.setAttribute("aria-label", `Text by ${entry.title}`);
+  }
   card.querySelector(".made").append(made);
   return { ...entry, engine, card, made, side, vocabulary: new Vocabulary(engine.vocabulary), ids: [], last: null };
 }
