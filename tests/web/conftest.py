@@ -6,27 +6,21 @@ Run by `make test-web`: it needs npm, chromium and chromium-driver.
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import tarfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from browser import CHARACTERS, chromium, resize, served
 from selenium import webdriver
-from selenium.webdriver.support.ui import WebDriverWait
 
-from unrolled.cli.web import make_server
 from unrolled.interop.web import write_site
 from unrolled.models import Decoder, DecoderConfig
 
 AXE_VERSION = "4.14.1"
 AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
-CHARACTERS = sorted("\n abcdefghijklmnopqrstuvwxyzKINGWé")
-WIDTHS = {"desktop": (1280, 900), "phone": (360, 740)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -76,39 +70,10 @@ def site(models: dict[str, tuple[Decoder, Path]], tmp_path_factory: pytest.TempP
     return write_site({name: run for name, (_, run) in models.items()}, out)
 
 
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """Serve the page in a folder, not at the root of the server; give its address."""
-    with make_server(folder.parent) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/{folder.name}/"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.fixture(scope="session")
 def address(site: Path) -> Iterator[str]:
     with served(site) as found:
         yield found
-
-
-@contextmanager
-def chromium(*arguments: str) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or "chromium"
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", *arguments):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(
-        options, webdriver.ChromeService(shutil.which("chromedriver") or "chromedriver")
-    )
-    try:
-        yield driver
-    finally:
-        driver.quit()
 
 
 @pytest.fixture(scope="session")
@@ -125,31 +90,6 @@ def browser(_browser: webdriver.Chrome) -> webdriver.Chrome:
     for kind in ("browser", "performance"):
         _browser.get_log(kind)
     return _browser
-
-
-def resize(browser: webdriver.Chrome, name: str) -> None:
-    width, height = WIDTHS[name]
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": name == "phone"}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
-def state(browser: webdriver.Chrome) -> str:
-    return browser.execute_script("return document.body.dataset.state")
-
-
-def wait_for(browser: webdriver.Chrome, condition: Callable[[webdriver.Chrome], object]) -> None:
-    WebDriverWait(browser, 60, poll_frequency=0.05).until(condition)
-
-
-def opened(browser: webdriver.Chrome, address: str, group: str | None = None) -> webdriver.Chrome:
-    """Open the page and wait until its models, or those of another group, are there."""
-    browser.get(address)
-    wait_for(browser, lambda _: state(browser) != "loading")
-    if group is not None:
-        browser.find_element("css selector", f"input[value='{group}']").click()
-        wait_for(browser, lambda _: state(browser) != "loading")
-    assert state(browser) == "ready", browser.find_element("id", "failure").text
-    return browser
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import opened, served, state, wait_for
+from browser import opened, served, state, wait_for
 
 
 @pytest.fixture

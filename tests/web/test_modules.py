@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import CHARACTERS
+from browser import CHARACTERS
 
 from unrolled.generation import sampling
 

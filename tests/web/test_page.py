@@ -4,42 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import WIDTHS, opened, resize, state, wait_for
+from browser import IMAGE, TEXT, WIDTHS, greedy, opened, resize, run, set_value, state, wait_for
 from selenium.webdriver import ActionChains, Keys
 
-from unrolled.generation import generate
 from unrolled.ops.state import nbytes
-
-IMAGE, TEXT = "8 × 8 pixels", "Text"
-
-
-def set_value(browser, name, value):
-    browser.execute_script(
-        "const field = document.getElementById(arguments[0]); field.value = arguments[1];"
-        "field.dispatchEvent(new Event('input'))",
-        name,
-        value,
-    )
-
-
-def run(browser):
-    """Press the button; give what the page made, by the name of the model."""
-    browser.execute_script("window.unrolled.runs = {}")
-    browser.find_element("id", "run").click()
-    wait_for(
-        browser,
-        lambda _: (
-            state(browser) == "ready"
-            and browser.execute_script("return Object.keys(window.unrolled.runs).length")
-        ),
-    )
-    return browser.execute_script("return window.unrolled.runs")
-
-
-def greedy(model, prompt, count):
-    with torch.no_grad():
-        return generate(model, [prompt], count, temperature=0)[0].tolist()
 
 
 def test_text_of_200_tokens_is_what_pytorch_writes(browser, address, models):

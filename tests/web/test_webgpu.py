@@ -2,8 +2,7 @@
 
 import shutil
 
-from conftest import chromium, opened, served
-from test_page import TEXT, greedy, run, set_value
+from browser import TEXT, chromium, greedy, opened, run, served, set_value
 
 from unrolled.interop import web
 
