@@ -17,6 +17,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from unrolled.cli.web import demo_page, serve
+
 if TYPE_CHECKING:
     from unrolled.data.digits import DigitsDataset
     from unrolled.models import Decoder
@@ -56,8 +58,22 @@ def demo(
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on from the last checkpoint, or begin again.")
     ] = True,
+    web: Annotated[
+        bool,
+        typer.Option("--web", help="Instead of a report, a web page that runs small models, served here."),
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With --web: to serve at; 0 for a free one.")
+    ] = 8000,
+    no_serve: Annotated[bool, typer.Option("--no-serve", help="With --web: write the page only.")] = False,
+    runtime: Annotated[
+        Path | None,
+        typer.Option(help="With --web: the folder of onnxruntime-web's files, rather than through npm."),
+    ] = None,
 ) -> None:
     """Train on handwritten digits, draw new ones as an RNN, measure what a token costs: a report in minutes.
+
+    With --web, train linear and softmax models of digits and of Shakespeare, and let a browser run them.
 
     Stop it with Ctrl-C at any time; the same command again goes on with the training.
 
@@ -67,7 +83,16 @@ def demo(
       figures.json    every number
       *.png           every picture
       and the run, for unrolled generate and unrolled info
+      page/           with --web: a page for any static server, and the other runs beside it
     """
+    if web:
+        _require("sklearn")
+        options: Any = {"steps": steps, "seed": seed, "resume": resume, "runtime": runtime}
+        page = demo_page(out, MODEL, TRAIN, **options)
+        typer.echo(f"The page: {page / 'index.html'}")
+        if not no_serve:
+            serve(page, port)
+        return
     _require("sklearn", "matplotlib")
     # Read when torch loads OpenMP: threads that spin while they wait slow each other down on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -7,7 +7,9 @@ import typer
 
 
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="The folder of a run of unrolled train.")],
+    run_dir: Annotated[
+        list[Path], typer.Argument(help="The folder of a run of unrolled train; several with --web.")
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write, made if needed.")],
     opset: Annotated[int, typer.Option(help="Version of ONNX's standard operators, 20 to 25.")] = 20,
     int8: Annotated[
@@ -20,6 +22,14 @@ def export(
     aot: Annotated[
         bool, typer.Option("--aot", help="Also compile a step for this machine, by AOTInductor.")
     ] = False,
+    web: Annotated[bool, typer.Option("--web", help="Write a web page that runs the models.")] = False,
+    webgpu: Annotated[
+        bool, typer.Option("--webgpu", help="With --web: let it run on WebGPU where there is one.")
+    ] = False,
+    runtime: Annotated[
+        Path | None,
+        typer.Option(help="With --web: the folder of onnxruntime-web's files, rather than through npm."),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="To draw with by default, as all that follow.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="See unrolled generate.")] = None,
     top_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
@@ -31,17 +41,15 @@ def export(
     \b
       unrolled export runs/book book.onnx --int8
       unrolled generate book.onnx --engine onnx --prompt "Once upon"
+      unrolled export runs/digits runs/digits-softmax page --web
 
     A graph reads tokens and a state and gives logits and the next state, for any batch and any length.
     """
     from unrolled.cli._models import load_for
     from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.cli.web import write_page
     from unrolled.interop import onnx
 
-    vocabulary = Vocabulary.load(run_dir)
-    model = load_for("tokens", run_dir)
-    vocabulary.check(model.config.vocab_size)
-    model = model.float()
     sampling = {
         "temperature": temperature,
         "top_k": top_k,
@@ -49,13 +57,28 @@ def export(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
+    if web:
+        for flag, given in {"--int8": int8, "--fused": fused, "--aot": aot}.items():
+            if given:
+                raise ValueError(f"{flag} is not for --web, whose page reads the plain graph")
+        write_page(run_dir, out, opset=opset, runtime=runtime, webgpu=webgpu, sampling=sampling)
+        return
+    if webgpu or runtime is not None:
+        raise ValueError("--webgpu and --runtime are for web pages, wanted --web with them")
+    if len(run_dir) > 1:
+        raise ValueError(f"{len(run_dir)} runs were given, wanted one: a folder of graphs holds one model")
+    (run,) = run_dir
+    vocabulary = Vocabulary.load(run)
+    model = load_for("tokens", run)
+    vocabulary.check(model.config.vocab_size)
+    model = model.float()
     manifest = onnx.export(
         model,
         out,
         opset=opset,
         fused=fused,
         int8=int8,
-        vocabulary=run_dir / FILE_NAME,
+        vocabulary=run / FILE_NAME,
         sampling=sampling,
     )
     for graph in manifest.graphs.values():

@@ -1,0 +1,145 @@
+"""Web pages: `unrolled export --web` writes one from runs; `unrolled demo --web` trains them first."""
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import typer
+
+ADDRESS = "127.0.0.1"
+SAMPLING = {"temperature": 0.8}  # at 1 models as small as the demo's ramble
+TEXT_MODEL: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 4, "positions": "rotary"}
+TEXT_TRAIN: dict[str, Any] = {
+    "batch_size": 16,
+    "lr": 3e-3,
+    "warmup_steps": 50,
+    "eval_every": 200,
+    "checkpoint_every": 100,
+}
+TEXT_LENGTH = 128
+ATTENTIONS = ("linear", "softmax")
+
+
+def write_page(runs: Sequence[Path], out: Path, **options: Any) -> None:
+    """Write a page of runs, each named by its folder; the options are those of `interop.web.write_site`.
+
+    Raises:
+        ValueError: two folders have one name, or as `write_site`.
+    """
+    from unrolled.interop.web import write_site
+
+    named: dict[str, Path] = {}
+    for run in runs:
+        name = run.resolve().name
+        if name in named:
+            raise ValueError(
+                f"{named[name]} and {run} have one name, by which the page could not tell them apart"
+            )
+        named[name] = run
+    write_site(named, out, **options)
+    typer.echo(f"The page: {out / 'index.html'}, to be served by any static server, such as")
+    typer.echo(f"  python -m http.server --bind {ADDRESS} --directory {out}")
+
+
+def demo_page(
+    out: Path,
+    digits: Mapping[str, Any],
+    digits_train: Mapping[str, Any],
+    *,
+    steps: int,
+    seed: int,
+    resume: bool,
+    runtime: Path | None,
+) -> Path:
+    """Train small models of digits and of text, linear and softmax; write the page that runs them.
+
+    Args:
+        out: the folder of the linear digits, as of the demo without a page, and of all else.
+        digits: fields of the config of the models of digits.
+        digits_train: settings of their training.
+        steps, seed, resume: as for the demo.
+        runtime: as for `write_site`.
+
+    Returns:
+        The folder of the page.
+    """
+    from unrolled import data
+    from unrolled.interop.web import runtime_files, write_site
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    runtime_files(runtime)  # refuses before the work rather than after it
+    train = partial(_train, steps=steps, seed=seed, resume=resume)
+    runs = {f"digits-{name}": out if name == "linear" else out / f"digits-{name}" for name in ATTENTIONS}
+    dataset: Any = data.load("digits")
+    for name, run in zip(ATTENTIONS, runs.values(), strict=True):
+        train(run, dataset, {"attention": name, **digits}, digits_train)
+    try:
+        text: Any = data.load("text", path="tiny-shakespeare", length=TEXT_LENGTH)
+    except ValueError as error:
+        typer.echo(f"the page goes without text: {error}", err=True)
+    else:
+        for name in ATTENTIONS:
+            runs[f"text-{name}"] = out / f"text-{name}"
+            train(runs[f"text-{name}"], text, {"attention": name, **TEXT_MODEL}, TEXT_TRAIN)
+    typer.echo("writing the page", err=True)
+    return write_site(runs, out / "page", runtime=runtime, sampling=SAMPLING)
+
+
+def _train(
+    run: Path,
+    dataset: Any,
+    model: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    steps: int,
+    seed: int,
+    resume: bool,
+) -> None:
+    import torch
+
+    from unrolled import training
+    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.models import Decoder, DecoderConfig
+
+    torch.manual_seed(seed)  # the initial weights
+    start_token = hasattr(dataset, "shape")
+    decoder = Decoder(DecoderConfig(dataset.vocab_size, start_token=start_token, **model))
+    typer.echo(f"{model['attention']} attention, folder {run}", err=True)
+    config = training.TrainConfig(steps=steps, seed=seed, **settings)
+    result = training.train(decoder, dataset, config, run, resume=resume)
+    if result.steps < steps:
+        raise KeyboardInterrupt
+    Vocabulary.of(dataset).save(run)
+
+
+def make_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:
+    """Make a server of a folder that only this machine can reach; port 0 takes a free one."""
+    return ThreadingHTTPServer((ADDRESS, port), partial(_Quiet, directory=str(folder)))
+
+
+def serve(folder: Path, port: int) -> None:
+    """Serve a folder until Ctrl-C."""
+    with make_server(folder, port) as server:
+        typer.echo(f"The page: http://{ADDRESS}:{server.server_port}/ (Ctrl-C ends it)")
+        server.serve_forever()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    """Says nothing of requests, and does not ask the machine's own tables what a module is."""
+
+    extensions_map = {  # noqa: RUF012
+        **SimpleHTTPRequestHandler.extensions_map,
+        ".js": "text/javascript",
+        ".mjs": "text/javascript",
+        ".wasm": "application/wasm",
+    }
+
+    def end_headers(self) -> None:
+        self.send_header("Cache-Control", "no-cache")
+        super().end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""

@@ -1,0 +1,254 @@
+"""Web pages that run trained models: a folder that any static server can host, with nothing left to fetch.
+
+index.html, *.js, *.css     the page
+runtime/                    ONNX Runtime for browsers, as published on npm, with its licences
+models/<name>/              what `unrolled.interop.onnx.export` writes
+models.json                 which models there are, and which of them stand side by side
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import unrolled
+from unrolled import models
+from unrolled.models.saving import write_atomically
+
+PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
+BUILDS = {
+    "wasm": {"module": "ort.wasm.bundle.min.mjs", "binary": "ort-wasm-simd-threaded.wasm"},
+    "webgpu": {"module": "ort.webgpu.bundle.min.mjs", "binary": "ort-wasm-simd-threaded.asyncify.wasm"},
+}
+_ASYNCIFY = BUILDS["webgpu"]["binary"]
+SHA256 = {
+    "ort.wasm.bundle.min.mjs": "11e64bd8ffe11bd1a2a2f0d6275fdfbbba7262f0b76b99b53d228a8a22ef3d90",
+    "ort-wasm-simd-threaded.wasm": "3398c10d07d229bd91b364548e130e0e51a8e5704b88c7c083ebbeb78842dee2",
+    "ort.webgpu.bundle.min.mjs": "0730816731ce2cdfb06f273da065d4a1c7091eb9d1756a83b2916c8a89d015e2",
+    _ASYNCIFY: "39f9f0894d478800487ed9f7dbe92618498db320cf55c8e3d89adff8dce658da",
+}
+LICENCES = {"LICENSE": "LICENSE.txt", "ThirdPartyNotices.txt": "ThirdPartyNotices.txt"}
+TIMEOUT = 600.0  # seconds for npm to fetch 33 MB
+
+
+def write_site(
+    runs: Mapping[str, str | Path],
+    out: str | Path,
+    *,
+    runtime: str | Path | None = None,
+    webgpu: bool = False,
+    opset: int = 20,
+    sampling: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a page that runs the models of some training runs.
+
+    Models with one vocabulary are shown side by side.
+
+    Args:
+        runs: the folders of the runs, by the names that their models get on the page.
+        out: made if needed.
+        runtime: a folder with the files of onnxruntime-web, such as `node_modules/onnxruntime-web/dist`; None
+            takes them from the cache, or through npm.
+        webgpu: also put in ONNX Runtime's build for WebGPU (27 MB), used where the browser finds an adapter.
+        opset: version of ONNX's standard operators, 20 to 25.
+        sampling: arguments of `generation.generate` that the page begins with.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: there is no run, a name is no plain file name, a run has no vocabulary that a page can
+            write, or the runtime is missing or is not the published one.
+        UnsupportedError: a model cannot be exported.
+        ImportError: the extra `onnx` is missing.
+    """
+    from unrolled.interop import onnx
+
+    out = Path(out)
+    if not runs:
+        raise ValueError("runs is empty, wanted the folder of at least one run")
+    vocabularies = {name: _vocabulary(name, Path(run)) for name, run in runs.items()}
+    found = runtime_files(runtime, webgpu=webgpu)
+    notices = _notices()
+
+    out.mkdir(parents=True, exist_ok=True)
+    index = out / "models.json"
+    index.unlink(missing_ok=True)  # comes last: a page that it is missing from says so
+    entries = []
+    for name, run in runs.items():
+        folder = out / "models" / name
+        written = onnx.export(
+            models.load(Path(run)),
+            folder,
+            probes=True,
+            vocabulary=Path(run) / "vocabulary.json",
+            opset=opset,
+            sampling=sampling,
+        )
+        size = (folder / written.graphs["plain"]["file"]).stat().st_size
+        entries.append(_entry(name, written.model, vocabularies[name], size))
+    for source in Path(unrolled.__file__).with_name("web").iterdir():
+        _copy(source, out / source.name)
+    _write_runtime(out / "runtime", found, notices)
+    _write_json(index, _told_apart(entries))
+    return out
+
+
+def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> dict[str, Path]:
+    """Find files of onnxruntime-web, in a folder, in the cache or through npm, and hold them to their hashes.
+
+    Raises:
+        ValueError: one is nowhere to be found, or is not the published file.
+    """
+    names = [file for build in _builds(webgpu).values() for file in build.values()]
+    if folder is not None:
+        found = {name: Path(folder) / name for name in names}
+        for name, path in found.items():
+            if not path.is_file():
+                raise ValueError(
+                    f"{folder} has no {name}; it is in dist/ of the npm package {PACKAGE} {VERSION}"
+                )
+            if _sha256(path) != SHA256[name]:
+                raise ValueError(f"{path} is not that of {PACKAGE} {VERSION}: its SHA-256 differs")
+        return found
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrolled"
+    kept = cache / f"{PACKAGE}-{VERSION}"
+    found = {name: kept / name for name in names}
+    if not all(path.is_file() and _sha256(path) == SHA256[name] for name, path in found.items()):
+        kept.mkdir(parents=True, exist_ok=True)
+        _fetch(found)
+    return found
+
+
+def _write_runtime(folder: Path, found: Mapping[str, Path], notices: list[Path]) -> None:
+    """Write the files of the runtime, its licences, and the record that the page holds them to."""
+    folder.mkdir(exist_ok=True)
+    for path in [*found.values(), *notices]:
+        _copy(path, folder / LICENCES.get(path.name, path.name))
+    sizes = {name: path.stat().st_size for name, path in found.items()}
+    record = {
+        "version": VERSION,
+        "builds": {name: build for name, build in BUILDS.items() if build["binary"] in found},
+        "files": {name: {"sha256": SHA256[name], "bytes": size} for name, size in sizes.items()},
+        "bytes": max(sizes.values()),  # of the largest build, for a bar that shows how far loading is
+    }
+    _write_json(folder / "runtime.json", record)
+
+
+def _builds(webgpu: bool) -> dict[str, dict[str, str]]:
+    return {name: build for name, build in BUILDS.items() if webgpu or name == "wasm"}
+
+
+def _fetch(wanted: Mapping[str, Path]) -> None:
+    """Unpack files of the package, which npm fetches from the registry that it is set up for."""
+    otherwise = (
+        f"fetch it with `npm pack {PACKAGE}@{VERSION}` where there is a network, unpack it, "
+        "and name its folder package/dist by --runtime"
+    )
+    npm = shutil.which("npm")
+    if npm is None:
+        raise ValueError(f"the page needs {PACKAGE} {VERSION}, and there is no npm to fetch it: {otherwise}")
+    with tempfile.TemporaryDirectory() as name:
+        command = [npm, "pack", f"{PACKAGE}@{VERSION}", "--pack-destination", name]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT, cwd=name)
+        except (subprocess.SubprocessError, OSError) as error:
+            raise ValueError(f"npm could not fetch {PACKAGE} {VERSION}: {otherwise}") from error
+        (archive,) = Path(name).glob("*.tgz")
+        with tarfile.open(archive) as package:
+            members = {member.name: member for member in package if member.isfile()}
+            for file, path in wanted.items():
+                member = members.get(f"package/dist/{file}")
+                reader = None if member is None else package.extractfile(member)
+                content = b"" if reader is None else reader.read()
+                if hashlib.sha256(content).hexdigest() != SHA256[file]:
+                    raise ValueError(
+                        f"{file}, as npm brought it, is not that of {PACKAGE} {VERSION}: SHA-256 differs"
+                    )
+                write_atomically(path, partial(Path.write_bytes, data=content))
+
+
+def _notices() -> list[Path]:
+    """Find the licences of ONNX Runtime, which its Python package carries."""
+    spec = find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        raise ImportError("a web page needs onnxruntime, which is missing: pip install 'unrolled[onnx]'")
+    return [Path(spec.origin).with_name(name) for name in LICENCES]
+
+
+def _vocabulary(name: str, run: Path) -> dict[str, Any]:
+    if not name or Path(name).name != name or name.startswith("."):
+        raise ValueError(
+            f"a model is named {name!r}, wanted a plain file name: it becomes a folder of the page"
+        )
+    path = run / "vocabulary.json"
+    if not path.is_file():
+        raise ValueError(f"{run} is no folder of unrolled train: it has no vocabulary.json")
+    vocabulary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if vocabulary["kind"] not in ("text", "image", "ids"):
+        raise ValueError(
+            f"{run} has a vocabulary of the kind {vocabulary['kind']!r}, wanted 'text', 'image' or 'ids', "
+            "which the page can write"
+        )
+    return vocabulary
+
+
+def _entry(name: str, model: Mapping[str, Any], vocabulary: Mapping[str, Any], size: int) -> dict[str, Any]:
+    attention = model.get("attention", model.get("cell"))
+    if isinstance(attention, list):
+        attention = attention[0] if len(set(attention)) == 1 else "mixed"
+    words = str(attention).replace("_", " ")
+    title = f"{words.capitalize()} attention" if "attention" in model else words.upper()
+    if vocabulary["kind"] == "image":
+        height, width = vocabulary["shape"]
+        group = f"{height} × {width} pixels"
+    else:
+        group = "Text" if vocabulary["kind"] == "text" else "Token ids"
+    return {
+        "name": name,
+        "title": title,
+        "kind": "image" if vocabulary["kind"] == "image" else "text",
+        "attention": attention,
+        "group": group,
+        "bytes": size,
+        "vocabulary": vocabulary,
+    }
+
+
+def _told_apart(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Name by its models a group whose name another vocabulary has too, and a model whose title is taken."""
+    groups: dict[str, Any] = {}  # the vocabulary of each
+    titles: set[tuple[str, str]] = set()
+    for entry in entries:
+        vocabulary = entry.pop("vocabulary")
+        known = [group for group, its in groups.items() if its == vocabulary]
+        if known:
+            entry["group"] = known[0]
+        elif entry["group"] in groups:
+            entry["group"] += f": {entry['name']}"
+        groups[entry["group"]] = vocabulary
+        if (entry["group"], entry["title"]) in titles:
+            entry["title"] += f" ({entry['name']})"
+        titles.add((entry["group"], entry["title"]))
+    return entries
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _copy(source: Path, target: Path) -> None:
+    write_atomically(target, partial(Path.write_bytes, data=source.read_bytes()))
+
+
+def _write_json(path: Path, content: Any) -> None:
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    write_atomically(path, partial(Path.write_text, data=text, encoding="utf-8"))

@@ -1,0 +1,135 @@
+// An exported model: read tokens, give logits, hand the state on. A state is a value; nothing here changes one.
+
+import { Failure, fetchChecked, fetchJson, parseJson } from "./files.js";
+
+const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
+const CHUNK = 256; // tokens of a prompt read at once: time and memory of one call go with their square
+const FILLS = { Infinity: Infinity, "-Infinity": -Infinity, NaN: NaN };
+
+/** The builds of ONNX Runtime that can be used, the preferred first; each is loaded when it is wanted. */
+export class Runtimes {
+  /** WebGPU where the folder has it and the browser finds an adapter, then wasm. */
+  static async find() {
+    if (typeof WebAssembly === "undefined") {
+      throw new Failure("This browser has no WebAssembly, or it is switched off, and the models run in it.");
+    }
+    const record = await fetchJson("runtime/runtime.json");
+    const adapter = record.builds.webgpu && (await navigator.gpu?.requestAdapter().catch(() => null));
+    return new Runtimes(record, adapter ? ["webgpu", "wasm"] : ["wasm"]);
+  }
+
+  constructor(record, providers) {
+    Object.assign(this, { record, providers, name: `ONNX Runtime ${record.version}`, builds: {} });
+  }
+
+  get(provider, onBytes) {
+    return (this.builds[provider] ??= this.load(this.record.builds[provider], onBytes));
+  }
+
+  async load({ module, binary }, onBytes) {
+    const content = await fetchChecked(`runtime/${binary}`, this.record.files[binary], onBytes);
+    await fetchChecked(`runtime/${module}`, this.record.files[module]); // the import below finds it in the cache
+    let ort;
+    try {
+      ort = await import(`./runtime/${module}`);
+    } catch (error) {
+      throw new Failure(`runtime/${module} could not be run: ${error.message}`);
+    }
+    ort.env.wasm.wasmBinary = content.buffer;
+    ort.env.wasm.numThreads = 1; // threads need headers that plain servers do not send, and slow small models down
+    return ort;
+  }
+}
+
+/** Start a graph on the first runtime that takes it: WebGPU does not take every graph. */
+async function begin(name, graph, runtimes, onBytes) {
+  let reason;
+  for (const provider of runtimes.providers) {
+    const ort = await runtimes.get(provider, onBytes);
+    try {
+      return { ort, provider, session: await ort.InferenceSession.create(graph, { executionProviders: [provider] }) };
+    } catch (error) {
+      reason = error.message;
+    }
+  }
+  throw new Failure(`${name} cannot be run: ${reason}`);
+}
+
+export class Engine {
+  /** Load the model in a folder: its manifest, then the files that the manifest vouches for. */
+  static async load(folder, runtimes, onBytes) {
+    const manifest = await fetchJson(`${folder}/manifest.json`);
+    if (manifest.format !== "unrolled-onnx" || manifest.version !== 1) {
+      throw new Failure(`${folder}/manifest.json is of the format ${manifest.format} ${manifest.version}; this page reads unrolled-onnx 1.`);
+    }
+    const words = `${folder}/vocabulary.json`;
+    const vocabulary = parseJson(words, await fetchChecked(words, manifest.files["vocabulary.json"]));
+    const { file, ...expected } = manifest.graphs.plain;
+    const graph = await fetchChecked(`${folder}/${file}`, expected, onBytes);
+    const { ort, session, provider } = await begin(`${folder}/${file}`, graph, runtimes, onBytes);
+    const same = (found, wanted) => found.length === wanted.length && wanted.every((name) => found.includes(name));
+    if (!same(session.inputNames, manifest.inputs) || !same(session.outputNames, manifest.outputs)) {
+      throw new Failure(`${folder}/${file} has other inputs or outputs than its manifest: they are of two models.`);
+    }
+    return new Engine(ort, session, provider, manifest, vocabulary);
+  }
+
+  constructor(ort, session, provider, manifest, vocabulary) {
+    Object.assign(this, { ort, session, provider, manifest, vocabulary });
+  }
+
+  /** The state before the first token: an object of tensors by name. */
+  initState() {
+    const state = {};
+    for (const { name, type, shape, growing_axis: growing, fill } of this.manifest.state) {
+      const dims = shape.map((size, axis) => (size === "batch" ? 1 : axis === growing ? 0 : size));
+      const array = new ARRAYS[type](dims.reduce((a, b) => a * b, 1));
+      array.fill(type === "int64" ? BigInt(fill) : Number(FILLS[fill] ?? fill));
+      state[name] = new this.ort.Tensor(type, array, dims);
+    }
+    return state;
+  }
+
+  /** Read token ids after `state`. Gives the logits after the last, the new state, the probes and the time in ms. */
+  async read(ids, state) {
+    let last;
+    let ms = 0;
+    const stride = this.manifest.length === 1 ? 1 : CHUNK;
+    for (let i = 0; i < ids.length; i += stride) {
+      last = await this.call(ids.slice(i, i + stride), state);
+      state = last.state;
+      ms += last.ms;
+    }
+    return { ...last, ms };
+  }
+
+  async call(ids, state) {
+    const tokens = new this.ort.Tensor("int64", BigInt64Array.from(ids, BigInt), [1, ids.length]);
+    const began = performance.now();
+    const outputs = await this.session.run({ tokens, ...state });
+    const ms = performance.now() - began;
+    const next = {};
+    for (const name of Object.keys(state)) next[name] = outputs[`next.${name}`];
+    const probes = {};
+    for (const { name, layer } of this.manifest.probes ?? []) probes[layer] = outputs[name];
+    const logits = outputs.logits.data.slice(-this.manifest.vocab_size);
+    return { logits, state: next, probes, ms };
+  }
+
+  /** The most tokens that can follow a prompt; the last is drawn but not read. */
+  room(promptLength) {
+    const positions = this.manifest.max_positions;
+    const read = promptLength + (this.manifest.start_token === null ? 0 : 1);
+    return positions === null ? Infinity : Math.max(positions - read + 1, 0);
+  }
+
+  /** Whether a part of the state gets longer with every token. */
+  get grows() {
+    return this.manifest.state.some((part) => part.growing_axis !== null);
+  }
+}
+
+/** Bytes of all tensors of a state. */
+export function nbytes(state) {
+  return Object.values(state).reduce((sum, tensor) => sum + tensor.data.byteLength, 0);
+}

@@ -1,0 +1,61 @@
+// Fetching the files of this folder, each checked before anything uses it.
+
+import { sha256 } from "./sha256.js";
+
+/** A reason to show to the person, in one sentence. */
+export class Failure extends Error {}
+
+/** Fetch a file as bytes; `onBytes(n)` is told of each piece that has come. */
+export async function fetchBytes(url, onBytes = () => {}) {
+  let response;
+  try {
+    response = await fetch(url);
+  } catch {
+    throw new Failure(`${url} could not be fetched: the server does not answer.`);
+  }
+  if (!response.ok) throw new Failure(`${url} is missing: the server answers ${response.status}.`);
+  const pieces = [];
+  let size = 0;
+  try {
+    for (const reader = response.body.getReader(); ;) {
+      const { done, value } = await reader.read();
+      if (done) break;
+      pieces.push(value);
+      size += value.length;
+      onBytes(value.length);
+    }
+  } catch {
+    throw new Failure(`${url} broke off after ${size} bytes.`);
+  }
+  const bytes = new Uint8Array(size);
+  let end = 0;
+  for (const piece of pieces) {
+    bytes.set(piece, end);
+    end += piece.length;
+  }
+  return bytes;
+}
+
+/** Fetch a file and hold it to the size and the hash that `expected` states. */
+export async function fetchChecked(url, expected, onBytes) {
+  const bytes = await fetchBytes(url, onBytes);
+  if (bytes.length !== expected.bytes) {
+    throw new Failure(`${url} has ${bytes.length} bytes where ${expected.bytes} were expected: it was cut off or replaced.`);
+  }
+  if ((await sha256(bytes)) !== expected.sha256) {
+    throw new Failure(`${url} is not the file that was exported: its SHA-256 differs from the one on record.`);
+  }
+  return bytes;
+}
+
+export function parseJson(url, bytes) {
+  try {
+    return JSON.parse(new TextDecoder().decode(bytes));
+  } catch {
+    throw new Failure(`${url} is damaged: it is not JSON.`);
+  }
+}
+
+export async function fetchJson(url) {
+  return parseJson(url, await fetchBytes(url));
+}

@@ -1,0 +1,329 @@
+// The page: what is chosen, what runs, what is shown.
+
+import { Engine, nbytes, Runtimes } from "./engine.js";
+import { Failure, fetchJson } from "./files.js";
+import { Memory } from "./memory.js";
+import { EXAMPLES, Pad } from "./pad.js";
+import { colour, paintChart, paintImage } from "./pictures.js";
+import { generate } from "./sampling.js";
+import { Vocabulary } from "./vocabulary.js";
+
+const $ = (id) => document.getElementById(id);
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const groups = new Map(); // name of a group -> its entries of models.json
+const loaded = new Map(); // name of a model -> a promise of its engine
+let runtimes; // a promise, from the first group on
+let group; // what is on show: { kind, models: [model, ...] }
+let stop; // ends the run in progress
+
+// For scripts: what was made, by the name of the model. document.body.dataset.state says how far the page is.
+window.unrolled = { runs: {} };
+
+const setState = (state) => (document.body.dataset.state = state);
+
+function fail(error) {
+  $("failure").textContent = error instanceof Failure ? error.message : `Something went wrong: ${error.message}`;
+  $("failure").hidden = false;
+  $("loading").hidden = true;
+  setState("failed");
+  if (!(error instanceof Failure)) console.error(error);
+}
+
+const size = (bytes) => (bytes < 1e3 ? `${bytes} B` : bytes < 1e6 ? `${(bytes / 1e3).toPrecision(3)} kB` : `${(bytes / 1e6).toPrecision(3)} MB`);
+const milliseconds = (ms) => `${ms < 10 ? ms.toFixed(2) : ms.toFixed(0)} ms`;
+
+// --- loading ---------------------------------------------------------------------------------------------------------
+
+async function start() {
+  for (const entry of await fetchJson("models.json")) {
+    groups.set(entry.group, [...(groups.get(entry.group) ?? []), entry]);
+  }
+  if (!groups.size) throw new Failure("models.json lists no model.");
+  for (const name of groups.keys()) {
+    const label = document.createElement("label");
+    const choice = Object.assign(document.createElement("input"), { type: "radio", name: "group", value: name });
+    choice.addEventListener("change", () => show(name).catch(fail));
+    label.append(choice, name);
+    $("groups").append(label);
+  }
+  $("groups").hidden = groups.size < 2;
+  const first = groups.keys().next().value;
+  $("groups").querySelector("input").checked = true;
+  await show(first);
+}
+
+function load(entry, onBytes) {
+  runtimes ??= Runtimes.find();
+  if (!loaded.has(entry.name)) {
+    loaded.set(entry.name, runtimes.then((found) => Engine.load(`models/${entry.name}`, found, onBytes)));
+  }
+  return loaded.get(entry.name);
+}
+
+/** Load the models of a group, if they are not here yet, and show them. */
+async function show(name) {
+  stop?.();
+  setState("loading");
+  const entries = groups.get(name);
+  $("failure").hidden = true;
+  $("loading").hidden = false;
+  $("demo").hidden = !group;
+  const expected = entries.reduce((sum, entry) => sum + entry.bytes, 0) + (await fetchJson("runtime/runtime.json")).bytes;
+  let come = 0;
+  const onBytes = (n) => ($("progress").value = Math.min(1, (come += n) / expected));
+  const results = await Promise.allSettled(entries.map((entry) => load(entry, onBytes)));
+  if ($("groups").querySelector(":checked").value !== name) return; // another was chosen meanwhile
+  const failed = results.filter((result) => result.status === "rejected").map((result) => result.reason);
+  if (failed.length === results.length) throw failed[0];
+
+  const found = await runtimes;
+  group = { kind: entries[0].kind, models: [] };
+  results.forEach((result, i) => {
+    if (result.status === "fulfilled") group.models.push(makeModel(entries[i], result.value));
+  });
+  const names = { webgpu: "WebGPU", wasm: "WebAssembly" };
+  const providers = new Set(group.models.map((model) => names[model.engine.provider]));
+  $("runtime").textContent = `${found.name}, on ${Array.from(providers).join(" and ")}.`;
+  prepare();
+  $("loading").hidden = true;
+  $("demo").hidden = false;
+  $("models").replaceChildren(...group.models.map((model) => model.card));
+  setState("ready");
+  if (failed.length) fail(failed[0]); // the others can still be used
+  refresh();
+}
+
+function makeModel(entry, engine) {
+  const card = $("model-card").content.firstElementChild.cloneNode(true);
+  const side = entry.attention === "softmax" ? "softmax" : "linear";
+  card.classList.add(side);
+  card.querySelector("h2").textContent = entry.title;
+  const made = document.createElement(entry.kind === "image" ? "canvas" : "p");
+  if (entry.kind === "text") { // a long text scrolls, which has to work without a mouse
+    made.tabIndex = 0;
+    made.setAttribute("role", "region");
+    made.setAttribute("aria-label", `Text by ${entry.title}`);
+  }
+  card.querySelector(".made").append(made);
+  return { ...entry, engine, card, made, side, vocabulary: new Vocabulary(engine.vocabulary), ids: [], last: null };
+}
+
+// --- the input -------------------------------------------------------------------------------------------------------
+
+const pad = new Pad($("pad"), { changed: () => refresh(), say: (text) => ($("pad-said").textContent = text) });
+
+for (const digit of Object.keys(EXAMPLES)) {
+  const button = Object.assign(document.createElement("button"), { type: "button", textContent: digit });
+  button.setAttribute("aria-label", `Example ${digit}`);
+  button.addEventListener("click", () => pad.example(digit));
+  $("examples").append(button);
+}
+$("clear").addEventListener("click", () => pad.clear());
+$("rows").addEventListener("input", () => {
+  pad.rows = Number($("rows").value);
+  pad.paint();
+  refresh();
+});
+$("temperature").addEventListener("input", () => describeTemperature());
+$("prompt").addEventListener("input", () => refresh());
+$("layer").addEventListener("change", () => paint(true));
+$("run").addEventListener("click", () => (stop ? stop() : run().catch(fail)));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => paint(true));
+
+function describeTemperature() {
+  const value = Number($("temperature").value);
+  $("temperature-shown").textContent = value ? value.toFixed(2) : "0, the likeliest always";
+}
+
+/** Set the input up for the group. */
+function prepare() {
+  const [{ engine, vocabulary }] = group.models;
+  const image = group.kind === "image";
+  const layers = new Set(engine.manifest.state.map((part) => /^layers\.(\d+)\./.exec(part.name)?.[1]).filter(Boolean));
+  $("layer").replaceChildren(...Array.from(layers, (i) => new Option(Number(i) + 1, i)));
+  $("charts").replaceChildren(...["Memory", "Time per token"].map((title) => {
+    const figure = document.createElement("figure");
+    const caption = Object.assign(document.createElement("figcaption"), { textContent: title });
+    figure.append(caption, Object.assign(document.createElement("p"), { className: "key" }));
+    return figure;
+  }));
+  $("memories").replaceChildren(...group.models.map((model) => (model.memory = new Memory(model)).figure));
+  $("image-input").hidden = !image;
+  $("text-input").hidden = image;
+  $("run").textContent = image ? "Complete it" : "Write on";
+  $("status").textContent = "";
+  $("temperature").value = engine.manifest.sampling.temperature;
+  describeTemperature();
+  if (image) {
+    const [height, width] = engine.vocabulary.shape;
+    if (pad.height !== height || pad.width !== width) {
+      pad.resize(height, width);
+      pad.example(5);
+    }
+    $("rows").max = height - 1;
+    $("rows").min = engine.manifest.start_token === null ? 1 : 0;
+    $("rows").value = pad.rows;
+  } else {
+    $("prompt").value = vocabulary.opening();
+    const room = Math.min(...group.models.map((model) => model.engine.room(0)), 20000);
+    $("count").max = room;
+    $("count").value = Math.min(400, room);
+  }
+}
+
+/** The ids that the models are given and how many they shall add, or a Failure with the reason why not. */
+function order() {
+  const [{ engine, vocabulary }] = group.models;
+  if (group.kind === "image") {
+    const prompt = pad.ids(engine.manifest.vocab_size);
+    return { prompt, count: pad.height * pad.width - prompt.length };
+  }
+  const prompt = vocabulary.encode($("prompt").value);
+  if (!prompt.length && engine.manifest.start_token === null) throw new Failure("Type a few characters: this model goes on from something.");
+  const wrong = prompt.find((id) => id >= engine.manifest.vocab_size);
+  if (wrong !== undefined) throw new Failure(`The model has the token ids 0 to ${engine.manifest.vocab_size - 1}, not ${wrong}.`);
+  const room = Math.min(...group.models.map((model) => model.engine.room(prompt.length)));
+  if (room < 1) throw new Failure(`The prompt is too long: these models learned ${engine.manifest.max_positions} positions.`);
+  return { prompt, count: Math.min(Math.max(1, Math.round(Number($("count").value)) || 1), room), room };
+}
+
+/** Show what has been given, and what has not been made yet. */
+function refresh() {
+  if (!group || stop) return;
+  $("rows-shown").textContent = `${pad.rows} of ${pad.height}`;
+  let found;
+  try {
+    found = order();
+    $("prompt-fault").textContent = "";
+    $("prompt").removeAttribute("aria-invalid");
+  } catch (error) {
+    $("prompt-fault").textContent = error.message;
+    $("prompt").setAttribute("aria-invalid", "true");
+  }
+  $("run").disabled = !found;
+  for (const model of group.models) Object.assign(model, { ids: [], points: [], times: [], last: null });
+  group.order = found ?? { prompt: [], count: 1 };
+  paint(true);
+}
+
+// --- the run ---------------------------------------------------------------------------------------------------------
+
+/** Let the models take turns, a token each, until all are done or someone stops them. */
+async function run() {
+  refresh();
+  const { prompt, count, room } = group.order;
+  const seed = Number($("seed").value) >>> 0;
+  let going = group.models.map((model) => {
+    const settings = { ...model.engine.manifest.sampling, temperature: Number($("temperature").value) };
+    model.read = model.vocabulary.reader();
+    model.text = "";
+    return { model, tokens: generate(model.engine, prompt, count, settings, seed) };
+  });
+  let stopped = false;
+  stop = () => (stopped = true);
+  setState("running");
+  const label = $("run").textContent;
+  $("run").textContent = "Stop";
+  $("status").textContent = "Running.";
+  $("models").scrollIntoView({ behavior: calm.matches ? "auto" : "smooth", block: "nearest" });
+  let painted = performance.now();
+  try {
+    while (going.length && !stopped) {
+      for (const { model, tokens } of [...going]) {
+        const { done, value } = await tokens.next();
+        if (done) going = going.filter((each) => each.model !== model);
+        else take(model, value);
+      }
+      if (performance.now() - painted > (calm.matches ? 500 : 16)) {
+        paint(false);
+        await frame();
+        painted = performance.now();
+      }
+    }
+  } finally {
+    stop = undefined;
+    $("run").textContent = label;
+    for (const model of group.models) window.unrolled.runs[model.name] = { prompt, ids: model.ids, bytes: model.bytes };
+  }
+  paint(true);
+  const bound = room === count ? ` These models learned ${group.models[0].engine.manifest.max_positions} positions, and they are used up.` : "";
+  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${group.models[0].ids.length} tokens.${bound}`;
+  setState("ready");
+}
+
+function take(model, now) {
+  model.ids.push(now.id);
+  model.text += group.kind === "image" ? "" : model.read(now.id);
+  model.bytes = nbytes(now.state);
+  if (model.points.length === 0) model.points.push([0, nbytes(model.engine.initState())]);
+  model.points.push([now.read, model.bytes]);
+  if (model.ids.length > 1) model.times.push([now.read, now.ms]); // the first is the time of the whole prompt
+  model.last = now;
+}
+
+/** Wait for the next frame; a hidden page has none, and goes on all the same. */
+function frame() {
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, 100);
+    requestAnimationFrame(() => {
+      clearTimeout(timer);
+      setTimeout(resolve);
+    });
+  });
+}
+
+/** The middle one of the last times. */
+function middle(times) {
+  const last = times.slice(-32).map((point) => point[1]).sort((a, b) => a - b);
+  return last[last.length >> 1];
+}
+
+/** Tokens per second. */
+const rate = (model) => Math.round(1000 / Math.max(middle(model.times), 0.01));
+
+/** Medians of blocks of times, which single ones jump about. */
+function smoothed(times) {
+  const block = Math.max(8, Math.ceil(times.length / 40));
+  const points = [];
+  for (let i = 0; i + block <= times.length; i += block) {
+    const part = times.slice(i, i + block);
+    points.push([part.at(-1)[0], middle(part)]);
+  }
+  return points;
+}
+
+// --- showing ---------------------------------------------------------------------------------------------------------
+
+let chartsPainted = 0;
+
+function paint(all) {
+  if (!group?.order) return;
+  const { prompt, count } = group.order;
+  const total = prompt.length + count;
+  for (const model of group.models) {
+    if (group.kind === "image") {
+      paintImage(model.made, model.engine.vocabulary.shape, model.engine.manifest.vocab_size, prompt, model.ids, colour(model.side));
+      model.made.setAttribute("role", "img");
+      model.made.setAttribute("aria-label", `Image by ${model.title}, ${model.ids.length} of ${count} pixels made`);
+    } else {
+      const given = Object.assign(document.createElement("span"), { className: "given", textContent: $("prompt").value });
+      model.made.replaceChildren(given, model.ids.length ? model.text : "");
+      model.made.scrollTop = model.made.scrollHeight;
+    }
+    const show = (name, text) => (model.card.querySelector(name).textContent = text);
+    show(".speed", model.times.length ? String(rate(model)) : "–");
+    show(".bytes", model.last ? size(model.bytes) : "–");
+    show(".read", model.last ? String(model.last.read) : "–");
+    show(".growth", model.engine.grows ? "growing" : "constant");
+  }
+  if (!all && performance.now() - chartsPainted < 120) return;
+  chartsPainted = performance.now();
+  const lines = (points) => group.models.map((model) => ({ className: model.side, name: model.title, points: points(model) }));
+  const [memory, time] = $("charts").children;
+  paintChart(memory, "Memory", lines((model) => model.points), total, size);
+  paintChart(time, "Time per token", lines((model) => smoothed(model.times)), total, milliseconds);
+  for (const model of group.models) model.memory.paint($("layer").value, total, model.last);
+}
+
+addEventListener("resize", () => paint(true));
+start().catch(fail);

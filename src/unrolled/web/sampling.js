@@ -1,0 +1,72 @@
+// Drawing the next token: the chain of `unrolled.generation`, in its order, then a draw or, at temperature 0, the best.
+
+/** Random numbers in [0, 1) that depend on the seed alone (sfc32, seeded through splitmix32). */
+export function makeRandom(seed) {
+  let mixed = seed >>> 0;
+  const split = () => {
+    mixed = (mixed + 0x9e3779b9) | 0;
+    let x = Math.imul(mixed ^ (mixed >>> 16), 0x21f0aaad);
+    x = Math.imul(x ^ (x >>> 15), 0x735a2d97);
+    return x ^ (x >>> 15);
+  };
+  let [a, b, c, d] = [split(), split(), split(), split()];
+  return () => {
+    const sum = (((a + b) | 0) + d) | 0;
+    d = (d + 1) | 0;
+    a = b ^ (b >>> 9);
+    b = (c + (c << 3)) | 0;
+    c = (((c << 21) | (c >>> 11)) + sum) | 0;
+    return (sum >>> 0) / 2 ** 32;
+  };
+}
+
+/** Draw a token id from logits. `seen` is the set of ids that came before. */
+export function draw(logits, settings, random, seen) {
+  const { temperature, top_k: topK, top_p: topP, min_p: minP, repetition_penalty: penalty } = settings;
+  const scores = Float64Array.from(logits);
+  if (penalty !== 1) for (const id of seen) scores[id] = scores[id] > 0 ? scores[id] / penalty : scores[id] * penalty;
+  let best = 0;
+  for (let id = 1; id < scores.length; id++) if (scores[id] > scores[best]) best = id;
+  if (!Number.isFinite(scores[best])) throw new Error("the logits hold no finite number, so there is nothing to draw from");
+  if (temperature === 0) return best;
+
+  const top = scores[best];
+  const mass = scores.map((score) => Math.exp((score - top) / temperature)); // 1 for the best
+  const order = Array.from(mass.keys()).sort((i, j) => mass[j] - mass[i] || i - j);
+  if (topK !== null) for (const id of order.slice(topK)) mass[id] = 0;
+  if (topP !== null) {
+    const total = mass.reduce((a, b) => a + b);
+    let above = 0;
+    for (const id of order) {
+      const own = mass[id];
+      if (above >= topP * total) mass[id] = 0;
+      above += own;
+    }
+  }
+  if (minP !== null) for (const id of order) if (mass[id] < minP) mass[id] = 0;
+
+  let left = random() * mass.reduce((a, b) => a + b);
+  for (let id = 0; id < mass.length; id++) {
+    left -= mass[id];
+    if (left < 0) return id;
+  }
+  return best; // rounding used the mass up
+}
+
+/** Continue a prompt one token at a time. Yields `{ id, ms, read, state, probes }`, the first with the time of the prompt. */
+export async function* generate(engine, prompt, count, settings, seed) {
+  const { start_token: start } = engine.manifest;
+  const random = makeRandom(seed);
+  const seen = new Set(prompt);
+  let ids = start === null ? prompt : [start, ...prompt];
+  let state = engine.initState();
+  for (let read = 0, drawn = 0; drawn < count; drawn++) {
+    const now = await engine.read(ids, state);
+    state = now.state;
+    read += ids.length;
+    const id = draw(now.logits, settings, random, seen);
+    seen.add(id);
+    yield { id, ms: now.ms, read, state, probes: now.probes };
+    ids = [id];
+  }
+}

@@ -1,0 +1,101 @@
+"""What tests of the page share: a server, a headless Chromium, and what a person does with the page."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from selenium import webdriver
+from selenium.webdriver.support.ui import WebDriverWait
+
+from unrolled.cli.web import make_server
+from unrolled.generation import generate
+
+CHARACTERS = sorted("\n abcdefghijklmnopqrstuvwxyzKINGWé")
+WIDTHS = {"desktop": (1280, 900), "phone": (360, 740)}
+
+IMAGE, TEXT = "8 × 8 pixels", "Text"
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve the page in a folder, not at the root of the server; give its address."""
+    with make_server(folder.parent) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/{folder.name}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def chromium(*arguments: str) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or "chromium"
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", *arguments):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(
+        options, webdriver.ChromeService(shutil.which("chromedriver") or "chromedriver")
+    )
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def resize(browser: webdriver.Chrome, name: str) -> None:
+    width, height = WIDTHS[name]
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": name == "phone"}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def state(browser: webdriver.Chrome) -> str:
+    return browser.execute_script("return document.body.dataset.state")
+
+
+def wait_for(browser: webdriver.Chrome, condition: Callable[[webdriver.Chrome], object]) -> None:
+    WebDriverWait(browser, 60, poll_frequency=0.05).until(condition)
+
+
+def opened(browser: webdriver.Chrome, address: str, group: str | None = None) -> webdriver.Chrome:
+    """Open the page and wait until its models, or those of another group, are there."""
+    browser.get(address)
+    wait_for(browser, lambda _: state(browser) != "loading")
+    if group is not None:
+        browser.find_element("css selector", f"input[value='{group}']").click()
+        wait_for(browser, lambda _: state(browser) != "loading")
+    assert state(browser) == "ready", browser.find_element("id", "failure").text
+    return browser
+
+
+def set_value(browser, name, value):
+    browser.execute_script(
+        "const field = document.getElementById(arguments[0]); field.value = arguments[1];"
+        "field.dispatchEvent(new Event('input'))",
+        name,
+        value,
+    )
+
+
+def run(browser):
+    """Press the button; give what the page made, by the name of the model."""
+    browser.execute_script("window.unrolled.runs = {}")
+    browser.find_element("id", "run").click()
+    wait_for(
+        browser,
+        lambda _: (
+            state(browser) == "ready"
+            and browser.execute_script("return Object.keys(window.unrolled.runs).length")
+        ),
+    )
+    return browser.execute_script("return window.unrolled.runs")
+
+
+def greedy(model, prompt, count):
+    with torch.no_grad():
+        return generate(model, [prompt], count, temperature=0)[0].tolist()

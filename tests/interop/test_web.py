@@ -1,0 +1,263 @@
+"""The folder of a page: complete, relocatable, from a runtime that is the published one; no network here."""
+
+import hashlib
+import importlib
+import io
+import json
+import subprocess
+import tarfile
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import unrolled
+from unrolled.cli import app
+from unrolled.cli import web as cli_web
+from unrolled.interop import web
+from unrolled.interop.onnx import load
+from unrolled.models import Decoder, DecoderConfig
+
+FILES = {name: f"the bytes of {name}".encode() for name in web.SHA256}
+WASM = list(web.BUILDS["wasm"].values())
+
+
+@pytest.fixture(autouse=True)
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Small files in the place of the published ones, and an empty cache."""
+    for name, content in FILES.items():
+        monkeypatch.setitem(web.SHA256, name, hashlib.sha256(content).hexdigest())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Path:
+    folder = tmp_path / "dist"
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    config = DecoderConfig(5, d_model=8, n_layers=1, n_heads=2, max_length=16, start_token=True)
+    Decoder(config).save(folder)
+    (folder / "vocabulary.json").write_text('{"kind": "image", "characters": null, "shape": [4, 4]}')
+    return folder
+
+
+def fake_npm(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> list[list[str]]:
+    """Let `npm pack` write a package of these files; give what it was called with."""
+    calls = []
+
+    def pack(command: list[str], **options: object) -> None:
+        calls.append(command)
+        with tarfile.open(Path(command[-1]) / "onnxruntime-web.tgz", "w:gz") as package:
+            for name, content in files.items():
+                member = tarfile.TarInfo(f"package/dist/{name}")
+                member.size = len(content)
+                package.addfile(member, io.BytesIO(content))
+
+    monkeypatch.setattr(web.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(web.subprocess, "run", pack)
+    return calls
+
+
+def test_a_page_is_complete(run, runtime, tmp_path):
+    out = tmp_path / "page"
+    result = CliRunner().invoke(
+        app, ["export", str(run), str(out), "--web", "--runtime", str(runtime), "--temperature", "0.5"]
+    )
+    assert result.exit_code == 0, result.output
+    assert str(out / "index.html") in result.output
+    (entry,) = json.loads((out / "models.json").read_text())
+    assert entry["name"] == run.name
+    assert (entry["title"], entry["kind"], entry["attention"]) == ("Linear attention", "image", "linear")
+    assert entry["bytes"] == (out / "models" / run.name / "plain.onnx").stat().st_size
+
+    model = load(out / "models" / run.name)  # checks what the manifest vouches for
+    logits, _ = model.prefill(torch.tensor([[5, 1]]), model.init_state(1))
+    assert logits.shape == (1, 2, 5)
+    manifest = json.loads((out / "models" / run.name / "manifest.json").read_text())
+    assert [probe["name"] for probe in manifest["probes"]] == ["layers.0.phi_q"]
+    assert manifest["sampling"]["temperature"] == 0.5
+
+    record = json.loads((out / "runtime" / "runtime.json").read_text())
+    assert list(record["builds"]) == ["wasm"]
+    for name in WASM:
+        content = (out / "runtime" / name).read_bytes()
+        assert record["files"][name] == {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    assert "MIT License" in (out / "runtime" / "LICENSE.txt").read_text()
+    assert (out / "runtime" / "ThirdPartyNotices.txt").stat().st_size > 1000
+    source = Path(unrolled.__file__).with_name("web")
+    assert {path.name for path in source.iterdir()} < {path.name for path in out.iterdir()}
+
+
+def test_every_file_that_the_page_names_is_there():
+    source = Path(unrolled.__file__).with_name("web")
+    for path in source.glob("*.js"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("import "):
+                assert (source / line.split('"')[1]).is_file(), line
+    html = (source / "index.html").read_text(encoding="utf-8")
+    for name in ("icon.svg", "style.css", "page.js"):
+        assert f'"{name}"' in html
+        assert (source / name).is_file()
+    assert "http://" not in html
+    assert "https://" not in html
+
+
+def test_npm_is_asked_once(monkeypatch):
+    calls = fake_npm(monkeypatch, FILES)
+    found = web.runtime_files()
+    assert {name: path.read_bytes() for name, path in found.items()} == {name: FILES[name] for name in WASM}
+    assert web.runtime_files() == found
+    assert len(calls) == 1
+    assert calls[0][1:3] == ["pack", f"onnxruntime-web@{web.VERSION}"]
+    assert len(web.runtime_files(webgpu=True)) == 4
+    assert len(calls) == 2
+
+
+def test_a_damaged_cache_is_fetched_again(monkeypatch):
+    calls = fake_npm(monkeypatch, FILES)
+    web.runtime_files()[WASM[0]].write_bytes(b"damaged")
+    assert web.runtime_files()[WASM[0]].read_bytes() == FILES[WASM[0]]
+    assert len(calls) == 2
+
+
+def test_another_package_is_refused(monkeypatch):
+    fake_npm(monkeypatch, FILES | {WASM[1]: b"something else"})
+    with pytest.raises(ValueError, match=r"as npm brought it, is not that of onnxruntime-web 1\.30\.0"):
+        web.runtime_files()
+    fake_npm(monkeypatch, {})
+    with pytest.raises(ValueError, match="as npm brought it"):
+        web.runtime_files()
+
+
+def test_no_npm_and_no_network_are_one_sentence(monkeypatch):
+    monkeypatch.setattr(web.shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=r"there is no npm .*`npm pack onnxruntime-web@1\.30\.0`.*--runtime"):
+        web.runtime_files()
+
+    def offline(command: list[str], **options: object) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(web.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(web.subprocess, "run", offline)
+    with pytest.raises(ValueError, match=r"npm could not fetch onnxruntime-web 1\.30\.0: .*--runtime"):
+        web.runtime_files()
+
+
+def test_a_given_runtime_is_held_to_its_hashes(runtime):
+    (runtime / WASM[0]).write_bytes(b"another version")
+    with pytest.raises(ValueError, match=r"is not that of onnxruntime-web 1\.30\.0: its SHA-256 differs"):
+        web.runtime_files(runtime)
+    (runtime / WASM[0]).unlink()
+    with pytest.raises(
+        ValueError, match=r"has no ort\.wasm\.bundle\.min\.mjs; it is in dist/ of the npm package"
+    ):
+        web.runtime_files(runtime)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}", "out", "--web", "--int8"], "--int8 is not for --web"),
+        (["{run}", "out", "--webgpu"], "wanted --web with them"),
+        (["{run}", "{run}", "out"], "2 runs were given, wanted one"),
+        (["{run}", "{run}", "out", "--web"], "have one name"),
+        (["nowhere", "out", "--web"], "it has no vocabulary.json"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(run, arguments, message):
+    result = CliRunner().invoke(app, ["export", *(argument.format(run=run) for argument in arguments)])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_names_and_vocabularies_are_checked(run, tmp_path):
+    with pytest.raises(ValueError, match="wanted the folder of at least one run"):
+        web.write_site({}, tmp_path / "page")
+    for name in ("", "../up", ".hidden", "a/b"):
+        with pytest.raises(ValueError, match="wanted a plain file name"):
+            web.write_site({name: run}, tmp_path / "page")
+    pieces = tmp_path / "pieces"
+    pieces.mkdir()
+    (pieces / "vocabulary.json").write_text('{"kind": "bpe"}')
+    with pytest.raises(ValueError, match="kind 'bpe', wanted 'text', 'image' or 'ids'"):
+        web.write_site({"pieces": pieces}, tmp_path / "page")
+
+
+def test_models_of_one_vocabulary_stand_side_by_side():
+    text = {"kind": "text", "characters": ["a", "b"]}
+    other = {"kind": "text", "characters": None}
+    image = {"kind": "image", "shape": [8, 8]}
+    decoder = {"model": "decoder", "attention": "linear"}
+    entries = web._told_apart(
+        [
+            web._entry("one", decoder, text, 1),
+            web._entry("two", decoder | {"attention": "softmax"}, text, 1),
+            web._entry("three", decoder | {"attention": ["delta_net", "delta_net"]}, text, 1),
+            web._entry("four", decoder | {"attention": ["linear", "window"]}, image, 1),
+            web._entry("five", decoder, text, 1),
+            web._entry("six", decoder, other, 1),
+            web._entry("seven", {"model": "recurrent_lm", "cell": "lstm"}, other, 1),
+        ]
+    )
+    assert [(entry["group"], entry["title"]) for entry in entries] == [
+        ("Text", "Linear attention"),
+        ("Text", "Softmax attention"),
+        ("Text", "Delta net attention"),
+        ("8 × 8 pixels", "Mixed attention"),
+        ("Text", "Linear attention (five)"),
+        ("Text: six", "Linear attention"),
+        ("Text: six", "LSTM"),
+    ]
+
+
+def test_the_server_is_for_this_machine_and_knows_modules(tmp_path):
+    (tmp_path / "a.mjs").write_text("")
+    (tmp_path / "a.wasm").write_text("")
+    with cli_web.make_server(tmp_path) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        for name, kind in {"a.mjs": "text/javascript", "a.wasm": "application/wasm"}.items():
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{name}") as answer:
+                assert answer.headers["Content-Type"] == kind
+        server.shutdown()
+
+
+def test_the_demo_trains_what_it_can_and_says_what_it_cannot(runtime, tmp_path, monkeypatch):
+    demo = importlib.import_module("unrolled.cli.demo")  # `unrolled.cli.demo` itself is the command
+    monkeypatch.setattr(demo, "MODEL", {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_length": 64})
+    monkeypatch.setattr(demo, "TRAIN", demo.TRAIN | {"batch_size": 4, "eval_every": 10})
+    monkeypatch.setenv("UNROLLED_DATA", str(tmp_path / "none"))
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    written = {}
+
+    def write_site(runs, out, **options):
+        written.update(runs=runs, out=out, **options)
+        return out
+
+    monkeypatch.setattr(web, "write_site", write_site)
+    out = tmp_path / "runs"
+    result = CliRunner().invoke(
+        app,
+        ["demo", "--web", "--no-serve", "--steps", "10", "--out", str(out), "--runtime", str(runtime)],
+    )
+    assert result.exit_code == 0, result.output
+    assert "the page goes without text" in result.output
+    assert written["out"] == out / "page"
+    assert written["runtime"] == runtime
+    trained = {name: Decoder.load(run).config.attention for name, run in written["runs"].items()}
+    assert trained == {"digits-linear": "linear", "digits-softmax": "softmax"}
+    assert all((run / "vocabulary.json").is_file() for run in written["runs"].values())
+
+
+def refuse(*arguments: object, **options: object) -> None:
+    raise OSError("no network")

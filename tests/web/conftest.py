@@ -1,0 +1,115 @@
+"""A page of small models, a server that only this machine can reach, and a headless Chromium.
+
+Run by `make test-web`: it needs npm, chromium and chromium-driver.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from browser import CHARACTERS, chromium, resize, served
+from selenium import webdriver
+
+from unrolled.interop.web import write_site
+from unrolled.models import Decoder, DecoderConfig
+
+AXE_VERSION = "4.14.1"
+AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.web)
+
+
+def small_model(seed: int, **config: object) -> Decoder:
+    """Make a model that is untrained, but sure of itself, and does not soon repeat one token."""
+    torch.manual_seed(seed)
+    model = Decoder(DecoderConfig(d_model=32, n_layers=2, n_heads=2, **config)).eval()
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.dim() == 2:
+                x.mul_(6)
+        model.embedding.weight.mul_(0.3)  # so that positions count as well
+        model.head.project.weight.mul_(3)
+    return model
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Decoder, Path]]:
+    """Models and the folders they are saved in, by name."""
+    image = {"vocab_size": 17, "start_token": True, "max_length": 64}
+    text = {"vocab_size": len(CHARACTERS), "positions": "sinusoidal"}
+    made = {
+        "image-linear": small_model(0, **image),
+        "text-linear": small_model(1, **text),
+        "text-softmax": small_model(2, **text, attention="softmax"),
+    }
+    found = {}
+    for name, model in made.items():
+        run = tmp_path_factory.mktemp(name)
+        model.save(run)
+        kind = {"kind": "image", "shape": [8, 8]} if name.startswith("image") else {"kind": "text"}
+        kind["characters"] = None if name.startswith("image") else CHARACTERS
+        (run / "vocabulary.json").write_text(json.dumps(kind))
+        found[name] = model, run
+    return found
+
+
+@pytest.fixture(scope="session")
+def site(models: dict[str, tuple[Decoder, Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page; not to be changed."""
+    out = tmp_path_factory.mktemp("served") / "page"
+    return write_site({name: run for name, (_, run) in models.items()}, out)
+
+
+@pytest.fixture(scope="session")
+def address(site: Path) -> Iterator[str]:
+    with served(site) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def _browser() -> Iterator[webdriver.Chrome]:
+    with chromium() as driver:
+        yield driver
+
+
+@pytest.fixture
+def browser(_browser: webdriver.Chrome) -> webdriver.Chrome:
+    """A browser at desktop width, with empty logs."""
+    resize(_browser, "desktop")
+    _browser.execute_cdp_cmd("Network.clearBrowserCache", {})
+    for kind in ("browser", "performance"):
+        _browser.get_log(kind)
+    return _browser
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The source of axe-core, through npm once and then from the cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrolled"
+    path = cache / f"axe-core-{AXE_VERSION}.min.js"
+    if not path.exists():
+        folder = tmp_path_factory.mktemp("axe")
+        subprocess.run(
+            ["npm", "pack", f"axe-core@{AXE_VERSION}", "--pack-destination", str(folder)],
+            check=True,
+            capture_output=True,
+            cwd=folder,
+        )
+        with tarfile.open(next(folder.glob("*.tgz"))) as package:
+            source = package.extractfile("package/axe.min.js")
+            assert source is not None
+            cache.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(source.read())
+    content = path.read_bytes()
+    assert hashlib.sha256(content).hexdigest() == AXE_SHA256
+    return content.decode()

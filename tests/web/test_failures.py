@@ -1,0 +1,105 @@
+"""Whatever goes wrong, the page says what."""
+
+import json
+import shutil
+
+import pytest
+from browser import opened, served, state, wait_for
+
+
+@pytest.fixture
+def copy(site, tmp_path):
+    shutil.copytree(site, tmp_path / "page")
+    return tmp_path / "page"
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def change(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+MODEL = "models/image-linear"
+FAULTS = {
+    "tampered": (
+        lambda page: flip(page / MODEL / "plain.onnx"),
+        "plain.onnx is not the file that was exported",
+    ),
+    "truncated": (
+        lambda page: (page / MODEL / "plain.onnx").write_bytes(
+            (page / MODEL / "plain.onnx").read_bytes()[:999]
+        ),
+        "plain.onnx has 999 bytes where",
+    ),
+    "missing": (
+        lambda page: (page / MODEL / "plain.onnx").unlink(),
+        "plain.onnx is missing: the server answers 404",
+    ),
+    "manifest": (
+        lambda page: (page / MODEL / "manifest.json").write_text("{"),
+        "manifest.json is damaged: it is not JSON",
+    ),
+    "format": (
+        lambda page: change(page / MODEL / "manifest.json", version=2),
+        "of the format unrolled-onnx 2",
+    ),
+    "other model": (
+        lambda page: change(page / MODEL / "manifest.json", inputs=["tokens", "position", "layers.7.kv"]),
+        "plain.onnx has other inputs or outputs than its manifest",
+    ),
+    "vocabulary": (lambda page: flip(page / MODEL / "vocabulary.json"), "vocabulary.json is not the file"),
+    "runtime": (lambda page: flip(page / "runtime/ort-wasm-simd-threaded.wasm"), "wasm is not the file"),
+    "no list": (lambda page: (page / "models.json").unlink(), "models.json is missing"),
+    "empty list": (lambda page: (page / "models.json").write_text("[]"), "models.json lists no model"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_reason_is_shown(browser, copy, fault):
+    damage, reason = FAULTS[fault]
+    damage(copy)
+    with served(copy) as address:
+        browser.get(address)
+        wait_for(browser, lambda _: state(browser) != "loading")
+        shown = browser.find_element("id", "failure")
+        assert state(browser) == "failed"
+        assert shown.is_displayed()
+        assert shown.get_attribute("role") == "alert"
+        assert reason in shown.text
+
+
+def test_a_damaged_sibling_leaves_the_other_usable(browser, copy):
+    flip(copy / "models/text-softmax/plain.onnx")
+    with served(copy) as address:
+        opened(browser, address)
+        browser.find_element("css selector", "input[value='Text']").click()
+        wait_for(browser, lambda _: state(browser) == "failed")
+        assert "text-softmax/plain.onnx" in browser.find_element("id", "failure").text
+        assert len(browser.find_elements("css selector", ".model")) == 1
+        browser.find_element("id", "run").click()
+        wait_for(browser, lambda _: browser.execute_script("return window.unrolled.runs['text-linear']"))
+
+
+def test_a_page_without_its_script_says_what_it_needs(browser, copy):
+    (copy / "sampling.js").unlink()
+    with served(copy) as address:
+        browser.get(address)
+        hint = browser.find_element("css selector", "#loading .hint")
+        wait_for(browser, lambda _: hint.is_displayed())
+        assert "web server" in hint.text
+
+
+def test_a_browser_without_webassembly_is_told(browser, address):
+    without = browser.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument", {"source": "delete globalThis.WebAssembly"}
+    )
+    try:
+        browser.get(address)
+        wait_for(browser, lambda _: state(browser) == "failed")
+        assert "no WebAssembly" in browser.find_element("id", "failure").text
+    finally:
+        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", without)

@@ -1,0 +1,87 @@
+"""The parts of the page that can be held against Python's, in the browser that runs them."""
+
+import hashlib
+import json
+import random
+from itertools import product
+
+import pytest
+import torch
+from browser import CHARACTERS
+
+from unrolled.generation import sampling
+
+
+@pytest.fixture
+def javascript(browser, address):
+    """Evaluate an expression in which `module` is a module of the page and `x` a value from here."""
+    browser.get(address + "icon.svg")  # the same origin, without the page
+
+    def evaluate(name, expression, x):
+        found = browser.execute_async_script(
+            f"const x = JSON.parse(arguments[0]); import({json.dumps(address + name)})"
+            f".then(async (module) => arguments[1](await ({expression})))"
+            ".catch((error) => arguments[1]('failed: ' + error))",
+            json.dumps(x),
+        )
+        assert not str(found).startswith("failed"), found
+        return found
+
+    return evaluate
+
+
+def test_both_ways_to_hash_agree_with_hashlib(javascript):
+    contents = [[i % 251 for i in range(n)] for n in (0, 1, 3, 55, 56, 63, 64, 65, 119, 120, 1000)]
+    wanted = [hashlib.sha256(bytes(content)).hexdigest() for content in contents]
+    ways = "[module.sha256, module.plainSha256]"
+    found = javascript(
+        "sha256.js",
+        f"Promise.all({ways}.map((hash) => Promise.all(x.map((content) => hash(Uint8Array.from(content))))))",
+        contents,
+    )
+    assert found == [wanted, wanted]
+
+
+def test_a_draw_is_the_one_that_python_makes_of_the_same_random_number(javascript):
+    source = random.Random(0)
+    cases, wanted = [], []
+    options = product([0, 0.5, 1.3], [None, 1, 4], [None, 0.3, 0.9], [None, 0.2], [1.0, 1.7])
+    for temperature, top_k, top_p, min_p, penalty in options:
+        logits = [source.gauss(0, 2) for _ in range(12)]
+        seen, number = source.sample(range(12), 4), source.random()
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        cases.append([logits, {**settings, "repetition_penalty": penalty}, number, seen])
+
+        x = torch.tensor([logits], dtype=torch.float64)
+        mask = torch.zeros(1, 12, dtype=torch.bool)
+        mask[0, seen] = True
+        x = sampling.temperature(sampling.repetition_penalty(x, mask, penalty), temperature)
+        for name in ("top_k", "top_p", "min_p"):
+            if settings[name] is not None:
+                x = getattr(sampling, name)(x, settings[name])
+        mass = x.softmax(-1).cumsum(-1)
+        wanted.append(int(torch.searchsorted(mass, number * mass[:, -1:], right=True)))
+    call = "module.draw(logits, settings, () => number, new Set(seen))"
+    assert javascript("sampling.js", f"x.map(([logits, settings, number, seen]) => {call})", cases) == wanted
+
+
+def test_random_numbers_are_even_and_follow_the_seed(javascript):
+    numbers = "(seed) => { const next = module.makeRandom(seed); return Array.from({ length: 4000 }, next); }"
+    first, again, other = javascript("sampling.js", f"x.map({numbers})", [1, 1, 2])
+    assert first == again != other
+    assert all(0 <= number < 1 for number in first)
+    counts = torch.histc(torch.tensor(first), 10, 0, 1)
+    assert float(((counts - 400) ** 2 / 400).sum()) < 27.9  # chi square of 9 degrees, 1 in 1000
+
+
+def test_texts_are_encoded_and_read_back(javascript):
+    text = "Kéy in"
+    made = (
+        "((words) => { const ids = words.encode(x.text); return [ids, ids.map(words.reader()).join('')]; })"
+        "(new module.Vocabulary(x))"
+    )
+    found = javascript("vocabulary.js", made, {"kind": "text", "characters": CHARACTERS, "text": text})
+    assert found == [[CHARACTERS.index(c) for c in text], text]
+    found = javascript("vocabulary.js", made, {"kind": "text", "characters": None, "text": "é€x"})
+    assert found == [list("é€x".encode()), "é€x"]
+    assert javascript("vocabulary.js", made, {"kind": "ids", "text": "3 14"}) == [[3, 14], " 3 14"]

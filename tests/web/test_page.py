@@ -1,0 +1,189 @@
+"""The page in a real browser: it makes what PyTorch makes, asks nobody else, and is usable by everybody."""
+
+import json
+from pathlib import Path
+
+import pytest
+from browser import IMAGE, TEXT, WIDTHS, greedy, opened, resize, run, set_value, state, wait_for
+from selenium.webdriver import ActionChains, Keys
+
+from unrolled.ops.state import nbytes
+
+
+def test_text_of_200_tokens_is_what_pytorch_writes(browser, address, models):
+    opened(browser, address, TEXT)
+    set_value(browser, "prompt", "Kéy")
+    set_value(browser, "count", "200")
+    set_value(browser, "temperature", "0")
+    made = run(browser)
+    assert set(made) == {"text-linear", "text-softmax"}
+    for name, result in made.items():
+        wanted = greedy(models[name][0], result["prompt"], 200)
+        assert len(result["prompt"]) == 3
+        assert len(set(wanted)) > 8  # the model does not repeat itself, so that equality says something
+        assert result["ids"] == wanted
+    shown = browser.find_element("css selector", ".model.linear .made").text
+    assert shown.startswith("Kéy")
+    assert "Done after 200 tokens" in browser.find_element("id", "status").text
+
+
+def test_an_image_drawn_by_pointer_is_completed_as_pytorch_completes_it(browser, address, models):
+    opened(browser, address)
+    browser.find_element("id", "clear").click()
+    assert browser.execute_script("return document.getElementById('rows').value") == "5"
+    pad = browser.find_element("id", "pad")
+    ActionChains(browser).move_to_element_with_offset(pad, -60, -80).click_and_hold().move_by_offset(
+        100, 30
+    ).release().perform()
+    set_value(browser, "temperature", "0")
+    result = run(browser)["image-linear"]
+    assert len(result["prompt"]) == 40
+    assert max(result["prompt"]) == 16
+    assert len(result["ids"]) == 24
+    assert len(set(result["ids"])) > 2
+    assert result["ids"] == greedy(models["image-linear"][0], result["prompt"], 24)
+
+
+def test_an_image_can_be_drawn_by_keyboard_alone(browser, address):
+    opened(browser, address)
+    browser.find_element("id", "clear").send_keys(Keys.ENTER)
+    pad = browser.find_element("id", "pad")
+    pad.send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT, " ")
+    pad.send_keys(Keys.SHIFT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    wait_for(browser, lambda _: browser.find_element("id", "pad-said").get_attribute("textContent"))
+    assert browser.find_element("id", "pad-said").get_attribute("textContent") == "Row 3, column 6, painted"
+    browser.find_element("id", "run").send_keys(Keys.ENTER)
+    wait_for(browser, lambda _: browser.execute_script("return window.unrolled.runs['image-linear']"))
+    prompt = browser.execute_script("return window.unrolled.runs['image-linear'].prompt")
+    assert prompt[16:24].count(16) == 4
+
+
+def test_the_linear_state_keeps_its_size_and_the_softmax_cache_grows(browser, address, models):
+    opened(browser, address, TEXT)
+    sizes = {}
+    for count in (5, 50):
+        set_value(browser, "count", str(count))
+        sizes[count] = {name: result["bytes"] for name, result in run(browser).items()}
+    kept = models["text-linear"][0].init_state(1)
+    repeated = 2 * 8  # each layer counts positions for itself, and the page's graph once for all
+    assert sizes[5]["text-linear"] == sizes[50]["text-linear"] == nbytes(kept) - repeated
+    per_token = 2 * 2 * 32 * 4  # keys and values of two layers
+    assert sizes[50]["text-softmax"] - sizes[5]["text-softmax"] == 45 * per_token
+    words = [element.text for element in browser.find_elements("css selector", ".growth")]
+    assert words == ["constant", "growing"]
+
+
+def test_the_seed_decides_what_is_drawn(browser, address):
+    opened(browser, address, TEXT)
+    set_value(browser, "count", "40")
+    set_value(browser, "temperature", "1.5")
+    first = run(browser)
+    assert run(browser) == first
+    set_value(browser, "seed", "2")
+    assert run(browser) != first
+
+
+def test_a_run_can_be_stopped(browser, address):
+    opened(browser, address, TEXT)
+    set_value(browser, "count", "20000")
+    browser.find_element("id", "run").click()
+    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".speed").text)
+    browser.find_element("id", "run").click()
+    wait_for(browser, lambda _: state(browser) == "ready")
+    assert browser.find_element("id", "status").text.startswith("Stopped after")
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused(browser, address):
+    opened(browser, address, TEXT)
+    set_value(browser, "prompt", "naïve")
+    assert browser.find_element("id", "prompt-fault").text == "The model never saw the character “ï”."
+    assert not browser.find_element("id", "run").is_enabled()
+    set_value(browser, "prompt", "")
+    assert "Type a few characters" in browser.find_element("id", "prompt-fault").text
+    set_value(browser, "prompt", "n")
+    assert browser.find_element("id", "run").is_enabled()
+
+
+def test_pictures_show_the_state(browser, address):
+    opened(browser, address, TEXT)
+
+    def colours(selector):
+        return browser.execute_script(
+            "const canvas = document.querySelector(arguments[0]);"
+            "const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
+            "return new Set(new Uint32Array(data.buffer)).size",
+            selector,
+        )
+
+    assert colours(".heads.state canvas") <= 2  # nothing read: zero, and the gap between the parts
+    set_value(browser, "count", "30")
+    run(browser)
+    assert colours(".heads.state canvas") > 100
+    assert colours(".heads.cache canvas") > 100
+    before = browser.find_element("css selector", ".heads.state canvas").screenshot_as_base64
+    browser.find_element("css selector", "#layer option[value='1']").click()
+    assert browser.find_element("css selector", ".heads.state canvas").screenshot_as_base64 != before
+
+
+def test_no_request_leaves_the_host_and_the_policy_is_never_broken(browser, address):
+    opened(browser, address)
+    run(browser)
+    opened(browser, address, TEXT)
+    run(browser)
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert any(url.endswith("ort-wasm-simd-threaded.wasm") for url in asked)
+    assert [url for url in asked if not url.startswith(address)] == []
+    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+
+
+def test_the_policy_forbids_other_hosts(browser, address):
+    opened(browser, address)
+    other = address.replace("127.0.0.1", "localhost")
+    refused = browser.execute_async_script(
+        "fetch(arguments[0]).then(() => arguments[1]('answered'), (error) => arguments[1](error.name))", other
+    )
+    assert refused == "TypeError"
+    assert any("Content Security Policy" in entry["message"] for entry in browser.get_log("browser"))
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("group", [IMAGE, TEXT])
+def test_it_fits_and_is_accessible(browser, address, axe, group, width, theme, tmp_path):
+    features = [{"name": "prefers-color-scheme", "value": theme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    resize(browser, width)
+    opened(browser, address, group)
+    if group == TEXT:
+        set_value(browser, "count", "60")
+    run(browser)
+    (tmp_path / f"{width}-{theme}.png").write_bytes(browser.get_screenshot_as_png())
+    across = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert across[0] <= across[1] == WIDTHS[width][0]
+    browser.execute_script(axe)
+    found = browser.execute_async_script("axe.run().then(arguments[0])")
+    bad = [(v["id"], [n["html"] for n in v["nodes"]]) for v in found["violations"] if v["impact"] != "minor"]
+    assert bad == []
+    assert len(found["passes"]) > 20
+
+
+def test_the_order_of_focus_follows_the_page(browser, address):
+    opened(browser, address)
+    body = browser.find_element("css selector", "body")
+    seen = []
+    for _ in range(14):
+        (body if not seen else browser.switch_to.active_element).send_keys(Keys.TAB)
+        element = browser.switch_to.active_element
+        seen.append(element.get_attribute("id") or element.tag_name)
+    wanted = ["pad", "clear", "rows", "summary", "temperature", "seed", "run", "layer"]
+    assert [name for name in seen if name in wanted] == wanted
+
+
+def test_nothing_is_written_into_the_page_from_elsewhere():
+    """Text of models and files goes in as text, never as markup."""
+    import unrolled
+
+    for path in (Path(unrolled.__file__).parent / "web").glob("*.js"):
+        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert way not in path.read_text(encoding="utf-8"), path.name
