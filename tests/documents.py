@@ -1,6 +1,7 @@
 """The project's Markdown: its code blocks, its links, and whether a shell command in it could run."""
 
 import importlib
+import importlib.util
 import re
 import shlex
 import textwrap
@@ -69,6 +70,8 @@ def check_command(words: list[str]) -> None:
         assert set(arguments) <= set(targets), f"the Makefile has no target for {words}"
     elif program == "unrolled":
         _check_unrolled(arguments)
+    elif program == "python" and arguments[0] == "-m":
+        assert importlib.util.find_spec(arguments[1]), f"there is no module {arguments[1]}"
     elif program == "python":
         assert (ROOT / arguments[0]).is_file(), f"there is no file {arguments[0]}"
     elif program == "pip":

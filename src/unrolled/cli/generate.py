@@ -110,11 +110,10 @@ def generate(
             raise ValueError(f"--graph is {graph}, but a graph is run by --engine onnx only")
         if (run_dir / "manifest.json").exists() and not (run_dir / "config.json").exists():
             raise ValueError(f"{run_dir} is a folder of unrolled export: run it with --engine onnx")
-        model = load_for("tokens", run_dir)
     vocabulary = Vocabulary.load(run_dir)
-    vocabulary.check(model.config.vocab_size)
     if engine == "torch":
-        model = model.to(choose(device))
+        model = load_for("tokens", run_dir).to(choose(device))
+    vocabulary.check(model.config.vocab_size)
     draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
         if out is not None:
