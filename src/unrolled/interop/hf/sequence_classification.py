@@ -13,6 +13,9 @@ from unrolled.models import Encoder
 class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
     """An `Encoder` with output "classification" for transformers: pipelines, `Trainer`, `save_pretrained`."""
 
+    # Trainer then divides the loss by the steps that it accumulates: this one is a mean over the batch.
+    accepts_loss_kwargs = False
+
     model: Encoder
 
     @staticmethod
@@ -25,7 +28,6 @@ class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignor
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         return_dict: bool | None = None,
-        num_items_in_batch: Tensor | int | None = None,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """Logits of the labels.
 
@@ -35,7 +37,6 @@ class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignor
             labels: [B] long; for a `problem_type` of "regression" [B] or [B, n_classes], for
                 "multi_label_classification" [B, n_classes], both floating.
             return_dict: False for a tuple.
-            num_items_in_batch: not used: the loss is the mean over the batch.
 
         Returns:
             `loss` where there are labels; `logits` [B, n_classes].
