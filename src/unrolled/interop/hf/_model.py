@@ -1,5 +1,6 @@
 """What the classes for transformers have in common: a model of ours inside, and how its weights come in."""
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -102,6 +103,17 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave the weights as they are: our models draw their own."""
+
+
+def refuse_others(others: Mapping[str, Any]) -> None:
+    """Refuse arguments that only other models have, unless they ask for nothing: peft passes those on.
+
+    Raises:
+        UnsupportedError: one of them asks for something.
+    """
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise UnsupportedError(f"{name} is given, which the models here do not take; leave it out")
 
 
 def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int = 0) -> Tensor | None:

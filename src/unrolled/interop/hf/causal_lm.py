@@ -9,7 +9,12 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from unrolled.contract import IGNORED
-from unrolled.interop.hf._model import UnrolledPreTrainedModel, key_padding_mask, without_padding
+from unrolled.interop.hf._model import (
+    UnrolledPreTrainedModel,
+    key_padding_mask,
+    refuse_others,
+    without_padding,
+)
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, DecoderState
@@ -46,6 +51,7 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
         use_cache: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token that follows each position.
 
@@ -57,14 +63,16 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             use_cache: whether to return a cache; by default as the config says, unless there are labels.
             return_dict: False for a tuple.
             num_items_in_batch: what to divide the summed loss by instead of the number of targets.
+            others: what other models of transformers take; each None or False.
 
         Returns:
             `loss` where there are labels; `logits` [B, T, vocab_size]; `past_key_values`.
 
         Raises:
-            UnsupportedError: the mask says which position may see which.
+            UnsupportedError: the mask says which position may see which, or one of `others` is asked for.
             ValueError: the cache is of another model or batch, or a mask or token is impossible.
         """
+        refuse_others(others)
         cache = self._cache(past_key_values)
         if use_cache is None:
             use_cache = cache is not None or (self.config.use_cache and labels is None)
