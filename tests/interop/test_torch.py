@@ -17,20 +17,22 @@ def normal(*shape):
 
 @torch.no_grad()
 def randomised(module):
+    """Draw weights that no single-precision number equals."""
     torch.manual_seed(0)
+    module = module.double().eval()
     for name, parameter in module.named_parameters():
         nn.init.normal_(parameter, mean=float("norm" in name and name.endswith("weight")), std=0.4)
-    return module.double().eval()
+    return module
 
 
-def encoder(*, norm=False, **settings):
+def encoder(*, norm=None, **settings):
     sizes = {"d_model": 16, "nhead": 4, "dim_feedforward": 24, "layer_norm_eps": 1e-3}
     layer = nn.TransformerEncoderLayer(**sizes | {"batch_first": True} | settings)
-    last = nn.LayerNorm(16) if norm else None
+    last = nn.LayerNorm(16, **norm) if norm is not None else None
     return randomised(nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=False))
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [None, {}, {"elementwise_affine": False}], ids=str)
 @pytest.mark.parametrize(
     "settings", [{}, {"activation": "gelu"}, {"bias": False}, {"batch_first": False}], ids=str
 )
@@ -50,7 +52,7 @@ def test_an_encoder_becomes_a_stack(norm_first, settings, norm):
 @pytest.mark.parametrize("norm_first", [False, True])
 @torch.no_grad()
 def test_a_causal_one_runs_step_by_step(norm_first):
-    theirs = encoder(norm_first=norm_first, norm=True)
+    theirs = encoder(norm_first=norm_first, norm={})
     x = normal(2, 7, 16)
     wanted = theirs(x, mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=x.dtype), is_causal=True)
     ours = from_transformer_encoder(theirs, causal=True)

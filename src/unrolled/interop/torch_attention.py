@@ -81,8 +81,8 @@ class MultiheadAttention(nn.Module):
         self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
-        # The projections are here, under torch's names, and not in the mechanism: whoever puts another layer in
-        # the place of `out_proj`, as adapters do, finds it used.
+        # The projections are here, under torch's names, and not in the mechanism: a layer that is put in the
+        # place of `out_proj`, as adapters are, is used.
         del mechanism.qkv_proj
         mechanism._modules["out_proj"] = nn.Identity()
         self.mechanism = mechanism
