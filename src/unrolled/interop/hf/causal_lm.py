@@ -4,7 +4,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -104,9 +104,21 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             past_key_values: a `StateCache` to go on from, which is brought up to date, or a `DecoderState`,
                 which stays as it is.
             kwargs: as there.
+
+        Raises:
+            ValueError: `past_key_values` has read all of the inputs, or not what `attention_mask` shows.
         """
+        ids, mask = kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask")
         cache = self._cache(past_key_values)
         if cache is not None:
+            if isinstance(past_key_values, DecoderState) and mask is not None:
+                cache.layers[0].seen = _positions_read(past_key_values, mask)
+            whole = mask if mask is not None else ids
+            if whole is not None and (seen := cache.get_seq_length()) >= whole.shape[1]:
+                raise ValueError(
+                    f"past_key_values has read {seen} positions, wanted fewer than the {whole.shape[1]} of "
+                    "the inputs, which are all the tokens: at least the last is read here, to predict the next"
+                )
             kwargs["past_key_values"] = cache
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
@@ -192,3 +204,17 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
         )
         return loss
+
+
+def _positions_read(state: DecoderState, attention_mask: Tensor) -> int:
+    """How many positions of `attention_mask` [B, T] a state has read, which counts valid tokens only."""
+    if len(state.position) != len(attention_mask):  # refused elsewhere
+        return int(state.position.max())
+    counts = nn.functional.pad((attention_mask != 0).cumsum(dim=1), (1, 0))
+    places = (counts == state.position.unsqueeze(1).to(counts.device)).all(dim=0).nonzero()
+    if not len(places):
+        raise ValueError(
+            f"past_key_values has read {state.position.tolist()} tokens of its rows, "
+            "wanted as many as attention_mask shows up to some position"
+        )
+    return int(places[-1])
