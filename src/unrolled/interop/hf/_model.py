@@ -129,8 +129,10 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
 
     Raises:
         UnsupportedError: the mask says which position may see which.
-        ValueError: it has another shape.
+        ValueError: it or `input_ids` has another shape.
     """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids has the shape {list(input_ids.shape)}, wanted [batch, length]")
     if attention_mask is None:
         return None
     if attention_mask.dim() > 2:

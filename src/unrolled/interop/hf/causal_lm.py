@@ -18,6 +18,7 @@ from unrolled.interop.hf._model import (
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, DecoderState
+from unrolled.models.checks import check_ids
 from unrolled.ops.state import leaves
 
 
@@ -117,7 +118,7 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             if whole is not None and (seen := cache.get_seq_length()) >= whole.shape[1]:
                 raise ValueError(
                     f"past_key_values has read {seen} positions, wanted fewer than the {whole.shape[1]} of "
-                    "the inputs, which are all the tokens: at least the last is read here, to predict the next"
+                    "the inputs, which are all the tokens: the last is read here, to predict the next"
                 )
             kwargs["past_key_values"] = cache
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -186,6 +187,7 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
     def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
         state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
         if tokens.shape[1] == 1 and padding is None:
+            check_ids("input_ids", tokens, self.model.n_ids)  # `step` leaves that to its caller
             logits, state = self.model.step(tokens[:, 0], state)
             logits = logits.unsqueeze(1)
         else:
