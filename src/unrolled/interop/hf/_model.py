@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from unrolled.contract import UnsupportedError
+from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, Encoder
 
@@ -153,3 +153,18 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
 def without_padding(input_ids: Tensor, padding: Tensor | None) -> Tensor:
     """Put a token that exists where there is padding, whose id may lie outside the vocabulary."""
     return input_ids if padding is None else input_ids.masked_fill(padding, 0)
+
+
+def n_targets(counted: Tensor | int | None, given: Tensor, kept: Tensor) -> Tensor | int | None:
+    """What to divide a summed loss by, where `counted` has all labels but -100, as `Trainer` counts them.
+
+    Of these, the ones that are left out for padding are not in the sum, so that their share is taken off.
+
+    Args:
+        counted: labels of this batch on all devices; None for the mean over this one.
+        given: labels of this batch.
+        kept: the same, with -100 for what is left out.
+    """
+    if counted is None:
+        return None
+    return counted * (kept != IGNORED).sum().clamp(min=1) / (given != IGNORED).sum().clamp(min=1)

@@ -12,6 +12,7 @@ from unrolled.contract import IGNORED
 from unrolled.interop.hf._model import (
     UnrolledPreTrainedModel,
     key_padding_mask,
+    n_targets,
     refuse_others,
     without_padding,
 )
@@ -63,7 +64,8 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             labels: [B, T] long, the same as `input_ids`: they are shifted here; -100 and padding are ignored.
             use_cache: whether to return a cache; by default as the config says, unless there are labels.
             return_dict: False for a tuple.
-            num_items_in_batch: what to divide the summed loss by instead of the number of targets.
+            num_items_in_batch: number of labels other than -100 in all batches of a step, to divide the
+                summed loss by; in evaluation the share of those at padding is taken off it.
             others: what other models of transformers take; each None or False.
 
         Returns:
@@ -201,7 +203,9 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
         if padding is not None:
             # Nothing is predicted at padding, neither the next padding nor the first token after it.
             before = torch.cat([padding[:, :1], padding[:, :-1]], dim=1)
-            labels = labels.masked_fill(padding | before, IGNORED)
+            given, labels = labels, labels.masked_fill(padding | before, IGNORED)
+            if not self.training:  # there all batches of a step need one divisor
+                num_items_in_batch = n_targets(num_items_in_batch, given[:, 1:], labels[:, 1:])
         loss: Tensor = self.loss_function(
             logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
         )

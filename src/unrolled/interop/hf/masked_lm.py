@@ -9,6 +9,7 @@ from unrolled.contract import IGNORED
 from unrolled.interop.hf._model import (
     UnrolledPreTrainedModel,
     key_padding_mask,
+    n_targets,
     refuse_others,
     without_padding,
 )
@@ -43,7 +44,8 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
             token_type_ids: [B, T] long, the `segments` of a model that has some; all 0 by default.
             labels: [B, T] long; -100 and those at padding are ignored.
             return_dict: False for a tuple.
-            num_items_in_batch: what to divide the summed loss by instead of the number of targets.
+            num_items_in_batch: number of labels other than -100 in all batches of a step, to divide the
+                summed loss by; in evaluation the share of those at padding is taken off it.
             others: what other models of transformers take; each None or False.
 
         Returns:
@@ -60,7 +62,9 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
         loss = None
         if labels is not None:
             if padding is not None:
-                labels = labels.masked_fill(padding, IGNORED)
+                given, labels = labels, labels.masked_fill(padding, IGNORED)
+                if not self.training:  # there all batches of a step need one divisor
+                    num_items_in_batch = n_targets(num_items_in_batch, given, labels)
             loss = self.loss_function(
                 logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
             )
