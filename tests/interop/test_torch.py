@@ -17,20 +17,22 @@ def normal(*shape):
 
 @torch.no_grad()
 def randomised(module):
+    """Draw weights that no single-precision number equals."""
     torch.manual_seed(0)
+    module = module.double().eval()
     for name, parameter in module.named_parameters():
         nn.init.normal_(parameter, mean=float("norm" in name and name.endswith("weight")), std=0.4)
-    return module.double().eval()
+    return module
 
 
-def encoder(*, norm=False, **settings):
+def encoder(*, norm=None, **settings):
     sizes = {"d_model": 16, "nhead": 4, "dim_feedforward": 24, "layer_norm_eps": 1e-3}
     layer = nn.TransformerEncoderLayer(**sizes | {"batch_first": True} | settings)
-    last = nn.LayerNorm(16) if norm else None
+    last = nn.LayerNorm(16, **norm) if norm is not None else None
     return randomised(nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=False))
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [None, {}, {"elementwise_affine": False}], ids=str)
 @pytest.mark.parametrize(
     "settings", [{}, {"activation": "gelu"}, {"bias": False}, {"batch_first": False}], ids=str
 )
@@ -50,7 +52,7 @@ def test_an_encoder_becomes_a_stack(norm_first, settings, norm):
 @pytest.mark.parametrize("norm_first", [False, True])
 @torch.no_grad()
 def test_a_causal_one_runs_step_by_step(norm_first):
-    theirs = encoder(norm_first=norm_first, norm=True)
+    theirs = encoder(norm_first=norm_first, norm={})
     x = normal(2, 7, 16)
     wanted = theirs(x, mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=x.dtype), is_causal=True)
     ours = from_transformer_encoder(theirs, causal=True)
@@ -193,6 +195,16 @@ def test_a_copy_has_projections_of_its_own():
 
 
 @torch.no_grad()
+def test_another_layer_in_the_place_of_a_projection_is_used():
+    """As adapters of low rank and quantisation put them there."""
+    module = MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
+    x = normal(2, 5, 16)
+    before = module(x, x, x)[0]
+    module.out_proj = nn.Sequential(module.out_proj, nn.Tanh())
+    assert torch.equal(module(x, x, x)[0], before.tanh())
+
+
+@torch.no_grad()
 def test_causal_attention_without_a_mask_of_pairs():
     module = MultiheadAttention(16, 4, batch_first=True, attention="linear", causal=True, dtype=torch.float64)
     x = normal(2, 7, 16)
@@ -243,6 +255,8 @@ def test_every_mechanism_computes_what_its_own_module_does_or_is_refused(name):
         (lambda: linear(is_causal=True), ValueError, "without attn_mask"),
         (lambda: linear(attention="performer"), UnsupportedError, "use need_weights=False"),
         (lambda: linear(key_padding_mask=torch.ones(5, 2)), UnsupportedError, "other numbers than 0 and -inf"),
+        (lambda: linear(key_padding_mask=torch.zeros(2, 5).long()), ValueError, "key_padding_mask is torch.int64, wanted torch.bool"),
+        (lambda: linear(attention="softmax", attn_mask=torch.zeros(5, 5, 5)), ValueError, r"attn_mask has the shape \[5, 5, 5\], wanted \[8, 5, 5\] or \[5, 5\]"),
         (lambda: linear(value=torch.zeros(4, 2, 16)), ValueError, "value has the length 4, wanted key's, 5"),
         (lambda: linear(value=torch.zeros(5, 2, 15)), ValueError, "value has the batch size 2 and the width 15"),
         (lambda: linear(value=torch.zeros(5, 16)), ValueError, "found an input of 2 axes"),

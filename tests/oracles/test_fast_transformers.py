@@ -59,6 +59,15 @@ def test_encoders(attention, causal, settings):
     assert_agree(*(gradients(y, [x])[0] for y in (found, wanted)), f"{what}: gradient", library=LIBRARY)
 
 
+@torch.no_grad()
+def test_no_digit_of_double_precision_is_lost():
+    theirs = encoder("full").double()
+    for parameter in theirs.parameters():
+        parameter.mul_(torch.rand_like(parameter) + 0.5)
+    x = normal(2, 9, 16).double()
+    assert_agree(from_fast_transformers(theirs, causal=False)(x), theirs(x), tolerance=1e-12)
+
+
 @pytest.mark.parametrize(("attention", "parallel"), [("full", "full"), ("linear", "causal-linear")])
 @torch.no_grad()
 def test_their_recurrent_form_is_our_step(attention, parallel):

@@ -27,8 +27,8 @@ def copy_linear(ours: Any, *theirs: Any) -> None:
 
 @torch.no_grad()
 def copy_norm(ours: Any, theirs: Any) -> None:
-    """Copy a layer norm; a missing bias is 0."""
-    _fill(ours.weight, theirs.weight)
+    """Copy a layer norm; a missing weight is 1 and a missing bias 0."""
+    _fill(ours.weight, torch.ones_like(ours.weight) if theirs.weight is None else theirs.weight)
     _fill(ours.bias, torch.zeros_like(ours.bias) if theirs.bias is None else theirs.bias)
 
 
@@ -38,15 +38,19 @@ def copy_rows(ours: Any, rows: torch.Tensor) -> None:
     _fill(ours.weight, rows)
 
 
-def copy_last_norm(norm: Any) -> nn.LayerNorm:
+def copy_last_norm(norm: Any, like: torch.Tensor) -> nn.LayerNorm:
     """Copy the norm that some encoders have after their last block, post-norm ones too.
+
+    Args:
+        norm: theirs.
+        like: of the floating type and on the device of the copy.
 
     Raises:
         UnsupportedError: it is no layer norm.
     """
     if not isinstance(norm, nn.LayerNorm):
         raise UnsupportedError(f"the last norm is a {type(norm).__name__}; a torch.nn.LayerNorm is supported")
-    ours = nn.LayerNorm(norm.normalized_shape, eps=norm.eps)
+    ours = nn.LayerNorm(norm.normalized_shape, eps=norm.eps).to(like)
     copy_norm(ours, norm)
     return ours
 

@@ -74,7 +74,7 @@ def from_fast_transformers(encoder: Any, *, causal: bool) -> Stack:
             dropout=first.dropout.p,
         ),
         causal=causal,
-    )
+    ).to(like)
     for block, layer in zip(list[Any](stack.blocks), layers, strict=True):
         theirs = layer.attention
         q, k, v = theirs.query_projection, theirs.key_projection, theirs.value_projection
@@ -85,8 +85,8 @@ def from_fast_transformers(encoder: Any, *, causal: bool) -> Stack:
         copy_linear(block.ff.up, layer.linear1)
         copy_linear(block.ff.down, layer.linear2)
     if encoder.norm is not None:
-        stack.norm = copy_last_norm(encoder.norm)
-    return stack.to(like).train(encoder.training)
+        stack.norm = copy_last_norm(encoder.norm, like)
+    return stack.train(encoder.training)
 
 
 def _mechanism(layers: list[Any], kind: str, causal: bool) -> str:

@@ -62,7 +62,7 @@ def from_transformer_encoder(
         ),
         causal=causal,
         final_norm=False,
-    )
+    ).to(like)
     for block, layer in zip(list[Any](stack.blocks), layers, strict=True):
         copy_linear(block.attention.qkv_proj, _Rows(layer.self_attn))
         copy_linear(block.attention.out_proj, layer.self_attn.out_proj)
@@ -71,8 +71,8 @@ def from_transformer_encoder(
         copy_linear(block.ff.up, layer.linear1)
         copy_linear(block.ff.down, layer.linear2)
     if encoder.norm is not None:
-        stack.norm = copy_last_norm(encoder.norm)
-    return stack.to(like).train(encoder.training)
+        stack.norm = copy_last_norm(encoder.norm, like)
+    return stack.train(encoder.training)
 
 
 class _Rows:

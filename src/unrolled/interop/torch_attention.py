@@ -81,10 +81,10 @@ class MultiheadAttention(nn.Module):
         self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
-        # The projections are here, under torch's names, and not in the mechanism.
+        # The projections are here, under torch's names, and not in the mechanism: a layer that is put in the
+        # place of `out_proj`, as adapters are, is used.
         del mechanism.qkv_proj
-        mechanism._modules.pop("out_proj")
-        mechanism.__dict__["out_proj"] = self.out_proj
+        mechanism._modules["out_proj"] = nn.Identity()
         self.mechanism = mechanism
         self.to(device=device, dtype=dtype)
         self._check_extras()
@@ -158,7 +158,7 @@ class MultiheadAttention(nn.Module):
         elif not own:
             self.mechanism._refuse("cross", key, "a key that is another tensor than the query")
         heads = Heads(q, k, v, positions, self.mechanism.gates(key))
-        y = self.mechanism.merge_heads(self.mechanism.attend(heads, masks), query)
+        y: Tensor = self.out_proj(self.mechanism.merge_heads(self.mechanism.attend(heads, masks), query))
         y = y if batched and self.batch_first else y.transpose(0, 1) if batched else y[0]
         if not need_weights:
             return y, None
@@ -225,6 +225,11 @@ class MultiheadAttention(nn.Module):
         mechanism._refuse("attn_mask", attn_mask, "attn_mask")
         if attn_mask is not None:
             if attn_mask.dim() == 3:
+                if attn_mask.shape != (B * self.num_heads, T, S):
+                    raise ValueError(
+                        f"attn_mask has the shape {list(attn_mask.shape)}, "
+                        f"wanted {[B * self.num_heads, T, S]} or {[T, S]}"
+                    )
                 attn_mask = attn_mask.view(B, self.num_heads, T, S)
             attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
             free = True if attn_mask.dtype == torch.bool else 0.0
@@ -250,6 +255,8 @@ def _as_padding(mask: Tensor) -> Tensor:
     """A padding mask, True = padding, of torch's boolean or added one."""
     if mask.dtype == torch.bool:
         return mask
+    if not mask.is_floating_point():
+        raise ValueError(f"key_padding_mask is {mask.dtype}, wanted torch.bool, True at padding, or floating")
     padding = mask == -torch.inf
     if may_read(mask) and bool((mask.masked_fill(padding, 0) != 0).any()):
         raise UnsupportedError(

@@ -151,6 +151,42 @@ def test_beams_of_a_given_state_are_repeated_first(ids):
         generate(model, ids, past_key_values=state, num_beams=3)
 
 
+def test_a_state_of_rows_that_are_all_padded_goes_on(ids):
+    model = make("softmax")
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]])
+    with torch.no_grad():
+        _, state = model.model.prefill(
+            ids[:, :5], model.model.init_state(2), key_padding_mask=mask[:, :5] == 0
+        )
+    out = generate(model, ids, attention_mask=mask, past_key_values=state)
+    wanted = generate(model, ids, attention_mask=mask)
+    assert torch.equal(out.sequences, wanted.sequences)
+    torch.testing.assert_close(out.logits[0], wanted.logits[0], **SINGLE)
+    with pytest.raises(ValueError, match=r"has read \[3, 2\] tokens of its rows, wanted as many as"):
+        generate(model, ids, attention_mask=torch.ones_like(mask), past_key_values=state)
+
+
+def test_new_tokens_alone_go_on_where_the_mask_shows_all(ids):
+    model = make("softmax")
+    with torch.no_grad():
+        cache = model(ids[:, :5]).past_key_values
+    out = generate(model, ids[:, 5:], attention_mask=torch.ones_like(ids), past_key_values=cache)
+    assert torch.equal(out.sequences[:, 2:], generate(model, ids).sequences[:, 7:])
+
+
+@pytest.mark.parametrize("given", [0, 5])
+def test_inputs_that_have_all_been_read_are_refused(given, ids):
+    """Transformers would read them a second time, or fail on none."""
+    model = make("linear")
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+    for past in (cache, cache.layers[0].state):
+        with pytest.raises(ValueError, match=f"has read 7 positions, wanted fewer than the {7 - given} of"):
+            generate(model, ids[:, given:], past_key_values=past)
+    out = generate(model, torch.cat([ids, ids[:, :1]], dim=1), past_key_values=cache)
+    assert out.sequences.shape == (2, 8 + N)
+
+
 def test_states_of_another_model_are_refused(ids):
     model = make("linear")
     for other in (make("softmax"), make("linear", n_heads=1), make("linear", n_layers=1)):

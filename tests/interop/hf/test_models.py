@@ -2,6 +2,7 @@
 
 import json
 
+import peft
 import pytest
 import torch
 from hf_models import SMALL, make, prompts
@@ -90,9 +91,10 @@ def test_logits_and_losses_are_those_of_the_model_inside(ids):
     # The mask of the inputs leaves out what would be predicted at padding, as it is told.
     loss = decoder.model.loss(ids[:, :-1], targets, key_padding_mask=padding[:, :-1])
     torch.testing.assert_close(out.loss.double(), loss, rtol=1e-6, atol=0)
-    half = decoder(ids, attention_mask=MASK, labels=labels, num_items_in_batch=2).loss * 2
-    n = (targets.masked_fill(padding[:, :-1], -100) != -100).sum()
-    torch.testing.assert_close(half, out.loss * n, rtol=1e-6, atol=0)
+    for parts in (1, 4):  # as `Trainer` counts them
+        n = parts * (labels[:, 1:] != -100).sum()
+        part = decoder(ids, attention_mask=MASK, labels=labels, num_items_in_batch=n).loss
+        torch.testing.assert_close(part * parts, out.loss, rtol=1e-6, atol=0)
 
     masked = make(kind=hf.UnrolledForMaskedLM)
     out = masked(ids, attention_mask=MASK, labels=labels)
@@ -196,11 +198,58 @@ def test_what_only_the_model_knows_is_refused_by_it(ids):
         model(ids, attention_mask=torch.ones(2, 1, 7, 7))
     with pytest.raises(ValueError, match="17"):
         model(ids + 17)
+    with pytest.raises(ValueError, match="input_ids holds ids from 17 to 17, wanted ids in"):
+        model(torch.full((1, 1), 17))
+    for kind in CLASSES:
+        with pytest.raises(ValueError, match=r"input_ids has the shape \[7\], wanted \[batch, length\]"):
+            make(kind=kind)(ids[0])
     for change in (lambda: model.resize_token_embeddings(20), lambda: model.set_input_embeddings(None)):
         with pytest.raises(UnsupportedError, match="the vocabulary of a model is fixed"):
             change()
     assert model.get_input_embeddings() is model.model.embedding
     assert model.get_output_embeddings() is model.model.head.project
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_arguments_of_other_models_may_be_given_but_not_used(kind, ids):
+    model = make(kind=kind)
+    found = model(ids, inputs_embeds=None, output_attentions=False).logits
+    assert torch.equal(found, model(ids).logits)
+    for others in ({"position_ids": ids}, {"output_hidden_states": True}):
+        with pytest.raises(UnsupportedError, match=f"{next(iter(others))} is given, which the models here"):
+            model(ids, **others)
+
+
+@pytest.mark.parametrize("kind", [hf.UnrolledForMaskedLM, hf.UnrolledForSequenceClassification])
+def test_kinds_of_tokens_are_segments(kind, ids):
+    model = make(kind=kind, n_segments=2)
+    kinds = (torch.arange(7) > 3).long().expand(2, -1)
+    found = model(ids, token_type_ids=kinds).logits
+    assert torch.equal(found, model.model(ids, segments=kinds))
+    assert not torch.equal(found, model(ids).logits)
+    with pytest.raises(ValueError, match="wanted None for a model whose n_segments is 0"):
+        make(kind=kind)(ids, token_type_ids=kinds)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["linear", "softmax"])
+def test_adapters_of_peft_are_in_the_forward_and_in_every_step(name, ids):
+    model = make(name)
+    before = model(ids).logits
+    settings = peft.LoraConfig(target_modules=["qkv_proj", "out_proj", "up"], r=2, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, settings).double().eval()
+    for key, x in adapted.named_parameters():
+        if "lora_" in key:
+            x.data.normal_(std=0.3)
+    with torch.no_grad():
+        whole = adapted(input_ids=ids, use_cache=False).logits
+        cache, steps = None, []
+        for t in range(7):
+            out = adapted(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-10)
+    assert (whole - before).abs().max() > 0.1
 
 
 def test_a_damaged_folder_gets_one_sentence(tmp_path):

@@ -83,3 +83,54 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
         grads.append([*trainer.model.parameters()])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+class Labelled(Counting):
+    """Rows as above, each with a class."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) | {"labels": index % 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(hf.UnrolledForSequenceClassification, Labelled), (hf.UnrolledForMaskedLM, Counting)]
+)
+def test_a_batch_in_parts_moves_the_weights_as_the_whole_does(kind, rows, tmp_path):
+    ends = []
+    for parts in (1, 4):
+        arguments = TrainingArguments(
+            tmp_path / str(parts),
+            per_device_train_batch_size=8 // parts,
+            gradient_accumulation_steps=parts,
+            max_steps=1,
+            optim="sgd",
+            learning_rate=0.1,
+            max_grad_norm=0,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        model = make(kind=kind)
+        Trainer(model, arguments, train_dataset=rows()).train()
+        ends.append(model.state_dict())
+    for name, x in ends[0].items():
+        torch.testing.assert_close(ends[1][name], x, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [hf.UnrolledForCausalLM, hf.UnrolledForMaskedLM])
+def test_padding_is_no_part_of_the_loss_that_is_reported(kind, tmp_path):
+    arguments = TrainingArguments(
+        tmp_path, per_device_eval_batch_size=24, report_to=[], disable_tqdm=True, use_cpu=True
+    )
+    model = make(kind=kind)
+    rows = Counting()
+    found = Trainer(model, arguments, eval_dataset=rows).evaluate()["eval_loss"]
+    columns = {name: torch.stack([row[name] for row in (rows[i] for i in range(24))]) for name in rows[0]}
+    padding = columns["attention_mask"] == 0
+    ids, targets = columns["input_ids"], columns["labels"]
+    if kind is hf.UnrolledForCausalLM:
+        ids, padding, targets = ids[:, :-1], padding[:, :-1], targets[:, 1:]
+    with torch.no_grad():
+        wanted = model.model.loss(ids, targets, key_padding_mask=padding)
+    assert found == pytest.approx(float(wanted), rel=1e-6)

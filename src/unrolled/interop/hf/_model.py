@@ -1,5 +1,6 @@
 """What the classes for transformers have in common: a model of ours inside, and how its weights come in."""
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -7,7 +8,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from unrolled.contract import UnsupportedError
+from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, Encoder
 
@@ -104,6 +105,17 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         """Leave the weights as they are: our models draw their own."""
 
 
+def refuse_others(others: Mapping[str, Any]) -> None:
+    """Refuse arguments that only other models have, unless they ask for nothing: peft passes those on.
+
+    Raises:
+        UnsupportedError: one of them asks for something.
+    """
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise UnsupportedError(f"{name} is given, which the models here do not take; leave it out")
+
+
 def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int = 0) -> Tensor | None:
     """Turn the mask of transformers, 1 or True where a token is valid, into ours, True at padding.
 
@@ -117,8 +129,10 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
 
     Raises:
         UnsupportedError: the mask says which position may see which.
-        ValueError: it has another shape.
+        ValueError: it or `input_ids` has another shape.
     """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids has the shape {list(input_ids.shape)}, wanted [batch, length]")
     if attention_mask is None:
         return None
     if attention_mask.dim() > 2:
@@ -139,3 +153,18 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
 def without_padding(input_ids: Tensor, padding: Tensor | None) -> Tensor:
     """Put a token that exists where there is padding, whose id may lie outside the vocabulary."""
     return input_ids if padding is None else input_ids.masked_fill(padding, 0)
+
+
+def n_targets(counted: Tensor | int | None, given: Tensor, kept: Tensor) -> Tensor | int | None:
+    """What to divide a summed loss by, where `counted` has all labels but -100, as `Trainer` counts them.
+
+    Of these, the ones that are left out for padding are not in the sum, so that their share is taken off.
+
+    Args:
+        counted: labels of this batch on all devices; None for the mean over this one.
+        given: labels of this batch.
+        kept: the same, with -100 for what is left out.
+    """
+    if counted is None:
+        return None
+    return counted * (kept != IGNORED).sum().clamp(min=1) / (given != IGNORED).sum().clamp(min=1)

@@ -4,15 +4,22 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from unrolled.contract import IGNORED
-from unrolled.interop.hf._model import UnrolledPreTrainedModel, key_padding_mask, without_padding
+from unrolled.interop.hf._model import (
+    UnrolledPreTrainedModel,
+    key_padding_mask,
+    n_targets,
+    refuse_others,
+    without_padding,
+)
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, DecoderState
+from unrolled.models.checks import check_ids
 from unrolled.ops.state import leaves
 
 
@@ -46,6 +53,7 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
         use_cache: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token that follows each position.
 
@@ -56,15 +64,18 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             labels: [B, T] long, the same as `input_ids`: they are shifted here; -100 and padding are ignored.
             use_cache: whether to return a cache; by default as the config says, unless there are labels.
             return_dict: False for a tuple.
-            num_items_in_batch: what to divide the summed loss by instead of the number of targets.
+            num_items_in_batch: number of labels other than -100 in all batches of a step, to divide the
+                summed loss by; in evaluation the share of those at padding is taken off it.
+            others: what other models of transformers take; each None or False.
 
         Returns:
             `loss` where there are labels; `logits` [B, T, vocab_size]; `past_key_values`.
 
         Raises:
-            UnsupportedError: the mask says which position may see which.
+            UnsupportedError: the mask says which position may see which, or one of `others` is asked for.
             ValueError: the cache is of another model or batch, or a mask or token is impossible.
         """
+        refuse_others(others)
         cache = self._cache(past_key_values)
         if use_cache is None:
             use_cache = cache is not None or (self.config.use_cache and labels is None)
@@ -96,9 +107,21 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             past_key_values: a `StateCache` to go on from, which is brought up to date, or a `DecoderState`,
                 which stays as it is.
             kwargs: as there.
+
+        Raises:
+            ValueError: `past_key_values` has read all of the inputs, or not what `attention_mask` shows.
         """
+        ids, mask = kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask")
         cache = self._cache(past_key_values)
         if cache is not None:
+            if isinstance(past_key_values, DecoderState) and mask is not None:
+                cache.layers[0].seen = _positions_read(past_key_values, mask)
+            whole = mask if mask is not None else ids
+            if whole is not None and (seen := cache.get_seq_length()) >= whole.shape[1]:
+                raise ValueError(
+                    f"past_key_values has read {seen} positions, wanted fewer than the {whole.shape[1]} of "
+                    "the inputs, which are all the tokens: the last is read here, to predict the next"
+                )
             kwargs["past_key_values"] = cache
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
@@ -166,6 +189,7 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
     def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
         state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
         if tokens.shape[1] == 1 and padding is None:
+            check_ids("input_ids", tokens, self.model.n_ids)  # `step` leaves that to its caller
             logits, state = self.model.step(tokens[:, 0], state)
             logits = logits.unsqueeze(1)
         else:
@@ -179,8 +203,24 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
         if padding is not None:
             # Nothing is predicted at padding, neither the next padding nor the first token after it.
             before = torch.cat([padding[:, :1], padding[:, :-1]], dim=1)
-            labels = labels.masked_fill(padding | before, IGNORED)
+            given, labels = labels, labels.masked_fill(padding | before, IGNORED)
+            if not self.training:  # there all batches of a step need one divisor
+                num_items_in_batch = n_targets(num_items_in_batch, given[:, 1:], labels[:, 1:])
         loss: Tensor = self.loss_function(
             logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
         )
         return loss
+
+
+def _positions_read(state: DecoderState, attention_mask: Tensor) -> int:
+    """How many positions of `attention_mask` [B, T] a state has read, which counts valid tokens only."""
+    if len(state.position) != len(attention_mask):  # refused elsewhere
+        return int(state.position.max())
+    counts = nn.functional.pad((attention_mask != 0).cumsum(dim=1), (1, 0))
+    places = (counts == state.position.unsqueeze(1).to(counts.device)).all(dim=0).nonzero()
+    if not len(places):
+        raise ValueError(
+            f"past_key_values has read {state.position.tolist()} tokens of its rows, "
+            "wanted as many as attention_mask shows up to some position"
+        )
+    return int(places[-1])

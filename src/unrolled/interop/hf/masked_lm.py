@@ -6,7 +6,13 @@ from torch import Tensor
 from transformers.modeling_outputs import MaskedLMOutput
 
 from unrolled.contract import IGNORED
-from unrolled.interop.hf._model import UnrolledPreTrainedModel, key_padding_mask, without_padding
+from unrolled.interop.hf._model import (
+    UnrolledPreTrainedModel,
+    key_padding_mask,
+    n_targets,
+    refuse_others,
+    without_padding,
+)
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Encoder
 
@@ -24,28 +30,41 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
     ) -> MaskedLMOutput | tuple[Any, ...]:
         """Logits of the token that belongs at each position.
 
         Args:
             input_ids: [B, T] long.
             attention_mask: [B, T]; 0 at padding.
+            token_type_ids: [B, T] long, the `segments` of a model that has some; all 0 by default.
             labels: [B, T] long; -100 and those at padding are ignored.
             return_dict: False for a tuple.
-            num_items_in_batch: what to divide the summed loss by instead of the number of targets.
+            num_items_in_batch: number of labels other than -100 in all batches of a step, to divide the
+                summed loss by; in evaluation the share of those at padding is taken off it.
+            others: what other models of transformers take; each None or False.
 
         Returns:
             `loss` where there are labels; `logits` [B, T, vocab_size].
+
+        Raises:
+            UnsupportedError: the mask says which position may see which, or one of `others` is asked for.
+            ValueError: a mask or token is impossible, or there are segments that the model does not have.
         """
+        refuse_others(others)
         padding = key_padding_mask(attention_mask, input_ids)
-        logits = self.model(without_padding(input_ids, padding), key_padding_mask=padding)
+        tokens = without_padding(input_ids, padding)
+        logits = self.model(tokens, key_padding_mask=padding, segments=token_type_ids)
         loss = None
         if labels is not None:
             if padding is not None:
-                labels = labels.masked_fill(padding, IGNORED)
+                given, labels = labels, labels.masked_fill(padding, IGNORED)
+                if not self.training:  # there all batches of a step need one divisor
+                    num_items_in_batch = n_targets(num_items_in_batch, given, labels)
             loss = self.loss_function(
                 logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
             )

@@ -5,13 +5,21 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from unrolled.interop.hf._model import UnrolledPreTrainedModel, key_padding_mask, without_padding
+from unrolled.interop.hf._model import (
+    UnrolledPreTrainedModel,
+    key_padding_mask,
+    refuse_others,
+    without_padding,
+)
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Encoder
 
 
 class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
     """An `Encoder` with output "classification" for transformers: pipelines, `Trainer`, `save_pretrained`."""
+
+    # Trainer then divides the loss by the steps that it accumulates: this one is a mean over the batch.
+    accepts_loss_kwargs = False
 
     model: Encoder
 
@@ -23,25 +31,33 @@ class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignor
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         return_dict: bool | None = None,
-        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """Logits of the labels.
 
         Args:
             input_ids: [B, T] long.
             attention_mask: [B, T]; 0 at padding.
+            token_type_ids: [B, T] long, the `segments` of a model that has some; all 0 by default.
             labels: [B] long; for a `problem_type` of "regression" [B] or [B, n_classes], for
                 "multi_label_classification" [B, n_classes], both floating.
             return_dict: False for a tuple.
-            num_items_in_batch: not used: the loss is the mean over the batch.
+            others: what other models of transformers take; each None or False.
 
         Returns:
             `loss` where there are labels; `logits` [B, n_classes].
+
+        Raises:
+            UnsupportedError: the mask says which position may see which, or one of `others` is asked for.
+            ValueError: a mask or token is impossible, or there are segments that the model does not have.
         """
+        refuse_others(others)
         padding = key_padding_mask(attention_mask, input_ids)
-        logits = self.model(without_padding(input_ids, padding), key_padding_mask=padding)
+        tokens = without_padding(input_ids, padding)
+        logits = self.model(tokens, key_padding_mask=padding, segments=token_type_ids)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
