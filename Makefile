@@ -77,5 +77,5 @@ $(VENV)/oracles: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --no-deps fla-core==0.6.0 linformer==0.2.3 nystrom-attention==0.0.14 \
 		perceiver-pytorch==0.11.0 performer-pytorch==1.1.4 \
 		local-attention==1.11.2 axial-positional-embedding==0.3.12 hyper-connections==0.4.11
-	$(BIN)/python -m pip install --quiet -c constraints.txt einops 'transformers>=5,<6' onnx onnxruntime
+	$(BIN)/python -m pip install --quiet -c constraints.txt einops lm_eval==0.4.13
 	touch $@
