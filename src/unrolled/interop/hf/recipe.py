@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
 from unrolled.interop.hf.text import TokenizedText
@@ -63,14 +63,18 @@ def run(
         ValueError: the model cannot be read or linearized, or the files are too short.
     """
     try:
+        said, _ = PreTrainedConfig.get_config_dict(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no model of transformers that can be read: {error}") from error
+    if said.get(RECORD):
+        raise ValueError(f"{path} was linearized before: give the model that it was made from")
+    try:
         teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} is no causal language model with a tokenizer that can be read: {error}"
         ) from error
-    if getattr(teacher.config, RECORD, None):
-        raise ValueError(f"{path} was linearized before: give the model that it was made from")
     data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
     model, losses = train_linearized(teacher, data, recipe, out, resume=resume)
     model.save_pretrained(out)
