@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import huggingface_hub
 import pytest
@@ -272,6 +273,7 @@ def test_transformers_refuses_a_saved_model_rather_than_make_a_softmax_model(tmp
     with pytest.raises(ValueError, match="model type `unrolled-linearized`"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.model_type == "llama"  # by which the rest of transformers goes
+    assert pickle.loads(pickle.dumps(model.config)).to_dict() == model.config.to_dict()
     again = hf.load_linearized(tmp_path)
     again.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())

@@ -133,7 +133,8 @@ def load_linearized(path: str | Path) -> Any:
     if original not in CONFIG_MAPPING:
         raise ValueError(f"{path} is of the type {original!r}, which transformers has not")
     config = CONFIG_MAPPING[original].from_dict(said | {"model_type": original})
-    [architecture] = config.architectures or [None]
+    architectures: list[Any] = config.architectures or [None]
+    [architecture] = architectures
     kind = getattr(transformers, architecture or "", None)
     if kind is None:
         raise ValueError(f"{path} is of the class {architecture!r}, which transformers has not")
@@ -191,10 +192,19 @@ class _Recording:
         said: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # of the config beside this class
         return said | {"model_type": MODEL_TYPE, ORIGINAL_TYPE: self.model_type}
 
+    def __reduce__(self) -> Any:  # its class has no name that pickle could find, as when a process is spawned
+        return _restored, (type(self).__bases__[1], self.__dict__)
+
 
 @cache
 def _recording(kind: type[Any]) -> type[Any]:
     return kind if issubclass(kind, _Recording) else type(kind.__name__, (_Recording, kind), {})
+
+
+def _restored(kind: Any, values: dict[str, Any]) -> Any:
+    config = kind.__new__(_recording(kind))
+    config.__dict__.update(values)
+    return config
 
 
 def _prepare_masks(model: PreTrainedModel) -> None:
