@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from unrolled.contract import UnsupportedError
 from unrolled.generation import generate
 from unrolled.interop.onnx import export, load
+from unrolled.interop.onnx import folder as folder_module
+from unrolled.interop.onnx.forms import copysign
 from unrolled.interop.onnx.graph import Recurrence
 from unrolled.interop.onnx.write import DisagreementError, compare
 from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig
@@ -216,6 +218,31 @@ def test_what_cannot_be_exported(tmp_path):
         export(make("long_short"), tmp_path)
     with pytest.raises(ValueError, match="sampling has"):
         export(make("linear"), tmp_path, sampling={"temprature": 1})
+    with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], not 5"):
+        export(make("linear"), tmp_path, sampling={"top_p": 5})
+    with pytest.raises(UnsupportedError, match="Linear is no recurrence: it has not init_state"):
+        export(torch.nn.Linear(2, 2), tmp_path)
+    with pytest.raises(UnsupportedError, match=r"depends on how many tokens were read; linear, window"):
+        export(make("topk"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fused_graph_that_reads_otherwise_than_the_plain_one_is_refused(tmp_path, monkeypatch):
+    def to_onnx(model, *, fused=False, **options):
+        return Recurrence(model, length=1 if fused else "any"), b""
+
+    monkeypatch.setattr(folder_module, "to_onnx", to_onnx)
+    with pytest.raises(UnsupportedError, match="reads 1 token a call where the plain one reads any"):
+        export(make("linear"), tmp_path, fused=True)
+    assert not list(tmp_path.iterdir())
+
+
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -2.0, 1e-30, -1e-30, torch.inf, -torch.inf])))
+def test_the_sign_of_a_number_is_that_of_torch(values):
+    x, sign = torch.linspace(-1, 1, len(values)), torch.tensor(values)
+    found = copysign(x, sign)
+    assert torch.equal(found.signbit(), sign.signbit())
+    assert torch.equal(found, x.copysign(sign))
 
 
 def test_what_is_wrong_with_a_folder_is_said(folder, tmp_path):
@@ -236,6 +263,14 @@ def test_what_is_wrong_with_a_folder_is_said(folder, tmp_path):
     def rename(path: Path) -> None:
         path.write_text(path.read_text().replace("next.", "after."))
 
+    def say(change: Any) -> Any:
+        def write(path: Path) -> None:
+            values = json.loads(path.read_text())
+            change(values)
+            path.write_text(json.dumps(values))
+
+        return write
+
     for name, change, sentence in (
         ("plain.onnx", flip, "its SHA-256 differs"),
         ("plain.onnx", cut, "the file is cut short"),
@@ -243,6 +278,11 @@ def test_what_is_wrong_with_a_folder_is_said(folder, tmp_path):
         ("vocabulary.json", flip, "its SHA-256 differs"),
         ("manifest.json", cut, "is damaged"),
         ("manifest.json", rename, "is damaged: its inputs and outputs"),
+        ("manifest.json", say(lambda values: values.update(vocab_size="x")), "is damaged: vocab_size"),
+        ("manifest.json", say(lambda values: values["state"][0].update(fill=None)), "is damaged"),
+        ("manifest.json", say(lambda values: values["state"][0].update(growing_axis=1)), "is damaged"),
+        ("manifest.json", say(lambda values: values["state"][0]["shape"].append(2)), "of two models"),
+        ("manifest.json", say(lambda values: values["graphs"]["plain"].pop("bytes")), "is damaged"),
         ("manifest.json", Path.unlink, "is no folder of unrolled export"),
         ("manifest.json", lambda path: path.write_text("[]"), "is damaged"),
         ("manifest.json", lambda path: path.write_text('{"format": "x", "version": 2}'), "has the format"),

@@ -50,9 +50,24 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
         (("generate", out, "--engine", "onnx", "--graph", "int8"), "export again with --int8"),
         (("generate", out, "--engine", "onnx", "--device", "cuda"), "runs on the CPU"),
         (("generate", out, "--engine", "onnx", "--tokens", 40), "30 learned positions"),
+        (
+            ("generate", out, "--engine", "onnx", "--prompt", "a" * 31),
+            "--prompt is too long: it has 31 tokens",
+        ),
+        (("generate", run_dir, "--prompt", "a" * 31), "the model 30 learned positions"),
         (("export", out, tmp_path / "x"), "is not a model's folder"),
         (("export", run_dir, tmp_path / "x", "--opset", 3), "20 to 25 can be written"),
     ):
         code, _, errors = run(*arguments)
         assert code == 2
         assert sentence in errors
+
+
+def test_a_start_symbol_takes_a_position(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "n_layers": 1, "n_heads": 2, "max_length": 9}
+    Decoder(DecoderConfig(4, start_token=True, **sizes)).save(tmp_path)
+    Vocabulary("text", characters=["\n", "a", "b", "c"]).save(tmp_path)
+    code, printed, errors = run("generate", tmp_path, "--prompt", "ab", "--seed", 0)
+    assert code == 0, errors
+    assert len(printed) == 2 + 7 + 1  # the prompt, 9 - 3 + 1 tokens and the end of the line

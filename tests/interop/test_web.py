@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import io
 import json
+import shutil
 import subprocess
 import tarfile
 import threading
@@ -19,7 +20,7 @@ from unrolled.cli import app
 from unrolled.cli import web as cli_web
 from unrolled.interop import web
 from unrolled.interop.onnx import load
-from unrolled.models import Decoder, DecoderConfig
+from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 
 FILES = {name: f"the bytes of {name}".encode() for name in web.SHA256}
 WASM = list(web.BUILDS["wasm"].values())
@@ -191,6 +192,31 @@ def test_names_and_vocabularies_are_checked(run, tmp_path):
     (pieces / "vocabulary.json").write_text('{"kind": "bpe"}')
     with pytest.raises(ValueError, match="kind 'bpe', wanted 'text', 'image' or 'ids'"):
         web.write_site({"pieces": pieces}, tmp_path / "page")
+
+
+def test_what_is_in_a_run_is_checked_before_a_page_is_written(run, tmp_path):
+    def refused(change) -> str:
+        copy = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(run, copy)
+        change(copy)
+        result = CliRunner().invoke(app, ["export", str(copy), str(tmp_path / "page"), "--web"])
+        assert result.exit_code == 2
+        assert not (tmp_path / "page").exists()
+        return " ".join(result.output.split())
+
+    def classifier(copy: Path) -> None:
+        Encoder(EncoderConfig(4, d_model=8, n_layers=1, n_heads=2, max_length=9, n_classes=2)).save(copy)
+
+    def vocabulary(text: str):
+        return lambda copy: (copy / "vocabulary.json").write_text(text)
+
+    assert "holds a model of the kind 'encoder', which predicts no tokens" in refused(classifier)
+    assert "vocabulary.json has 2 ids" in refused(vocabulary('{"kind": "text", "characters": ["a", "b"]}'))
+    assert "vocabulary.json is damaged" in refused(vocabulary("{"))
+    (tmp_path / "list").mkdir()
+    vocabulary("[1]")(tmp_path / "list")
+    with pytest.raises(ValueError, match=r"vocabulary\.json is damaged"):
+        web.write_site({"list": tmp_path / "list"}, tmp_path / "page")
 
 
 def test_models_of_one_vocabulary_stand_side_by_side():

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from browser import opened, served, state, wait_for
+from browser import IMAGE, TEXT, opened, served, state, wait_for
 
 
 @pytest.fixture
@@ -82,6 +82,21 @@ def test_a_damaged_sibling_leaves_the_other_usable(browser, copy):
         assert len(browser.find_elements("css selector", ".model")) == 1
         browser.find_element("id", "run").click()
         wait_for(browser, lambda _: browser.execute_script("return window.unrolled.runs['text-linear']"))
+
+
+def test_what_failed_is_tried_again_when_it_is_chosen_again(browser, copy):
+    graph = copy / "models/text-softmax/plain.onnx"
+    content = graph.read_bytes()
+    graph.unlink()
+    with served(copy) as address:
+        opened(browser, address)
+        browser.find_element("css selector", f"input[value='{TEXT}']").click()
+        wait_for(browser, lambda _: state(browser) == "failed")
+        graph.write_bytes(content)
+        for group in (IMAGE, TEXT):
+            browser.find_element("css selector", f"input[value='{group}']").click()
+            wait_for(browser, lambda _: state(browser) == "ready")
+        assert len(browser.find_elements("css selector", ".model")) == 2
 
 
 def test_a_page_without_its_script_says_what_it_needs(browser, copy):

@@ -61,8 +61,19 @@ def test_a_draw_is_the_one_that_python_makes_of_the_same_random_number(javascrip
                 x = getattr(sampling, name)(x, settings[name])
         mass = x.softmax(-1).cumsum(-1)
         wanted.append(int(torch.searchsorted(mass, number * mass[:, -1:], right=True)))
+    # A nucleus of 1 leaves nothing out, though the rest of the mass vanishes beside the likeliest.
+    everything = {"temperature": 1, "top_k": None, "top_p": 1, "min_p": None, "repetition_penalty": 1}
+    cases.append([[-40.0, 0.0], everything, 0, []])
+    wanted.append(0)
     call = "module.draw(logits, settings, () => number, new Set(seen))"
     assert javascript("sampling.js", f"x.map(([logits, settings, number, seen]) => {call})", cases) == wanted
+
+
+def test_logits_that_are_no_numbers_are_not_drawn_from(javascript):
+    settings = {"temperature": 0, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": 1}
+    call = "module.draw([0, NaN, 1], x, Math.random, new Set())"
+    made = f"(() => {{ try {{ return {call}; }} catch (error) {{ return error.message; }} }})()"
+    assert "no number" in str(javascript("sampling.js", made, settings))
 
 
 def test_random_numbers_are_even_and_follow_the_seed(javascript):

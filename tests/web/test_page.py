@@ -93,6 +93,36 @@ def test_a_run_can_be_stopped(browser, address):
     assert browser.find_element("id", "status").text.startswith("Stopped after")
 
 
+def test_a_run_ends_with_the_group_that_it_was_begun_with(browser, address):
+    opened(browser, address, TEXT)
+    browser.execute_script(
+        "const wait = setTimeout; window.requestAnimationFrame = () => 0;"
+        "window.setTimeout = (then) => wait(then, 1500)"  # the run is slow to notice that it is to stop
+    )
+    browser.find_element("id", "run").click()
+    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".speed").text)
+    browser.find_element("css selector", f"input[value='{IMAGE}']").click()
+    wait_for(browser, lambda _: browser.execute_script("return Object.keys(window.unrolled.runs).length"))
+    wait_for(browser, lambda _: state(browser) == "ready")
+    assert set(browser.execute_script("return window.unrolled.runs")) == {"text-linear", "text-softmax"}
+    assert browser.find_element("id", "run").text == "Complete it"
+    assert browser.find_element("id", "status").text == ""
+
+
+def test_no_slip_of_the_hand_fills_the_memory(browser, address):
+    opened(browser, address, TEXT)
+    set_value(browser, "count", "1000000000")
+    browser.find_element("id", "run").click()
+    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".speed").text)
+    widths = "return Array.from(document.querySelectorAll('.heads canvas'), (canvas) => canvas.width)"
+    assert max(browser.execute_script(widths)) <= 2048
+    browser.find_element("id", "run").click()
+    wait_for(browser, lambda _: state(browser) == "ready")
+    assert browser.find_element("id", "status").text.startswith("Stopped after")
+    set_value(browser, "prompt", "n" * 20001)
+    assert "20001 tokens, where this page reads 20000" in browser.find_element("id", "prompt-fault").text
+
+
 def test_a_prompt_that_the_model_cannot_read_is_refused(browser, address):
     opened(browser, address, TEXT)
     set_value(browser, "prompt", "naïve")

@@ -138,7 +138,13 @@ def _room(model: Any, prompt: list[int], tokens: int | None) -> int:
     """Return how many tokens to draw, refusing what the learned positions of the model cannot count."""
     if getattr(model.config, "n_positions", None) is None:
         return DEFAULT_TOKENS if tokens is None else tokens
-    room = max(int(model.config.n_positions) - len(prompt) + 1, 0)  # the last token is drawn, but not read
+    read = len(prompt) + bool(getattr(model.config, "start_token", False))
+    room = int(model.config.n_positions) - read + 1  # the last token is drawn, but not read
+    if room < 1:
+        raise ValueError(
+            f"--prompt is too long: it has {len(prompt)} tokens, but the model {model.config.n_positions} "
+            "learned positions; one trained with model.positions=rotary has no such bound"
+        )
     if tokens is None:
         return min(DEFAULT_TOKENS, room)
     if tokens > room:

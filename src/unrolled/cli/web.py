@@ -27,8 +27,11 @@ def write_page(runs: Sequence[Path], out: Path, **options: Any) -> None:
     """Write a page of runs, each named by its folder; the options are those of `interop.web.write_site`.
 
     Raises:
-        ValueError: two folders have one name, or as `write_site`.
+        ValueError: two folders have one name, one holds a model of something else than tokens or another
+            model's vocabulary, or as `write_site`.
     """
+    from unrolled.cli._models import load_for
+    from unrolled.cli._vocabulary import Vocabulary
     from unrolled.interop.web import write_site
 
     named: dict[str, Path] = {}
@@ -38,6 +41,7 @@ def write_page(runs: Sequence[Path], out: Path, **options: Any) -> None:
             raise ValueError(
                 f"{named[name]} and {run} have one name, by which the page could not tell them apart"
             )
+        Vocabulary.load(run).check(load_for("tokens", run).config.vocab_size)
         named[name] = run
     write_site(named, out, **options)
     typer.echo(f"The page: {out / 'index.html'}, to be served by any static server, such as")

@@ -1,7 +1,7 @@
 """Prefill once, fork, then step: drawing tokens from any model that runs as a recurrence."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from unrolled.generation._mode import drawing_mode
 from unrolled.ops.state import leaves, select
 
 
+@runtime_checkable
 class Recurrent(Protocol):
     """What `generate` needs of a model; `config` has `vocab_size` and may have `start_token`."""
 

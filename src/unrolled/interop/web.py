@@ -192,10 +192,14 @@ def _vocabulary(name: str, run: Path) -> dict[str, Any]:
     path = run / "vocabulary.json"
     if not path.is_file():
         raise ValueError(f"{run} is no folder of unrolled train: it has no vocabulary.json")
-    vocabulary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if vocabulary["kind"] not in ("text", "image", "ids"):
+    try:
+        vocabulary: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        kind = vocabulary["kind"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+    if kind not in ("text", "image", "ids"):
         raise ValueError(
-            f"{run} has a vocabulary of the kind {vocabulary['kind']!r}, wanted 'text', 'image' or 'ids', "
+            f"{run} has a vocabulary of the kind {kind!r}, wanted 'text', 'image' or 'ids', "
             "which the page can write"
         )
     return vocabulary

@@ -23,7 +23,9 @@ export class Runtimes {
   }
 
   get(provider, onBytes) {
-    return (this.builds[provider] ??= this.load(this.record.builds[provider], onBytes));
+    const build = (this.builds[provider] ??= this.load(this.record.builds[provider], onBytes));
+    build.catch(() => delete this.builds[provider]); // whoever asks again tries again
+    return build;
   }
 
   async load({ module, binary }, onBytes) {
@@ -71,11 +73,11 @@ export class Engine {
     if (!same(session.inputNames, manifest.inputs) || !same(session.outputNames, manifest.outputs)) {
       throw new Failure(`${folder}/${file} has other inputs or outputs than its manifest: they are of two models.`);
     }
-    return new Engine(ort, session, provider, manifest, vocabulary);
+    return new Engine(ort, session, provider, runtimes.name, manifest, vocabulary);
   }
 
-  constructor(ort, session, provider, manifest, vocabulary) {
-    Object.assign(this, { ort, session, provider, manifest, vocabulary });
+  constructor(ort, session, provider, runtime, manifest, vocabulary) {
+    Object.assign(this, { ort, session, provider, runtime, manifest, vocabulary });
   }
 
   /** The state before the first token: an object of tensors by name. */
@@ -96,6 +98,7 @@ export class Engine {
     let ms = 0;
     const stride = this.manifest.length === 1 ? 1 : CHUNK;
     for (let i = 0; i < ids.length; i += stride) {
+      if (i && i % CHUNK === 0) await new Promise((resolve) => setTimeout(resolve)); // the page stays alive
       last = await this.call(ids.slice(i, i + stride), state);
       state = last.state;
       ms += last.ms;

@@ -10,11 +10,13 @@ import { Vocabulary } from "./vocabulary.js";
 
 const $ = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const LONGEST = 20000; // tokens to read or to write, so that no slip of the hand fills the memory
 const groups = new Map(); // name of a group -> its entries of models.json
 const loaded = new Map(); // name of a model -> a promise of its engine
 let runtimes; // a promise, from the first group on
 let group; // what is on show: { kind, models: [model, ...] }
 let stop; // ends the run in progress
+let running = Promise.resolve(); // that run, to wait for
 
 // For scripts: what was made, by the name of the model. document.body.dataset.state says how far the page is.
 window.unrolled = { runs: {} };
@@ -53,9 +55,12 @@ async function start() {
 }
 
 function load(entry, onBytes) {
-  runtimes ??= Runtimes.find();
   if (!loaded.has(entry.name)) {
-    loaded.set(entry.name, runtimes.then((found) => Engine.load(`models/${entry.name}`, found, onBytes)));
+    runtimes ??= Runtimes.find();
+    runtimes.catch(() => (runtimes = undefined)); // choosing the group again tries again
+    const engine = runtimes.then((found) => Engine.load(`models/${entry.name}`, found, onBytes));
+    engine.catch(() => loaded.delete(entry.name));
+    loaded.set(entry.name, engine);
   }
   return loaded.get(entry.name);
 }
@@ -68,22 +73,24 @@ async function show(name) {
   $("failure").hidden = true;
   $("loading").hidden = false;
   $("demo").hidden = !group;
+  $("progress").value = 0;
   const expected = entries.reduce((sum, entry) => sum + entry.bytes, 0) + (await fetchJson("runtime/runtime.json")).bytes;
   let come = 0;
   const onBytes = (n) => ($("progress").value = Math.min(1, (come += n) / expected));
   const results = await Promise.allSettled(entries.map((entry) => load(entry, onBytes)));
+  stop?.(); // a run that was begun while these came
+  await running; // it ends with the group that it was begun with
   if ($("groups").querySelector(":checked").value !== name) return; // another was chosen meanwhile
   const failed = results.filter((result) => result.status === "rejected").map((result) => result.reason);
   if (failed.length === results.length) throw failed[0];
 
-  const found = await runtimes;
   group = { kind: entries[0].kind, models: [] };
   results.forEach((result, i) => {
     if (result.status === "fulfilled") group.models.push(makeModel(entries[i], result.value));
   });
   const names = { webgpu: "WebGPU", wasm: "WebAssembly" };
   const providers = new Set(group.models.map((model) => names[model.engine.provider]));
-  $("runtime").textContent = `${found.name}, on ${Array.from(providers).join(" and ")}.`;
+  $("runtime").textContent = `${group.models[0].engine.runtime}, on ${Array.from(providers).join(" and ")}.`;
   prepare();
   $("loading").hidden = true;
   $("demo").hidden = false;
@@ -127,7 +134,7 @@ $("rows").addEventListener("input", () => {
 $("temperature").addEventListener("input", () => describeTemperature());
 $("prompt").addEventListener("input", () => refresh());
 $("layer").addEventListener("change", () => paint(true));
-$("run").addEventListener("click", () => (stop ? stop() : run().catch(fail)));
+$("run").addEventListener("click", () => (stop ? stop() : (running = run().catch(fail))));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => paint(true));
 
 function describeTemperature() {
@@ -165,7 +172,7 @@ function prepare() {
     $("rows").value = pad.rows;
   } else {
     $("prompt").value = vocabulary.opening();
-    const room = Math.min(...group.models.map((model) => model.engine.room(0)), 20000);
+    const room = Math.min(...group.models.map((model) => model.engine.room(0)), LONGEST);
     $("count").max = room;
     $("count").value = Math.min(400, room);
   }
@@ -182,9 +189,10 @@ function order() {
   if (!prompt.length && engine.manifest.start_token === null) throw new Failure("Type a few characters: this model goes on from something.");
   const wrong = prompt.find((id) => id >= engine.manifest.vocab_size);
   if (wrong !== undefined) throw new Failure(`The model has the token ids 0 to ${engine.manifest.vocab_size - 1}, not ${wrong}.`);
+  if (prompt.length > LONGEST) throw new Failure(`The prompt is too long: ${prompt.length} tokens, where this page reads ${LONGEST} at most.`);
   const room = Math.min(...group.models.map((model) => model.engine.room(prompt.length)));
   if (room < 1) throw new Failure(`The prompt is too long: these models learned ${engine.manifest.max_positions} positions.`);
-  return { prompt, count: Math.min(Math.max(1, Math.round(Number($("count").value)) || 1), room), room };
+  return { prompt, count: Math.min(Math.max(1, Math.round(Number($("count").value)) || 1), room, LONGEST), room };
 }
 
 /** Show what has been given, and what has not been made yet. */
@@ -240,6 +248,9 @@ async function run() {
         painted = performance.now();
       }
     }
+  } catch (error) {
+    $("status").textContent = "";
+    throw error;
   } finally {
     stop = undefined;
     $("run").textContent = label;
@@ -248,7 +259,7 @@ async function run() {
   paint(true);
   const bound = room === count ? ` These models learned ${group.models[0].engine.manifest.max_positions} positions, and they are used up.` : "";
   $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${group.models[0].ids.length} tokens.${bound}`;
-  setState("ready");
+  if (document.body.dataset.state === "running") setState("ready"); // and not while another group comes
 }
 
 function take(model, now) {

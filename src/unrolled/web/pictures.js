@@ -57,12 +57,16 @@ export function paintState(canvas, phi, state, rows, columns) {
   context.putImageData(image, 0, 0);
 }
 
-/** A cache of one head, a column for each token; what is not in use yet stays blank, up to `capacity` columns. */
+const WIDEST = 2048; // columns of a picture: browsers refuse canvases of some ten thousand
+
+/** A cache of one head, a column for each token or for every so many; blank up to `capacity` where not in use yet. */
 export function paintCache(canvas, width, length, capacity, value) {
-  Object.assign(canvas, { width: Math.max(capacity, length, 1), height: width });
+  const every = Math.ceil(Math.max(capacity, length, 1) / WIDEST);
+  const columns = Math.ceil(length / every);
+  Object.assign(canvas, { width: Math.ceil(Math.max(capacity, length, 1) / every), height: width });
   const context = canvas.getContext("2d");
   const image = context.createImageData(canvas.width, canvas.height);
-  paintMatrix(image, 0, 0, width, length, (i, j) => value(j, i), ["negative", "zero", "positive"].map(colour));
+  paintMatrix(image, 0, 0, width, columns, (i, j) => value(j * every, i), ["negative", "zero", "positive"].map(colour));
   context.putImageData(image, 0, 0);
 }
 

@@ -1,5 +1,7 @@
 // Drawing the next token: the chain of `unrolled.generation`, in its order, then a draw or, at temperature 0, the best.
 
+import { Failure } from "./files.js";
+
 /** Random numbers in [0, 1) that depend on the seed alone (sfc32, seeded through splitmix32). */
 export function makeRandom(seed) {
   let mixed = seed >>> 0;
@@ -27,14 +29,16 @@ export function draw(logits, settings, random, seen) {
   if (penalty !== 1) for (const id of seen) scores[id] = scores[id] > 0 ? scores[id] / penalty : scores[id] * penalty;
   let best = 0;
   for (let id = 1; id < scores.length; id++) if (scores[id] > scores[best]) best = id;
-  if (!Number.isFinite(scores[best])) throw new Error("the logits hold no finite number, so there is nothing to draw from");
+  if (!Number.isFinite(scores[best]) || scores.some(Number.isNaN)) {
+    throw new Failure("The model gave something that is no number, so there is nothing to draw from.");
+  }
   if (temperature === 0) return best;
 
   const top = scores[best];
   const mass = scores.map((score) => Math.exp((score - top) / temperature)); // 1 for the best
   const order = Array.from(mass.keys()).sort((i, j) => mass[j] - mass[i] || i - j);
   if (topK !== null) for (const id of order.slice(topK)) mass[id] = 0;
-  if (topP !== null) {
+  if (topP !== null && topP < 1) { // at 1 a sum may round to the whole before the last of them
     const total = mass.reduce((a, b) => a + b);
     let above = 0;
     for (const id of order) {

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import huggingface_hub
 import pytest
@@ -264,6 +265,23 @@ def test_a_saved_model_is_read_back_bit_for_bit(name, tmp_path):
     read = hf.load_linearized(tmp_path)
     assert type(read) is type(model)
     assert torch.equal(logits(read, given), logits(model, given))
+
+
+def test_transformers_refuses_a_saved_model_rather_than_make_a_softmax_model(tmp_path):
+    model = hf.linearize(MAKERS["llama"](), "linear")
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model type `unrolled-linearized`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == "llama"  # by which the rest of transformers goes
+    assert pickle.loads(pickle.dumps(model.config)).to_dict() == model.config.to_dict()
+    again = hf.load_linearized(tmp_path)
+    again.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["model_type"], written["linearized_model_type"]) == ("unrolled-linearized", "llama")
+    written["model_type"] = "llama"  # as it was written once
+    del written["linearized_model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert not hasattr(hf.load_linearized(tmp_path).config, "linearized_model_type")
 
 
 def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path):

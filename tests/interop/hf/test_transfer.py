@@ -177,6 +177,27 @@ def test_the_run_of_another_model_is_not_resumed(teacher, data, tmp_path):
         finetune(other, data, config, tmp_path, progress=False)
 
 
+def test_losses_of_another_recipe_are_not_taken_for_its_own(teacher, data, tmp_path):
+    found = {}
+    for name in ("linear", "window", "linear"):
+        recipe = Recipe(attention=name, options={}, transfer=None, finetune=None)
+        _, losses = train_linearized(teacher, data, recipe, tmp_path)
+        assert found.setdefault(name, losses) == losses
+        assert json.loads((tmp_path / "linearize.json").read_text()) == losses
+    assert found["linear"]["before"] == found["window"]["before"]
+    assert found["linear"]["right after"] != found["window"]["right after"]
+
+
+def test_the_model_is_not_written_over_itself(folder):
+    before = (folder / "config.json").read_text()
+    made = CliRunner().invoke(
+        app, ["linearize", str(folder), str(folder), "--data", str(folder / "text.txt")]
+    )
+    assert made.exit_code == 2
+    assert "is the model's own folder" in made.output
+    assert (folder / "config.json").read_text() == before
+
+
 def test_the_command_does_it_all_and_can_be_run_again(folder, tmp_path):
     command = ["linearize", str(folder), str(tmp_path), "--data", str(folder / "text.txt")]
     command += ["--length", "32", "--batch-size", "4", "--transfer-steps", "10", "--finetune-steps", "10"]

@@ -15,7 +15,13 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -26,6 +32,7 @@ from unrolled.interop.hf.linearized_attention import LinearizedAttention
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 RECORD = "unrolled_attention"
+MODEL_TYPE, ORIGINAL_TYPE = "unrolled-linearized", "linearized_model_type"
 PADDING_ONLY = "unrolled"  # our name among transformers' implementations of attention
 
 
@@ -40,7 +47,8 @@ def linearize(
 
     A causal model with a recurrent mechanism then generates from states, in a `StateCache`: a layer that was
     replaced has a `StateLayer`, one that was kept the growing cache of transformers. `save_pretrained` writes
-    into the config what was done; read it back by `load_linearized`, since other loaders do not know of it.
+    into the config what was done; read it back by `load_linearized`. The `model_type` written is one that
+    transformers does not know, so that its Auto classes refuse the folder rather than make a softmax model.
 
     Args:
         model: a model whose attention is softmax attention, or was so far, in the layers to be replaced.
@@ -113,17 +121,23 @@ def load_linearized(path: str | Path) -> Any:
     """
     folder = _folder(path)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        said, _ = PreTrainedConfig.get_config_dict(folder)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not the folder of a model of transformers: {error}") from error
-    record = getattr(config, RECORD, None)
+    if "model_type" not in said:
+        raise ValueError(f"{path} is not the folder of a model of transformers: it has no config of one")
+    record = said.pop(RECORD, None)
     if not record:
         raise ValueError(f"{path} was not linearized: read it by from_pretrained")
-    [architecture] = config.architectures or [None]
+    original = said.pop(ORIGINAL_TYPE, said["model_type"])
+    if original not in CONFIG_MAPPING:
+        raise ValueError(f"{path} is of the type {original!r}, which transformers has not")
+    config = CONFIG_MAPPING[original].from_dict(said | {"model_type": original})
+    architectures: list[Any] = config.architectures or [None]
+    [architecture] = architectures
     kind = getattr(transformers, architecture or "", None)
     if kind is None:
         raise ValueError(f"{path} is of the class {architecture!r}, which transformers has not")
-    setattr(config, RECORD, None)
     model = kind._from_config(config, dtype=config.dtype)
     for i, done in record.items():
         linearize(model, done["attention"], [int(i)], **done["options"])
@@ -161,10 +175,36 @@ def _chosen(found: list[tuple[str, nn.Module]], layers: list[int] | None) -> lis
 def _own_config(model: PreTrainedModel) -> None:
     """Give the model a config of its own: other models may have been made from the same object."""
     shared, own = model.config, copy.deepcopy(model.config)
+    kind: Any = type(own)
+    own.__class__ = _recording(kind)
     modules: list[Any] = list(model.modules())
     for module in modules:
         if getattr(module, "config", None) is shared:
             module.config = own
+
+
+class _Recording:
+    """What a config of a linearized model says of itself in a file: that it is another type of model."""
+
+    model_type: str
+
+    def to_dict(self) -> dict[str, Any]:
+        said: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # of the config beside this class
+        return said | {"model_type": MODEL_TYPE, ORIGINAL_TYPE: self.model_type}
+
+    def __reduce__(self) -> Any:  # its class has no name that pickle could find, as when a process is spawned
+        return _restored, (type(self).__bases__[1], self.__dict__)
+
+
+@cache
+def _recording(kind: type[Any]) -> type[Any]:
+    return kind if issubclass(kind, _Recording) else type(kind.__name__, (_Recording, kind), {})
+
+
+def _restored(kind: Any, values: dict[str, Any]) -> Any:
+    config = kind.__new__(_recording(kind))
+    config.__dict__.update(values)
+    return config
 
 
 def _prepare_masks(model: PreTrainedModel) -> None:

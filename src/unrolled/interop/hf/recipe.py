@@ -3,23 +3,25 @@
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
 from unrolled.models.saving import write_atomically
 from unrolled.training import TrainConfig
+from unrolled.training.checkpoint import fingerprint
 from unrolled.training.evaluation import evaluate
 from unrolled.training.interfaces import TrainingData
 
 LOSSES_FILE = "linearize.json"
+EVALUATED_FILE = "evaluated.json"  # what each of the losses is the loss of
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,14 @@ def run(
     Raises:
         ValueError: the model cannot be read or linearized, or the files are too short.
     """
+    if Path(path).resolve() == out.resolve():
+        raise ValueError(f"{out} is the model's own folder: name another one to write")
+    try:
+        said, _ = PreTrainedConfig.get_config_dict(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no model of transformers that can be read: {error}") from error
+    if said.get(RECORD):
+        raise ValueError(f"{path} was linearized before: give the model that it was made from")
     try:
         teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -69,8 +79,6 @@ def run(
         raise ValueError(
             f"{path} is no causal language model with a tokenizer that can be read: {error}"
         ) from error
-    if getattr(teacher.config, RECORD, None):
-        raise ValueError(f"{path} was linearized before: give the model that it was made from")
     data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
     model, losses = train_linearized(teacher, data, recipe, out, resume=resume)
     model.save_pretrained(out)
@@ -87,13 +95,20 @@ def train_linearized(
     """
     out.mkdir(parents=True, exist_ok=True)
     settings = recipe.finetune or recipe.transfer or TrainConfig()
-    known = _known(out) if resume else {}
+    known, evaluated = (_known(out / name) if resume else {} for name in (LOSSES_FILE, EVALUATED_FILE))
+    losses: dict[str, float] = {}
+    batch = next(iter(data.eval_batches(settings.batch_size)), None)
+    texts = None if batch is None else fingerprint(batch.inputs, batch.targets)
 
     def note(name: str, model: Any) -> None:
-        if name not in known:
-            known[name] = evaluate(LanguageModel(model), data, settings)
-            content = json.dumps(known, indent=1).encode() + b"\n"
-            write_atomically(out / LOSSES_FILE, partial(Path.write_bytes, data=content))
+        judged = LanguageModel(model)
+        of = json.loads(json.dumps([asdict(judged.config), texts, settings.eval_batches]))
+        same = name in known and evaluated.get(name) == of
+        losses[name] = known[name] if same else evaluate(judged, data, settings)
+        evaluated[name] = of
+        for file, values in ((LOSSES_FILE, losses), (EVALUATED_FILE, evaluated)):
+            content = json.dumps(values, indent=1).encode() + b"\n"
+            write_atomically(out / file, partial(Path.write_bytes, data=content))
 
     note("before", teacher)
     with torch.random.fork_rng(devices=[]):
@@ -110,10 +125,9 @@ def train_linearized(
         if result.steps < recipe.finetune.steps:
             raise KeyboardInterrupt
         note("finetune", model)
-    return model.eval(), known
+    return model.eval(), losses
 
 
-def _known(out: Path) -> dict[str, float]:
-    """Read the losses that an interrupted run has found."""
-    file = out / LOSSES_FILE
+def _known(file: Path) -> dict[str, Any]:
+    """Read what an interrupted run has found."""
     return json.loads(file.read_text()) if file.exists() else {}

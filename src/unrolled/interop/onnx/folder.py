@@ -8,6 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from unrolled.contract import UnsupportedError
+from unrolled.generation import generate
+from unrolled.generation.engine import Recurrent
 from unrolled.interop.onnx import manifest as _manifest
 from unrolled.interop.onnx.manifest import Manifest, Probe, describe_file
 from unrolled.interop.onnx.write import probe_names, quantized, to_onnx
@@ -48,16 +51,27 @@ def export(
     Raises:
         UnsupportedError: a mechanism that is no recurrence, an opset that cannot be written, a model that is
             not fp32, or for which there is no fused graph.
-        ValueError: `sampling` has an unknown argument.
+        ValueError: `sampling` has an unknown argument, or one that is out of range.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """
     if unknown := set(sampling or {}) - set(_manifest.SAMPLING):
         raise ValueError(f"sampling has {sorted(unknown)}, wanted some of {list(_manifest.SAMPLING)}")
+    recurrent = isinstance(model, Recurrent)
+    if not recurrent:
+        raise UnsupportedError(
+            f"{type(model).__name__} is no recurrence: it has not init_state, prefill and step"
+        )
+    generate(model, [], 0, **(sampling or {}))  # refuses what it would refuse of whoever draws later
     model = deepcopy(model).cpu().eval()  # the caller's stays in its mode and on its device
     recurrence, content = to_onnx(model, opset=opset, probes=probes)
     contents = {"plain": content}
     if fused:
-        contents["fused"] = to_onnx(model, opset=opset, fused=True, probes=probes)[1]
+        same, contents["fused"] = to_onnx(model, opset=opset, fused=True, probes=probes)
+        if same.length != recurrence.length:  # one manifest describes both
+            raise UnsupportedError(
+                f"the fused graph reads {same.length} token a call where the plain one reads "
+                f"{recurrence.length}; export the plain graph alone"
+            )
     if int8:
         contents["int8"] = quantized(content)
     config = model.config

@@ -30,6 +30,7 @@ def portable() -> Forms:
     return {
         _linear._operator._opoverload: linear_attention,
         _window._operator._opoverload: window_attention,
+        torch.ops.aten.copysign.Tensor: copysign,
     }
 
 
@@ -155,6 +156,11 @@ def window_attention(
     o = weights @ _per_query_head(v, share)
     lse = scores.logsumexp(-1)
     return o.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def copysign(x: Tensor, sign: Tensor) -> Tensor:
+    """Compute what `torch.copysign` does; the reciprocal tells -0 from 0."""
+    return torch.where((sign < 0) | (sign.reciprocal() < 0), -x.abs(), x.abs())
 
 
 def _recurrence_only(

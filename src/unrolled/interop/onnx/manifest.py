@@ -115,12 +115,25 @@ class Manifest:
                 Probe(probe["name"], probe["layer"], tuple(probe["shape"][2:])) for probe in values["probes"]
             ]
             manifest = cls(**values)
-            agree = inputs == manifest.inputs and outputs[: len(inputs)] == manifest.outputs
-            if not agree or not all(isinstance(x["sha256"], str) for x in manifest.entries().values()):
+            if inputs != manifest.inputs or outputs[: len(inputs)] != manifest.outputs:
                 raise ValueError("its inputs and outputs are not those of its state")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            manifest._check()
+        except (LookupError, ValueError, AttributeError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         return manifest
+
+    def _check(self) -> None:
+        """Refuse what a file cannot have said, before it surprises whoever goes by it."""
+        bound = self.max_positions
+        if not isinstance(self.vocab_size, int) or not (bound is None or isinstance(bound, int)):
+            raise ValueError("vocab_size or max_positions is no number")
+        for name, entry in self.entries().items():
+            if not (isinstance(name, str) and isinstance(entry["sha256"], str) and entry["bytes"] >= 0):
+                raise ValueError(f"it does not say the size and hash of {name!r}")
+        for leaf in self.state:
+            leaf.initial(1)
+            if leaf.growing_axis is not None and leaf.shape[leaf.growing_axis - 1] != 0:
+                raise ValueError(f"the growing axis of {leaf.name} is not empty at first")
 
     def entries(self) -> dict[str, dict[str, Any]]:
         """Sizes and hashes of all files, by their paths."""

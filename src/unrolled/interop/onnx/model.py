@@ -55,7 +55,7 @@ class ExportedModel(ABC):
     def prefill(
         self, tokens: Tensor, state: Any, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Read tokens [B, T], T of at least 1, after those that `state` has read.
+        """Read tokens [B, T], B and T of at least 1, after those that `state` has read.
 
         With a `key_padding_mask` [B, T] (True = padding), each row is read by itself without its padding,
         where its logits mean nothing.
@@ -70,8 +70,8 @@ class ExportedModel(ABC):
         """
         check_ids("tokens", tokens, self.config.vocab_size + self.config.start_token)
         self._check_state(state, tokens.shape[0])
-        if tokens.shape[1] < 1:
-            raise ValueError(f"tokens has the shape {list(tokens.shape)}, wanted at least one token")
+        if tokens.numel() < 1:
+            raise ValueError(f"tokens has the shape {list(tokens.shape)}, wanted at least one token and row")
         if key_padding_mask is None:
             return self._read(tokens, state)
         check_key_padding_mask(key_padding_mask, *tokens.shape)
@@ -174,8 +174,15 @@ def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxM
         raise ValueError(f"threads is {threads}, but must be at least 1")
     for name in manifest.files:
         manifest.read(folder, name)
-    content = manifest.read(folder, manifest.graphs[graph]["file"])
-    return OnnxModel(manifest, open_session(content, threads))
+    file = manifest.graphs[graph]["file"]
+    session = open_session(manifest.read(folder, file), threads)
+    shapes = {x.name: len(x.shape) for x in session.get_inputs()}
+    wanted = {"tokens": 2} | {leaf.name: 1 + len(leaf.shape) for leaf in manifest.state}
+    if shapes != wanted or not {x.name for x in session.get_outputs()}.issuperset(manifest.outputs):
+        raise ValueError(
+            f"{folder / file} has other inputs or outputs than its manifest: they are of two models"
+        )
+    return OnnxModel(manifest, session)
 
 
 def open_session(content: bytes, threads: int = 1) -> Any:

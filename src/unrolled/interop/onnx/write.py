@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.onnx import forms
@@ -52,11 +53,24 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
                 "the fused graph is for linear attention, which this model has none of; use the plain one"
             )
         return recurrence, content
-    lines = re.sub("\x1b\\[\\d+m", "", str(reasons[-1])).splitlines()  # the exporter colours what it says
-    reason = lines[0][:200] if lines else type(reasons[-1]).__name__
     raise UnsupportedError(
-        f"this model cannot be written as a graph ({reason}); linear, window and softmax attention can"
+        f"this model cannot be written as a graph: {_why(reasons[-1])}; "
+        "linear, window and softmax attention can"
     ) from reasons[-1]
+
+
+def _why(error: Exception) -> str:
+    """Say in a few words what torch's exporter says in many."""
+    said = re.sub("\x1b\\[\\d+m", "", str(error))  # it colours what it says
+    if missing := re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", said):
+        return f"ONNX has no operator for {missing[1]}"
+    if "Constraints violated" in said:
+        return "what it computes depends on how many tokens were read"
+    if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in said:
+        return "what it computes depends on the tokens' values"
+    if isinstance(error, DisagreementError):
+        return said
+    return (said.splitlines() or [""])[0][:200].rstrip(" .") or type(error).__name__
 
 
 @torch.no_grad()
