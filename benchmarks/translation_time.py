@@ -10,36 +10,21 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unrolled import models
-from unrolled.cli.measure import WINDOW, Contender, Task, cost_per_token
-from unrolled.ops.state import nbytes
+from unrolled.cli.measure import Contender, cost_per_token, stepping
 
 POSITIONS = (16, 64, 256, 1024, 4096)
 SOURCE = 16
 
 
-def translating(model: Any) -> Contender:
-    generator = torch.Generator().manual_seed(0)
-    source = torch.randint(model.config.vocab_size, (1, SOURCE), generator=generator)
-
-    def prepare(position: int) -> Task:
-        tokens = torch.randint(model.config.vocab_size, (1, position + WINDOW), generator=generator)
-        _, start = model.prefill(tokens[:, :position], model.init_state(source))
-
-        def run() -> Tensor:
-            state = start
-            for token in tokens[:, position:].unbind(1):
-                logits, state = model.step(token, state)
-            return logits
-
-        return Task(run, WINDOW, nbytes(start))
-
-    return prepare
+def translating(path: str) -> Contender:
+    model: Any = models.load(path).eval()
+    source = torch.randint(model.config.vocab_size, (1, SOURCE), generator=torch.Generator().manual_seed(0))
+    return stepping(model, lambda: model.init_state(source))
 
 
-contenders = {path: (translating(models.load(path).eval()), POSITIONS) for path in sys.argv[1:]}
+contenders = {path: (translating(path), POSITIONS) for path in sys.argv[1:]}
 costs = cost_per_token(contenders, repeats=15)
 print("| after tokens | " + " | ".join(f"{path}: ms, state" for path in costs) + " |")
 print("| ---: " * (len(costs) + 1) + "|")

@@ -70,17 +70,21 @@ def linear_and_softmax(
     return cost_per_token(contenders, repeats=repeats, on_run=on_run)
 
 
-def stepping(model: Decoder) -> Contender:
+def stepping(model: Any, begin: Callable[[], Any] | None = None) -> Contender:
     """Decode one sequence as a recurrence; the bytes are those of the state.
 
     A state is never changed, so every repeat sets out from the same one.
+
+    Args:
+        model: has `init_state`, `prefill` and `step`.
+        begin: gives the state before the first token; by default `model.init_state(1)`.
     """
 
     def prepare(position: int) -> Task:
         tokens = random_tokens(model, position + WINDOW)
-        _, start = model.prefill(tokens[:, :position], model.init_state(1))
+        _, start = model.prefill(tokens[:, :position], begin() if begin else model.init_state(1))
 
-        def run() -> Tensor:
+        def run() -> Any:
             state = start
             for token in tokens[:, position:].unbind(1):
                 logits, state = model.step(token, state)
@@ -215,7 +219,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def random_tokens(model: Decoder, length: int, batch: int = 1) -> Tensor:
+def random_tokens(model: Any, length: int, batch: int = 1) -> Tensor:
     """Draw tokens `[batch, length]` for a model, the same ones every time, on its device."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
