@@ -86,7 +86,7 @@ def test_refuses_other_data(stopped):
 
 
 def test_a_field_of_the_model_that_an_old_checkpoint_lacks_counts_with_its_default():
-    before, now = {"model": {"d_model": 8}}, {"model": {"d_model": 8, "norm_eps": 1e-5, "n_segments": 0}}
+    before, now = {"model": {"d_model": 8}}, {"model": {"d_model": 8, "norm_eps": 1e-5, "reversible": False}}
     checkpoint._check_identity(Path("last"), before, now, frozenset())
     now["model"]["norm_eps"] = 1e-3
     with pytest.raises(ValueError, match=r"model\.norm_eps was 1e-05 and is now 0\.001"):

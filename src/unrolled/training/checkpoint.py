@@ -27,7 +27,7 @@ from unrolled.training.interfaces import Trainable
 from unrolled.training.optim import Schedule, ScheduleState
 
 JSON_KEY = "unrolled.training"
-NEWER_OF_MODELS = {"norm_eps": 1e-5, "n_segments": 0, "embedding_norm": False}
+NEWER_OF_MODELS = {"reversible": False, "norm_eps": 1e-5, "n_segments": 0, "embedding_norm": False}
 """Fields of models' configs that the first checkpoints do not have, with what they were made with."""
 START_OVER = "(to start over: resume=False, or --fresh)"
 
