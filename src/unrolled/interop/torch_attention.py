@@ -132,8 +132,8 @@ class MultiheadAttention(nn.Module):
         """Attend from `query` to `key` and `value`, as torch's `forward` does: outputs, and weights or None.
 
         `is_causal` says that `attn_mask` is the causal mask: with `causal=True` the mask is not looked at.
-        Queries are taken to be of the same sequence as the keys where `query is key`. The keys that `add_bias_kv`
-        and `add_zero_attn` put in are read by every query; torch's hides them with `is_causal` and no weights.
+        Queries are taken to be of the same sequence as the keys where `query is key`. Every query reads the
+        keys that `add_bias_kv` and `add_zero_attn` put in; torch hides them with `is_causal` and no weights.
 
         Raises:
             ValueError: inputs of another shape.
