@@ -32,6 +32,14 @@ def copy_norm(ours: Any, theirs: Any) -> None:
     _fill(ours.bias, torch.zeros_like(ours.bias) if theirs.bias is None else theirs.bias)
 
 
+def copy_norms_and_feed_forward(block: Any, layer: Any) -> None:
+    """Copy all but the attention of an encoder layer that names its parts as torch's does into a block."""
+    copy_norm(block.attention_norm, layer.norm1)
+    copy_norm(block.ff_norm, layer.norm2)
+    copy_linear(block.ff.up, layer.linear1)
+    copy_linear(block.ff.down, layer.linear2)
+
+
 @torch.no_grad()
 def copy_rows(ours: Any, rows: torch.Tensor) -> None:
     """Fill an embedding table."""

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import copy_last_norm, copy_linear, copy_norm
+from unrolled.interop.copying import copy_last_norm, copy_linear, copy_norms_and_feed_forward
 from unrolled.models.blocks import Stack
 from unrolled.models.config import TransformerConfig
 
@@ -80,10 +80,7 @@ def from_fast_transformers(encoder: Any, *, causal: bool) -> Stack:
         q, k, v = theirs.query_projection, theirs.key_projection, theirs.value_projection
         copy_linear(block.attention.qkv_proj, q, k, v)
         copy_linear(block.attention.out_proj, theirs.out_projection)
-        copy_norm(block.attention_norm, layer.norm1)
-        copy_norm(block.ff_norm, layer.norm2)
-        copy_linear(block.ff.up, layer.linear1)
-        copy_linear(block.ff.down, layer.linear2)
+        copy_norms_and_feed_forward(block, layer)
     if encoder.norm is not None:
         stack.norm = copy_last_norm(encoder.norm, like)
     return stack.train(encoder.training)

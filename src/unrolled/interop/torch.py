@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import copy_last_norm, copy_linear, copy_norm
+from unrolled.interop.copying import copy_last_norm, copy_linear, copy_norms_and_feed_forward
 from unrolled.interop.torch_attention import MultiheadAttention
 from unrolled.models.blocks import Stack
 from unrolled.models.config import TransformerConfig
@@ -66,10 +66,7 @@ def from_transformer_encoder(
     for block, layer in zip(list[Any](stack.blocks), layers, strict=True):
         copy_linear(block.attention.qkv_proj, _Rows(layer.self_attn))
         copy_linear(block.attention.out_proj, layer.self_attn.out_proj)
-        copy_norm(block.attention_norm, layer.norm1)
-        copy_norm(block.ff_norm, layer.norm2)
-        copy_linear(block.ff.up, layer.linear1)
-        copy_linear(block.ff.down, layer.linear2)
+        copy_norms_and_feed_forward(block, layer)
     if encoder.norm is not None:
         stack.norm = copy_last_norm(encoder.norm, like)
     return stack.train(encoder.training)
