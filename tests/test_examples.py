@@ -8,7 +8,14 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+NEEDS_NPM = "web_page.py"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.web] * (path.name == NEEDS_NPM)) for path in EXAMPLES],
+    ids=lambda path: path.name,
+)
 def test_example(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(path), run_name="__main__")

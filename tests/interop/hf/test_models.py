@@ -8,6 +8,7 @@ import torch
 from hf_models import SMALL, make, prompts
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -16,7 +17,7 @@ from transformers import (
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
-from unrolled.models import DecoderConfig
+from unrolled.models import Decoder, DecoderConfig
 
 CLASSES = {
     hf.UnrolledForCausalLM: AutoModelForCausalLM,
@@ -61,6 +62,54 @@ def test_a_saved_model_comes_back(kind, name, fields, ids, tmp_path):
     assert type(config) is hf.UnrolledConfig
     assert same_weights(kind(config).double(), kind(config).double()) is False  # drawn, not read
     assert CLASSES[kind].from_config(config).state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", [*CLASSES, hf.UnrolledModel], ids=lambda kind: kind.__name__)
+def test_a_bare_model_is_any_of_them_without_its_head(kind, ids, tmp_path):
+    model = make("softmax", kind, head_hidden="gelu" if kind is hf.UnrolledForMaskedLM else None)
+    model.save_pretrained(tmp_path)
+    bare = AutoModel.from_pretrained(tmp_path)
+    assert type(bare) is hf.UnrolledModel
+    assert not [name for name in bare.state_dict() if ".head" in name]
+    inside, padding = model.model, MASK == 0
+    found = bare(ids, attention_mask=MASK).last_hidden_state
+    if kind is hf.UnrolledForCausalLM:
+        found = inside.head(found)
+    read = inside if isinstance(inside, Decoder) else inside.encode
+    assert torch.equal(found[~padding], read(ids, key_padding_mask=padding)[~padding])
+    bare.save_pretrained(tmp_path / "bare")
+    again = AutoModel.from_pretrained(tmp_path / "bare")
+    assert same_weights(again, bare)
+    assert type(again.model) is type(bare.model)
+
+
+def test_a_bare_decoder_goes_on_from_a_cache_and_gets_a_new_head(ids, tmp_path):
+    model = AutoModel.from_config(make().config).double().eval()
+    whole = model(ids, attention_mask=MASK)
+    assert whole.past_key_values.get_seq_length() == ids.shape[1]
+    cache = hf.StateCache()
+    parts = [
+        model(ids[:, a:b], attention_mask=MASK[:, :b], past_key_values=cache, return_dict=False)[0]
+        for a, b in ((0, 3), (3, 4), (4, 7))
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1)[MASK == 1], whole.last_hidden_state[MASK == 1])
+    assert model(ids, use_cache=False).past_key_values is None
+    model.save_pretrained(tmp_path)
+    with_head = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(with_head.model.embedding.weight, model.model.embedding.weight)
+    assert 0.005 < with_head.model.head.project.weight.std() < 0.05
+
+
+def test_a_bare_model_refuses_what_it_does_not_have(ids):
+    encoder = hf.UnrolledModel(hf.UnrolledConfig(**SMALL, n_segments=2, is_decoder=False))
+    assert encoder(ids, token_type_ids=torch.ones_like(ids)).past_key_values is None
+    with pytest.raises(UnsupportedError, match="an encoder has no cache"):
+        encoder(ids, past_key_values=hf.StateCache())
+    decoder = hf.UnrolledModel(hf.UnrolledConfig(**SMALL))
+    with pytest.raises(UnsupportedError, match="a decoder has no segments"):
+        decoder(ids, token_type_ids=torch.ones_like(ids))
+    with pytest.raises(UnsupportedError, match="left its decoder's output layer behind"):
+        hf.from_transformers(decoder)
 
 
 def test_random_features_drawn_by_a_generator_come_back(ids, tmp_path):

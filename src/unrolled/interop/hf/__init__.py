@@ -8,6 +8,7 @@ this library with such an effect.
 try:
     from transformers import (
         AutoConfig,
+        AutoModel,
         AutoModelForCausalLM,
         AutoModelForMaskedLM,
         AutoModelForSequenceClassification,
@@ -27,6 +28,7 @@ from unrolled.interop.hf.convert import (
 )
 from unrolled.interop.hf.linearize import linearize, load_linearized, new_parameters, state_cache
 from unrolled.interop.hf.masked_lm import UnrolledForMaskedLM
+from unrolled.interop.hf.model import UnrolledModel
 from unrolled.interop.hf.sequence_classification import UnrolledForSequenceClassification
 from unrolled.interop.hf.weights import import_weights
 
@@ -37,6 +39,7 @@ __all__ = [
     "UnrolledForCausalLM",
     "UnrolledForMaskedLM",
     "UnrolledForSequenceClassification",
+    "UnrolledModel",
     "character_tokenizer",
     "from_transformers",
     "import_weights",
@@ -50,6 +53,7 @@ __all__ = [
 ]
 
 AutoConfig.register(UnrolledConfig.model_type, UnrolledConfig, exist_ok=True)
+AutoModel.register(UnrolledConfig, UnrolledModel, exist_ok=True)
 AutoModelForCausalLM.register(UnrolledConfig, UnrolledForCausalLM, exist_ok=True)
 AutoModelForMaskedLM.register(UnrolledConfig, UnrolledForMaskedLM, exist_ok=True)
 AutoModelForSequenceClassification.register(UnrolledConfig, UnrolledForSequenceClassification, exist_ok=True)

@@ -1,6 +1,5 @@
 """`UnrolledForCausalLM`: a decoder that transformers can train and generate from."""
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,21 +8,14 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from unrolled.contract import IGNORED
-from unrolled.interop.hf._model import (
-    UnrolledPreTrainedModel,
-    key_padding_mask,
-    n_targets,
-    refuse_others,
-    without_padding,
-)
-from unrolled.interop.hf.cache import StateCache, StateLayer
+from unrolled.interop.hf._model import UnrolledPreTrainedModel, n_targets, refuse_others
+from unrolled.interop.hf._reading import ReadsTokens
+from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, DecoderState
-from unrolled.models.checks import check_ids
-from unrolled.ops.state import leaves
 
 
-class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """A `Decoder` for transformers: `generate`, pipelines, `Trainer`, `save_pretrained`.
 
     Its cache is a `StateCache` of one `StateLayer`, which holds the state of the whole decoder. Where the
@@ -42,6 +34,7 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
 
     @staticmethod
     def _make(config: UnrolledConfig) -> Decoder:
+        config.is_decoder = True
         return Decoder(config.decoder_config())
 
     def forward(
@@ -76,23 +69,15 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             ValueError: the cache is of another model or batch, or a mask or token is impossible.
         """
         refuse_others(others)
-        cache = self._cache(past_key_values)
-        if use_cache is None:
-            use_cache = cache is not None or (self.config.use_cache and labels is None)
-        if use_cache and cache is None:
-            cache = StateCache()
-        seen = 0 if cache is None else cache.get_seq_length()
-        padding = key_padding_mask(attention_mask, input_ids, seen)
-        padding = self._or_pad_token(padding, input_ids)
-        tokens = without_padding(input_ids, padding)
-        if cache is None:
-            logits = self.model(tokens, key_padding_mask=padding)
-        else:
-            logits = self._read(tokens, cache.layers[0], padding)
-        loss = None if labels is None else self._loss(logits, labels, padding, num_items_in_batch)
-        output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=cache if use_cache else None
+        logits, padding, cache = self._run(
+            input_ids,
+            attention_mask,
+            past_key_values,
+            use_cache,
+            otherwise=self.config.use_cache and labels is None,
         )
+        loss = None if labels is None else self._loss(logits, labels, padding, num_items_in_batch)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
@@ -125,17 +110,6 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             kwargs["past_key_values"] = cache
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
-    @cached_property
-    def _state_sizes(self) -> dict[str, tuple[int, ...] | int]:
-        """By name, the sizes of the tensors of a state without the batch; how many, where the state grows."""
-        blocks: Any = self.model.stack.blocks
-        growing = [block.attention.supports.recurrence != "constant" for block in blocks]
-        found = leaves(self.model.init_state(1))
-        return {
-            name: x.dim() if name != "position" and growing[int(name.split(".")[1])] else tuple(x.shape[1:])
-            for name, x in found.items()
-        }
-
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # neither one of its keys and values, nor any other of transformers
@@ -150,34 +124,8 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
             model_kwargs.setdefault("past_key_values", StateCache())
         return done
 
-    def _cache(self, given: Any) -> StateCache | None:
-        if isinstance(given, DecoderState):
-            given = StateCache.of(given, int(given.position.max()) if len(given.position) else 0)
-        if given is None:
-            return None
-        if not isinstance(given, StateCache) or [*map(type, given.layers)] != [StateLayer]:
-            raise ValueError(
-                f"past_key_values is a {type(given).__name__}, wanted a StateCache of one StateLayer, "
-                "or a DecoderState"
-            )
-        if given.layers[0].state is not None:
-            self._check_state(given.layers[0].state)
-        return given
-
-    def _check_state(self, state: Any) -> None:
-        """Refuse a state of another model, as far as sizes tell; the batch is checked elsewhere."""
-        found = leaves(state) if isinstance(state, DecoderState) else {}
-        wanted = self._state_sizes
-        if found.keys() != wanted.keys() or any(
-            (x.dim() if isinstance(wanted[name], int) else tuple(x.shape[1:])) != wanted[name]
-            for name, x in found.items()
-        ):
-            raise ValueError(
-                "past_key_values holds a state of another model: its tensors have other names or sizes than "
-                "those of this one's init_state"
-            )
-
-    def _or_pad_token(self, padding: Tensor | None, input_ids: Tensor) -> Tensor | None:
+    def _padding(self, attention_mask: Tensor | None, input_ids: Tensor, seen: int) -> Tensor | None:
+        padding = super()._padding(attention_mask, input_ids, seen)
         pad = self.generation_config.pad_token_id
         if not isinstance(pad, int) or 0 <= pad < self.model.n_ids:
             return padding
@@ -185,17 +133,6 @@ class UnrolledForCausalLM(UnrolledPreTrainedModel, GenerationMixin):  # type: ig
         if not also.any():
             return padding
         return also if padding is None else also | padding
-
-    def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
-        state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
-        if tokens.shape[1] == 1 and padding is None:
-            check_ids("input_ids", tokens, self.model.n_ids)  # `step` leaves that to its caller
-            logits, state = self.model.step(tokens[:, 0], state)
-            logits = logits.unsqueeze(1)
-        else:
-            logits, state = self.model.prefill(tokens, state, key_padding_mask=padding)
-        layer.put(state, tokens.shape[1])
-        return logits
 
     def _loss(
         self, logits: Tensor, labels: Tensor, padding: Tensor | None, num_items_in_batch: Tensor | int | None

@@ -38,6 +38,8 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
 
     Args:
         use_cache: return the state after a forward that asks for neither: only where there are no labels.
+        is_decoder: whether an `UnrolledModel` of this config is a decoder or an encoder. The other classes
+            know what they are, and set it.
         fields: those fields, and those that transformers gives to any config, such as `id2label`.
 
     Raises:
@@ -61,7 +63,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
     max_length: int = TransformerConfig.max_length  # declared, or it would be refused as such an attribute
     __eq__ = PreTrainedConfig.__eq__
 
-    def __init__(self, *, use_cache: bool = True, **given: Any) -> None:
+    def __init__(self, *, use_cache: bool = True, is_decoder: bool = True, **given: Any) -> None:
         ours = _fields_of_both()
         values = {name: _default(field) for name, field in ours.items()}
         theirs: dict[str, Any] = {}
@@ -91,6 +93,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
             del theirs["num_labels"]  # None stands for the default
         super().__init__(**theirs)
         self.use_cache = use_cache
+        self.is_decoder = is_decoder
         for name, value in values.items():
             setattr(self, name, getattr(checked, name) if name in common else value)
 
@@ -103,7 +106,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         return DecoderConfig(**self._of(DecoderConfig))
 
     def encoder_config(self, output: str) -> EncoderConfig:
-        """The config of the `Encoder` of this size with an `output`, "classification" or "masked".
+        """The config of the `Encoder` of this size with an `output`: "classification", "masked" or "hidden".
 
         Raises:
             ValueError: a field is impossible.
@@ -111,6 +114,8 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         values = self._of(EncoderConfig) | {"output": output}
         values["n_classes"] = self.num_labels if output == "classification" else None
         values["tie_embeddings"] = self.tie_embeddings and output == "masked"
+        if output == "hidden":
+            values |= {"head_hidden": None, "output_bias": None}
         return EncoderConfig(**values)
 
     def _of(self, kind: type[Any]) -> dict[str, Any]:

@@ -15,21 +15,26 @@ from unrolled.interop.hf._model import UnrolledPreTrainedModel
 from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
 from unrolled.interop.hf.config import BY_CLASS, UnrolledConfig
 from unrolled.interop.hf.masked_lm import UnrolledForMaskedLM
+from unrolled.interop.hf.model import UnrolledModel
 from unrolled.interop.hf.sequence_classification import UnrolledForSequenceClassification
 from unrolled.models import Decoder, Encoder
 from unrolled.models.saving import SavedModel
 
 END = "<|end|>"
-CLASSES = (UnrolledForCausalLM, UnrolledForMaskedLM, UnrolledForSequenceClassification)
-ENCODERS = {"classification": UnrolledForSequenceClassification, "masked": UnrolledForMaskedLM}
+CLASSES = (UnrolledForCausalLM, UnrolledForMaskedLM, UnrolledForSequenceClassification, UnrolledModel)
+ENCODERS = {
+    "classification": UnrolledForSequenceClassification,
+    "masked": UnrolledForMaskedLM,
+    "hidden": UnrolledModel,
+}
 
 
 def to_transformers(model: SavedModel) -> UnrolledPreTrainedModel:
     """Make a model of transformers with a copy of the weights of a `Decoder` or `Encoder`.
 
     Returns:
-        `UnrolledForCausalLM` for a decoder; for an encoder `UnrolledForSequenceClassification` or
-        `UnrolledForMaskedLM`, as its output says.
+        `UnrolledForCausalLM` for a decoder; for an encoder `UnrolledForSequenceClassification`,
+        `UnrolledForMaskedLM` or `UnrolledModel`, as its output says.
 
     Raises:
         UnsupportedError: it is another model, or an encoder of continuous inputs or with output "tokens".
@@ -47,7 +52,7 @@ def to_transformers(model: SavedModel) -> UnrolledPreTrainedModel:
                 f"no class for transformers; use one of tokens, with output {' or '.join(ENCODERS)}, instead"
             )
         kind = ENCODERS[model.config.output]
-    converted = kind(UnrolledConfig(**values))
+    converted = kind(UnrolledConfig(**values, is_decoder=isinstance(model, Decoder)))
     converted.model = deepcopy(model)
     converted.config.dtype = next(model.parameters()).dtype
     converted.train(model.training)
@@ -60,11 +65,15 @@ def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
     """Make a `Decoder` or `Encoder` with a copy of the weights of one of our classes for transformers.
 
     Raises:
-        UnsupportedError: it is a model of another class.
+        UnsupportedError: it is a model of another class, or a decoder without its output layer.
     """
     if not isinstance(model, UnrolledPreTrainedModel):
         raise UnsupportedError(
             f"a {type(model).__name__} holds no model of this library; use one of its own classes instead"
+        )
+    if isinstance(model, UnrolledModel) and model.config.is_decoder:
+        raise UnsupportedError(
+            "an UnrolledModel has left its decoder's output layer behind; use an UnrolledForCausalLM instead"
         )
     return deepcopy(model.model)
 

@@ -24,6 +24,7 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
 
     @staticmethod
     def _make(config: UnrolledConfig) -> Encoder:
+        config.is_decoder = False
         return Encoder(config.encoder_config("masked"))
 
     def forward(

@@ -25,6 +25,7 @@ class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignor
 
     @staticmethod
     def _make(config: UnrolledConfig) -> Encoder:
+        config.is_decoder = False
         return Encoder(config.encoder_config("classification"))
 
     def forward(

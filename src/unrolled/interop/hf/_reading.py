@@ -1,0 +1,99 @@
+"""How the classes for transformers that hold a decoder read tokens, with a cache or without."""
+
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from unrolled.interop.hf._model import key_padding_mask, without_padding
+from unrolled.interop.hf.cache import StateCache, StateLayer
+from unrolled.models import Decoder, DecoderState
+from unrolled.models.checks import check_ids
+from unrolled.ops.state import leaves
+
+
+class ReadsTokens:
+    """Runs the decoder in the attribute `model` over a prompt, a part of one, or a token."""
+
+    model: Decoder
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any,
+        use_cache: bool | None,
+        otherwise: bool,
+    ) -> tuple[Tensor, Tensor | None, StateCache | None]:
+        """Read tokens after those of a cache.
+
+        Args:
+            input_ids, attention_mask, past_key_values, use_cache: as for the `forward` of transformers.
+            otherwise: what `use_cache` is where it and the cache are None.
+
+        Returns:
+            what the decoder puts out, [B, T, ...]; the padding [B, T], None without any; the cache, None
+            where none is wanted.
+        """
+        cache = self._cache(past_key_values)
+        if use_cache is None:
+            use_cache = cache is not None or otherwise
+        if use_cache and cache is None:
+            cache = StateCache()
+        padding = self._padding(attention_mask, input_ids, 0 if cache is None else cache.get_seq_length())
+        tokens = without_padding(input_ids, padding)
+        if cache is None:
+            return self.model(tokens, key_padding_mask=padding), padding, None
+        return self._read(tokens, cache.layers[0], padding), padding, cache if use_cache else None
+
+    def _padding(self, attention_mask: Tensor | None, input_ids: Tensor, seen: int) -> Tensor | None:
+        return key_padding_mask(attention_mask, input_ids, seen)
+
+    def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
+        state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
+        if tokens.shape[1] == 1 and padding is None:
+            check_ids("input_ids", tokens, self.model.n_ids)  # `step` leaves that to its caller
+            out, state = self.model.step(tokens[:, 0], state)
+            out = out.unsqueeze(1)
+        else:
+            out, state = self.model.prefill(tokens, state, key_padding_mask=padding)
+        layer.put(state, tokens.shape[1])
+        return out
+
+    def _cache(self, given: Any) -> StateCache | None:
+        if isinstance(given, DecoderState):
+            given = StateCache.of(given, int(given.position.max()) if len(given.position) else 0)
+        if given is None:
+            return None
+        if not isinstance(given, StateCache) or [*map(type, given.layers)] != [StateLayer]:
+            raise ValueError(
+                f"past_key_values is a {type(given).__name__}, wanted a StateCache of one StateLayer, "
+                "or a DecoderState"
+            )
+        if given.layers[0].state is not None:
+            self._check_state(given.layers[0].state)
+        return given
+
+    def _check_state(self, state: Any) -> None:
+        """Refuse a state of another model, as far as sizes tell; the batch is checked elsewhere."""
+        found = leaves(state) if isinstance(state, DecoderState) else {}
+        wanted = self._state_sizes
+        if found.keys() != wanted.keys() or any(
+            (x.dim() if isinstance(wanted[name], int) else tuple(x.shape[1:])) != wanted[name]
+            for name, x in found.items()
+        ):
+            raise ValueError(
+                "past_key_values holds a state of another model: its tensors have other names or sizes than "
+                "those of this one's init_state"
+            )
+
+    @cached_property
+    def _state_sizes(self) -> dict[str, tuple[int, ...] | int]:
+        """By name, the sizes of the tensors of a state without the batch; how many, where the state grows."""
+        blocks: Any = self.model.stack.blocks
+        growing = [block.attention.supports.recurrence != "constant" for block in blocks]
+        found = leaves(self.model.init_state(1))
+        return {
+            name: x.dim() if name != "position" and growing[int(name.split(".")[1])] else tuple(x.shape[1:])
+            for name, x in found.items()
+        }
