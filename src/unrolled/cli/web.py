@@ -11,9 +11,8 @@ import typer
 
 ADDRESS = "127.0.0.1"
 SAMPLING = {"temperature": 0.8}  # at 1 models as small as the demo's ramble
-TEXT_MODELS: dict[
-    str, dict[str, Any]
-] = {  # without a gate, linear attention learns little text in so few steps
+# Without a gate, linear attention learns little of a text in so few steps.
+TEXT_MODELS: dict[str, dict[str, Any]] = {
     "gated_linear": {"positions": "none"},  # its gates tell how long ago a token was
     "softmax": {"positions": "rotary"},
 }
