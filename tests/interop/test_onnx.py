@@ -16,7 +16,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.generation import generate
 from unrolled.interop.onnx import export, load
 from unrolled.interop.onnx import folder as folder_module
-from unrolled.interop.onnx.forms import copysign
+from unrolled.interop.onnx.forms import copysign, log_sigmoid
 from unrolled.interop.onnx.graph import Recurrence
 from unrolled.interop.onnx.write import DisagreementError, compare
 from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig
@@ -243,6 +243,18 @@ def test_the_sign_of_a_number_is_that_of_torch(values):
     found = copysign(x, sign)
     assert torch.equal(found.signbit(), sign.signbit())
     assert torch.equal(found, x.copysign(sign))
+
+
+def test_the_logarithm_of_a_sigmoid_is_that_of_torch():
+    x = torch.linspace(-200, 200, 401)
+    torch.testing.assert_close(log_sigmoid(x), torch.nn.functional.logsigmoid(x), rtol=1e-6, atol=1e-7)
+
+
+def test_gates_that_are_nearly_shut_export_too(tmp_path):
+    model = make("gated_linear", positions="none")
+    for block in model.stack.blocks:
+        block.attention.decay_up.bias.data -= 60  # its sigmoid is 0 in ONNX Runtime
+    export(model, tmp_path)  # compares the graph with the model
 
 
 def test_what_is_wrong_with_a_folder_is_said(folder, tmp_path):

@@ -31,6 +31,7 @@ def portable() -> Forms:
         _linear._operator._opoverload: linear_attention,
         _window._operator._opoverload: window_attention,
         torch.ops.aten.copysign.Tensor: copysign,
+        torch.ops.aten.log_sigmoid.default: log_sigmoid,
     }
 
 
@@ -161,6 +162,11 @@ def window_attention(
 def copysign(x: Tensor, sign: Tensor) -> Tensor:
     """Compute what `torch.copysign` does; the reciprocal tells -0 from 0."""
     return torch.where((sign < 0) | (sign.reciprocal() < 0), -x.abs(), x.abs())
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """Compute log sigmoid(x), which as the logarithm of a sigmoid would be -inf below about -18."""
+    return x.clamp(max=0) - x.abs().neg().exp().log1p()
 
 
 def _recurrence_only(
