@@ -17,14 +17,12 @@ class Ahead {
         lines_ += n * ((bytes + LINE - 1) / LINE);
     }
 
-    // The work over which to spread the asking, in any unit.
-    void over(int64_t work) { rate_ = (float)lines_ / (float)(work > 0 ? work : 1), due_ = 0; }
+    // How many times `ask` will be called, over which to spread the asking.
+    void over(int64_t asks) { per_ask_ = asks > 0 ? (lines_ + asks - 1) / asks : lines_; }
 
-    // Called before a part of that work.
-    void ask(int64_t work) {
-        due_ += rate_ * (float)work;
-        int64_t lines = (int64_t)due_;
-        due_ -= (float)lines;
+    // Called before each part of the work.
+    void ask() {
+        int64_t lines = per_ask_;
         while (lines > 0 && parts_) {
             Part& part = part_[parts_ - 1];
             const char *at = part.rows + at_, *end = part.rows + part.bytes;
@@ -43,8 +41,7 @@ class Ahead {
         int64_t stride, n, bytes;
     };
     Part part_[MOST];
-    int64_t parts_ = 0, lines_ = 0, at_ = 0;
-    float rate_ = 0, due_ = 0;
+    int64_t parts_ = 0, lines_ = 0, at_ = 0, per_ask_ = 0;
 };
 
 }  // namespace UNROLLED_ISA

@@ -47,7 +47,7 @@ class QueryGradients {
     // cumulated keys (D K)_i of the chunk.
     void find(const Sequence& s, Int token, Int i, Int n, Int head, State state, const KeyChunk* chunk,
               Rows values_T, Rows sums, Ahead& ahead) {
-        ahead.ask(x_.values);
+        ahead.ask();
         const Rows q = rows_.read(x_.q, s.batch, token + i, head, n);
         for (Int a = 0; a < n; ++a) read_gradient(x_, out_, s.batch, token + i + a, head, g_.at + a * g_.row);
         const float* from_start = chunk && chunk->gates.from_start ? chunk->gates.from_start + i : nullptr;
@@ -113,7 +113,7 @@ void cumulate_keys(const Linear& x, const KeyChunk& chunk, Rows sums) {
     }
 }
 
-// The queries of an item, their gradients, and how much `find` will ask for them.
+// The queries of an item, their gradients, and how many times `find` will ask.
 Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const Sequence& s, Item i,
                 bool write) {
     const Int per_group = x.heads / x.groups, token = s.first_query + i.token;
@@ -123,7 +123,7 @@ Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const
         add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
         add_rows(ahead, out.o, x.type, s.batch, token, h, i.n, x.values);
     }
-    return per_group * ceil_div(i.n, TILE_ROWS) * x.values;
+    return per_group * ceil_div(i.n, TILE_ROWS);
 }
 
 void causal_query_task(const Linear& x, const LinearGradients& out, const Task& task, const States& states) {
@@ -135,10 +135,10 @@ void causal_query_task(const Linear& x, const LinearGradients& out, const Task& 
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
-        const Int work = add_queries(next, x, out, s, i, true);
+        const Int asks = add_queries(next, x, out, s, i, true);
         add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
         add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
-        next.over(work + ceil_div(x.values, TILE_ROWS) * i.n);
+        next.over(asks + ceil_div(x.values, TILE_ROWS));
     };
     for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
         const State state = states.of(s.index, task.segment, i.group);
@@ -378,7 +378,7 @@ void give_segment(const Linear& x, const LinearGradients& out, const Task& task,
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
         add_queries(next, x, out, s, i, false);
-        next.over(per_group * ceil_div(x.features, TILE_ROWS) * i.n);
+        next.over(per_group * ceil_div(x.features, TILE_ROWS));
     };
     for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
                [&](Item i) {
@@ -441,8 +441,8 @@ void key_task(const Linear& x, const LinearGradients& out, const Task& task, con
         if (x.causal) add_queries(next, x, out, s, i, false);
         add_rows(next, x.v, x.type, s.batch, token, i.group, i.n, x.values);
         add_rows(next, x.k, x.type, s.batch, token, i.group, i.n, x.features);
-        next.over(ceil_div(i.n, TILE_ROWS) * x.features + ceil_div(x.features, TILE_ROWS) * x.values +
-                  (x.causal ? x.heads / x.groups * ceil_div(x.features, TILE_ROWS) * i.n : 0));
+        next.over(ceil_div(i.n, TILE_ROWS) +
+                  ceil_div(x.features, TILE_ROWS) * (x.causal ? 1 + x.heads / x.groups : 1));
     };
     for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare,
                [&](Item i) { keys.find(s, i, gradients.of(s.index, task.segment + 1, i.group), ahead); });

@@ -127,6 +127,17 @@ class Gates {
     void row(Int i, Int n, float* out) const { exp_of_differences(-1, b_, b_[i], n, out); }
     void column(Int j, Int n, float* out) const { exp_of_differences(1, b_, b_[j], n, out); }
 
+    // Multiplies the scores of key j by D_ij for the queries i >= j, and clears those of the queries from
+    // `from` on that come before it.
+    void weigh_column(float* scores, Int j, Int from, Int queries) const {
+        if (from_start) column(j, queries, decay_);
+        for (Int i = from; i < queries; i += WIDTH) {
+            Vec x = load(scores + i);
+            if (from_start) x *= load(decay_ + i);
+            store(scores + i, keep(j, queries, i, x));
+        }
+    }
+
     // Multiplies a row of scores by D_ij for j <= i, and clears the rest of the `keys`.
     void weigh(float* scores, Int i, Int keys) const {
         if (from_start) row(i, keys, decay_);
@@ -175,13 +186,20 @@ inline float dot(const float* a, const float* b, Int n) {
     return sum(total);
 }
 
+// Runs `f(head)` over the query heads that read key head `group`.
+template <typename F>
+inline void for_heads(const Linear& x, Int group, F&& f) {
+    const Int per_group = x.heads / x.groups;
+    for (Int h = group * per_group; h < (group + 1) * per_group; ++h) f(h);
+}
+
 // Runs `f(head, i, n)` over the query heads that read key head `group`, and their `count` tokens tile by
 // tile.
 template <typename F>
 inline void for_rows(const Linear& x, Int group, Int count, F&& f) {
-    const Int per_group = x.heads / x.groups;
-    for (Int h = group * per_group; h < (group + 1) * per_group; ++h)
+    for_heads(x, group, [&](Int h) {
         for (Int i = 0; i < count; i += TILE_ROWS) f(h, i, min(TILE_ROWS, count - i));
+    });
 }
 
 // The keys and values of one chunk of one head.
@@ -202,18 +220,14 @@ struct KeyChunk {
         gates.read(s.batch, token, n, group);
     }
 
-    // S' = through S + (to_end K)^T V and z' = through z + (to_end K)^T 1, given the transposed keys, which
-    // it scales.
-    void enter(State state, Rows keys_T, Ahead& ahead) const {
+    // S' = through S + K^T (to_end V) and z' = through z + K^T to_end. Scales the values, which must have
+    // been copied.
+    void enter(State state, Ahead& ahead) const {
         if (gates.to_end) {
-            for (Int r = 0; r < x_.features; ++r)
-                for (Int j = 0; j < n; j += WIDTH) {
-                    float* at = keys_T.at + r * keys_T.row + j;
-                    store(at, load(at) * load(gates.to_end + j));
-                }
+            for (Int j = 0; j < n; ++j) scale_row(values.at + j * values.row, x_.values, gates.to_end[j]);
             scale_row(state.kv.at, state_floats(x_, Layout::PLAIN), gates.through);
         }
-        multiply(x_.features, x_.values, n, {keys_T.at, keys_T.row, 1}, values, state.kv, true, ahead);
+        multiply(x_.features, x_.values, n, {keys.at, 1, keys.row}, values, state.kv, true, ahead);
         enter_sum(state.k_sum, gates.to_end);
     }
 

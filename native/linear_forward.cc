@@ -5,75 +5,107 @@
 namespace UNROLLED_ISA {
 namespace {
 
-// Some query rows of one head: few enough that all their products stay in registers.
-class QueryRows {
+// The queries of one chunk of one head. Where they read keys, they and their scores are kept transposed: what
+// is summed over the keys for one query is then summed for a vector of queries at once.
+class Queries {
   public:
-    QueryRows(const Linear& x, const LinearOutputs& out, Workspace& memory)
+    Queries(const Linear& x, const LinearOutputs& out, Workspace& memory)
         : x_(x),
           out_(out),
-          rows_(x.type, x.features, TILE_ROWS, memory),
-          scores_(memory.rows(TILE_ROWS, chunk_length(x))),
+          longest_(chunk_length(x)),
+          rows_(x.type, x.features, longest_, memory),
+          q_T_{memory.zeros(round_up(x.features) * longest_), longest_},
+          scores_T_(memory.rows(longest_, longest_)),
+          divisor_(memory.floats(longest_)),
+          factors_(memory.floats(longest_)),
           o_(memory.rows(TILE_ROWS, round_up(x.values))) {}
 
-    // The queries [i, i + n) of a chunk whose first is `token`, reading `state` and the keys of `chunk` up to
-    // themselves, or `state` alone.
-    void attend(const Sequence& s, Int token, Int i, Int n, Int head, State state, const KeyChunk* chunk,
-                Rows keys_T, Ahead& ahead) {
-        const Rows q = rows_.read(x_.q, s.batch, token + i, head, n);
-        const Int keys = chunk ? i + n : 0;
-        const float* from_start = chunk && chunk->gates.from_start ? chunk->gates.from_start + i : nullptr;
-        ahead.ask(x_.features);
+    // Queries [token, token + n) read `state` and the keys of `chunk` up to themselves, or `state` alone.
+    void attend(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
+                Ahead& ahead) {
+        const Rows q = rows_.read(x_.q, s.batch, token, head, n);
+        const float* from_start = chunk ? chunk->gates.from_start : nullptr;
+        Left left{q.at, q.row, 1};
         if (chunk) {
-            multiply_few_rows(n, keys, x_.features, {q.at, q.row, 1}, keys_T, scores_, false);
-            for (Int a = 0; a < n; ++a) chunk->gates.weigh(scores_.at + a * scores_.row, i + a, keys);
+            transpose(n, x_.features, q.at, q.row, q_T_);
+            left = {q_T_.at, 1, q_T_.row};
+            score(*chunk, ahead);
         }
-        float factors[TILE_ROWS];
-        const Int row = (s.batch * x_.queries + token + i) * x_.heads + head;
-        if (x_.normalize)
-            for (Int a = 0; a < n; ++a) {
-                const float d = divisor(q.at + a * q.row, scores_.at + a * scores_.row, keys, state,
-                                        from_start ? from_start[a] : 1);
-                out_.divisor[row + a * x_.heads] = d;
-                factors[a] = divisible(d) ? 1 / d : 0;
-            }
+        if (x_.normalize) {
+            if (chunk) find_divisors(n, state.k_sum, from_start);
+            else
+                for (Int i = 0; i < n; ++i) divisor_[i] = dot(q.at + i * q.row, state.k_sum, x_.features);
+            for (Int i = 0; i < n; ++i) factors_[i] = divisible(divisor_[i]) ? 1 / divisor_[i] : 0;
+        }
         const bool direct = usable(x_.type, x_.values);
-        const Rows o = direct ? Rows{(float*)out_.o + row * x_.values, x_.heads * x_.values} : o_;
-        ahead.ask(x_.features);
-        for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH)
-            with_tile(n, x_.values - m, [&](auto tile) {
-                tile.add_product({q.at, q.row, 1}, state.kv.at + m, state.kv.row, x_.features);
-                if (from_start) tile.scale_rows(from_start);
-                if (chunk)
-                    tile.add_product({scores_.at, scores_.row, 1}, chunk->values.at + m, chunk->values.row,
-                                     keys);
-                if (x_.normalize) tile.scale_rows(factors);
-                tile.write(o.at + m, o.row);
-            });
-        for (Int a = 0; a < n && x_.normalize; ++a)
-            if (!divisible(out_.divisor[row + a * x_.heads]))
-                std::memset(o.at + a * o.row, 0, (size_t)x_.values * 4);
-        if (direct) return;
-        for (Int a = 0; a < n; ++a)
-            write_row(x_.type, o.at + a * o.row, x_.values,
-                      (char*)out_.o + (row + a * x_.heads) * x_.values * size_of(x_.type));
+        const Int row = (s.batch * x_.queries + token) * x_.heads + head;
+        for (Int i = 0; i < n; i += TILE_ROWS) {
+            const Int rows = min(TILE_ROWS, n - i), first = row + i * x_.heads;
+            const Rows o = direct ? Rows{(float*)out_.o + first * x_.values, x_.heads * x_.values} : o_;
+            ahead.ask();
+            for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH)
+                with_tile(rows, x_.values - m, [&](auto tile) {
+                    tile.add_product({left.at + i * left.row, left.row, left.col}, state.kv.at + m,
+                                     state.kv.row, x_.features);
+                    if (from_start) tile.scale_rows(from_start + i);
+                    if (chunk)
+                        tile.add_product({scores_T_.at + i, 1, scores_T_.row}, chunk->values.at + m,
+                                         chunk->values.row, i + rows);
+                    if (x_.normalize) tile.scale_rows(factors_ + i);
+                    tile.write(o.at + m, o.row);
+                });
+            for (Int a = 0; a < rows; ++a) {
+                const Int at = first + a * x_.heads;
+                if (x_.normalize) {
+                    out_.divisor[at] = divisor_[i + a];
+                    // Even where the numerator is no number.
+                    if (!divisible(divisor_[i + a])) std::memset(o.at + a * o.row, 0, (size_t)x_.values * 4);
+                }
+                if (!direct)
+                    write_row(x_.type, o.at + a * o.row, x_.values,
+                              (char*)out_.o + at * x_.values * size_of(x_.type));
+            }
+        }
     }
 
   private:
+    // P^T = (D Q K^T)^T, without the queries that come before all keys of a tile.
+    void score(const KeyChunk& chunk, Ahead& ahead) {
+        for (Int j = 0; j < chunk.n; j += TILE_ROWS) {
+            const Int rows = min(TILE_ROWS, chunk.n - j), from = j / WIDTH * WIDTH;
+            const Rows keys = chunk.keys, to = {scores_T_.at + j * scores_T_.row, scores_T_.row};
+            ahead.ask();
+            multiply_few_rows(rows, chunk.n - from, x_.features, {keys.at + j * keys.row, keys.row, 1},
+                              {q_T_.at + from, q_T_.row}, {to.at + from, to.row}, false);
+            for (Int a = 0; a < rows; ++a) chunk.gates.weigh_column(to.at + a * to.row, j + a, from, chunk.n);
+        }
+    }
+
     // P 1 + exp(b) q . z
-    float divisor(const float* q, const float* scores, Int keys, State state, float from_start) const {
-        Vec read{}, total{};
-        for (Int r = 0; r < x_.features; r += WIDTH) read += load(q + r) * load(state.k_sum + r);
-        for (Int j = 0; j < keys; j += WIDTH) total += load(scores + j);
-        return sum(total + read * broadcast(from_start));
+    void find_divisors(Int n, const float* k_sum, const float* from_start) {
+        for (Int i = 0; i < n; i += WIDTH) {
+            Vec parts[4]{};  // of a sum, that none waits for the one before
+            for (Int r = 0; r < x_.features; r += 4)
+                for (int a = 0; a < 4; ++a)
+                    parts[a] += load(q_T_.at + (r + a) * q_T_.row + i) * broadcast(k_sum[r + a]);
+            Vec total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+            if (from_start) total *= load(from_start + i);
+            Vec scores{};
+            for (Int j = 0; j < min(n, i + WIDTH); ++j) scores += load(scores_T_.at + j * scores_T_.row + i);
+            store(divisor_ + i, total + scores);
+        }
     }
 
     const Linear& x_;
     const LinearOutputs& out_;
+    const Int longest_;
     HeadRows rows_;
-    Rows scores_, o_;
+    Rows q_T_, scores_T_;
+    float *divisor_, *factors_;
+    Rows o_;
 };
 
-// The queries and outputs of an item, and how much `attend` will ask for them.
+// The queries and outputs of an item, and how many times `attend` will ask.
 Int add_queries(Ahead& ahead, const Linear& x, const LinearOutputs& out, const Sequence& s, Item i) {
     const Int per_group = x.heads / x.groups, token = s.first_query + i.token;
     for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
@@ -81,45 +113,42 @@ Int add_queries(Ahead& ahead, const Linear& x, const LinearOutputs& out, const S
                  x.values);
         add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
     }
-    return per_group * ceil_div(i.n, TILE_ROWS) * 2 * x.features;
+    return per_group * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
 }
 
 void causal_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states) {
     Workspace memory;
-    KeyChunk chunk(x, false, true, memory);
-    QueryRows queries(x, out, memory);
-    const Rows keys_T = memory.rows(round_up(x.features), chunk.longest);
+    KeyChunk chunk(x, false, x.log_decay, memory);
+    Queries queries(x, out, memory);
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
-        const Int work = add_queries(next, x, out, s, i);
+        const Int asks = add_queries(next, x, out, s, i);
         add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
         add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
-        next.over(work + ceil_div(x.features, TILE_ROWS) * i.n);
+        next.over(asks + ceil_div(x.features, TILE_ROWS));
     };
     for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
         const State state = states.of(s.index, task.segment, i.group);
         chunk.read(s, s.first_key + i.token, i.n, i.group);
-        transpose(i.n, x.features, chunk.keys.at, chunk.keys.row, keys_T);
-        for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
-            queries.attend(s, chunk.token, row, n, head, state, &chunk, keys_T, ahead);
-        });
-        chunk.enter(state, keys_T, ahead);
+        for_heads(x, i.group,
+                  [&](Int head) { queries.attend(s, chunk.token, i.n, head, state, &chunk, ahead); });
+        chunk.enter(state, ahead);
     });
 }
 
 void bidirectional_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states,
                         Int segments) {
     Workspace memory;
-    QueryRows queries(x, out, memory);
+    Queries queries(x, out, memory);
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i)); };
     for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
                [&](Item i) {
                    const State state = states.of(s.index, segments, i.group);
-                   for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
-                       queries.attend(s, s.first_query + i.token, row, n, head, state, nullptr, {}, ahead);
+                   for_heads(x, i.group, [&](Int head) {
+                       queries.attend(s, s.first_query + i.token, i.n, head, state, nullptr, ahead);
                    });
                });
 }

@@ -126,21 +126,19 @@ inline void enter_segment(const Linear& x, const Task& task, const States& state
     Workspace memory;
     const bool transposed = states.layout == Layout::TRANSPOSED;
     KeyChunk chunk(x, transposed, true, memory);
-    const Rows keys_T = memory.rows(round_up(x.features), chunk.longest);
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
         add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
         add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
-        next.over(ceil_div(transposed ? x.values : x.features, TILE_ROWS) * i.n);
+        next.over(ceil_div(transposed ? x.values : x.features, TILE_ROWS));
     };
     for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
         const State state = states.of(s.index, task.segment + 1, i.group);
         before_chunk(s, i, state);
         chunk.read(s, s.first_key + i.token, i.n, i.group);
-        if (transposed) return chunk.enter_transposed(state, ahead);
-        transpose(i.n, x.features, chunk.keys.at, chunk.keys.row, keys_T);
-        chunk.enter(state, keys_T, ahead);
+        if (transposed) chunk.enter_transposed(state, ahead);
+        else chunk.enter(state, ahead);
     });
 }
 

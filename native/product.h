@@ -112,7 +112,7 @@ inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Left a,
 inline void multiply(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add,
                      Ahead& ahead) {
     for (int64_t i = 0; i < rows; i += TILE_ROWS) {
-        ahead.ask(depth);
+        ahead.ask();
         const int64_t n = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
         multiply_few_rows(n, cols, depth, {a.at + i * a.row, a.row, a.col}, b, {c.at + i * c.row, c.row},
                           add);
