@@ -1,16 +1,19 @@
 """What the classes for transformers have in common: a model of ours inside, and how its weights come in."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, Encoder
+
+Output = TypeVar("Output", bound=ModelOutput)
 
 
 class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # of its __init_subclass__
@@ -101,6 +104,11 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             "the vocabulary of a model is fixed: make a model of another vocab_size instead"
         )
 
+    def _given(self, output: Output, return_dict: bool | None) -> Output | tuple[Any, ...]:
+        """An output as it was asked for, or by default as the config says: a dictionary or a tuple."""
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
     def _init_weights(self, module: nn.Module) -> None:
         """Leave the weights as they are: our models draw their own."""
 
@@ -153,6 +161,19 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
 def without_padding(input_ids: Tensor, padding: Tensor | None) -> Tensor:
     """Put a token that exists where there is padding, whose id may lie outside the vocabulary."""
     return input_ids if padding is None else input_ids.masked_fill(padding, 0)
+
+
+def encode(
+    model: Encoder, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Run an encoder on what transformers hands over; give what it puts out, and the padding.
+
+    Raises:
+        UnsupportedError, ValueError: as `key_padding_mask`, or as the model.
+    """
+    padding = key_padding_mask(attention_mask, input_ids)
+    tokens = without_padding(input_ids, padding)
+    return model(tokens, key_padding_mask=padding, segments=token_type_ids), padding
 
 
 def n_targets(counted: Tensor | int | None, given: Tensor, kept: Tensor) -> Tensor | int | None:

@@ -77,9 +77,9 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             otherwise=self.config.use_cache and labels is None,
         )
         loss = None if labels is None else self._loss(logits, labels, padding, num_items_in_batch)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+        return self._given(
+            CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache), return_dict
+        )
 
     def generate(
         self, inputs: Tensor | None = None, *args: Any, past_key_values: Any = None, **kwargs: Any

@@ -6,13 +6,7 @@ from torch import Tensor
 from transformers.modeling_outputs import MaskedLMOutput
 
 from unrolled.contract import IGNORED
-from unrolled.interop.hf._model import (
-    UnrolledPreTrainedModel,
-    key_padding_mask,
-    n_targets,
-    refuse_others,
-    without_padding,
-)
+from unrolled.interop.hf._model import UnrolledPreTrainedModel, encode, n_targets, refuse_others
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Encoder
 
@@ -57,9 +51,7 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
             ValueError: a mask or token is impossible, or there are segments that the model does not have.
         """
         refuse_others(others)
-        padding = key_padding_mask(attention_mask, input_ids)
-        tokens = without_padding(input_ids, padding)
-        logits = self.model(tokens, key_padding_mask=padding, segments=token_type_ids)
+        logits, padding = encode(self.model, input_ids, attention_mask, token_type_ids)
         loss = None
         if labels is not None:
             if padding is not None:
@@ -69,6 +61,4 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
             loss = self.loss_function(
                 logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
             )
-        output = MaskedLMOutput(loss=loss, logits=logits)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+        return self._given(MaskedLMOutput(loss=loss, logits=logits), return_dict)

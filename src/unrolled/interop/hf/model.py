@@ -6,12 +6,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.hf._model import (
-    UnrolledPreTrainedModel,
-    key_padding_mask,
-    refuse_others,
-    without_padding,
-)
+from unrolled.interop.hf._model import UnrolledPreTrainedModel, encode, refuse_others
 from unrolled.interop.hf._reading import ReadsTokens
 from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.config import UnrolledConfig
@@ -77,9 +72,7 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
         else:
             if past_key_values is not None:
                 raise UnsupportedError("past_key_values is given, but an encoder has no cache; leave it out")
-            padding = key_padding_mask(attention_mask, input_ids)
-            tokens = without_padding(input_ids, padding)
-            hidden = self.model(tokens, key_padding_mask=padding, segments=token_type_ids)
-        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+            hidden, _ = encode(self.model, input_ids, attention_mask, token_type_ids)
+        return self._given(
+            BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache), return_dict
+        )

@@ -5,12 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from unrolled.interop.hf._model import (
-    UnrolledPreTrainedModel,
-    key_padding_mask,
-    refuse_others,
-    without_padding,
-)
+from unrolled.interop.hf._model import UnrolledPreTrainedModel, encode, refuse_others
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Encoder
 
@@ -56,12 +51,8 @@ class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignor
             ValueError: a mask or token is impossible, or there are segments that the model does not have.
         """
         refuse_others(others)
-        padding = key_padding_mask(attention_mask, input_ids)
-        tokens = without_padding(input_ids, padding)
-        logits = self.model(tokens, key_padding_mask=padding, segments=token_type_ids)
+        logits, _ = encode(self.model, input_ids, attention_mask, token_type_ids)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        output = SequenceClassifierOutput(loss=loss, logits=logits)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+        return self._given(SequenceClassifierOutput(loss=loss, logits=logits), return_dict)
