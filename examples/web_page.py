@@ -3,8 +3,7 @@
     python examples/web_page.py
 
 Both are trained only for a moment, on a text that is made here. The first page ever written fetches ONNX
-Runtime for browsers through npm. To see the page, write it to a folder that stays, and serve it by any static
-server:
+Runtime for browsers through npm. To see the page, write it to a folder that stays, and serve that:
 `python -m http.server --bind 127.0.0.1 --directory page`.
 """
 
