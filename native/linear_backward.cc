@@ -116,14 +116,23 @@ void cumulate_keys(const Linear& x, const KeyChunk& chunk, Rows sums) {
 // The queries of an item, their gradients, and how many times `find` will ask.
 Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const Sequence& s, Item i,
                 bool write) {
-    const Int per_group = x.heads / x.groups, token = s.first_query + i.token;
+    const Int token = s.first_query + i.token;
     const Tensor d_q = contiguous(out.d_q, x.queries, x.heads, x.features);
-    for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
+    for_heads(x, i.group, [&](Int h) {
         if (write) add_rows(ahead, d_q, x.type, s.batch, token, h, i.n, x.features);
         add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
         add_rows(ahead, out.o, x.type, s.batch, token, h, i.n, x.values);
-    }
-    return per_group * ceil_div(i.n, TILE_ROWS);
+    });
+    return x.heads / x.groups * ceil_div(i.n, TILE_ROWS);
+}
+
+// Runs `f(head, i, n)` over the query heads that read key head `group`, and their `count` tokens tile by
+// tile.
+template <typename F>
+void for_rows(const Linear& x, Int group, Int count, F&& f) {
+    for_heads(x, group, [&](Int h) {
+        for (Int i = 0; i < count; i += TILE_ROWS) f(h, i, min(TILE_ROWS, count - i));
+    });
 }
 
 void causal_query_task(const Linear& x, const LinearGradients& out, const Task& task, const States& states) {
@@ -244,14 +253,13 @@ class KeyGradients {
             through_gates(s, i, gradient);
             scale_row(gradient.kv.at, state_floats(x_, Layout::PLAIN), chunk.gates.through);
         }
-        const Int per_group = x_.heads / x_.groups;
         if (x_.causal)
-            for (Int h = group * per_group; h < (group + 1) * per_group; ++h) {
+            for_heads(x_, group, [&](Int h) {
                 queries_.read(s, chunk.token, n, h);
                 read_by_queries();
                 if (x_.log_decay) read_gates(s, h);
                 queries_.give(gradient, chunk.gates.from_start, ahead);
-            }
+            });
         write(s, group);
     }
 
@@ -371,14 +379,13 @@ class KeyGradients {
 // of the state which they all read.
 void give_segment(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
     Workspace memory;
-    const Int per_group = x.heads / x.groups;
     QueryChunk queries(x, out, memory);
     Gates gates(x, chunk_length(x), memory);
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
         add_queries(next, x, out, s, i, false);
-        next.over(per_group * ceil_div(x.features, TILE_ROWS));
+        next.over(x.heads / x.groups * ceil_div(x.features, TILE_ROWS));
     };
     for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
                [&](Item i) {
@@ -387,10 +394,10 @@ void give_segment(const Linear& x, const LinearGradients& out, const Task& task,
                        gates.read(s.batch, s.first_key + i.token, i.n, i.group);
                        scale_row(gradient.kv.at, state_floats(x, Layout::PLAIN), gates.through);
                    }
-                   for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
+                   for_heads(x, i.group, [&](Int h) {
                        queries.read(s, s.first_query + i.token, i.n, h);
                        queries.give(gradient, x.causal ? gates.from_start : nullptr, ahead);
-                   }
+                   });
                });
 }
 

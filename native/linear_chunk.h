@@ -193,15 +193,6 @@ inline void for_heads(const Linear& x, Int group, F&& f) {
     for (Int h = group * per_group; h < (group + 1) * per_group; ++h) f(h);
 }
 
-// Runs `f(head, i, n)` over the query heads that read key head `group`, and their `count` tokens tile by
-// tile.
-template <typename F>
-inline void for_rows(const Linear& x, Int group, Int count, F&& f) {
-    for_heads(x, group, [&](Int h) {
-        for (Int i = 0; i < count; i += TILE_ROWS) f(h, i, min(TILE_ROWS, count - i));
-    });
-}
-
 // The keys and values of one chunk of one head.
 struct KeyChunk {
     // Rows far apart crowd the first cache, so what is read again and again is copied.

@@ -107,13 +107,13 @@ class Queries {
 
 // The queries and outputs of an item, and how many times `attend` will ask.
 Int add_queries(Ahead& ahead, const Linear& x, const LinearOutputs& out, const Sequence& s, Item i) {
-    const Int per_group = x.heads / x.groups, token = s.first_query + i.token;
-    for (Int h = i.group * per_group; h < (i.group + 1) * per_group; ++h) {
+    const Int token = s.first_query + i.token;
+    for_heads(x, i.group, [&](Int h) {
         add_rows(ahead, contiguous(out.o, x.queries, x.heads, x.values), x.type, s.batch, token, h, i.n,
                  x.values);
         add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
-    }
-    return per_group * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
+    });
+    return x.heads / x.groups * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
 }
 
 void causal_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states) {

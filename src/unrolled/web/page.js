@@ -174,7 +174,7 @@ function prepare() {
     $("prompt").value = vocabulary.opening();
     const room = Math.min(...group.models.map((model) => model.engine.room(0)), LONGEST);
     $("count").max = room;
-    $("count").value = Math.min(240, room);
+    $("count").value = Math.min($("count").defaultValue, room);
   }
 }
 

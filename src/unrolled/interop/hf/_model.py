@@ -1,7 +1,7 @@
 """What the classes for transformers have in common: a model of ours inside, and how its weights come in."""
 
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -26,11 +26,15 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     accepts_loss_kwargs = True
     _no_split_modules = ["Block"]  # noqa: RUF012
 
+    _decodes: ClassVar[bool | None] = None  # whether the model is a decoder; None: as the config says
+
     config: UnrolledConfig
     model: Decoder | Encoder
 
     def __init__(self, config: UnrolledConfig) -> None:
         super().__init__(config)
+        if self._decodes is not None:
+            config.is_decoder = self._decodes
         # transformers makes models without memory and fills in what the file holds. Ours draw random features
         # from a generator of the CPU, and a head that the file lacks has to start as in a new model.
         with torch.device("cpu"):

@@ -32,9 +32,10 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
 
     model: Decoder
 
+    _decodes = True
+
     @staticmethod
     def _make(config: UnrolledConfig) -> Decoder:
-        config.is_decoder = True
         return Decoder(config.decoder_config())
 
     def forward(

@@ -16,9 +16,10 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
 
     model: Encoder
 
+    _decodes = False
+
     @staticmethod
     def _make(config: UnrolledConfig) -> Encoder:
-        config.is_decoder = False
         return Encoder(config.encoder_config("masked"))
 
     def forward(

@@ -18,9 +18,10 @@ class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignor
 
     model: Encoder
 
+    _decodes = False
+
     @staticmethod
     def _make(config: UnrolledConfig) -> Encoder:
-        config.is_decoder = False
         return Encoder(config.encoder_config("classification"))
 
     def forward(
