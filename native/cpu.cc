@@ -7,7 +7,7 @@ extern const int64_t sizeof_Linear = sizeof(Linear), sizeof_LinearOutputs = size
                      sizeof_LinearGradients = sizeof(LinearGradients), sizeof_LinearStep = sizeof(LinearStep),
                      sizeof_Window = sizeof(Window), sizeof_WindowOutputs = sizeof(WindowOutputs),
                      sizeof_WindowGradients = sizeof(WindowGradients), sizeof_Dense = sizeof(Dense),
-                     sizeof_BlockStep = sizeof(BlockStep);
+                     sizeof_TransformerBlock = sizeof(TransformerBlock), sizeof_StackStep = sizeof(StackStep);
 }
 #pragma GCC visibility pop
 

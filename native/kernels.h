@@ -16,7 +16,7 @@ void EXPORTED(linear_step)(const LinearStep*);
 void EXPORTED(window_forward)(const Window*, const WindowOutputs*);
 void EXPORTED(window_backward)(const Window*, const WindowGradients*);
 void EXPORTED(dense)(const Dense*);
-void EXPORTED(block_step)(const BlockStep*);
+void EXPORTED(stack_step)(const StackStep*);
 double EXPORTED(fma_peak)(double seconds);
 #pragma GCC visibility pop
 }

@@ -95,14 +95,24 @@ struct Layer {
     const float *weights, *bias;  // bias may be null
 };
 
-// Everything in floats, contiguous, and whole vectors of any instruction set wide.
-struct BlockStep {
+// A transformer block with linear attention. Everything in floats, contiguous, and whole vectors of any
+// instruction set wide.
+struct TransformerBlock {
     int64_t width, hidden;  // of the residual stream, and between the two layers of the feed-forward one
-    int32_t pre_norm, root_mean_square, activation;
+    int64_t heads, groups, features, values;
+    int32_t pre_norm, root_mean_square, activation, feature_map;
     float epsilon;
     Norm attention_norm, feed_forward_norm;
     Layer qkv, out, up, down;
-    LinearStep attention;  // without q, k, v and o, which stay inside
-    const float* x;        // [batch, width]
+};
+
+// One token through blocks of the same width.
+struct StackStep {
+    int64_t batch, blocks;
+    int32_t threads;
+    const TransformerBlock* const* block;
+    const float *const *kv, *const *k_sum;  // the states of the blocks
+    float *const *kv_after, *const *k_sum_after;
+    const float* x;  // [batch, width]
     float* y;
 };

@@ -23,9 +23,9 @@ void check_dense(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
     tally.compare("y", y, wanted);
 }
 
-// A block whose layers all give 0, pre-norm: it hands on what it was given, whatever the layers are.
-void check_block(int64_t rows, int64_t features, int32_t activation, int threads) {
-    tally.begin("block rows=%ld features=%ld activation=%d threads=%d", (long)rows, (long)features,
+// Pre-norm blocks whose layers all give 0: they hand on what they were given, whatever the layers are.
+void check_stack(int64_t rows, int64_t features, int32_t activation, int threads) {
+    tally.begin("stack rows=%ld features=%ld activation=%d threads=%d", (long)rows, (long)features,
                 activation, threads);
     const int64_t width = 48, hidden = 32, H = 4, G = 2, M = 20,
                   up = activation == SWIGLU ? 2 * hidden : hidden;
@@ -33,28 +33,20 @@ void check_block(int64_t rows, int64_t features, int32_t activation, int threads
     const Floats x = random_floats(rows * width, -1, 1), ones(width, 1),
                  zeros((size_t)(width * (qkv + up + hidden)));
     const Floats out((size_t)(width * H * M)), before((size_t)(rows * G * features * M));
-    Floats kv(before.size(), NAN), k_sum((size_t)(rows * G * features), NAN), y(x.size(), NAN);
-    const LinearStep attention = {rows,    H,         G,           features,      M,
-                                  FLOAT32, 1,         threads,     ELU_FEATURES,  {},
-                                  {},      {},        nullptr,     before.data(), before.data(),
-                                  nullptr, kv.data(), k_sum.data()};
+    Floats kv(2 * before.size(), NAN), k_sum((size_t)(2 * rows * G * features), NAN), y(x.size(), NAN);
+    const Norm norm = {ones.data(), nullptr};
     const Layer none = {zeros.data(), nullptr};
-    const BlockStep b = {width,
-                         hidden,
-                         1,
-                         0,
-                         activation,
-                         1e-5f,
-                         {ones.data(), nullptr},
-                         {ones.data(), nullptr},
-                         none,
-                         {out.data(), nullptr},
-                         none,
-                         none,
-                         attention,
-                         x.data(),
-                         y.data()};
-    EXPORTED(block_step)(&b);
+    const TransformerBlock block = {width, hidden, H,    G,          features,
+                                    M,     1,      0,    activation, ELU_FEATURES,
+                                    1e-5f, norm,   norm, none,       {out.data(), nullptr},
+                                    none,  none};
+    const TransformerBlock* blocks[] = {&block, &block};
+    const float* states[] = {before.data(), before.data()};
+    float *kv_after[] = {kv.data(), kv.data() + before.size()},
+          *k_sum_after[] = {k_sum.data(), k_sum.data() + rows * G * features};
+    const StackStep step = {rows,   2,        threads,     blocks,   states,
+                            states, kv_after, k_sum_after, x.data(), y.data()};
+    EXPORTED(stack_step)(&step);
     tally.compare("y", y, Doubles(x.begin(), x.end()));
     tally.compare("k_sum", k_sum, Doubles(k_sum.size(), 1));  // elu(0) + 1
 }
@@ -67,7 +59,7 @@ int main() {
             for (int threads : {1, 3}) {
                 check_dense(rows, width, 21, threads);
                 check_dense(rows, 600, 350 + width, threads);
-                check_block(rows, width, GELU + (int32_t)rows % 3, threads);
+                check_stack(rows, width, GELU + (int32_t)rows % 3, threads);
             }
     return tally.end();
 }

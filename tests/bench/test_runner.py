@@ -173,11 +173,11 @@ def test_remarks_are_told_with_their_size(wrong_case):
     noted = dataclasses.replace(
         wrong_case,
         problem=lambda size, settings: problem(
-            ("a", doubling(), {}), remark=lambda medians, reading: f"{sorted(medians)} at {reading:g}"
+            ("a", doubling(), {}), remark=lambda medians: f"of {sorted(medians)}"
         ),
     )
     found, remarks = runner.run_case(noted, Settings(quick=True, seconds=0.0), LIMITS)
-    assert remarks == ["N = 1: ['a'] at 1e+09", "N = 2: ['a'] at 1e+09"]
+    assert remarks == ["N = 1: of ['a']", "N = 2: of ['a']"]
     assert [(row.case, row.size) for row in found] == [("doubling", 1), ("doubling", 2)]
 
 

@@ -1,4 +1,4 @@
-"""A step of a whole block in one kernel: equal to the layers one after the other, and when those run instead."""
+"""A step of many blocks in one kernel: equal to the layers one after the other, and when those run instead."""
 
 import itertools
 
@@ -27,13 +27,13 @@ def poisoned_memory():
 
 @pytest.fixture
 def fusions(monkeypatch):
-    """Record for each block whether the kernel computed it."""
+    """Record how many blocks the kernel computed, each time that it was asked to."""
     found, step = [], fused.step
 
     def record(*arguments):
-        done = step(*arguments)
-        found.append(done is not None)
-        return done
+        x, done = step(*arguments)
+        found.append(len(done))
+        return x, done
 
     monkeypatch.setattr(fused, "step", record)
     return found
@@ -91,8 +91,64 @@ def test_a_state_is_never_changed(fusions):
         _, state = model.step(token, model.init_state(1))
         before = [x.clone() for layer in state.layers for x in layer]
         model.step(token, state)
-    assert all(fusions)
+    assert fusions == [2, 2]
     assert all(torch.equal(a, b) for a, b in zip(before, (x for s in state.layers for x in s), strict=True))
+
+
+def test_blocks_beside_others_are_run_together(fusions):
+    model = decoder(n_layers=4, attention=["linear", "softmax", "linear", "linear"])
+    with torch.inference_mode():
+        found = logits(model)
+        asked = list(fusions)
+        with prefer("plain"):
+            torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+    assert asked == [1, 0, 2] * STEPS
+
+
+def in_place(model):
+    model.stack.blocks[0].ff.up.weight.mul_(2)
+
+
+def by_other_storage(model):
+    weight = model.stack.blocks[0].ff.up.weight
+    weight.data = 2 * weight.data
+
+
+def by_another_layout_of_its_storage(model):
+    weight = model.stack.blocks[0].attention.out_proj.weight
+    weight.data = weight.data.mT
+
+
+def by_another_parameter(model):
+    ff = model.stack.blocks[0].ff
+    ff.up.weight = nn.Parameter(2 * ff.up.weight)
+
+
+def by_another_option(model):
+    model.stack.blocks[0].ff.activation = "relu"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        in_place,
+        by_other_storage,
+        by_another_layout_of_its_storage,
+        by_another_parameter,
+        by_another_option,
+    ],
+)
+def test_a_block_may_change_between_steps(change):
+    model = decoder()
+    with torch.inference_mode():
+        before = logits(model)
+    with torch.no_grad():
+        change(model)
+    with torch.inference_mode():
+        found = logits(model)
+        with prefer("plain"):
+            torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, before, rtol=1e-3)
 
 
 def test_hooks_see_every_layer(fusions):

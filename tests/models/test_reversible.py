@@ -5,10 +5,10 @@ import torch
 
 from unrolled.cli.measure import PeakBytes
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
-from unrolled.models.blocks import Stack
 from unrolled.models.perceiver import PerceiverConfig
 from unrolled.models.perceiver_ar import PerceiverARConfig
 from unrolled.models.reversible import ReversibleStack
+from unrolled.models.stack import Stack
 
 REFORMER = {
     "attention": "reformer",

@@ -11,8 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.copying import copy_last_norm, copy_linear, copy_norms_and_feed_forward
-from unrolled.models.blocks import Stack
 from unrolled.models.config import TransformerConfig
+from unrolled.models.stack import Stack
 
 KINDS = {
     "FullAttention": ("softmax", None),

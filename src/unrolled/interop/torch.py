@@ -8,8 +8,8 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled.contract import UnsupportedError
 from unrolled.interop.copying import copy_last_norm, copy_linear, copy_norms_and_feed_forward
 from unrolled.interop.torch_attention import MultiheadAttention
-from unrolled.models.blocks import Stack
 from unrolled.models.config import TransformerConfig
+from unrolled.models.stack import Stack
 
 __all__ = ["MultiheadAttention", "from_transformer_encoder"]
 

@@ -24,13 +24,14 @@ from torch.utils.checkpoint import checkpoint
 
 from unrolled.attention._multihead import MultiHeadAttention
 from unrolled.contract import IGNORED
-from unrolled.models.blocks import FeedForward, Stack, make_norm, tie_layers
+from unrolled.models.blocks import FeedForward, make_norm, tie_layers
 from unrolled.models.checks import check_ids
 from unrolled.models.config import Activation, Norm, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.saving import SavedModel
+from unrolled.models.stack import Stack
 from unrolled.models.targets import shifted
 from unrolled.ops.checks import check_key_padding_mask, may_read
 

@@ -1,70 +1,94 @@
-"""A step of a whole block in one kernel, where one fits: eager inference with linear attention on a CPU.
+"""A step of many blocks in one kernel, where one fits: eager inference with linear attention on a CPU.
 
 Layer by layer, a token spends more time in Python than it takes to read the weights. The kernel computes what
 `Block.step` does; a block with hooks or with layers of another type or another shape is left to that.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from unrolled.attention.linear import LinearAttention, LinearAttentionState
-from unrolled.ops.checks import inferring
+from unrolled.models.blocks import Block, FeedForward
+from unrolled.ops.checks import observed, plain
 from unrolled.ops.dense import Linear
-from unrolled.ops.kernels import block_native
-
-if TYPE_CHECKING:
-    from unrolled.models.blocks import Block
+from unrolled.ops.kernels import stack_native
+from unrolled.ops.kernels.stack_native import Plan
 
 
-def step(block: "Block", x: Tensor, state: Any) -> tuple[Tensor, LinearAttentionState] | None:
-    """Do what `block.step(x, state)` does; None where the kernel cannot."""
+def step(
+    blocks: Sequence[Block], x: Tensor, states: Sequence[Any]
+) -> tuple[Tensor, list[LinearAttentionState]]:
+    """Run those first blocks that the kernel can: their output, and their states, none if it can run none."""
+    plans: list[Plan] = []
+    if observed() or not stack_native.available() or torch.is_autocast_enabled(x.device.type):
+        return x, []
+    stream = stack_native.arrays([x]) if plain([x]) else None
+    if stream is None or x.dim() != 2 or not 0 < x.shape[0] <= stack_native.MOST_ROWS:
+        return x, []
+    for block, state in zip(blocks, states, strict=True):
+        plan = _plan(block)
+        if plan is None or plan.width != x.shape[1] or not _fits(state, x.shape[0], plan):
+            break
+        plans.append(plan)
+    if not plans:
+        return x, []
+    read: list[LinearAttentionState] = list(states[: len(plans)])
+    x, kvs, k_sums = stack_native.step(x, plans, [s.kv for s in read], [s.k_sum for s in read])
+    positions = [state.position + 1 for state in read]
+    return x, list(map(LinearAttentionState, kvs, k_sums, positions))
+
+
+def _plan(block: Block) -> Plan | None:
+    """What the kernel has to know of a block; None if it cannot do what the block does."""
     # The dictionaries of a module are asked here since its attributes take ten times as long to find.
-    parts = block._modules
-    attention: Any = parts["attention"]
-    if type(attention) is not LinearAttention or type(state) is not LinearAttentionState:
+    parts: dict[str, Any] = block._modules
+    attention, first, second, ff = (parts[name] for name in ("attention", "attention_norm", "ff_norm", "ff"))
+    if type(block) is not Block or type(attention) is not LinearAttention or type(ff) is not FeedForward:
         return None
     if attention.rotary or not attention.normalize or not attention.causal:
         return None
-    ff: Any = parts["ff"]
-    first: Any = parts["attention_norm"]
-    second: Any = parts["ff_norm"]
-    linears: list[Any] = [attention._modules[name] for name in ("qkv_proj", "out_proj")]
-    linears += [ff._modules[name] for name in ("up", "down")]
-    if type(first) not in (nn.LayerNorm, nn.RMSNorm) or type(second) is not type(first):
+    norm, dropout = type(first), parts["dropout"]
+    if norm not in (nn.LayerNorm, nn.RMSNorm) or type(second) is not norm or (dropout.training and dropout.p):
         return None
-    if ff.activation not in block_native.ACTIVATIONS:
+    if first.eps is None or first.eps != second.eps:
         return None
-    if first.eps is None or first.eps != second.eps or {*map(type, linears)} != {Linear}:
+    inner, outer = attention._modules, ff._modules
+    linears = (inner["qkv_proj"], inner["out_proj"], outer["up"], outer["down"])
+    if any(type(linear) is not Linear for linear in linears):
         return None
-    feature_map: Any = attention._modules["feature_map"]
-    if _changed((attention, feature_map, ff, first, second, *linears)):
+    feature_map: Any = inner["feature_map"]
+    layers: tuple[Any, ...] = (first, second, *linears)
+    if _changed((attention, feature_map, ff, *layers)):
         return None
-    weights = []
-    for layer in (first, second, *linears):
-        weights += [layer._parameters.get("weight"), layer._parameters.get("bias")]
-    kv, k_sum, position = state
-    if not inferring(x, kv, k_sum, *weights) or torch.is_autocast_enabled(x.device.type):
+    weights = [layer._parameters.get(name) for layer in layers for name in ("weight", "bias")]
+    arrays = stack_native.arrays(weights) if plain(weights) else None
+    if arrays is None:
         return None
-    if position.shape != x.shape[:1] or (block.dropout.training and block.dropout.p):
-        return None
-    options = block_native.Options(
+    options = stack_native.Options(
         attention.n_heads,
         attention.n_kv_heads,
+        feature_map.feature_dim,
         attention.value_dim,
         block.pre,
-        type(first) is nn.RMSNorm,
+        norm is nn.RMSNorm,
         first.eps,
         ff.activation,
-        feature_map,
+        type(feature_map),
     )
-    if not block_native.supports(x, kv, k_sum, weights, options):
-        return None
-    y, kv, k_sum = block_native.step(x, kv, k_sum, weights, options)
-    return y, LinearAttentionState(kv, k_sum, position + 1)
+    return stack_native.plan(options, arrays)
+
+
+def _fits(state: Any, batch: int, plan: Plan) -> bool:
+    """Whether the kernel may read a state, and it is one of this block."""
+    if type(state) is not LinearAttentionState or not plain(state):
+        return False
+    arrays = stack_native.arrays(state[:2])
+    shapes = (batch, *plan.state), (batch, *plan.state[:2])
+    return arrays is not None and tuple(x and x[1] for x in arrays) == shapes and state[2].shape == (batch,)
 
 
 def _changed(modules: Iterable[Any]) -> bool:

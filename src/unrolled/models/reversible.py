@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from unrolled.models.blocks import Block, Stack
+from unrolled.models.blocks import Block
 from unrolled.models.config import TransformerConfig
+from unrolled.models.stack import Stack
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.replay import Replay
 

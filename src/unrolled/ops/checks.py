@@ -1,5 +1,6 @@
 """Checks of the arguments that the attention functions share. Each failure is one sentence."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -119,12 +120,22 @@ def inferring(*tensors: Tensor | None) -> bool:
 
     Only then may a kernel run that is no operator of torch's.
     """
+    return not observed() and plain(tensors)
+
+
+def observed() -> bool:
+    """Whether something traces, transforms, counts or replaces torch's operators."""
     if torch.compiler.is_compiling() or transforming() or torch._C._get_tracing_state():
-        return False
-    # Somebody may count, record or replace torch's operators; a default device does not.
+        return True
+    # A default device is a mode too, which changes nothing here.
     modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
-    if torch._C._len_torch_dispatch_stack() or any(type(mode) is not DeviceContext for mode in modes):
-        return False
+    return bool(torch._C._len_torch_dispatch_stack()) or any(
+        type(mode) is not DeviceContext for mode in modes
+    )
+
+
+def plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether these are tensors of torch's own types that no gradient is recorded of."""
     recording = torch.is_grad_enabled()
     for x in tensors:
         if x is None:

@@ -107,15 +107,14 @@ class Problem:
         definitions: what they compute, by name.
         steps: how often a run does the job; times, operations and bytes are told for one.
         tokens: sequence positions that one job handles, where a reader wants tokens per second.
-        remark: from the medians by contender and the bandwidth of reading (bytes/s), a sentence for under the
-            table, or nothing.
+        remark: from the medians by contender, a sentence for under the table, or nothing.
     """
 
     contenders: Sequence[Contender]
     definitions: Mapping[str, Definition]
     steps: int = 1
     tokens: int | None = None
-    remark: Callable[[Mapping[str, float], float], str] = lambda medians, reading: ""
+    remark: Callable[[Mapping[str, float]], str] = lambda medians: ""
 
 
 @dataclass(frozen=True)

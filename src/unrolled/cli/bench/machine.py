@@ -29,7 +29,7 @@ class Limits:
         flops: operations per second of a register-tiled loop of multiply-adds, or None.
         flops_missing: why `flops` is None.
         copying: bytes per second, read and written, of copying memory.
-        reading: bytes per second of a matrix-vector product, which only reads.
+        reading: bytes per second of a sum, which only reads.
     """
 
     flops: float | None
@@ -48,11 +48,16 @@ def limits(settings: Settings) -> Limits:
         flops, why = None, "the loop runs on a CPU"
     size = BUFFER >> 4 if settings.quick else BUFFER
     source, target = (torch.ones(size // 4, device=settings.device) for _ in range(2))
-    matrix, vector = source.view(-1, 1024), torch.ones(1024, device=settings.device)
     with torch.inference_mode(), cpu_threads(settings.threads):
         copying = _seconds(lambda: target.copy_(source), settings)
-        reading = _seconds(lambda: matrix @ vector, settings)
-    return Limits(flops, why, 2 * size / copying, size / reading)
+    return Limits(flops, why, 2 * size / copying, size / reading(size, settings))
+
+
+def reading(size: int, settings: Settings) -> float:
+    """Return the seconds that it takes to read so many bytes again: part of them may still be in a cache."""
+    numbers = torch.ones(size // 4, device=settings.device)
+    with torch.inference_mode(), cpu_threads(settings.threads):
+        return _seconds(numbers.sum, settings)
 
 
 def fma_peak() -> float:

@@ -12,6 +12,7 @@ from unrolled.cli import measure
 from unrolled.cli._units import brief_time, size
 from unrolled.cli.bench import definitions, flops
 from unrolled.cli.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
+from unrolled.cli.bench.machine import reading
 from unrolled.cli.bench.peer_models import idiap_encoder, idiap_names
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
@@ -74,7 +75,11 @@ def step(batch: int, settings: Settings) -> Problem:
         Contender("fast-transformers, recurrent", idiap, "linear"),
     ]
     return Problem(
-        contenders, {"linear": definition}, steps=STEPS, tokens=batch, remark=partial(_remark, weights)
+        contenders,
+        {"linear": definition},
+        steps=STEPS,
+        tokens=batch,
+        remark=partial(_remark, weights, settings),
     )
 
 
@@ -215,14 +220,13 @@ def _attention_operations(model: Decoder, length: int) -> int:
     return config.n_layers * config.n_heads * per_head
 
 
-def _remark(weights: int, medians: Mapping[str, float], reading: float) -> str:
+def _remark(weights: int, settings: Settings, medians: Mapping[str, float]) -> str:
     if "unrolled" not in medians:
         return ""
-    seconds = weights / reading
+    seconds = reading(weights, settings)
     share = seconds / medians["unrolled"]
-    return (
-        f"reading {size(weights)} of weights from memory takes {brief_time(seconds)}, {share:.0%} of a step."
-    )
+    weighed = f"only reading {size(weights)}, as much as the weights are, takes {brief_time(seconds)}"
+    return f"{weighed}, {share:.0%} of a step."
 
 
 CASES = [

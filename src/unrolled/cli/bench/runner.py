@@ -43,7 +43,7 @@ def run_case(
         found = run_problem(problem, settings, limits)
         rows += [replace(row, case=case.name, size=size) for row in found]
         medians = {row.contender: row.median for row in found if row.median is not None}
-        if remark := problem.remark(medians, limits.reading):
+        if remark := problem.remark(medians):
             remarks.append(f"{case.axis} = {size:,}: {remark}")
     if case.memory and not settings.quick:
         rows, unknown = _with_memory(case, rows, settings, tell)

@@ -91,14 +91,14 @@ def alternation(length: int, settings: Settings) -> Problem:
     return Problem(contenders, kinds, steps=TURNS, remark=_together)
 
 
-def _together(medians: Mapping[str, float], _: float) -> str:
+def _together(medians: Mapping[str, float]) -> str:
     if len(medians) < 3:
         return ""
     share = medians["in turn"] / (medians["attention alone"] + medians["product alone"])
     return f"in turn they take {share:.2f} of the time of both alone."
 
 
-def _ratios(words: str, one: str, other: str, medians: Mapping[str, float], _: float) -> str:
+def _ratios(words: str, one: str, other: str, medians: Mapping[str, float]) -> str:
     """Compare the times of every contender that was measured both ways."""
     measured = [name.removesuffix(one) for name in medians if name.endswith(one)]
     names = [name for name in measured if name + other in medians]

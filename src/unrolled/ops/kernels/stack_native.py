@@ -1,0 +1,136 @@
+"""A token through transformer blocks on a CPU: hands the tensors to the C++ kernel, mirroring its structs."""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Size, Tensor
+
+from unrolled.ops.feature_maps import FeatureMap
+from unrolled.ops.kernels import dense_native, native
+from unrolled.ops.kernels.door import prefers
+from unrolled.ops.kernels.linear_native import FEATURE_MAPS
+from unrolled.ops.kernels.native import FLAG, FLOAT, INT, POINTER
+
+WIDEST = 16  # floats in a vector: widths have to be multiples of it
+MOST_ROWS = dense_native.MOST_ROWS[torch.float32]
+ACTIVATIONS = ("gelu", "relu", "swiglu")
+LAYERS = ("attention_norm", "feed_forward_norm", "qkv", "out", "up", "down")
+
+Array = tuple[int, Size]  # where contiguous floats lie, and their shape
+
+
+class TransformerBlock(ctypes.Structure):
+    """`TransformerBlock` of `native/problem.h`."""
+
+    _fields_ = [
+        *((name, INT) for name in ("width", "hidden", "heads", "groups", "features", "values")),
+        *((name, FLAG) for name in ("pre_norm", "root_mean_square", "activation", "feature_map")),
+        ("epsilon", FLOAT),
+        *((f"{layer}_{name}", POINTER) for layer in LAYERS for name in ("weights", "bias")),
+    ]
+
+
+class StackStep(ctypes.Structure):
+    """`StackStep` of `native/problem.h`."""
+
+    _fields_ = [
+        *((name, INT) for name in ("batch", "blocks")),
+        ("threads", FLAG),
+        *((name, POINTER) for name in ("block", "kv", "k_sum", "kv_after", "k_sum_after", "x", "y")),
+    ]
+
+
+class Options(NamedTuple):
+    """What a block is, apart from its weights."""
+
+    heads: int
+    groups: int
+    features: int  # width of a head's
+    values: int  # likewise
+    pre_norm: bool
+    root_mean_square: bool
+    epsilon: float
+    activation: str
+    feature_map: type[FeatureMap]
+
+
+class Plan(NamedTuple):
+    """A block as the kernel reads it.
+
+    Attributes:
+        struct: its description, which holds no tensor: those have to stay alive by themselves.
+        width: of the residual stream.
+        state: the shape of its attention's state S, without the batch.
+    """
+
+    struct: TransformerBlock
+    width: int
+    state: tuple[int, int, int]
+
+
+def arrays(tensors: Iterable[Tensor | None]) -> tuple[Array | None, ...] | None:
+    """Where tensors lie that the kernel may read, absent ones being None; None if it may not read one."""
+    found: list[Array | None] = []
+    for x in tensors:
+        if x is None:
+            found.append(None)
+        elif x.dtype is torch.float32 and x.is_cpu and x.layout is torch.strided and x.is_contiguous():
+            found.append((x.data_ptr(), x.shape))
+        else:
+            return None
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)  # filling the struct takes longer than all else that Python does for a block
+def plan(options: Options, weights: tuple[Array | None, ...]) -> Plan | None:
+    """Describe a block; None if the kernel cannot run it.
+
+    `weights` holds the weight and the bias, which may be absent, of each of `LAYERS`, in this order.
+    """
+    heads, groups, features, values, pre_norm, root_mean_square, epsilon, activation, feature_map = options
+    qkv, down = weights[2 * LAYERS.index("qkv")], weights[2 * LAYERS.index("down")]
+    if heads == 0 or activation not in ACTIVATIONS or feature_map not in FEATURE_MAPS:
+        return None
+    if qkv is None or down is None or len(qkv[1]) != 2 or len(down[1]) != 2:
+        return None
+    width, hidden = qkv[1][1], down[1][1]
+    if width % WIDEST or hidden % WIDEST:
+        return None
+    projected = (heads + groups) * features + groups * values
+    outputs = (projected, width, hidden * (1 + (activation == "swiglu")), width)
+    inputs = (width, heads * values, width, hidden)
+    shapes: list[tuple[int, ...]] = [(width,)] * 4
+    for o, i in zip(outputs, inputs, strict=True):
+        shapes += [(o, i), (o,)]
+    if any(w is None for w in weights[::2]):  # only a bias may be absent
+        return None
+    if any(w is not None and w[1] != shape for w, shape in zip(weights, shapes, strict=True)):
+        return None
+    sizes = (width, hidden, heads, groups, features, values)
+    kinds = (pre_norm, root_mean_square, ACTIVATIONS.index(activation), FEATURE_MAPS[feature_map])
+    pointers = (None if w is None else w[0] for w in weights)
+    return Plan(TransformerBlock(*sizes, *kinds, epsilon, *pointers), width, (groups, features, values))
+
+
+def available() -> bool:
+    """Whether the kernel is there, and no other form is preferred."""
+    return prefers("native") and native.available()
+
+
+def step(
+    x: Tensor, plans: Sequence[Plan], kvs: Sequence[Tensor], k_sums: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Compute the output of the last block for `x [B, width]`, and the states of all after this token."""
+    y, n = torch.empty_like(x), len(plans)
+    kvs_after, k_sums_after = [torch.empty_like(s) for s in kvs], [torch.empty_like(s) for s in k_sums]
+    pointers = POINTER * n
+    blocks = pointers(*(ctypes.addressof(plan.struct) for plan in plans))
+    states = [pointers(*(s.data_ptr() for s in some)) for some in (kvs, k_sums, kvs_after, k_sums_after)]
+    at = (ctypes.addressof(pointers) for pointers in (blocks, *states))
+    native.call(
+        "stack_step", StackStep(x.shape[0], n, torch.get_num_threads(), *at, x.data_ptr(), y.data_ptr())
+    )
+    return y, kvs_after, k_sums_after
