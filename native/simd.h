@@ -35,7 +35,7 @@ inline Vec load(const float* at) { return *(const LooseVec*)at; }
 
 inline void store(float* at, Vec x) { *(LooseVec*)at = x; }
 
-inline Vec select(IntVec mask, Vec yes, Vec no) { return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no)); }
+inline Vec select(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
 
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
