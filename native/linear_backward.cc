@@ -32,86 +32,108 @@ void read_gradient(const Linear& x, const LinearGradients& out, Int batch, Int t
     divide_row(g, x.values, out.divisor[(batch * x.queries + token) * x.heads + head]);
 }
 
-// dQ of some query rows of one head, and what the other pass needs of them.
+// dQ of the queries of one chunk of one head, and what the other pass needs of them. Where they read keys, dO
+// and the scores are kept transposed, as the forward pass keeps Q.
 class QueryGradients {
   public:
     QueryGradients(const Linear& x, const LinearGradients& out, Workspace& memory)
         : x_(x),
           out_(out),
-          rows_(x.type, x.features, TILE_ROWS, memory),
-          g_(memory.rows(TILE_ROWS, round_up(x.values))),
-          d_scores_(memory.rows(TILE_ROWS, chunk_length(x))),
-          d_q_(memory.rows(TILE_ROWS, round_up(x.features))) {}
+          longest_(chunk_length(x)),
+          rows_(x.type, x.features, longest_, memory),
+          d_o_rows_(x.type, x.values, longest_, memory),
+          d_o_T_{memory.zeros(round_up(x.values) * longest_), longest_},
+          d_scores_T_(memory.rows(longest_, longest_)),
+          d_q_(memory.rows(longest_, round_up(x.features))),
+          read_(memory.floats(longest_)),
+          factors_(memory.floats(longest_)),
+          d_divisors_(memory.floats(longest_)) {}
 
-    // The queries [i, i + n) of a chunk, or without `chunk`, which read `state` alone. `sums` holds the
-    // cumulated keys (D K)_i of the chunk.
-    void find(const Sequence& s, Int token, Int i, Int n, Int head, State state, const KeyChunk* chunk,
-              Rows values_T, Rows sums, Ahead& ahead) {
-        ahead.ask();
-        const Rows q = rows_.read(x_.q, s.batch, token + i, head, n);
-        for (Int a = 0; a < n; ++a) read_gradient(x_, out_, s.batch, token + i + a, head, g_.at + a * g_.row);
-        const float* from_start = chunk && chunk->gates.from_start ? chunk->gates.from_start + i : nullptr;
-        const Int keys = chunk ? i + n : 0;
+    // Queries [token, token + n) have read `state` and the keys of `chunk` up to themselves, or `state`
+    // alone.
+    void find(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
+              Ahead& ahead) {
+        const Rows q = rows_.read(x_.q, s.batch, token, head, n);
+        const Rows d_o = d_o_rows_.read(out_.o, s.batch, token, head, n);
+        const float* from_start = chunk ? chunk->gates.from_start : nullptr;
+        Left left{d_o.at, d_o.row, 1};
         if (chunk) {
-            multiply_few_rows(n, keys, x_.values, {g_.at, g_.row, 1}, values_T, d_scores_, false);
-            for (Int a = 0; a < n; ++a) chunk->gates.weigh(d_scores_.at + a * d_scores_.row, i + a, keys);
+            transpose(n, x_.values, d_o.at, d_o.row, d_o_T_);
+            left = {d_o_T_.at, 1, d_o_T_.row};
+            score(chunk->gates, n, x_.values, chunk->values, d_o_T_, d_scores_T_, ahead);
         }
-        for (Int r = 0; r < x_.features; r += TILE_VECS * WIDTH)
-            with_tile(n, x_.features - r, [&](auto tile) {
-                tile.add_product({g_.at, g_.row, 1}, state.kv.at + r, state.kv.row, x_.values);
-                if (from_start) tile.scale_rows(from_start);
-                tile.write(d_q_.at + r, d_q_.row);
-            });
-        const Int row = (s.batch * x_.queries + token + i) * x_.heads + head;
-        if (from_start)
-            for (Int a = 0; a < n; ++a)
-                out_.read[row + a * x_.heads] = dot(q.at + a * q.row, d_q_.at + a * d_q_.row, x_.features);
-        if (chunk)
-            multiply_few_rows(n, x_.features, keys, {d_scores_.at, d_scores_.row, 1}, chunk->keys, d_q_,
-                              true);
-        for (Int a = 0; a < n; ++a) {
-            float* d_q = d_q_.at + a * d_q_.row;
-            if (x_.normalize)
-                normalizer(q.at + a * q.row, row + a * x_.heads, state.k_sum,
-                           from_start ? from_start + a : nullptr,
-                           chunk ? sums.at + (i + a) * sums.row : nullptr, d_q);
-            write_row(x_.type, d_q, x_.features,
-                      (char*)out_.d_q + (row + a * x_.heads) * x_.features * size_of(x_.type));
+        for (Int i = 0; i < n; ++i) read_[i] = 0;
+        for (Int i = 0; i < n; i += TILE_ROWS) {
+            const Int rows = min(TILE_ROWS, n - i);
+            const Rows d_q = {d_q_.at + i * d_q_.row, d_q_.row};
+            ahead.ask();
+            for (Int r = 0; r < x_.features; r += TILE_VECS * WIDTH)
+                with_tile(rows, x_.features - r, [&](auto tile) {
+                    tile.add_product({left.at + i * left.row, left.row, left.col}, state.kv.at + r,
+                                     state.kv.row, x_.values);
+                    if (from_start) {
+                        tile.scale_rows(from_start + i);
+                        tile.write(d_q.at + r, d_q.row);
+                        for (Int a = 0; a < rows; ++a)
+                            read_[i + a] += dot(q.at + (i + a) * q.row + r, d_q.at + a * d_q.row + r,
+                                                min(x_.features - r, TILE_VECS * WIDTH));
+                    }
+                    if (chunk)
+                        tile.add_product({d_scores_T_.at + i, 1, d_scores_T_.row}, chunk->keys.at + r,
+                                         chunk->keys.row, i + rows);
+                    tile.write(d_q.at + r, d_q.row);
+                });
+        }
+        const Int first = (s.batch * x_.queries + token) * x_.heads + head;
+        if (x_.normalize) divide(q, n, first, state.k_sum, chunk);
+        for (Int i = 0; i < n; ++i) {
+            const Int row = first + i * x_.heads;
+            if (from_start) out_.read[row] = read_[i];
+            write_row(x_.type, d_q_.at + i * d_q_.row, x_.features,
+                      (char*)out_.d_q + row * x_.features * size_of(x_.type));
         }
     }
 
   private:
-    // dden = -(q . dQ') / den and dQ = dQ' + dden (sums + exp(b) z)
-    void normalizer(const float* q, Int row, const float* k_sum, const float* from_start, const float* sums,
-                    float* d_q) const {
-        const float divisor = out_.divisor[row];
-        const float d_divisor = divisible(divisor) ? -dot(q, d_q, x_.features) / divisor : 0;
-        out_.d_divisor[row] = d_divisor;
-        if (from_start) out_.read[row] += d_divisor * *from_start * dot(q, k_sum, x_.features);
-        const Vec factor = broadcast(from_start ? *from_start : 1);
+    // dQ' = dQ / den, dden = -(q . dQ') / den and dQ = dQ' + dden ((D K) + exp(b) z)
+    void divide(Rows q, Int n, Int first, const float* k_sum, const KeyChunk* chunk) {
+        const float *gate = chunk ? chunk->gates.gate : nullptr,
+                    *from_start = chunk ? chunk->gates.from_start : nullptr;
+        for (Int i = 0; i < n; ++i) {
+            const float divisor = out_.divisor[first + i * x_.heads];
+            const float total = dot(q.at + i * q.row, d_q_.at + i * d_q_.row, x_.features);
+            factors_[i] = divisible(divisor) ? 1 / divisor : 0;
+            d_divisors_[i] = divisible(divisor) ? -(total * factors_[i]) * factors_[i] : 0;
+            out_.d_divisor[first + i * x_.heads] = d_divisors_[i];
+            if (from_start)
+                read_[i] = read_[i] * factors_[i] +
+                           d_divisors_[i] * from_start[i] * dot(q.at + i * q.row, k_sum, x_.features);
+        }
         for (Int r = 0; r < x_.features; r += WIDTH) {
-            Vec seen = load(k_sum + r) * factor;
-            if (sums) seen += load(sums + r);
-            store(d_q + r, load(d_q + r) + seen * broadcast(d_divisor));
+            const Vec before = load(k_sum + r);
+            Vec seen{};
+            for (Int i = 0; i < n; ++i) {
+                if (gate) seen *= broadcast(gate[i]);
+                if (chunk) seen += load(chunk->keys.at + i * chunk->keys.row + r);
+                const Vec sum = from_start ? seen + before * broadcast(from_start[i]) : seen + before;
+                float* d_q = d_q_.at + i * d_q_.row + r;
+                store(d_q, load(d_q) * broadcast(factors_[i]) + sum * broadcast(d_divisors_[i]));
+            }
+        }
+        for (Int i = 0; i < n; ++i) {
+            if (divisible(out_.divisor[first + i * x_.heads])) continue;
+            std::memset(d_q_.at + i * d_q_.row, 0, (size_t)x_.features * 4);  // even if dO is no number
+            read_[i] = 0;
         }
     }
 
     const Linear& x_;
     const LinearGradients& out_;
-    HeadRows rows_;
-    Rows g_, d_scores_, d_q_;
+    const Int longest_;
+    HeadRows rows_, d_o_rows_;
+    Rows d_o_T_, d_scores_T_, d_q_;
+    float *read_, *factors_, *d_divisors_;
 };
-
-// (D K)_i = a_i (D K)_{i-1} + k_i for the rows of a chunk.
-void cumulate_keys(const Linear& x, const KeyChunk& chunk, Rows sums) {
-    for (Int i = 0; i < chunk.n; ++i) {
-        const float* key = chunk.keys.at + i * chunk.keys.row;
-        float* sum = sums.at + i * sums.row;
-        const Vec gate = broadcast(chunk.gates.gate ? chunk.gates.gate[i] : 1);
-        for (Int r = 0; r < x.features; r += WIDTH)
-            store(sum + r, i ? load(sum - sums.row + r) * gate + load(key + r) : load(key + r));
-    }
-}
 
 // The queries of an item, their gradients, and how many times `find` will ask.
 Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const Sequence& s, Item i,
@@ -123,24 +145,13 @@ Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const
         add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
         add_rows(ahead, out.o, x.type, s.batch, token, h, i.n, x.values);
     });
-    return x.heads / x.groups * ceil_div(i.n, TILE_ROWS);
-}
-
-// Runs `f(head, i, n)` over the query heads that read key head `group`, and their `count` tokens tile by
-// tile.
-template <typename F>
-void for_rows(const Linear& x, Int group, Int count, F&& f) {
-    for_heads(x, group, [&](Int h) {
-        for (Int i = 0; i < count; i += TILE_ROWS) f(h, i, min(TILE_ROWS, count - i));
-    });
+    return x.heads / x.groups * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
 }
 
 void causal_query_task(const Linear& x, const LinearGradients& out, const Task& task, const States& states) {
     Workspace memory;
     KeyChunk chunk(x, true, true, memory);
     QueryGradients queries(x, out, memory);
-    const Rows values_T = memory.rows(round_up(x.values), chunk.longest);
-    const Rows sums = memory.rows(chunk.longest, round_up(x.features));
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
@@ -153,11 +164,8 @@ void causal_query_task(const Linear& x, const LinearGradients& out, const Task& 
         const State state = states.of(s.index, task.segment, i.group);
         save_state(x, out, s, i, state);
         chunk.read(s, s.first_key + i.token, i.n, i.group);
-        transpose(i.n, x.values, chunk.values.at, chunk.values.row, values_T);
-        if (x.normalize) cumulate_keys(x, chunk, sums);
-        for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
-            queries.find(s, chunk.token, row, n, head, state, &chunk, values_T, sums, ahead);
-        });
+        for_heads(x, i.group,
+                  [&](Int head) { queries.find(s, chunk.token, i.n, head, state, &chunk, ahead); });
         chunk.enter_transposed(state, ahead);
     });
 }
@@ -172,8 +180,8 @@ void bidirectional_query_task(const Linear& x, const LinearGradients& out, const
     for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
                [&](Item i) {
                    const State state = states.of(s.index, segments, i.group);
-                   for_rows(x, i.group, i.n, [&](Int head, Int row, Int n) {
-                       queries.find(s, s.first_query + i.token, row, n, head, state, nullptr, {}, {}, ahead);
+                   for_heads(x, i.group, [&](Int head) {
+                       queries.find(s, s.first_query + i.token, i.n, head, state, nullptr, ahead);
                    });
                });
 }

@@ -123,8 +123,7 @@ class Gates {
         through = (float)__builtin_exp(total);
     }
 
-    // exp(b_i - b_j) for all j < n: row i of D; and for all i < n: column j of D. Only i >= j has a meaning.
-    void row(Int i, Int n, float* out) const { exp_of_differences(-1, b_, b_[i], n, out); }
+    // exp(b_i - b_j) for all i < n: column j of D. Only i >= j has a meaning.
     void column(Int j, Int n, float* out) const { exp_of_differences(1, b_, b_[j], n, out); }
 
     // Multiplies the scores of key j by D_ij for the queries i >= j, and clears those of the queries from
@@ -135,16 +134,6 @@ class Gates {
             Vec x = load(scores + i);
             if (from_start) x *= load(decay_ + i);
             store(scores + i, keep(j, queries, i, x));
-        }
-    }
-
-    // Multiplies a row of scores by D_ij for j <= i, and clears the rest of the `keys`.
-    void weigh(float* scores, Int i, Int keys) const {
-        if (from_start) row(i, keys, decay_);
-        for (Int j = 0; j < keys; j += WIDTH) {
-            Vec x = load(scores + j);
-            if (from_start) x *= load(decay_ + j);
-            store(scores + j, keep(0, i + 1, j, x));
         }
     }
 
@@ -251,5 +240,19 @@ struct KeyChunk {
     const Linear& x_;
     HeadRows key_rows_, value_rows_;
 };
+
+// P^T = D^T (B A^T): rows of the keys, transposed ones of the `n` queries, without the queries that come
+// before all keys of a tile.
+inline void score(const Gates& gates, Int n, Int width, Rows keys, Rows queries_T, Rows scores_T,
+                  Ahead& ahead) {
+    for (Int j = 0; j < n; j += TILE_ROWS) {
+        const Int rows = min(TILE_ROWS, n - j), from = j / WIDTH * WIDTH;
+        const Rows to = {scores_T.at + j * scores_T.row, scores_T.row};
+        ahead.ask();
+        multiply_few_rows(rows, n - from, width, {keys.at + j * keys.row, keys.row, 1},
+                          {queries_T.at + from, queries_T.row}, {to.at + from, to.row}, false);
+        for (Int a = 0; a < rows; ++a) gates.weigh_column(to.at + a * to.row, j + a, from, n);
+    }
+}
 
 }  // namespace UNROLLED_ISA

@@ -29,7 +29,7 @@ class Queries {
         if (chunk) {
             transpose(n, x_.features, q.at, q.row, q_T_);
             left = {q_T_.at, 1, q_T_.row};
-            score(*chunk, ahead);
+            score(chunk->gates, n, x_.features, chunk->keys, q_T_, scores_T_, ahead);
         }
         if (x_.normalize) {
             if (chunk) find_divisors(n, state.k_sum, from_start);
@@ -69,18 +69,6 @@ class Queries {
     }
 
   private:
-    // P^T = (D Q K^T)^T, without the queries that come before all keys of a tile.
-    void score(const KeyChunk& chunk, Ahead& ahead) {
-        for (Int j = 0; j < chunk.n; j += TILE_ROWS) {
-            const Int rows = min(TILE_ROWS, chunk.n - j), from = j / WIDTH * WIDTH;
-            const Rows keys = chunk.keys, to = {scores_T_.at + j * scores_T_.row, scores_T_.row};
-            ahead.ask();
-            multiply_few_rows(rows, chunk.n - from, x_.features, {keys.at + j * keys.row, keys.row, 1},
-                              {q_T_.at + from, q_T_.row}, {to.at + from, to.row}, false);
-            for (Int a = 0; a < rows; ++a) chunk.gates.weigh_column(to.at + a * to.row, j + a, from, chunk.n);
-        }
-    }
-
     // P 1 + exp(b) q . z
     void find_divisors(Int n, const float* k_sum, const float* from_start) {
         for (Int i = 0; i < n; i += WIDTH) {

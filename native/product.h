@@ -32,7 +32,8 @@ template <int ROWS, int VECS>
 struct Tile {
     Vec at[ROWS][VECS] = {};
 
-    void add_product(Left a, const float* b, int64_t b_row, int64_t depth) {
+    // Inlined, or else the tile would pass through memory.
+    __attribute__((always_inline)) void add_product(Left a, const float* b, int64_t b_row, int64_t depth) {
         for (int64_t k = 0; k < depth; ++k) {
             Vec right[VECS];
 #pragma GCC unroll 8
