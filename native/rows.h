@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 
+#include "pages.h"
 #include "problem.h"
 #include "product.h"
 
