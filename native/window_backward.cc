@@ -232,6 +232,10 @@ void add_partials(const Window& x, const WindowGradients& out, const Task& first
 }
 
 void run(const Window& x, const WindowGradients& out) {
+    const Int batches = x.offsets ? 1 : x.sequences, size = size_of(x.type);
+    ask_for_huge_pages(out.d_q, batches * x.queries * x.heads * x.features * size);
+    ask_for_huge_pages(out.d_k, batches * x.keys * x.groups * x.features * size);
+    ask_for_huge_pages(out.d_v, batches * x.keys * x.groups * x.values * size);
     Workspace memory;
     const Tasks tasks(x, memory);
     Int partials = 0;

@@ -133,6 +133,8 @@ class Forward {
 
 void EXPORTED(window_forward)(const Window* x, const WindowOutputs* out) {
     using namespace UNROLLED_ISA;
+    const Int batches = x->offsets ? 1 : x->sequences;
+    ask_for_huge_pages(out->o, batches * x->queries * x->heads * x->values * size_of(x->type));
     Workspace memory;
     const window::Tasks tasks(*x, memory);
     parallel_for(tasks.size(), tasks.threads, [&](Int i) {
