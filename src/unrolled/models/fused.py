@@ -23,12 +23,13 @@ def step(
     blocks: Sequence[Block], x: Tensor, states: Sequence[Any]
 ) -> tuple[Tensor, list[LinearAttentionState]]:
     """Run those first blocks that the kernel can: their output, and their states, none if it can run none."""
-    plans: list[Plan] = []
     if observed() or not stack_native.available() or torch.is_autocast_enabled(x.device.type):
         return x, []
-    stream = stack_native.arrays([x]) if plain([x]) else None
-    if stream is None or x.dim() != 2 or not 0 < x.shape[0] <= stack_native.MOST_ROWS:
+    if not plain([x]) or stack_native.arrays([x]) is None:
         return x, []
+    if x.dim() != 2 or not 0 < x.shape[0] <= stack_native.MOST_ROWS:
+        return x, []
+    plans: list[Plan] = []
     for block, state in zip(blocks, states, strict=True):
         plan = _plan(block)
         if plan is None or plan.width != x.shape[1] or not _fits(state, x.shape[0], plan):
@@ -44,10 +45,12 @@ def step(
 
 def _plan(block: Block) -> Plan | None:
     """What the kernel has to know of a block; None if it cannot do what the block does."""
+    if type(block) is not Block:
+        return None
     # The dictionaries of a module are asked here since its attributes take ten times as long to find.
     parts: dict[str, Any] = block._modules
     attention, first, second, ff = (parts[name] for name in ("attention", "attention_norm", "ff_norm", "ff"))
-    if type(block) is not Block or type(attention) is not LinearAttention or type(ff) is not FeedForward:
+    if type(attention) is not LinearAttention or type(ff) is not FeedForward:
         return None
     if attention.rotary or not attention.normalize or not attention.causal:
         return None
