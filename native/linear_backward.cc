@@ -32,7 +32,7 @@ void read_gradient(const Linear& x, const LinearGradients& out, Int batch, Int t
     divide_row(g, x.values, out.divisor[(batch * x.queries + token) * x.heads + head]);
 }
 
-// dQ of the queries of one chunk of one head, and what the other pass needs of them. Where they read keys, dO
+// dQ of the queries of one chunk of one head, and what the other pass needs of them. Where they read keys, G
 // and the scores are kept transposed, as the forward pass keeps Q.
 class QueryGradients {
   public:
@@ -41,12 +41,11 @@ class QueryGradients {
           out_(out),
           longest_(chunk_length(x)),
           rows_(x.type, x.features, longest_, memory),
-          d_o_rows_(x.type, x.values, longest_, memory),
-          d_o_T_{memory.zeros(round_up(x.values) * longest_), longest_},
+          g_(memory.rows(longest_, round_up(x.values))),
+          g_T_{memory.zeros(round_up(x.values) * longest_), longest_},
           d_scores_T_(memory.rows(longest_, longest_)),
           d_q_(memory.rows(longest_, round_up(x.features))),
           read_(memory.floats(longest_)),
-          factors_(memory.floats(longest_)),
           d_divisors_(memory.floats(longest_)) {}
 
     // Queries [token, token + n) have read `state` and the keys of `chunk` up to themselves, or `state`
@@ -54,13 +53,13 @@ class QueryGradients {
     void find(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
               Ahead& ahead) {
         const Rows q = rows_.read(x_.q, s.batch, token, head, n);
-        const Rows d_o = d_o_rows_.read(out_.o, s.batch, token, head, n);
+        for (Int i = 0; i < n; ++i) read_gradient(x_, out_, s.batch, token + i, head, g_.at + i * g_.row);
         const float* from_start = chunk ? chunk->gates.from_start : nullptr;
-        Left left{d_o.at, d_o.row, 1};
+        Left left{g_.at, g_.row, 1};
         if (chunk) {
-            transpose(n, x_.values, d_o.at, d_o.row, d_o_T_);
-            left = {d_o_T_.at, 1, d_o_T_.row};
-            score(chunk->gates, n, x_.values, chunk->values, d_o_T_, d_scores_T_, ahead);
+            transpose(n, x_.values, g_.at, g_.row, g_T_);
+            left = {g_T_.at, 1, g_T_.row};
+            score(chunk->gates, n, x_.values, chunk->values, g_T_, d_scores_T_, ahead);
         }
         for (Int i = 0; i < n; ++i) read_[i] = 0;
         for (Int i = 0; i < n; i += TILE_ROWS) {
@@ -85,7 +84,7 @@ class QueryGradients {
                 });
         }
         const Int first = (s.batch * x_.queries + token) * x_.heads + head;
-        if (x_.normalize) divide(q, n, first, state.k_sum, chunk);
+        if (x_.normalize) go_through_divisors(q, n, first, state.k_sum, chunk);
         for (Int i = 0; i < n; ++i) {
             const Int row = first + i * x_.heads;
             if (from_start) out_.read[row] = read_[i];
@@ -95,19 +94,17 @@ class QueryGradients {
     }
 
   private:
-    // dQ' = dQ / den, dden = -(q . dQ') / den and dQ = dQ' + dden ((D K) + exp(b) z)
-    void divide(Rows q, Int n, Int first, const float* k_sum, const KeyChunk* chunk) {
+    // dden = -(q . dQ') / den and dQ = dQ' + dden ((D K) + exp(b) z)
+    void go_through_divisors(Rows q, Int n, Int first, const float* k_sum, const KeyChunk* chunk) {
         const float *gate = chunk ? chunk->gates.gate : nullptr,
                     *from_start = chunk ? chunk->gates.from_start : nullptr;
         for (Int i = 0; i < n; ++i) {
             const float divisor = out_.divisor[first + i * x_.heads];
             const float total = dot(q.at + i * q.row, d_q_.at + i * d_q_.row, x_.features);
-            factors_[i] = divisible(divisor) ? 1 / divisor : 0;
-            d_divisors_[i] = divisible(divisor) ? -(total * factors_[i]) * factors_[i] : 0;
+            d_divisors_[i] = divisible(divisor) ? -total / divisor : 0;
             out_.d_divisor[first + i * x_.heads] = d_divisors_[i];
             if (from_start)
-                read_[i] = read_[i] * factors_[i] +
-                           d_divisors_[i] * from_start[i] * dot(q.at + i * q.row, k_sum, x_.features);
+                read_[i] += d_divisors_[i] * from_start[i] * dot(q.at + i * q.row, k_sum, x_.features);
         }
         for (Int r = 0; r < x_.features; r += WIDTH) {
             const Vec before = load(k_sum + r);
@@ -117,22 +114,17 @@ class QueryGradients {
                 if (chunk) seen += load(chunk->keys.at + i * chunk->keys.row + r);
                 const Vec sum = from_start ? seen + before * broadcast(from_start[i]) : seen + before;
                 float* d_q = d_q_.at + i * d_q_.row + r;
-                store(d_q, load(d_q) * broadcast(factors_[i]) + sum * broadcast(d_divisors_[i]));
+                store(d_q, load(d_q) + sum * broadcast(d_divisors_[i]));
             }
-        }
-        for (Int i = 0; i < n; ++i) {
-            if (divisible(out_.divisor[first + i * x_.heads])) continue;
-            std::memset(d_q_.at + i * d_q_.row, 0, (size_t)x_.features * 4);  // even if dO is no number
-            read_[i] = 0;
         }
     }
 
     const Linear& x_;
     const LinearGradients& out_;
     const Int longest_;
-    HeadRows rows_, d_o_rows_;
-    Rows d_o_T_, d_scores_T_, d_q_;
-    float *read_, *factors_, *d_divisors_;
+    HeadRows rows_;
+    Rows g_, g_T_, d_scores_T_, d_q_;
+    float *read_, *d_divisors_;
 };
 
 // The queries of an item, their gradients, and how many times `find` will ask.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from unrolled.models import Decoder, DecoderConfig, fused
-from unrolled.models.blocks import FeedForward
+from unrolled.models.blocks import Block, FeedForward
 from unrolled.ops.kernels import native
 from unrolled.ops.kernels.door import prefer
 
@@ -138,16 +138,20 @@ def by_another_option(model):
         by_another_option,
     ],
 )
-def test_a_block_may_change_between_steps(change):
+def test_a_block_may_change_between_steps(change, fusions):
     model = decoder()
     with torch.inference_mode():
         before = logits(model)
+    assert fusions == [2] * STEPS
     with torch.no_grad():
         change(model)
+    fusions.clear()
     with torch.inference_mode():
         found = logits(model)
-        with prefer("plain"):
-            torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+    strided = change is by_another_layout_of_its_storage
+    assert fusions == ([0, 1] if strided else [2]) * STEPS
+    with torch.inference_mode(), prefer("plain"):
+        torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, before, rtol=1e-3)
 
 
@@ -206,12 +210,39 @@ def subclass_a_layer(model):
 
 def subclass_the_norms(model):
     block = model.stack.blocks[0]
-    block.attention_norm, block.ff_norm = OtherNorm(32), OtherNorm(32)
+    block.attention_norm, block.ff_norm = OtherNorm(32, eps=1e-5), OtherNorm(32, eps=1e-5)
 
 
 def replace_a_forward(model):
     up = model.stack.blocks[0].ff.up
     up.forward = lambda x: -nn.functional.linear(x, up.weight, up.bias)
+
+
+def replace_a_step(model):
+    block = model.stack.blocks[0]
+    block.step = lambda x, state: (-x, state)
+
+
+def replace_the_step_of_the_attention(model):
+    attention = model.stack.blocks[0].attention
+    attention.step = lambda x, state: (-x, state)
+
+
+def hold_a_bias_as_a_buffer(model):
+    up = model.stack.blocks[0].ff.up
+    bias = up.bias.detach()
+    del up.bias
+    up.register_buffer("bias", bias)
+
+
+def replace_the_dropout(model):
+    model.stack.blocks[0].dropout = nn.Identity()
+    model.train()
+
+
+def watch_the_dropout(model):
+    dropout = model.stack.blocks[0].dropout = nn.Dropout(0.0)
+    dropout.register_forward_hook(lambda _, __, y: 2 * y)
 
 
 def prune(model):
@@ -243,6 +274,11 @@ def drop_the_norms(model):
         subclass_a_layer,
         subclass_the_norms,
         replace_a_forward,
+        replace_a_step,
+        replace_the_step_of_the_attention,
+        hold_a_bias_as_a_buffer,
+        replace_the_dropout,
+        watch_the_dropout,
         prune,
         drop_the_scale_of_a_norm,
         drop_the_norms,
@@ -281,6 +317,28 @@ def test_other_blocks_take_the_layers(options, fusions):
         with prefer("plain"):
             torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
     assert not any(fusions)
+
+
+def test_a_step_that_all_blocks_get_is_called(fusions, monkeypatch):
+    model, step, seen = decoder(), Block.step, []
+
+    def watched(block, x, state):
+        seen.append(block)
+        return step(block, x, state)
+
+    monkeypatch.setattr(Block, "step", watched)
+    with torch.inference_mode():
+        logits(model)
+    assert len(seen) == 2 * STEPS
+    assert not any(fusions)
+
+
+def test_another_number_of_states_is_refused():
+    stack = decoder().stack
+    states = stack.init_state(2)
+    for wrong in (states[:1], (*states, states[0])):
+        with pytest.raises(ValueError, match=f"found {len(wrong)} states, wanted 2"):
+            stack.step(torch.zeros(2, 32), wrong)
 
 
 def test_gradients_take_the_layers(fusions):

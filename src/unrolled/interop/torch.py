@@ -19,7 +19,7 @@ def from_transformer_encoder(
 ) -> Stack:
     """Make a stack of blocks with the weights of `encoder`, in its floating type, on its device, in its mode.
 
-    Its verbs are those of `unrolled.models.blocks.Stack`: `forward(x [B,T,d_model], key_padding_mask=)`, and
+    Its verbs are those of `unrolled.models.stack.Stack`: `forward(x [B,T,d_model], key_padding_mask=)`, and
     `init_state`, `prefill` and `step` where it is causal. With softmax attention it computes what `encoder`
     does; in training it drops neither attention weights nor the inner units of feed-forward layers. The batch
     is always the first axis, whatever it is for `encoder`.

@@ -18,11 +18,16 @@ from unrolled.ops.dense import Linear
 from unrolled.ops.kernels import stack_native
 from unrolled.ops.kernels.stack_native import Plan
 
+_STEP = Block.step  # somebody may put another in its place, to watch it
+
 
 def step(
     blocks: Sequence[Block], x: Tensor, states: Sequence[Any]
 ) -> tuple[Tensor, list[LinearAttentionState]]:
-    """Run those first blocks that the kernel can: their output, and their states, none if it can run none."""
+    """Run those first blocks that the kernel can: their output and their states.
+
+    If it can run none, returns `x` itself and no states.
+    """
     if observed() or not stack_native.available() or torch.is_autocast_enabled(x.device.type):
         return x, []
     if not plain([x]) or stack_native.arrays([x]) is None:
@@ -45,7 +50,7 @@ def step(
 
 def _plan(block: Block) -> Plan | None:
     """What the kernel has to know of a block; None if it cannot do what the block does."""
-    if type(block) is not Block:
+    if type(block) is not Block or Block.step is not _STEP:
         return None
     # The dictionaries of a module are asked here since its attributes take ten times as long to find.
     parts: dict[str, Any] = block._modules
@@ -55,9 +60,11 @@ def _plan(block: Block) -> Plan | None:
     if attention.rotary or not attention.normalize or not attention.causal:
         return None
     norm, dropout = type(first), parts["dropout"]
-    if norm not in (nn.LayerNorm, nn.RMSNorm) or type(second) is not norm or (dropout.training and dropout.p):
+    if norm not in (nn.LayerNorm, nn.RMSNorm) or type(second) is not norm:
         return None
     if first.eps is None or first.eps != second.eps:
+        return None
+    if dropout.training and (type(dropout) is not nn.Dropout or dropout.p or _changed([dropout])):
         return None
     inner, outer = attention._modules, ff._modules
     linears = (inner["qkv_proj"], inner["out_proj"], outer["up"], outer["down"])
@@ -65,9 +72,16 @@ def _plan(block: Block) -> Plan | None:
         return None
     feature_map: Any = inner["feature_map"]
     layers: tuple[Any, ...] = (first, second, *linears)
-    if _changed((attention, feature_map, ff, *layers)):
+    if _changed((block, attention, feature_map, ff, *layers)):
         return None
-    weights = [layer._parameters.get(name) for layer in layers for name in ("weight", "bias")]
+    weights = []
+    for layer in layers:
+        for name in ("weight", "bias"):
+            if name not in layer._parameters and hasattr(
+                layer, name
+            ):  # a buffer, or no more than an attribute
+                return None
+            weights.append(layer._parameters.get(name))
     arrays = stack_native.arrays(weights) if plain(weights) else None
     if arrays is None:
         return None
@@ -95,7 +109,10 @@ def _fits(state: Any, batch: int, plan: Plan) -> bool:
 
 
 def _changed(modules: Iterable[Any]) -> bool:
-    """Whether these modules have another `forward`, or hooks to see what goes into them or comes out."""
+    """Whether these modules have another `forward` or `step`, or hooks to see what goes in or comes out."""
     if _global_forward_hooks or _global_forward_pre_hooks:
         return True
-    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ or "step" in m.__dict__
+        for m in modules
+    )

@@ -61,6 +61,8 @@ class Stack(nn.Module):
     def step(self, x: Tensor, states: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """[B, d_model] -> [B, d_model], from states to states."""
         x, blocks = self._enter(x), self._blocks()
+        if len(states) != len(blocks):
+            raise ValueError(f"found {len(states)} states, wanted {len(blocks)}, one per block")
         after: list[Any] = []
         while (i := len(after)) < len(blocks):
             x, several = fused.step(blocks[i:], x, states[i:])

@@ -202,3 +202,21 @@ def test_a_library_of_other_sources_is_refused():
 def test_an_unknown_instruction_set_is_refused():
     with pytest.raises(ValueError, match="instruction set is 'mmx', but must be one of"), native.use("mmx"):
         pass
+
+
+@pytest.mark.parametrize("keys", [1e-30, 1e-25, 1e28, 1e34])
+@pytest.mark.parametrize("gradient", [1e-12, 1.0, 1e4])
+def test_the_gradient_of_q_does_not_leave_the_range_of_numbers_on_its_way(keys, gradient):
+    torch.manual_seed(0)
+    q, k = (torch.rand(1, 40, 2, 16) + 0.1 for _ in range(2))
+    v, d_o = (torch.randn(1, 40, 2, 16) for _ in range(2))
+    inputs, d_o = (q, keys * k, v), gradient * d_o
+
+    def d_q(run, dtype):
+        leaf, *others = (x.to(dtype) for x in inputs)
+        leaf.requires_grad_()
+        return torch.autograd.grad(run(leaf, *others, causal=True), leaf, d_o.to(dtype))[0]
+
+    exact = d_q(plain, torch.double)
+    error, other = ((d_q(run, torch.float32) - exact).norm() for run in (form, plain))
+    assert error <= 2 * other + torch.finfo(torch.float32).eps * exact.norm()
