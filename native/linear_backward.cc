@@ -459,10 +459,9 @@ void key_task(const Linear& x, const LinearGradients& out, const Task& task, con
 }
 
 void run(const Linear& x, const LinearGradients& out) {
-    const Int batches = x.offsets ? 1 : x.sequences, size = size_of(x.type);
-    ask_for_huge_pages(out.d_q, batches * x.queries * x.heads * x.features * size);
-    ask_for_huge_pages(out.d_k, batches * x.keys * x.groups * x.features * size);
-    ask_for_huge_pages(out.d_v, batches * x.keys * x.groups * x.values * size);
+    ask_for_pages(x, out.d_q, x.queries, x.heads, x.features);
+    ask_for_pages(x, out.d_k, x.keys, x.groups, x.features);
+    ask_for_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
     const Plan plan(x, x.causal || !x.log_decay);
     const States states(x, plan, Layout::TRANSPOSED, memory), gradients(x, plan, Layout::PLAIN, memory);

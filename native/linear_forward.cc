@@ -142,8 +142,7 @@ void bidirectional_task(const Linear& x, const LinearOutputs& out, const Task& t
 }
 
 void run(const Linear& x, const LinearOutputs& out) {
-    const Int batches = x.offsets ? 1 : x.sequences;
-    ask_for_huge_pages(out.o, batches * x.queries * x.heads * x.values * size_of(x.type));
+    ask_for_pages(x, out.o, x.queries, x.heads, x.values);
     Workspace memory;
     const Plan plan(x, true);
     const States states(x, plan, Layout::PLAIN, memory);

@@ -101,6 +101,13 @@ inline Tensor contiguous(const void* at, Int tokens, Int heads, Int width) {
     return {at, tokens * heads * width, heads * width, width};
 }
 
+// Asks for huge pages for a result [batches, tokens, heads, width] of the problem `x`.
+template <typename Problem>
+inline void ask_for_pages(const Problem& x, const void* result, Int tokens, Int heads, Int width) {
+    const Int batches = x.offsets ? 1 : x.sequences;
+    ask_for_huge_pages(result, batches * tokens * heads * width * size_of(x.type));
+}
+
 // Whether rows of `width` elements can be used where they lie: they are floats in whole vectors.
 inline bool usable(Int type, Int width) { return type == FLOAT32 && width % WIDTH == 0; }
 

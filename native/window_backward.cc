@@ -232,10 +232,9 @@ void add_partials(const Window& x, const WindowGradients& out, const Task& first
 }
 
 void run(const Window& x, const WindowGradients& out) {
-    const Int batches = x.offsets ? 1 : x.sequences, size = size_of(x.type);
-    ask_for_huge_pages(out.d_q, batches * x.queries * x.heads * x.features * size);
-    ask_for_huge_pages(out.d_k, batches * x.keys * x.groups * x.features * size);
-    ask_for_huge_pages(out.d_v, batches * x.keys * x.groups * x.values * size);
+    ask_for_pages(x, out.d_q, x.queries, x.heads, x.features);
+    ask_for_pages(x, out.d_k, x.keys, x.groups, x.features);
+    ask_for_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
     const Tasks tasks(x, memory);
     Int partials = 0;

@@ -133,8 +133,7 @@ class Forward {
 
 void EXPORTED(window_forward)(const Window* x, const WindowOutputs* out) {
     using namespace UNROLLED_ISA;
-    const Int batches = x->offsets ? 1 : x->sequences;
-    ask_for_huge_pages(out->o, batches * x->queries * x->heads * x->values * size_of(x->type));
+    ask_for_pages(*x, out->o, x->queries, x->heads, x->values);
     Workspace memory;
     const window::Tasks tasks(*x, memory);
     parallel_for(tasks.size(), tasks.threads, [&](Int i) {

@@ -77,9 +77,8 @@ def _plan(block: Block) -> Plan | None:
     weights = []
     for layer in layers:
         for name in ("weight", "bias"):
-            if name not in layer._parameters and hasattr(
-                layer, name
-            ):  # a buffer, or no more than an attribute
+            # It may be a buffer, or no more than an attribute.
+            if name not in layer._parameters and hasattr(layer, name):
                 return None
             weights.append(layer._parameters.get(name))
     arrays = stack_native.arrays(weights) if plain(weights) else None

@@ -50,11 +50,11 @@ def limits(settings: Settings) -> Limits:
     source, target = (torch.ones(size // 4, device=settings.device) for _ in range(2))
     with torch.inference_mode(), cpu_threads(settings.threads):
         copying = _seconds(lambda: target.copy_(source), settings)
-    return Limits(flops, why, 2 * size / copying, size / reading(size, settings))
+    return Limits(flops, why, 2 * size / copying, size / seconds_to_read(size, settings))
 
 
-def reading(size: int, settings: Settings) -> float:
-    """Return the seconds that it takes to read so many bytes again: part of them may still be in a cache."""
+def seconds_to_read(size: int, settings: Settings) -> float:
+    """Measure how long it takes to read so many bytes again: part of them may still be in a cache."""
     numbers = torch.ones(size // 4, device=settings.device)
     with torch.inference_mode(), cpu_threads(settings.threads):
         return _seconds(numbers.sum, settings)

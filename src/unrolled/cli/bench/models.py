@@ -12,7 +12,7 @@ from unrolled.cli import measure
 from unrolled.cli._units import brief_time, size
 from unrolled.cli.bench import definitions, flops
 from unrolled.cli.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
-from unrolled.cli.bench.machine import reading
+from unrolled.cli.bench.machine import seconds_to_read
 from unrolled.cli.bench.peer_models import idiap_encoder, idiap_names
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
@@ -223,10 +223,10 @@ def _attention_operations(model: Decoder, length: int) -> int:
 def _remark(weights: int, settings: Settings, medians: Mapping[str, float]) -> str:
     if "unrolled" not in medians:
         return ""
-    seconds = reading(weights, settings)
+    seconds = seconds_to_read(weights, settings)
     share = seconds / medians["unrolled"]
-    weighed = f"only reading {size(weights)}, as much as the weights are, takes {brief_time(seconds)}"
-    return f"{weighed}, {share:.0%} of a step."
+    alone = f"only reading {size(weights)}, as much as the weights are, takes {brief_time(seconds)}"
+    return f"{alone}, {share:.0%} of a step."
 
 
 CASES = [
