@@ -3,11 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Compilers at a time: without a number, `cmake --build --parallel` starts all of them at once.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count())')
 CPP := $(wildcard native/*.h native/*.cc native/check/*)
 # One thread per process: the tests run side by side, and oversubscribed threads only slow them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: demo test test-oracles test-web test-native test-neon check format docs bench clean
+.PHONY: demo test fuzz test-oracles test-web test-native test-neon check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
@@ -15,6 +17,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(PYTEST) -n auto
 	TRITON_INTERPRET=1 $(PYTEST) -n auto tests/test_contract.py
+
+# 10,000 cases of each fuzzer, in an hour at most. FUZZ_SEED=17 in its place runs the one case again.
+fuzz: $(VENV)/installed
+	FUZZ_CASES=10000 timeout -s INT 3600 $(PYTEST) -n auto tests/fuzz
 
 test-oracles: $(VENV)/oracles
 	$(PYTEST) -m oracles -rs
@@ -27,7 +33,7 @@ test-web: $(VENV)/installed
 test-native:
 	cmake -S native -B build/sanitized -DUNROLLED_CHECK=ON -DCMAKE_BUILD_TYPE=Debug \
 		-DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-	cmake --build build/sanitized --parallel
+	cmake --build build/sanitized --parallel $(JOBS)
 	ASAN_OPTIONS=max_malloc_fill_size=1000000000:malloc_fill_byte=255 \
 		ctest --test-dir build/sanitized --output-on-failure
 
@@ -36,7 +42,7 @@ test-neon:
 	cmake -S native -B build/neon -DUNROLLED_CHECK=ON \
 		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
 		"-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/aarch64-linux-gnu"
-	cmake --build build/neon --parallel
+	cmake --build build/neon --parallel $(JOBS)
 	ctest --test-dir build/neon --output-on-failure
 
 check: $(VENV)/installed

@@ -1,4 +1,4 @@
-"""Build the site into `site/`: write a page per mechanism, per module and per command, then run Zensical.
+"""Build the site into `site/`: write a page per mechanism, module, command and example, then run Zensical.
 
 A new file in `src/unrolled/` gets its page without a change here. The pages that this writes are git-ignored.
 """
@@ -6,15 +6,22 @@ A new file in `src/unrolled/` gets its page without a change here. The pages tha
 import ast
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import textwrap
+import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from html import unescape
 from pathlib import Path
 from types import ModuleType
 
+from latex2mathml.converter import convert
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -26,7 +33,14 @@ from unrolled.contract import UnsupportedError
 DOCS = Path(__file__).parent
 MECHANISMS = DOCS / "attention"
 REFERENCE = DOCS / "reference"
+EXAMPLES = DOCS.parent / "examples"
+GALLERY = DOCS / "examples.md"
 SITE = DOCS.parent / "site"
+EQUATIONS = tomllib.loads((DOCS / "equations.toml").read_text(encoding="utf-8"))
+BLOCK = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)  # an indented block of a docstring
+LATEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+NEEDS_NPM = {"web_page.py"}
+INTERNAL = {"checks"}  # modules that serve the library alone
 DRAWN = {  # options that make a pattern of 64 tokens worth looking at
     "bigbird": {"block_size": 4, "seed": 0},
     "longformer": {"window": 8, "global_tokens": [0, 30]},
@@ -43,8 +57,13 @@ def main() -> int:
     write_mechanisms()
     write_modules()
     write_commands()
+    write_examples()
     zensical = Path(sys.executable).with_name("zensical")
-    return subprocess.run([zensical, "build", "--clean", "--strict"], cwd=DOCS.parent).returncode
+    failed = subprocess.run([zensical, "build", "--clean", "--strict"], cwd=DOCS.parent).returncode
+    for page in SITE.rglob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        page.write_text(with_mathml(html), encoding="utf-8")
+    return failed
 
 
 def write_mechanisms() -> None:
@@ -55,8 +74,8 @@ def write_mechanisms() -> None:
         head, _, sentence = title.partition(": ")
         sentence = sentence[:1].upper() + sentence[1:]
         table = markdown_table([name], link="index.md")
-        picture = drawn(name)
-        write(MECHANISMS / f"{name}.md", head, sentence, table, picture, enriched(body), *members(module))
+        parts = [sentence, table, drawn(name), enriched(with_latex(name, body)), *members(module)]
+        write(MECHANISMS / f"{name}.md", head, *parts)
     write(
         MECHANISMS / "index.md",
         "Mechanisms",
@@ -88,7 +107,8 @@ def write_modules() -> None:
     rows = []
     for found in pkgutil.walk_packages(unrolled.__path__, "unrolled."):
         path = found.name.split(".")[1:]
-        if any(part.startswith("_") for part in path) or path[0] in ("attention", "cli"):
+        internal = any(part.startswith("_") or part in INTERNAL for part in path)
+        if internal or path[0] in ("attention", "cli"):
             continue
         module = importlib.import_module(found.name)
         title, body = title_and_body(module)
@@ -111,6 +131,31 @@ def write_commands() -> None:
     write(REFERENCE / "command-line.md", "Command line", *parts)
 
 
+def write_examples() -> None:
+    """Write the gallery: what each example is about, what it prints, and its source. Each is run for that."""
+    files = sorted(EXAMPLES.glob("*.py"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = list(pool.map(shown, files))
+    sentence = "Each is a file in `examples/` and runs on a CPU. Below is what it printed for this page."
+    write(GALLERY, "Examples", sentence, *parts)
+
+
+def shown(file: Path) -> str:
+    """Run an example, in a folder of its own; show its first sentence, its output and its source."""
+    source = file.read_text(encoding="utf-8")
+    sentence = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    if file.name in NEEDS_NPM and shutil.which("npm") is None:
+        output = "(not run: there was no npm)"
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, file]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True)
+        output = done.stdout.decode().strip()
+    folded = textwrap.indent(f"```python\n{source.strip()}\n```", "    ")
+    return f'## {file.name}\n\n{sentence}\n\n```text\n{output}\n```\n\n??? note "The program"\n\n{folded}'
+
+
 def write(path: Path, title: str, *parts: str) -> None:
     """Write a page of paragraphs under a title."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,6 +166,33 @@ def title_and_body(module: ModuleType) -> tuple[str, str]:
     """Return the first paragraph of a module's docstring, on one line, and the rest."""
     title, _, body = (inspect.getdoc(module) or "").partition("\n\n")
     return " ".join(title.split()), body
+
+
+def with_latex(name: str, body: str) -> str:
+    """Put the equations of a mechanism in the place of the first indented blocks of its docstring."""
+    equations = iter(EQUATIONS[name].strip().split("\n\n") if name in EQUATIONS else ())
+
+    def replaced(block: re.Match[str]) -> str:
+        equation = next(equations, None)
+        return block[0] if equation is None else f"$$\n{equation}\n$$\n"
+
+    body = BLOCK.sub(replaced, body + "\n")
+    if left := list(equations):
+        raise ValueError(f"equations.toml has more equations of {name} than its docstring: {left}")
+    return body
+
+
+def with_mathml(html: str) -> str:
+    """Write the LaTeX that a page shows as MathML, which browsers draw by themselves."""
+
+    def drawn(found: re.Match[str]) -> str:
+        latex = unescape(found[2]).strip()
+        mathml = convert(latex, display="inline" if found[1] == "span" else "block")
+        if "\\" in mathml or "<mi>&</mi>" in mathml:
+            raise ValueError(f"{latex!r} has a LaTeX command that latex2mathml does not know")
+        return mathml if found[1] == "span" else f'<div class="equation">{mathml}</div>'
+
+    return LATEX.sub(drawn, html)
 
 
 def enriched(text: str) -> str:

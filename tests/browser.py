@@ -16,7 +16,7 @@ from unrolled.generation import generate
 CHARACTERS = sorted("\n abcdefghijklmnopqrstuvwxyzKINGWé")
 WIDTHS = {"desktop": (1280, 900), "phone": (360, 740)}
 
-IMAGE, TEXT = "8 × 8 pixels", "Text"
+IMAGE, TEXT = "8 × 8 pixels", "verse"
 
 
 @contextmanager

@@ -25,6 +25,7 @@ class PlainLinear(nn.Module):
         recurrence="constant",
         attn_mask=True,
     )
+    state_type: ClassVar[type] = PlainState
 
     def __init__(
         self,
@@ -62,7 +63,8 @@ class PlainLinear(nn.Module):
             attn_mask=attn_mask is not None,
             packing=cu_seqlens is not None,
         )
-        key = query if key is None else key
+        own = key is None
+        key = query if own else key
         value = key if value is None else value
         self.check_sequences(query, key, value)
         B, T, S = *query.shape[:2], key.shape[1]
@@ -71,6 +73,8 @@ class PlainLinear(nn.Module):
             allowed = allowed.tril(S - T)
         if key_padding_mask is not None:
             self.check_mask("key_padding_mask", key_padding_mask, (B, S))
+            key, value = self.hide(key, key_padding_mask), self.hide(value, key_padding_mask)
+            query = key if own else query
             allowed = allowed & ~key_padding_mask[:, None, None]
         if attn_mask is not None:
             self.check_mask("attn_mask", attn_mask, (*attn_mask.shape[:-2], T, S))
@@ -94,9 +98,11 @@ class PlainLinear(nn.Module):
         self.check_sequences(x, x, x)
         B, T = x.shape[:2]
         allowed = torch.ones(B, 1, T, T, dtype=torch.bool).tril()
-        q, k, v = self.project(x, x, x)
         if key_padding_mask is not None:
             self.check_mask("key_padding_mask", key_padding_mask, (B, T))
+            x = self.hide(x, key_padding_mask)
+        q, k, v = self.project(x, x, x)
+        if key_padding_mask is not None:
             allowed = allowed & ~key_padding_mask[:, None, None]
             k = k.masked_fill(key_padding_mask[:, :, None, None], 0)
         num, den = self.attend(q, k, v, allowed)
@@ -113,6 +119,9 @@ class PlainLinear(nn.Module):
         return y[:, 0], state
 
     # ---- the parts, which the broken mechanisms override one at a time
+
+    def hide(self, x, padding):
+        return x.masked_fill(padding[:, :, None], 0)
 
     def project(self, query, key, value):
         q, k = self.phi(self.q_proj(query)), self.phi(self.k_proj(key))
@@ -174,6 +183,14 @@ class PlainLinear(nn.Module):
             )
 
     def check_state(self, x, state):
-        wanted = (x.shape[0], self.n_kv_heads, self.head_dim, self.value_dim)
-        if state.kv.shape != wanted:
-            raise ValueError(f"state.kv has shape {list(state.kv.shape)}, should be {list(wanted)}")
+        if not isinstance(state, self.state_type):
+            raise ValueError(f"state is a {type(state).__name__}, should be a {self.state_type.__name__}")
+        like = PlainLinear.init_state(self, x.shape[0])
+        for name, wanted in like._asdict().items():
+            self.check_part(name, getattr(state, name), wanted)
+
+    def check_part(self, name, part, wanted):
+        if not isinstance(part, Tensor) or (part.dtype, part.device) != (wanted.dtype, wanted.device):
+            raise ValueError(f"state.{name} is {part}, should be a tensor of {wanted.dtype}")
+        if part.shape != wanted.shape:
+            raise ValueError(f"state.{name} has shape {list(part.shape)}, should be {list(wanted.shape)}")

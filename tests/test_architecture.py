@@ -11,13 +11,15 @@ import unrolled
 
 PACKAGE = Path(__file__).parent.parent / "src" / "unrolled"
 ROOMS = [
-    {"contract", "ops"},
+    {"contract", "files"},
+    {"ops"},
     {"attention", "recurrent"},
     {"models"},
     {"data", "training", "generation"},
     {"interop"},
     {"serve"},
     {"cli", "testing"},
+    {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 

@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import unrolled
+from unrolled import models
 from unrolled.cli import app
 from unrolled.cli.run_config import JOBS
 from unrolled.models import Perceiver, PerceiverConfig
@@ -71,6 +73,7 @@ def copied(trained: Path, tmp_path: Path) -> Path:
 
 def test_train_leaves_a_complete_folder(trained: Path) -> None:
     assert {file.name for file in trained.iterdir()} == {
+        ".lock",
         "config.json",
         "last.safetensors",
         "log.jsonl",
@@ -193,9 +196,12 @@ def test_a_first_try_that_failed_does_not_stand_in_the_way(tmp_path: Path, text_
 def test_a_run_begun_afresh_leaves_no_model_of_the_old_one(tmp_path: Path, text_settings: list[str]) -> None:
     run_dir = f"run_dir={tmp_path}"
     works("train", *text_settings, "train.steps=1", run_dir)
-    old = (tmp_path / "vocabulary.json").read_text()
+    old = json.loads((tmp_path / "vocabulary.json").read_text())
     works("train", "data.name=copy", "data.length=8", *SMALL, "train.steps=1", run_dir, "--fresh")
-    (tmp_path / "vocabulary.json").write_text(old)
+    model = models.load(tmp_path)
+    assert model.documents["vocabulary.json"] != old
+    model.documents["vocabulary.json"] = old
+    model.save(tmp_path)
     assert "not of one run" in error("generate", tmp_path)
     (tmp_path / "vocabulary.json").write_text('{"kind": "text", "characters": 5}')
     assert "is damaged" in error("generate", tmp_path)
@@ -280,7 +286,7 @@ def test_an_unwritable_folder_is_named(tmp_path: Path, text_settings: list[str])
     (tmp_path / "file").touch()
     run_dir = tmp_path / "file" / "run"
     message = error("train", *text_settings, f"run_dir={run_dir}")
-    assert message == f"run_dir {run_dir} cannot be written to: Not a directory"
+    assert message == f"{run_dir} cannot be written to: {tmp_path / 'file'} is not a folder"
 
 
 @pytest.mark.parametrize("command", [("train", "--config"), ("generate",), ("info",)])
@@ -312,10 +318,42 @@ def test_a_damaged_vocabulary_is_named(copied: Path) -> None:
 
 def test_wrong_options_are_named(trained: Path) -> None:
     assert error("generate", trained, "--top-p", 2) == "top_p must be in (0, 1], not 2.0"
-    assert error("generate", trained, "--num-samples", 0) == "num_samples must be at least 1, not 0"
+    assert error("generate", trained, "--num-samples", 0) == "num_samples is 0, but must be at least 1"
     assert "['€']" in error("generate", trained, "--prompt", "5 €")
     assert error("generate", trained, "--out", "x.png").startswith("--out is for images")
     assert error("generate", trained, "--device", "abacus").startswith("--device abacus cannot be used here")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "train.batch_size=100000000000000000000",
+            "batch_size is 100000000000000000000, but must be at most",
+        ),
+        ("train.batch_size=1000000000000000", ""),  # whatever the system says of so much memory
+        (
+            "train.eval_batches=100000000000000000000",
+            "eval_batches is 100000000000000000000, but must be at most",
+        ),
+    ],
+)
+def test_an_impossible_size_makes_no_folder(
+    setting: str, message: str, text_settings: list[str], tmp_path: Path
+) -> None:
+    assert message in error("train", *text_settings, setting, f"run_dir={tmp_path / 'run'}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_samples_than_a_call_can_draw_are_refused_at_once(trained: Path) -> None:
+    message = error("generate", trained, "--num-samples", 10**6)
+    assert message == f"num_samples is {10**6}, but must be at most 100000 in one call"
+    assert f"num_samples is {10**20}, but must be" in error("generate", trained, "--num-samples", 10**20)
+
+
+def test_table_refuses_lengths_that_are_none() -> None:
+    for wrong in ("x", "512", "1.5,2"):
+        assert f"--lengths is '{wrong}', wanted two or more numbers" in error("table", "--lengths", wrong)
 
 
 def test_debug_shows_the_traceback(trained: Path) -> None:
@@ -346,14 +384,29 @@ finally:
     assert "[linear, softmax]" in works("train", "--help").stdout
 
 
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "unrolled", "list", "--draw", "nothing"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: attention is 'nothing', but must be one of")
+
+
 def _start(*arguments: object) -> "subprocess.Popen[str]":
     script = "from unrolled.cli import main; main()"
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_ctrl_c_ends_with_130_and_one_line_and_the_run_can_go_on(
-    text_settings: list[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "interrupted by SIGTERM"),
+        (signal.SIGHUP, 129, "interrupted by SIGHUP"),
+    ],
+)
+def test_a_signal_ends_training_with_its_code_and_one_line_and_the_run_can_go_on(
+    number: signal.Signals, code: int, told: str, text_settings: list[str], tmp_path: Path
 ) -> None:
     process = _start(
         "train", *text_settings, "train.steps=1000000", "train.log_every=1", f"run_dir={tmp_path}"
@@ -361,12 +414,19 @@ def test_ctrl_c_ends_with_130_and_one_line_and_the_run_can_go_on(
     deadline = time.monotonic() + 60
     while not (tmp_path / "model.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    other = error("train", *text_settings, "train.steps=1", f"run_dir={tmp_path}", "--fresh")
+    assert other == f"{tmp_path} is in use: another process is writing there"
+    settings = (tmp_path / "run.yaml").read_text()
+    process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    assert stderr.splitlines()[-1] == "interrupted"
+    assert process.returncode == code, stderr
+    assert stderr.splitlines()[-1] == told
     assert "Traceback" not in stderr
-    assert (tmp_path / "last.safetensors").exists()
+    assert "steps: 1000000" in settings  # those of the run, not of the one that was refused
+    logged = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["step"]
+    with safe_open(tmp_path / "last.safetensors", "pt") as file:
+        document = json.loads(file.metadata()["unrolled.training"])
+    assert document["progress"]["step"] == logged
 
 
 def test_a_reader_that_leaves_is_no_error(trained: Path) -> None:

@@ -80,8 +80,9 @@ def test_the_command_writes_a_report(tmp_path):
     ],
 )
 def test_wrong_input_is_named(arguments, message, tmp_path):
-    result = CliRunner().invoke(app, ["compare", *arguments, "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["compare", *arguments, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()
     assert message in " ".join(result.output.split())
 
 

@@ -9,18 +9,25 @@ import torch
 from unrolled import attention
 from unrolled.ops.kernels import native
 from unrolled.ops.kernels.door import prefer
-from unrolled.testing import Maker, check_compiles, checks
+from unrolled.testing import (
+    Maker,
+    check_compiles,
+    check_dynamic_length,
+    check_rejects_other_states,
+    checks,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PATHS = ["triton"] if INTERPRETED else ["plain", *native.instruction_sets()]
 NAMES = ["linear"] if INTERPRETED else attention.layers()  # which has all that Triton does here, slowly
 ONE_KERNEL_EACH = ("linear", "softmax", "window")  # the others reach these, or none
+ON_ANY_PATH = (check_compiles, check_dynamic_length, check_rejects_other_states)  # they ask no kernel
 CASES = [
     pytest.param(path, name, check, id=f"{path}-{name}-{check.__name__.removeprefix('check_')}")
     for path in PATHS
     for name in NAMES
     for check in checks(attention.load(name).supports)
-    if path == "plain" or check is not check_compiles  # the compiler sees one operator on any path
+    if path == "plain" or check not in ON_ANY_PATH
     if path in PATHS[:2] or name in ONE_KERNEL_EACH
 ]
 

@@ -18,6 +18,7 @@ from unrolled.testing import (
     CHECKS,
     Maker,
     check_compiles,
+    check_dynamic_length,
     check_half_precision,
     check_mechanism,
     check_refuses_unclaimed,
@@ -98,6 +99,12 @@ class NeedsABatch(PlainLinear):
         return super().project(query.reshape(len(query), -1, self.d_model), key, value)
 
 
+class EmptyIsLeftOut(PlainLinear):
+    def forward(self, query, key=None, value=None, **masks):
+        y = super().forward(query, key, value, **masks)
+        return y if query.shape[1] else torch.zeros_like(y)
+
+
 # ---- leaks
 
 
@@ -133,19 +140,18 @@ class PaddingInTheNormaliser(PlainLinear):
         return super().attend(q, k, v, allowed)[0], den
 
 
+class PaddingIsProjected(PlainLinear):
+    """Gives padding no weight, and yet lets the projections see it."""
+
+    def hide(self, x, padding):
+        return x
+
+
 class PaddingByMultiplication(PlainLinear):
-    """Masks with `* 0`, which leaves `inf * 0` where a padded key overflows the feature map."""
+    """Masks with `* 0`, which leaves NaN of what is not finite."""
 
-    def phi(self, x):
-        return x.exp()
-
-    def project(self, query, key, value):
-        q, k, v = super().project(query, key, value)
-        return super().phi(q.log()), k, v
-
-    def attend(self, q, k, v, allowed):
-        weights = torch.einsum("bthd,bshd->bhts", q, self.grouped(k, 2)) * allowed
-        return torch.einsum("bhts,bshm->bthm", weights, self.grouped(v, 2)), weights.sum(3).transpose(1, 2)
+    def hide(self, x, padding):
+        return x * ~padding[:, :, None]
 
 
 class PackingOffByOne(PlainLinear):
@@ -213,6 +219,8 @@ class CacheState(NamedTuple):
 
 class WritesAnUnusedSlot(PlainLinear):
     """Harmless as long as the state is continued once: a preallocated cache, appended to in place."""
+
+    state_type = CacheState
 
     def init_state(self, batch_size):
         state = super().init_state(batch_size)
@@ -333,6 +341,11 @@ class FeaturesOutsideTheStateDict(PlainLinear):
         return super().merge(num * self.scale, den, dtype)
 
 
+class BranchesOnTheLength(PlainLinear):
+    def merge(self, num, den, dtype):
+        return super().merge(num if den.shape[1] < 37 else num * 1, den, dtype)
+
+
 class CannotBePickled(PlainLinear):
     def __init__(self, *sizes, **options):
         super().__init__(*sizes, **options)
@@ -355,18 +368,30 @@ class AcceptsAnyPaddingType(PlainLinear):
             super().check_mask(name, mask, shape)
 
 
+class AcceptsAnyState(PlainLinear):
+    """Computes with the tensors of another mechanism's state."""
+
+    def check_part(self, name, part, wanted):
+        if isinstance(part, Tensor) and part.dim() == wanted.dim():
+            super().check_part(name, part.to(wanted), wanted)
+        else:
+            super().check_part(name, part, wanted)
+
+
 DEFECTS = {
     LongPrefillDiffers: {"forms_agree"},
     LongPrefillStartsAfresh: {"forms_agree"},
     LongPrefillDropsAGradient: {"forms_agree"},
-    UndoesDetach: {"gradients_through_state"},
+    UndoesDetach: {"gradients_through_state", "rejects_other_states"},
     IgnoresGroups: {"head_shapes"},
     NeedsABatch: {"short_and_empty"},
+    EmptyIsLeftOut: {"short_and_empty"},
     FutureInTheNormaliser: {"no_future_leak"},
     DependsOnLength: {"prefix_invariance"},
     ReadsOtherRows: {"batch_independence"},
     PaddingInTheNormaliser: {"padding"},
-    PaddingByMultiplication: {"padding"},
+    PaddingIsProjected: {"padding_content"},
+    PaddingByMultiplication: {"padding_content"},
     PackingOffByOne: {"packing"},
     IgnoresValue: {"cross_attention"},
     AlignsTopLeft: {"cross_attention", "nothing_to_attend"},
@@ -374,20 +399,29 @@ DEFECTS = {
     NothingIsNaN: {"nothing_to_attend"},
     NothingHasNaNGradient: {"nothing_to_attend"},
     StepsInPlace: {"state_is_a_value"},
-    WritesAnUnusedSlot: {"state_is_a_value"},
-    GrowsWhileConstant: {"constant_state"},
-    ForwardDisturbsStep: {"interleaved_sequences"},
-    StateOfThisInstance: {"state_round_trip"},
-    StateInTheInputType: {"state_structure"},
-    StateNotBatchFirst: {"state_structure", "state_round_trip"},
+    WritesAnUnusedSlot: {"state_is_a_value", "rejects_other_states"},
+    GrowsWhileConstant: {"constant_state", "rejects_other_states"},
+    ForwardDisturbsStep: {"interleaved_sequences", "dynamic_length"},
+    StateOfThisInstance: {"state_round_trip", "rejects_other_states"},
+    StateInTheInputType: {"state_structure", "rejects_other_states"},
+    StateNotBatchFirst: {"state_structure", "state_round_trip", "rejects_other_states"},
     ReturnsSinglePrecision: {"dtypes"},
     NormalisesInTheInputType: {"half_precision"},
-    RedrawsInEval: {"deterministic", "copies", "batch_independence", "no_future_leak", "prefix_invariance"},
+    RedrawsInEval: {
+        "deterministic",
+        "copies",
+        "batch_independence",
+        "no_future_leak",
+        "prefix_invariance",
+        "dynamic_length",
+    },
     UsesGlobalRandomness: {"global_randomness"},
     FeaturesOutsideTheStateDict: {"state_dict"},
     CannotBePickled: {"copies"},
-    BreaksTheGraph: {"compiles"},
+    BreaksTheGraph: {"compiles", "dynamic_length"},
+    BranchesOnTheLength: {"dynamic_length"},
     AcceptsAnyPaddingType: {"rejects_wrong_input"},
+    AcceptsAnyState: {"rejects_other_states"},
 }
 
 
@@ -428,6 +462,12 @@ def test_silence_about_what_is_not_claimed_is_found(field, asked):
     with pytest.raises(AssertionError) as failure:
         check_refuses_unclaimed(Maker(Silent), Silent.supports)
     assert str(failure.value) == f"{asked} (not claimed): was accepted, should raise UnsupportedError"
+
+
+def test_a_dynamic_length_that_is_not_claimed_is_found():
+    supports = replace(ALL, dynamic_length=False)
+    with pytest.raises(AssertionError, match="works, but dynamic_length is not claimed"):
+        check_dynamic_length(Maker(PlainLinear), supports)
 
 
 def test_a_missing_verb_is_no_refusal():

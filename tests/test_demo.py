@@ -4,7 +4,10 @@ import importlib
 import json
 import math
 import re
+import shlex
 import sys
+from dataclasses import asdict
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,8 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from unrolled.cli import app, measure
+from unrolled.cli import app, measure, plots
 from unrolled.cli._units import brief_time, duration, size
+from unrolled.cli.run_config import read, resolve
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
 
@@ -50,6 +54,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 @pytest.fixture(scope="module")
 def figures(finished: tuple[Path, Result]) -> dict:
     return json.loads((finished[0] / "figures.json").read_text())
+
+
+def jsonable(config: object) -> dict:
+    return json.loads(json.dumps(asdict(config)))
 
 
 class Page(HTMLParser):
@@ -96,6 +104,30 @@ def test_the_report_needs_no_other_file_and_no_network(finished):
     assert "http" not in html
     assert "<script" not in html
     assert "url(" not in html
+
+
+def test_the_settings_are_the_command_that_makes_them(finished, figures):
+    html = (finished[0] / "report.html").read_text()
+    text = unescape(re.search(r"<pre><code>(.*?)</code></pre>", html, re.DOTALL)[1])
+    program, job, *overrides = shlex.split(text.replace("\\\n", ""))
+    assert (program, job) == ("unrolled", "train")
+    run = resolve(read(None, overrides))
+    assert jsonable(run.model) == figures["model"]["config"]
+    assert jsonable(run.train) == figures["training"]["config"]
+    assert "weight_decay" not in text  # it has its default
+    assert "None" not in html
+
+
+def test_the_columns_of_the_cost_table_say_what_they_hold(finished):
+    html = (finished[0] / "report.html").read_text()
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", re.search(r"<thead>.*?</thead>", html, re.DOTALL)[0])
+    time_and = ["time per token", "state", "time per token", "cache", "time per token", "activations"]
+    assert heads == ["position", *plots.NAMES.values(), *time_and]
+
+
+def test_text_and_pictures_have_one_width(finished):
+    style = re.search(r"<style>.*?</style>", (finished[0] / "report.html").read_text(), re.DOTALL)[0]
+    assert re.findall(r"max-width: ([^;]+);", style) == ["46rem"]
 
 
 def test_the_folder_holds_the_pictures_and_a_run(finished):

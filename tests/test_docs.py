@@ -1,7 +1,10 @@
 """The documents do what they say: their Python runs, their commands exist."""
 
+import importlib
 import importlib.util
+import re
 import sys
+from html import escape
 
 import pytest
 import torch
@@ -62,10 +65,15 @@ def test_the_worked_example_passes_its_own_test(example):
         test()
 
 
-def test_a_new_mechanism_gets_its_page(example, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def build():
     spec = importlib.util.spec_from_file_location("build_docs", ROOT / "docs" / "build.py")
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
+    return build
+
+
+def test_a_new_mechanism_gets_its_page(example, build, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "MECHANISMS", tmp_path / "pages")
     build.write_mechanisms()
     page = (tmp_path / "pages" / "simplex.md").read_text()
@@ -73,3 +81,53 @@ def test_a_new_mechanism_gets_its_page(example, tmp_path, monkeypatch):
     assert "(https://arxiv.org/abs/2006.16236)" in page
     assert "::: unrolled.attention.simplex.SimplexAttention" in page
     assert "[simplex](simplex.md)" in (tmp_path / "pages" / "index.md").read_text()
+
+
+@pytest.mark.parametrize("name", attention.names())
+def test_a_mechanism_has_its_equations_as_mathematics(name, build):
+    body = build.title_and_body(importlib.import_module(f"unrolled.attention.{name}"))[1]
+    shown = build.with_latex(name, body)
+    equations = re.findall(r"\$\$\n(.*?)\n\$\$", shown, re.DOTALL)
+    assert equations
+    for equation in equations:
+        html = build.with_mathml(f'<div class="arithmatex">\\[\n{escape(equation)}\n\\]</div>')
+        assert html.startswith('<div class="equation"><math ')
+        assert "arithmatex" not in html
+
+
+def test_latex_that_cannot_be_drawn_stops_the_build(build):
+    with pytest.raises(ValueError, match="a LaTeX command that latex2mathml does not know"):
+        build.with_mathml(r'<p><span class="arithmatex">\(\wibble x\)</span></p>')
+
+
+def test_equations_that_the_docstring_lacks_stop_the_build(build):
+    with pytest.raises(ValueError, match="more equations of linear than its docstring"):
+        build.with_latex("linear", "No indented block.")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_labels_of_the_drawing_are_readable_on_a_phone(page):
+    text = (ROOT / page).read_text()
+    (name,) = re.findall(r'<source media="\(max-width: 600px\)" srcset="([^"]+)">', text)
+    drawing = ((ROOT / page).parent / name).read_text()
+    shown = 358 / float(re.search(r'viewBox="0 0 (\d+) ', drawing)[1])  # the text of a page 390 px wide
+    assert min(map(float, re.findall(r'font-size="(\d+)"', drawing))) * shown >= 11
+
+
+def test_internals_are_not_in_the_reference(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "REFERENCE", tmp_path)
+    build.write_modules()
+    pages = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.md")}
+    assert {"models/decoder.md", "ops/masks.md"} <= pages
+    assert not {"models/checks.md", "ops/checks.md"} & pages
+    assert "checks.md" not in (tmp_path / "index.md").read_text()
+
+
+def test_the_gallery_shows_what_an_example_prints(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "EXAMPLES", tmp_path)
+    monkeypatch.setattr(build, "GALLERY", tmp_path / "examples.md")
+    (tmp_path / "sums.py").write_text('"""Adds two numbers.\n\nSlowly.\n"""\n\nprint("it is", 1 + 1)\n')
+    build.write_examples()
+    page = (tmp_path / "examples.md").read_text()
+    assert "## sums.py\n\nAdds two numbers.\n\n```text\nit is 2\n```" in page
+    assert '    print("it is", 1 + 1)' in page

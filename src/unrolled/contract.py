@@ -26,6 +26,9 @@ class Supports:
         recurrence: the size of the state that `step` carries: "constant", "growing" with the number of
             tokens seen, or "none" where the mechanism cannot run as a recurrence.
         attn_mask: an arbitrary mask of query-key pairs is honoured exactly.
+        global_mask: `forward` takes a mask of the tokens that read all others and are read by them.
+        dynamic_length: `torch.export` of `forward` takes a length that is not fixed; with other options
+            than the default ones it may need a fixed one.
     """
 
     causal: bool
@@ -35,3 +38,5 @@ class Supports:
     packing: bool
     recurrence: Recurrence
     attn_mask: bool = False
+    global_mask: bool = False
+    dynamic_length: bool = True

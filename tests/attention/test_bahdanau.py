@@ -67,7 +67,7 @@ def test_it_begins_with_equal_weights_and_small_projections():
 def test_the_memory_is_projected_once(monkeypatch):
     module = noisy(BahdanauAttention(3).double())
     query, memory = inputs((2, 5, 3), (2, 7, 3))
-    state = module.init_state(memory)
+    _, _, state = module.step(query[:, 0], module.init_state(memory))
     monkeypatch.setattr(module, "project_memory", None)
     for h in query.unbind(1):
         _, _, state = module.step(h, state)

@@ -210,7 +210,7 @@ def test_causal_attention_is_refused_with_the_alternatives():
         ({"n_clusters": 2.5}, "n_clusters is 2.5, but must be an integer"),
         ({"n_keys": None}, "n_keys is None, but must be an integer"),
         ({"iterations": True}, "iterations is True, but must be an integer"),
-        ({"bits": 2.5}, "bits is 2.5, but must be between 1 and 62"),
+        ({"bits": 2.5}, "bits is 2.5, but must be an integer"),
         ({"seed": "x"}, "seed is 'x', but must be an integer"),
         ({"n_keys": -1}, "n_keys is -1, but must be at least 0"),
         ({"iterations": -1}, "iterations is -1, but must be at least 0"),

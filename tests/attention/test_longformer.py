@@ -224,3 +224,18 @@ def test_what_cannot_be_is_refused():
     for wrong in (torch.ones(1, 4), torch.ones(1, 5, dtype=torch.bool), torch.ones(4, dtype=torch.bool)):
         with pytest.raises(ValueError, match="global_mask is"):
             module()(x, global_mask=wrong)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_sequences_of_a_pack_have_global_tokens_of_their_own(rotary):
+    module = LongformerAttention(8, 2, window=2, rotary=rotary).double()
+    x = torch.randn(1, 24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    lengths = [9, 1, 0, 14]
+    offsets = torch.tensor([0, 9, 10, 10, 24], dtype=torch.int32)
+    chosen = torch.zeros(1, 24, dtype=torch.bool)
+    chosen[0, [0, 5, 20]] = True
+    for global_mask in (None, chosen):
+        parts = zip(x.split(lengths, 1), chosen.split(lengths, 1), strict=True)
+        separate = [module(y, global_mask=None if global_mask is None else mask) for y, mask in parts]
+        packed = module(x, cu_seqlens=offsets, global_mask=global_mask)
+        torch.testing.assert_close(packed, torch.cat(separate, 1))

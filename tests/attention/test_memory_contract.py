@@ -53,7 +53,7 @@ def test_contract(form, options, check):
 
 
 def test_the_four_files_are_there():
-    assert NAMES == ["bahdanau", "cosine", "hard", "luong"]
+    assert NAMES == ["bahdanau", "cosine", "fixed", "hard", "luong"]
 
 
 @pytest.mark.parametrize("name", NAMES)

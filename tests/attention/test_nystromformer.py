@@ -1,5 +1,6 @@
 """What makes Nyströmformer itself, beyond the contract: its landmarks, its inverse, and where it is exact."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,7 +35,10 @@ def softmax_matrix(m, std=1.0, width=16):
     return (std * normal(m, width) @ normal(m, width, seed=1).mT / width**0.5).softmax(-1)
 
 
-@pytest.mark.parametrize("options", [{"n_landmarks": 2}, {"n_landmarks": 3, "conv_width": 5}])
+@pytest.mark.parametrize(
+    "options",
+    [{"n_landmarks": 2}, {"n_landmarks": 3, "conv_width": 5}, {"n_landmarks": 3, "iterations": None}],
+)
 def test_it_keeps_the_contract_with_fewer_landmarks_than_tokens(options):
     check_mechanism("nystromformer", **options)
 
@@ -52,6 +56,26 @@ def test_tokens_that_repeat_need_no_more_landmarks_than_there_are_different_ones
     q, k, v = (normal(2, 8, 2, 4, seed=i).repeat_interleave(5, dim=1) for i in range(3))
     found = nystrom_attention(q, k, v, n_landmarks=8, iterations=40, self_attention=True)
     torch.testing.assert_close(found, softmax_attention(q, k, v), rtol=1e-8, atol=1e-8)
+    exact = nystrom_attention(q, k, v, n_landmarks=8, iterations=None, self_attention=True)
+    torch.testing.assert_close(exact, softmax_attention(q, k, v), rtol=1e-11, atol=1e-11)
+
+
+def test_without_iterations_the_inverse_is_that_of_moore_and_penrose():
+    """By the formula F A^+ B V of the survey, with numpy's inverse; also of landmarks that are all the same."""
+    q, k, v = heads(9, 11, G=2)
+    with torch.no_grad():
+        k[1] = k[1, :1]  # whose A has rank 1
+    found = nystrom_attention(q, k, v, n_landmarks=3, iterations=None)
+    assert torch.autograd.grad(found.sum(), k)[0].isfinite().all()
+    for b, h in ((0, 0), (0, 1), (1, 0)):
+        x, y, z = (t[b, :, h].detach().numpy() for t in (q, k, v))
+        means = [np.stack([part.mean(0) for part in np.array_split(t, 3)]) for t in (x, y)]
+        first, middle, last = (
+            np.exp(s / 2) / np.exp(s / 2).sum(-1, keepdims=True)
+            for s in (x @ means[1].T, means[0] @ means[1].T, means[0] @ y.T)
+        )
+        wanted = first @ np.linalg.pinv(middle) @ last @ z
+        np.testing.assert_allclose(found[b, :, h].detach(), wanted, rtol=1e-9, atol=1e-11)
 
 
 @settings(deadline=None, max_examples=40)

@@ -17,7 +17,7 @@ def test_every_file_is_a_mechanism_by_its_name():
 
 
 def test_layers_are_those_that_read_sequences():
-    memories = {"bahdanau", "cosine", "hard", "luong"}
+    memories = {"bahdanau", "cosine", "fixed", "hard", "luong"}
     assert set(attention.names()) - set(attention.layers()) == memories
     assert attention.layers() == [name for name in attention.names() if name not in memories]
 

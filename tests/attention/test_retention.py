@@ -88,6 +88,44 @@ def test_the_layer_normalises_and_gates_each_head():
     torch.testing.assert_close(module(x), wanted)
 
 
+def paper(module, x, eps):
+    """Eq. 5 and 8 with the normalisations of section 2.2 and the angles of the authors' code, in a loop over heads."""
+    (_, T, d), H = x.shape, module.n_heads
+    w_q, w_k, w_v = module.qkv_proj.weight.split(d)
+    i, D = torch.arange(T, dtype=x.dtype), d // H
+    angle = i[:, None] * 10000 ** -torch.linspace(0, 1, D // 2, dtype=x.dtype)
+    outs = []
+    for h in range(H):
+        q, k, v = (x @ w[h * D : (h + 1) * D].T for w in (w_q, w_k, w_v))
+        q, k = (torch.view_as_complex(y.unflatten(-1, (D // 2, 2)).contiguous()) for y in (q, k))
+        turned_q, turned_k = (y * torch.polar(torch.ones_like(angle), angle) for y in (q, k))
+        decay = ((1 - 2.0 ** (-5 - h)) ** (i[:, None] - i)).tril()
+        decay = decay / decay.sum(-1, keepdim=True).sqrt()
+        scores = (turned_q @ turned_k.mH).real / D**0.5 * decay
+        scores = scores / scores.abs().sum(-1, keepdim=True).clamp(min=1)
+        o = scores @ v
+        outs.append(o / (o.square().mean(-1, keepdim=True) + eps).sqrt())
+    gate = module.gate_proj(x)
+    return module.out_proj(gate * gate.sigmoid() * torch.cat(outs, -1))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-12])
+def test_it_reads_weights_of_torchscale(eps):
+    """But for eps, which meets rows that are scaled there and not here."""
+    options = {"causal": True, "bias": False, "eps": eps}
+    module = Retention(16, 2, angles="closed", **options).double()
+    x = torch.randn(2, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = paper(module, x, eps)
+    torch.testing.assert_close(module(x), wanted, rtol=0, atol=1e3 * eps)
+    y, state = module.prefill(x[:, :7], module.init_state(2))
+    for t in range(7, 20):
+        y, state = module.step(x[:, t], state)
+    torch.testing.assert_close(y, wanted[:, -1], rtol=0, atol=1e3 * eps)
+    other = Retention(16, 2, **options).double()
+    other.load_state_dict(module.state_dict())
+    assert (other(x) - wanted).abs().max() > 1e-2
+
+
 def test_sums_that_fp16_has_no_room_for():
     q, k, v = (torch.full((1, 2000, 1, 4), 10.0, dtype=torch.float16) for _ in range(3))
     o, _ = retention(q, k, v, torch.zeros(1))
@@ -98,6 +136,10 @@ def test_sums_that_fp16_has_no_room_for():
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(UnsupportedError, match="wants causal=True; for both directions run one over the"):
         Retention(8, 2)
+    with pytest.raises(ValueError, match="angles is 'xpos', but must be 'rotary' or 'closed'"):
+        Retention(8, 2, causal=True, angles="xpos")
+    with pytest.raises(ValueError, match="eps is 0, but must be above 0"):
+        Retention(8, 2, causal=True, eps=0)
     with pytest.raises(ValueError, match="head_dim is 3, but rotary positions want an even one"):
         Retention(6, 2, causal=True)
     q, k, v = heads()

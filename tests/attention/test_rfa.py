@@ -11,12 +11,12 @@ from monte_carlo import assert_mean, assert_monte_carlo_rate
 from unrolled.attention.rfa import (
     RandomFeatureAttention,
     RfaMap,
+    RfaSums,
     rfa_attention,
     rfa_attention_reference,
     rfa_attention_step,
 )
 from unrolled.contract import UnsupportedError
-from unrolled.ops.linear import LinearState
 from unrolled.ops.state import detach
 from unrolled.testing import check_mechanism
 
@@ -171,6 +171,53 @@ def test_an_open_gate_forgets_everything_and_a_closed_one_nothing_new():
     torch.testing.assert_close(o[:, 4:], v[:, 4:5].expand_as(o[:, 4:]))
 
 
+@pytest.mark.parametrize("logit", [2.0, 16.0, 40.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gate_near_1_keeps_what_little_it_lets_in(logit, dtype):
+    """Each key weighs 1 - g, 4e-18 at a logit of 40, and so does the divisor; in every form."""
+    q, k, v = inputs(T=12)
+    phi = feature_map(n_features=256)
+    q, k = phi(q).detach(), phi(k).detach()
+    logits = torch.full((2, 12, 2), logit, dtype=torch.float64)
+    wanted = rfa_attention_reference(q, k, v, gate_logits=logits, causal=True)
+    q, k, v, logits = (x.to(dtype) for x in (q, k, v, logits))
+    gated = {"signed": True, "gate_logits": logits}
+    found, end = rfa_attention(q, k, v, causal=True, **gated)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    state, outputs = None, []
+    for part in (slice(0, 1), slice(1, 7), slice(7, 12)):
+        options = {"signed": True, "gate_logits": logits[:, part], "causal": True, "state": state}
+        o, state = rfa_attention(q[:, part], k[:, part], v[:, part], **options)
+        outputs.append(o)
+    torch.testing.assert_close(torch.cat(outputs, 1), found, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(tuple(state), tuple(end))
+    offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
+    packed, _ = rfa_attention(
+        *(x[:1] for x in (q, k, v)),
+        signed=True,
+        gate_logits=logits[:1],
+        causal=True,
+        cu_seqlens=offsets,
+    )
+    torch.testing.assert_close(packed[:, :4], found[:1, :4], rtol=tolerance, atol=tolerance)
+
+
+def test_a_divisor_is_held_at_a_millionth_of_the_weight_of_the_keys():
+    """Of keys at right angles to the query, whose products are 0: also before and after a padded token."""
+    q = torch.tensor([1.0, 0, 0, 0]).double().expand(1, 3, 1, 4)
+    k = torch.tensor([0, 1.0, 0, 0]).double().expand(1, 3, 1, 4).clone()
+    k[:, 0] = torch.tensor([1e-9, 1.0, 0, 0])
+    v, logits = torch.ones(1, 3, 1, 1).double(), torch.tensor([16.0, 16.0, 16.0]).double()[None, :, None]
+    padding = torch.tensor([[False, True, False]])
+    o, state = rfa_attention(q, k, v, signed=True, gate_logits=logits, causal=True, key_padding_mask=padding)
+    new, kept = torch.sigmoid(-logits[0, 0, 0]), torch.sigmoid(logits[0, 0, 0])
+    weights = torch.stack([new, new, new * kept + new])  # of the keys so far
+    sums = torch.stack([new, new, new * kept]) * 1e-9
+    torch.testing.assert_close(o[0, :, 0, 0], sums / (1e-6 * weights))
+    torch.testing.assert_close(state.weight, weights[2:, None])
+
+
 def test_gated_it_is_causal_only():
     module = RandomFeatureAttention(16, 4, causal=True, gate=True)
     assert not module.supports.bidirectional
@@ -202,7 +249,8 @@ def test_stateful_across_segments(gate):
 
 def test_a_step_is_a_prefill_of_one():
     q, k, v = inputs(T=1)
-    phi, before = feature_map(), LinearState(torch.rand(2, 2, 32, 8).double(), torch.rand(2, 2, 32).double())
+    phi, sizes = feature_map(), [(2, 2, 32, 8), (2, 2, 32), (2, 2)]
+    before = RfaSums(*(torch.rand(size, dtype=torch.float64) for size in sizes))
     logits = torch.randn(2, 1, 2, dtype=torch.float64)
     wanted, end = rfa_attention(phi(q), phi(k), v, signed=True, gate_logits=logits, causal=True, state=before)
     found, after = rfa_attention_step(

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unrolled.attention.linear import LinearAttention
-from unrolled.attention.similarity import Kernel, SimilarityAttention, similarity_attention
+from unrolled.attention.similarity import Kernel, Rbf, SimilarityAttention, similarity_attention
 from unrolled.attention.softmax import SoftmaxAttention
-from unrolled.ops.masks import causal_mask
+from unrolled.ops.masks import causal_mask, packed_mask
 from unrolled.testing import (
     Maker,
     check_compiles,
@@ -153,6 +153,29 @@ def test_large_exponents_neither_overflow_nor_vanish(name):
     similarity = SimilarityAttention(2, 2, similarity=name).similarity
     o = similarity_attention(q.float(), k.float(), torch.ones(1, 5, 1, 1), similarity)
     torch.testing.assert_close(o, torch.ones_like(o))
+
+
+@pytest.mark.parametrize("offset", [10.0, 100.0, 1000.0])
+@pytest.mark.parametrize("masks", ["none", "causal", "left padding", "packed"])
+def test_an_offset_that_all_queries_and_keys_share_costs_rbf_no_digits(offset, masks):
+    """Against differences written out in fp64; fp32 has rounded the inputs before either sees them."""
+    q, k = ((offset + double(1, 12, 2, 4, seed=seed)).float() for seed in (0, 1))
+    v, allowed, options = double(1, 12, 2, 3, seed=2), torch.ones(12, 12, dtype=torch.bool), {}
+    if masks == "causal":
+        allowed, options = causal_mask(12, 12), {"causal": True}
+    elif masks == "left padding":
+        padding = torch.arange(12)[None] < 5
+        allowed, options = ~padding.expand(12, 12), {"key_padding_mask": padding}
+    elif masks == "packed":  # the second sequence lies elsewhere
+        q[:, 5:] -= 2 * offset
+        k[:, 5:] -= 2 * offset
+        options = {"cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32)}
+        allowed = packed_mask(options["cu_seqlens"], 12)
+    distance = (q.double()[:, :, None] - k.double()[:, None]).square().sum(-1)
+    scores = (-distance / 4**0.5).masked_fill(~allowed[None, :, :, None], -math.inf)
+    wanted = torch.einsum("bijh,bjhm->bihm", scores.softmax(2), v)
+    found = similarity_attention(q, k, v.float(), Rbf(), **options).double()
+    assert (found - wanted).norm() / wanted.norm() < 2e-6
 
 
 def test_weights_that_add_up_to_zero_give_zero():

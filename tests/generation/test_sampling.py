@@ -174,7 +174,7 @@ def test_sample_refuses_logits_that_are_no_distribution(bad: float) -> None:
     [
         (lambda x: sampling.temperature(x, -1), "temperature must be a finite number of at least 0, not -1"),
         (lambda x: sampling.temperature(x, math.nan), "temperature"),
-        (lambda x: sampling.top_k(x, 0), "top_k must be at least 1, not 0"),
+        (lambda x: sampling.top_k(x, 0), "top_k must be an integer of at least 1, not 0"),
         (lambda x: sampling.top_p(x, 0.0), r"top_p must be in \(0, 1\], not 0.0"),
         (lambda x: sampling.top_p(x, 1.5), r"top_p must be in \(0, 1\], not 1.5"),
         (lambda x: sampling.min_p(x, 1.1), r"min_p must be in \[0, 1\], not 1.1"),

@@ -22,8 +22,9 @@ def run(*arguments: object) -> tuple[int, str, str]:
 def folders(tmp_path_factory):
     run_dir, out = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("out")
     torch.manual_seed(0)
-    Decoder(DecoderConfig(4, d_model=8, n_layers=1, n_heads=2, max_length=30)).save(run_dir)
-    Vocabulary("text", characters=["\n", "a", "b", "c"]).save(run_dir)
+    model = Decoder(DecoderConfig(4, d_model=8, n_layers=1, n_heads=2, max_length=30))
+    Vocabulary("text", characters=["\n", "a", "b", "c"]).attach(model)
+    model.save(run_dir)
     code, printed, errors = run("export", run_dir, out, "--temperature", 0)
     assert code == 0, errors
     assert "plain.onnx" in printed
@@ -66,8 +67,9 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
 def test_a_start_symbol_takes_a_position(tmp_path):
     torch.manual_seed(0)
     sizes = {"d_model": 8, "n_layers": 1, "n_heads": 2, "max_length": 9}
-    Decoder(DecoderConfig(4, start_token=True, **sizes)).save(tmp_path)
-    Vocabulary("text", characters=["\n", "a", "b", "c"]).save(tmp_path)
+    model = Decoder(DecoderConfig(4, start_token=True, **sizes))
+    Vocabulary("text", characters=["\n", "a", "b", "c"]).attach(model)
+    model.save(tmp_path)
     code, printed, errors = run("generate", tmp_path, "--prompt", "ab", "--seed", 0)
     assert code == 0, errors
     assert len(printed) == 2 + 7 + 1  # the prompt, 9 - 3 + 1 tokens and the end of the line

@@ -99,6 +99,29 @@ def test_a_page_is_complete(run, runtime, tmp_path):
     assert {path.name for path in source.iterdir()} < {path.name for path in out.iterdir()}
 
 
+def test_a_page_is_written_again_for_the_same_models_only(run, runtime, tmp_path):
+    out = tmp_path / "page"
+
+    def export(source, *options):
+        words = ["export", str(source), str(out), "--web", "--runtime", str(runtime), *options]
+        return CliRunner().invoke(app, words)
+
+    assert export(run).exit_code == 0
+    assert export(run).exit_code == 0
+    other = tmp_path / "other" / run.name  # of the same name and config
+    model = Decoder.load(run)
+    with torch.no_grad():
+        model.embedding.weight += 1
+    model.save(other)
+    shutil.copy(run / "vocabulary.json", other)
+    before = (out / "models" / run.name / "manifest.json").read_bytes()
+    result = export(other)
+    assert result.exit_code == 2
+    assert "must be, or hold a page of these runs" in " ".join(result.stderr.split())
+    assert (out / "models" / run.name / "manifest.json").read_bytes() == before
+    assert export(other, "--force").exit_code == 0
+
+
 def test_every_file_that_the_page_names_is_there():
     source = Path(unrolled.__file__).with_name("web")
     for path in source.glob("*.js"):
@@ -221,6 +244,7 @@ def test_what_is_in_a_run_is_checked_before_a_page_is_written(run, tmp_path):
 
 def test_models_of_one_vocabulary_stand_side_by_side():
     text = {"kind": "text", "characters": ["a", "b"]}
+    verse = {"kind": "text", "characters": ["a", "c"], "data": "verse"}
     other = {"kind": "text", "characters": None}
     image = {"kind": "image", "shape": [8, 8]}
     decoder = {"model": "decoder", "attention": "linear"}
@@ -233,6 +257,9 @@ def test_models_of_one_vocabulary_stand_side_by_side():
             web._entry("five", decoder, text, 1),
             web._entry("six", decoder, other, 1),
             web._entry("seven", {"model": "recurrent_lm", "cell": "lstm"}, other, 1),
+            web._entry("eight", decoder, verse, 1),
+            web._entry("nine", decoder | {"attention": "softmax"}, verse | {"data": "prose"}, 1),
+            web._entry("ten", decoder, other | {"data": "verse", "characters": ["d"]}, 1),
         ]
     )
     assert [(entry["group"], entry["title"]) for entry in entries] == [
@@ -243,7 +270,11 @@ def test_models_of_one_vocabulary_stand_side_by_side():
         ("Text", "Linear attention (five)"),
         ("Text: six", "Linear attention"),
         ("Text: six", "LSTM"),
+        ("verse", "Linear attention"),
+        ("verse", "Softmax attention"),
+        ("verse: ten", "Linear attention"),
     ]
+    assert [entry["transformer"] for entry in entries[5:8]] == [True, False, True]
 
 
 def test_the_server_is_for_this_machine_and_knows_modules(tmp_path):

@@ -138,6 +138,21 @@ def test_padding_on_any_side_changes_nothing(fields, attention, positions):
             torch.testing.assert_close(found, alone, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+@pytest.mark.parametrize("attention", ["linear", "softmax", "similarity"])
+def test_a_row_without_tokens_pools_to_zero(attention, pooling):
+    model = encoder(input_dim=5, n_classes=3, pooling=pooling, attention=attention)
+    x, padding = inputs_for(model, 2, 4).requires_grad_(), torch.zeros(2, 4, dtype=torch.bool)
+    padding[0] = True
+    for y in (model(x, key_padding_mask=padding)[0], model(x[:, :0])[1]):
+        torch.testing.assert_close(y, model.head.project.bias)
+        gradients = torch.autograd.grad(
+            y.sum(), [x, *model.parameters()], materialize_grads=True, allow_unused=True
+        )
+        assert (gradients[0] == 0).all()
+        assert all(g.isfinite().all() for g in gradients)
+
+
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
 def test_every_position_sees_every_other(attention):
     model = encoder(attention=attention, vocab_size=VOCAB, n_classes=3, output="tokens")
@@ -229,3 +244,35 @@ def test_a_masked_model_learns_to_fill_a_gap():
 def test_wrong_input_is_refused_in_one_sentence(call, message):
     with pytest.raises(ValueError, match=message):
         call(encoder(input_dim=5, n_classes=3))
+
+
+def question(model: Encoder) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs, and a mask of tokens that are to be global: others in each row."""
+    is_global = torch.tensor([[1, 1, 0, 0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    return inputs_for(model, 2, 9), is_global
+
+
+@pytest.mark.parametrize("reversible", [False, True])
+@pytest.mark.parametrize("attention", ["longformer", ["softmax", "longformer"]])
+def test_tokens_of_a_question_read_all_others_and_are_read_by_them(attention, reversible):
+    options = {"longformer": {"window": 2, "global_tokens": 0}}
+    fields = {"attention": attention, "attention_options": options, "reversible": reversible}
+    model = encoder(vocab_size=VOCAB, n_classes=3, output="tokens", **fields)
+    x, is_global = question(model)
+    found = model(x, global_mask=is_global)
+    for row, mask in zip((0, 1), is_global, strict=True):
+        options["longformer"]["global_tokens"] = mask.nonzero().flatten().tolist()
+        alone = encoder(vocab_size=VOCAB, n_classes=3, output="tokens", **fields)
+        torch.testing.assert_close(found[row], alone(x)[row])
+    assert not torch.allclose(found, model(x))
+    targets = torch.randint(3, (2, 9))
+    model.loss(x, targets, global_mask=is_global).backward()
+    plain = torch.nn.functional.cross_entropy(found.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model.loss(x, targets, global_mask=is_global), plain)
+
+
+def test_global_tokens_are_refused_where_no_layer_has_them():
+    model = encoder(vocab_size=VOCAB, n_classes=3, attention="softmax")
+    x, is_global = question(model)
+    with pytest.raises(UnsupportedError, match="no layer of this model takes global_mask; use longformer"):
+        model(x, global_mask=is_global)

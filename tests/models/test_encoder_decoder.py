@@ -387,3 +387,28 @@ def test_targets_may_be_empty_and_are_rows_of_ids():
     for wrong in (targets[:, 0], targets.unsqueeze(2)):
         with pytest.raises(ValueError, match=r"targets has the shape .*, wanted \[3, T\]"):
             model.loss(source, wrong)
+
+
+def test_tokens_of_the_source_may_be_global():
+    torch.manual_seed(0)
+    options = {"longformer": {"window": 2, "global_tokens": 0}}
+    config = EncoderDecoderConfig(
+        7, d_model=16, n_layers=2, n_heads=4, attention="longformer", decoder_attention="softmax",
+        cross_attention="softmax", attention_options=options,
+    )  # fmt: skip
+    model = EncoderDecoder(config).double().eval()
+    source, target = torch.randint(7, (2, 9)), torch.randint(7, (2, 3))
+    is_global = torch.rand(2, 9) < 0.3
+    y = model(source, target, global_mask=is_global)
+    assert not torch.allclose(y, model(source, target))
+    found, _ = model.prefill(target, model.init_state(source, global_mask=is_global))
+    torch.testing.assert_close(found, y)
+    torch.testing.assert_close(
+        model.loss(source, target[:, 1:], global_mask=is_global),
+        torch.nn.functional.cross_entropy(
+            model(
+                source, torch.cat([torch.full((2, 1), 7), target[:, 1:-1]], 1), global_mask=is_global
+            ).flatten(0, 1),
+            target[:, 1:].flatten(),
+        ),
+    )

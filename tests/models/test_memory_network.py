@@ -82,8 +82,8 @@ def plain(model, inputs, padding):
 @pytest.mark.parametrize("tying", TYINGS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_it_is_what_the_equations_say_with_all_gradients(encoding, tying, temporal, linear):
-    model = make(position_encoding=encoding, tying=tying, temporal=temporal)
-    model.linear = linear
+    start = 1 if linear else 0
+    model = make(position_encoding=encoding, tying=tying, temporal=temporal, linear_start=start)
     inputs, padding = story()
     wanted = [plain(model, *row) for row in zip(inputs, padding, strict=True)]
     logits = model(inputs, key_padding_mask=padding)
@@ -97,6 +97,21 @@ def test_it_is_what_the_equations_say_with_all_gradients(encoding, tying, tempor
     )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-10)
+
+
+def test_a_linear_start_ends_after_its_batches_also_in_a_run_that_goes_on():
+    inputs, padding = story()
+    model, softmax = make(linear_start=2, noise=0.0), make(noise=0.0)
+    reads = []
+    for batch in range(4):
+        before = model.eval()(inputs, key_padding_mask=padding)
+        torch.testing.assert_close(model.train()(inputs, key_padding_mask=padding), before)
+        reads.append(torch.equal(before, softmax(inputs, key_padding_mask=padding)))
+        if batch == 0:
+            resumed = make(linear_start=2, noise=0.0)
+            resumed.load_state_dict(model.state_dict())
+            model = resumed
+    assert reads == [False, False, True, True]
 
 
 @pytest.mark.parametrize("tying", TYINGS)
@@ -300,6 +315,7 @@ def test_wrong_masks_and_targets_are_refused():
         ({"position_encoding": "sin"}, "position_encoding is 'sin', wanted one of"),
         ({"noise": 2.0}, r"noise is 2.0, wanted a part in \[0, 1\]"),
         ({"temporal": 1}, "temporal is 1, wanted True or False"),
+        ({"linear_start": -1}, "linear_start is -1, wanted an integer of at least 0"),
         ({"seed": -1}, "seed is -1, wanted an integer of at least 0"),
     ],
 )

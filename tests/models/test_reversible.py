@@ -9,6 +9,7 @@ from unrolled.models.perceiver import PerceiverConfig
 from unrolled.models.perceiver_ar import PerceiverARConfig
 from unrolled.models.reversible import ReversibleStack
 from unrolled.models.stack import Stack
+from unrolled.ops.masks import without_padding
 
 REFORMER = {
     "attention": "reformer",
@@ -28,6 +29,8 @@ def tokens_of(batch=2, length=21):
 
 def by_hand(stack, x, **masks):
     """The equations, with autograd as usual."""
+    if masks:
+        x = without_padding(x, masks["key_padding_mask"])
     x1 = x2 = x
     for block in stack.blocks:
         x1 = x1 + block.dropout(block.attention(block.attention_norm(x2), **masks))

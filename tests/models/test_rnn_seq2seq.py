@@ -6,7 +6,16 @@ import torch
 from unrolled import models
 from unrolled.contract import UnsupportedError
 from unrolled.generation import translate
-from unrolled.models import LuongSeq2Seq, LuongSeq2SeqConfig, RNNSeq2Seq, RNNSeq2SeqConfig
+from unrolled.models import (
+    DeepLSTMNSeq2Seq,
+    DeepLSTMNSeq2SeqConfig,
+    LSTMNSeq2Seq,
+    LSTMNSeq2SeqConfig,
+    LuongSeq2Seq,
+    LuongSeq2SeqConfig,
+    RNNSeq2Seq,
+    RNNSeq2SeqConfig,
+)
 from unrolled.ops.state import leaves, load, map_tensors, save, select
 
 V, B, S, T = 7, 3, 5, 4
@@ -27,6 +36,9 @@ KINDS = [
         {"attention": "luong.LocalMonotonicAttention", "source_vocab_size": 9},
     ),
     (LuongSeq2Seq, LuongSeq2SeqConfig, {"attention": "hard", "n_layers": 3}),
+    (LSTMNSeq2Seq, LSTMNSeq2SeqConfig, {}),
+    (LSTMNSeq2Seq, LSTMNSeq2SeqConfig, {"attention": "fixed", "source_vocab_size": 9}),
+    (DeepLSTMNSeq2Seq, DeepLSTMNSeq2SeqConfig, {"source_vocab_size": 9}),
 ]
 every = pytest.mark.parametrize(("kind", "config", "options"), KINDS, ids=str)
 
@@ -312,13 +324,64 @@ def test_wrong_fields_are_named(fields, error, message):
         RNNSeq2Seq(RNNSeq2SeqConfig(**config))
 
 
+def lstmn_steps(cell, xs, tape, besides=None):
+    """LSTMN as its equations are written, from a tape of pairs (h, c) `[2N]`: what the steps append to it."""
+    N, h = cell.hidden_size, torch.zeros_like(cell.recurrent[0])
+    tape = list(tape)
+    for x in xs:
+        x = x(tape[-1][:N]) if callable(x) else x
+        gates, query = cell.input_proj(x).split([4 * N, cell.score_size])
+        keys = torch.stack([cell.key_proj @ pair[:N] for pair in tape])
+        weights = ((keys + query + cell.attended_proj @ h).tanh() @ cell.score).softmax(0)
+        h, c = (weights @ torch.stack(tape)).split(N)
+        i, f, g, o = (gates + cell.recurrent @ h).chunk(4)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh() + (0 if besides is None else besides(x))
+        tape.append(torch.cat([o.sigmoid() * c.tanh(), c]))
+    return tape
+
+
+def test_shallow_and_deep_fusion_are_their_equations():
+    source, target, _ = ids()
+    zeros = torch.zeros(16, dtype=torch.float64)
+    shallow = made(LSTMNSeq2Seq, LSTMNSeq2SeqConfig, {})
+    read = torch.stack(lstmn_steps(shallow.encoder, shallow.source_embedding(source[0]), [zeros])[1:])
+
+    def joined(y):
+        def with_context(s):
+            state = shallow.attention.init_state(read[None, :, :8])
+            return torch.cat([y, shallow.attention.step(s[None], state)[0][0]])
+
+        return with_context
+
+    xs = [joined(y) for y in shallow.target_embedding(target[0])]
+    wanted = torch.stack(lstmn_steps(shallow.cell, xs, [read[-1]])[1:])[:, :8]
+    torch.testing.assert_close(shallow(source, target)[0], shallow.out(wanted))
+
+    deep = made(DeepLSTMNSeq2Seq, DeepLSTMNSeq2SeqConfig, {})
+    read = torch.stack(lstmn_steps(deep.encoder, deep.source_embedding(source[0]), [zeros])[1:])
+    other, gamma = deep.decoder, torch.zeros(8, dtype=torch.float64)
+
+    def taken_over(y):
+        nonlocal gamma
+        gate, query = other.input_proj(y).split([8, 8])
+        p = ((read[:, :8] @ other.key_proj.T + query + other.read_proj @ gamma).tanh() @ other.score).softmax(
+            0
+        )
+        gamma, alpha = (p @ read).split(8)
+        return (gate + other.recurrent @ gamma).sigmoid() * alpha
+
+    wanted = lstmn_steps(other.cell, deep.target_embedding(target[0]), [read[-1]], taken_over)[1:]
+    torch.testing.assert_close(deep(source, target)[0], deep.out(torch.stack(wanted)[:, :8]))
+
+
 @pytest.mark.parametrize(
     ("model", "rate"),
     [
         (lambda: RNNSeq2Seq(RNNSeq2SeqConfig(8, d_model=24, hidden_size=48)), 0.01),
         (lambda: LuongSeq2Seq(LuongSeq2SeqConfig(8, d_model=24, hidden_size=48, n_layers=1)), 0.01),
+        (lambda: DeepLSTMNSeq2Seq(DeepLSTMNSeq2SeqConfig(8, d_model=24, hidden_size=48)), 0.01),
     ],
-    ids=["bahdanau", "luong"],
+    ids=["bahdanau", "luong", "deep_lstmn"],
 )
 def test_it_learns_to_reverse(model, rate):
     """Ids 0-6 in any order, 7 at the end; 64 sentences by heart."""

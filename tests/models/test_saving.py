@@ -5,10 +5,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unrolled import models
-from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig, saving
+from unrolled import files, models
+from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.ops.feature_maps import make_feature_map
 
+CHANGED = "model.safetensors or config.json was changed after it was saved"
 SMALL = {"d_model": 16, "n_layers": 2, "n_heads": 4, "max_length": 8}
 
 
@@ -46,18 +47,6 @@ def test_an_encoder_comes_back_bit_for_bit(tmp_path):
         Decoder.load(tmp_path)
 
 
-def test_a_folder_of_before_a_field_was_there_is_still_read(tmp_path):
-    model = Encoder(EncoderConfig(7, n_classes=2, **SMALL))
-    model.save(tmp_path)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    for name in ("norm_eps", "n_segments", "embedding_norm", "head_hidden", "output_bias"):
-        del config[name]
-    file.write_text(json.dumps(config))
-    tokens = torch.randint(7, (2, 8))
-    assert torch.equal(Encoder.load(tmp_path)(tokens), model(tokens))
-
-
 def test_the_folder_holds_a_readable_config_and_the_weights_only(tmp_path):
     small_decoder().save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
@@ -82,20 +71,24 @@ def test_a_truncated_file_is_refused(share, tmp_path):
         (lambda c: c | {"d_modle": 3, "colour": 1}, "has the unknown keys ['colour', 'd_modle']"),
         (
             lambda c: c | {"model": "oracle"},
-            "kind 'oracle', wanted one of ['decoder', 'encoder', ",
+            "kind 'oracle', wanted one of ['decoder', 'deep_lstmn_seq2seq', ",
         ),
         (lambda c: {k: v for k, v in c.items() if k != "vocab_size"}, "lacks the keys ['vocab_size']"),
+        (
+            lambda c: {k: v for k, v in c.items() if k not in ("attention", "n_heads")},
+            "lacks the keys ['attention', 'n_heads']: it is not as it was saved",
+        ),
         (lambda c: {k: v for k, v in c.items() if k != "model"}, "does not say which kind of model"),
         (lambda c: c | {"norm": "middle"}, "norm is 'middle', wanted one of"),
         (lambda c: [c], "does not say which kind of model"),
         (lambda c: c | {"model": ["decoder"]}, "does not say which kind of model"),
-        (lambda c: c | {"max_length": 9}, "positions.table.weight in"),
-        (lambda c: c | {"max_length": 9}, "has the shape [8, 16], wanted [9, 16]"),
-        (
-            lambda c: c | {"positions": "none"},
-            "holds 1 tensors unknown to this model, first 'positions.table.weight'",
-        ),
-        (lambda c: c | {"n_layers": 3}, "tensors of this model, the first is 'stack.blocks.2."),
+        (lambda c: c | {"max_length": 9}, CHANGED),
+        (lambda c: c | {"attention": "softmax"}, CHANGED),
+        (lambda c: c | {"dropout": 0.5}, CHANGED),
+        (lambda c: c | {"n_layers": 10**9}, "n_layers is 1000000000, but there are 29 tensors"),
+        (lambda c: c | {"d_model": 10**9}, "is the config of a larger model than"),
+        (lambda c: c | {"vocab_size": 10**30}, "is not valid JSON: the integer 1"),
+        (lambda c: c | {"max_length": 10**9}, "is the config of a larger model than"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_name(change, message, tmp_path):
@@ -107,7 +100,7 @@ def test_a_config_that_does_not_fit_is_refused_by_name(change, message, tmp_path
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"is not a model's folder: config\.json: No such file"):
+    with pytest.raises(ValueError, match=r"is not a model's folder: it has no config\.json"):
         models.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model": ')
     with pytest.raises(ValueError, match="is not valid JSON"):
@@ -123,11 +116,11 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_half_written(tmp_path, m
     model.save(tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
-    def disk_full(tensors, file):
+    def disk_full(tensors, file, metadata):
         file.write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(saving, "save_file", disk_full)
+    monkeypatch.setattr(files, "save_file", disk_full)
     with pytest.raises(OSError, match="no space left"):
         model.save(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
@@ -136,6 +129,13 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_half_written(tmp_path, m
     ):  # another model: its weights must not meet the old config
         small_decoder(n_heads=2).save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors"}
+
+
+def test_a_config_as_written_by_another_tool_is_the_same_config(tmp_path):
+    small_decoder().save(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), sort_keys=True, indent=None))
+    models.load(tmp_path)
 
 
 def test_weights_are_plain_safetensors(tmp_path):
@@ -147,8 +147,44 @@ def test_weights_are_plain_safetensors(tmp_path):
     assert (models.load(tmp_path)(torch.zeros(1, 2, dtype=torch.long)) == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda x: x | {"stack.norm.weight": x["stack.norm.weight"].long()},
+            "is torch.int64, but must be a floating",
+        ),
+        (lambda x: x | {"stack.norm.weight": torch.ones(3)}, "has the shape [3], wanted [16]"),
+        (lambda x: x | {"extra": torch.ones(3)}, "holds 1 tensors unknown to this model, first 'extra'"),
+        (lambda x: {n: t for n, t in x.items() if n != "stack.norm.weight"}, "lacks 1 tensors of this model"),
+    ],
+)
+def test_weights_of_another_program_that_do_not_fit_are_refused_by_name(change, message, tmp_path):
+    model = small_decoder()
+    model.save(tmp_path)
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    save_file(change(weights), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        models.load(tmp_path)
+
+
+def test_documents_are_saved_with_the_model_and_belong_to_it(tmp_path):
+    model = small_decoder()
+    model.documents["vocabulary.json"] = {"kind": "text", "characters": ["a", "é"]}
+    model.save(tmp_path)
+    assert models.load(tmp_path).documents == model.documents
+    file = tmp_path / "vocabulary.json"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("a", "b", 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.json or vocabulary\.json was changed after it was saved"):
+        models.load(tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: No such file")):
+        models.load(tmp_path)
+
+
 def test_a_config_that_json_cannot_say_is_refused_before_anything_is_written(tmp_path):
     model = small_decoder(attention_options={"linear": {"feature_map": make_feature_map("relu", 4)}})
-    with pytest.raises(ValueError, match=r"the config holds a .*, wanted what JSON can say"):
+    with pytest.raises(ValueError, match=r"the config holds a .*, which is not JSON-serialisable"):
         model.save(tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -180,7 +180,7 @@ def test_wrong_names_and_widths_are_refused():
         make_feature_map("cosformer", 4, max_length=0)
     with pytest.raises(ValueError, match="positions is None, but cosFormer weighs by distance"):
         make_feature_map("cosformer", 4).phi_q(torch.zeros(1, 1, 4))
-    with pytest.raises(ValueError, match="n_heads is 0 and the layer 32 wide"):
+    with pytest.raises(ValueError, match="n_heads is 0, but must be at least 1"):
         make_feature_map("t2r", 4, 0)
     with pytest.raises(
         ValueError, match="the map of queries goes from 4 to 4, but that of keys from 4 to 15"

@@ -144,6 +144,21 @@ def test_torchs_kernels_can_be_chosen_and_agree():
         softmax_attention(q, k, v, backend="cuda")
 
 
+def test_an_ordinary_gradient_is_that_of_the_fused_kernel():
+    """Bit for bit: the math form takes its place only where the gradient is to be differentiated again."""
+    q, k, v = x = [torch.randn(2, 40, 2, 8, requires_grad=True) for _ in range(3)]
+    fused = torch.nn.functional.scaled_dot_product_attention(
+        *(y.transpose(1, 2) for y in x), is_causal=True
+    ).transpose(1, 2)
+    wanted = torch.autograd.grad(fused.square().sum(), x)
+    loss = softmax_attention(q, k, v, causal=True).square().sum()
+    found = torch.autograd.grad(loss, x, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    again = torch.autograd.grad(loss, x, create_graph=True)
+    assert not torch.equal(again[0], wanted[0])
+    torch.testing.assert_close(again, wanted)
+
+
 def test_packed_sequences_do_not_see_each_other():
     q, k, v = leaves(1, 10, 10, 2, 2)
     cu_seqlens = torch.tensor([0, 3, 3, 10], dtype=torch.int32)

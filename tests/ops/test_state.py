@@ -63,6 +63,16 @@ def test_a_saved_state_reads_back_bit_for_bit(state, tmp_path):
         assert torch.equal(states.leaves(read)[name], x)
 
 
+def test_a_session_with_a_changed_bit_is_refused(state, tmp_path):
+    path = tmp_path / "state.safetensors"
+    states.save(state, path)
+    content = path.read_bytes()
+    for place in range(len(content) - states.nbytes(state), len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 64]) + content[place + 1 :])
+        with pytest.raises(ValueError, match="was changed after it was saved"):
+            states.load(path, like=state)
+
+
 def test_a_state_of_another_structure_is_refused(state, tmp_path):
     path = tmp_path / "state.safetensors"
     states.save(state, path)
@@ -72,5 +82,5 @@ def test_a_state_of_another_structure_is_refused(state, tmp_path):
     with pytest.raises(ValueError, match=r"position in .* is torch.int64 with 1 dimensions"):
         states.load(path, like=other_type)
     path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(ValueError, match="is not a readable state file"):
+    with pytest.raises(ValueError, match="is not a readable safetensors file"):
         states.load(path, like=state)

@@ -39,7 +39,7 @@ def test_metadata_comes_back(stopped):
 def test_refuses_a_truncated_file(stopped, kept):
     path = stopped / "last.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    refused(stopped, "last.safetensors is not a readable checkpoint")
+    refused(stopped, "last.safetensors is not a readable safetensors file")
 
 
 def test_refuses_a_flipped_bit_wherever_it_is(stopped):
@@ -48,10 +48,10 @@ def test_refuses_a_flipped_bit_wherever_it_is(stopped):
     for position in range(0, len(whole), 97):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(
-            ValueError, match=r"last.safetensors is (a safetensors file, but )?not a|is damaged"
+            ValueError, match=r"last.safetensors (is (a safetensors file, but )?not a|was changed after)"
         ):
             read_metadata(path)
-    refused(stopped, "last.safetensors is damaged: its content does not match its checksum")
+    refused(stopped, "last.safetensors was changed after it was saved: its SHA-256 is another one")
 
 
 def test_refuses_a_safetensors_file_that_is_no_checkpoint(stopped):

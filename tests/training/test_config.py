@@ -28,6 +28,7 @@ from unrolled.training import TrainConfig
             "schedule is ['cosine'], but must be one of cosine, plateau, constant, inverse_sqrt",
         ),
         ({"eps": 0}, "eps is 0, but must be a number above 0"),
+        ({"redraw_every": 0}, "redraw_every is 0, but must be a whole number of at least 1"),
         (
             {"schedule": "inverse_sqrt", "warmup_steps": 0},
             "warmup_steps is 0, but must be at least 1 with the schedule inverse_sqrt",

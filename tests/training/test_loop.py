@@ -18,7 +18,7 @@ def test_it_learns_and_keeps_the_best_weights(tmp_path):
     assert not model.training
     best = StandIn(seed=3, dropout=0.0)
     stored = {p.name for p in tmp_path.iterdir()}
-    assert stored == {"config.json", "model.safetensors", "last.safetensors", "log.jsonl"}
+    assert stored == {"config.json", "model.safetensors", "last.safetensors", "log.jsonl", ".lock"}
     best.load_state_dict(
         {n.removeprefix("model."): x for n, x in weights(tmp_path).items() if n.startswith("model.")}
         | {"head.weight": weights(tmp_path)["model.embedding.weight"]}

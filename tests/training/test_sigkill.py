@@ -16,7 +16,7 @@ from .standin import run, same, weights
 
 # A server that has imported once what an optimiser step imports, and forks: a process costs milliseconds.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["unrolled.training", "torch._dynamo"])
+processes.set_forkserver_preload(["unrolled.training", "torch._dynamo", "filelock"])
 
 LONG = {"steps": 100, "checkpoint_every": 4, "eval_every": 7, "log_every": 1, "schedule": "plateau"}
 SHORT = {"steps": 4, "checkpoint_every": 3, "eval_every": 2, "log_every": 1, "optimizer": "radam"}
@@ -58,7 +58,7 @@ def losses(run_dir: Path) -> list[tuple[str, int, float]]:
 
 
 def leftovers(run_dir: Path) -> list[str]:
-    return [path.name for path in run_dir.iterdir() if path.name.startswith(".")]
+    return [path.name for path in run_dir.iterdir() if path.name.startswith(".unrolled")]
 
 
 def steps_logged(run_dir: Path) -> int:

@@ -8,7 +8,8 @@ import json
 import os
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Decoder,
         model.save(run)
         kind = {"kind": "image", "shape": [8, 8]} if name.startswith("image") else {"kind": "text"}
         kind["characters"] = None if name.startswith("image") else CHARACTERS
+        kind["data"] = None if name.startswith("image") else "verse"
         (run / "vocabulary.json").write_text(json.dumps(kind))
         found[name] = model, run
     return found
@@ -74,6 +76,18 @@ def site(models: dict[str, tuple[Decoder, Path]], tmp_path_factory: pytest.TempP
 def address(site: Path) -> Iterator[str]:
     with served(site) as found:
         yield found
+
+
+@pytest.fixture
+def page_of(models: dict[str, tuple[Decoder, Path]], tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Write the page of some of the models, and serve it; gives its address."""
+    with ExitStack() as stack:
+
+        def serve(*names: str) -> str:
+            out = write_site({name: models[name][1] for name in names}, tmp_path / "served" / "page")
+            return stack.enter_context(served(out))
+
+        yield serve
 
 
 @pytest.fixture(scope="session")

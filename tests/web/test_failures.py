@@ -76,7 +76,7 @@ def test_a_damaged_sibling_leaves_the_other_usable(browser, copy):
     flip(copy / "models/text-softmax/plain.onnx")
     with served(copy) as address:
         opened(browser, address)
-        browser.find_element("css selector", "input[value='Text']").click()
+        browser.find_element("css selector", "input[value='verse']").click()
         wait_for(browser, lambda _: state(browser) == "failed")
         assert "text-softmax/plain.onnx" in browser.find_element("id", "failure").text
         assert len(browser.find_elements("css selector", ".model")) == 1

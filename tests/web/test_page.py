@@ -73,6 +73,64 @@ def test_the_linear_state_keeps_its_size_and_the_softmax_cache_grows(browser, ad
     assert words == ["constant", "growing"]
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_one_model_fills_the_row(browser, page_of, width):
+    resize(browser, width)
+    opened(browser, page_of("text-linear"))
+    run(browser)
+    wide = "return document.querySelector(arguments[0]).getBoundingClientRect().width"
+    for inner, outer in ((".model", "#models"), ("#memories figure", "#memories")):
+        assert browser.execute_script(wide, inner) == browser.execute_script(wide, outer)
+
+
+@pytest.mark.parametrize(
+    ("names", "title", "said", "unsaid"),
+    [
+        (["text-linear"], "A transformer that runs as an RNN", ["Linear", "never grows"], ["Softmax"]),
+        (
+            ["text-softmax"],
+            "A transformer, one token at a time",
+            ["Softmax", "keeps more"],
+            ["Linear", "never"],
+        ),
+        (
+            ["text-linear", "text-softmax"],
+            "A transformer that runs as an RNN",
+            ["Linear", "Softmax", "keeps more"],
+            [],
+        ),
+    ],
+)
+def test_the_introduction_tells_what_the_page_holds(browser, page_of, names, title, said, unsaid):
+    opened(browser, page_of(*names))
+    assert browser.find_element("css selector", "h1").text == title
+    assert browser.title == f"unrolled: a{title[1:]}"
+    text = browser.find_element("id", "introduction").text
+    assert [word for word in said if word not in text] == []
+    assert [word for word in unsaid if word in text] == []
+
+
+def test_the_time_per_token_is_a_median_without_the_warm_up(browser, address):
+    """Steps are made to take 1 s while they warm up, then 10 ms, with two slow ones among 32."""
+    opened(browser, address, TEXT)
+    browser.execute_script(
+        "const module = await import(new URL('engine.js', location));"
+        "const call = module.Engine.prototype.call; const counts = new Map();"
+        "module.Engine.prototype.call = async function (...given) {"
+        "  const n = (counts.get(this) ?? 0) + 1; counts.set(this, n);"
+        "  return { ...await call.apply(this, given), ms: n <= 9 ? 1000 : n === 20 || n === 42 ? 700 : 10 }; };"
+    )
+    set_value(browser, "prompt", "n")
+    set_value(browser, "count", "42")
+    run(browser)
+    assert [element.text for element in browser.find_elements("css selector", ".time")] == ["10 ms"] * 2
+    chart = browser.find_element("css selector", "#charts figure:last-child svg").get_attribute("aria-label")
+    assert chart == "Time per token over the tokens read: Linear attention 10 ms, Softmax attention 10 ms."
+    set_value(browser, "count", "9")  # the prompt, and eight steps that warm up
+    run(browser)
+    assert [element.text for element in browser.find_elements("css selector", ".time")] == ["–"] * 2
+
+
 def test_the_seed_decides_what_is_drawn(browser, address):
     opened(browser, address, TEXT)
     set_value(browser, "count", "40")
@@ -87,7 +145,7 @@ def test_a_run_can_be_stopped(browser, address):
     opened(browser, address, TEXT)
     set_value(browser, "count", "20000")
     browser.find_element("id", "run").click()
-    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".speed").text)
+    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".time").text)
     browser.find_element("id", "run").click()
     wait_for(browser, lambda _: state(browser) == "ready")
     assert browser.find_element("id", "status").text.startswith("Stopped after")
@@ -100,7 +158,7 @@ def test_a_run_ends_with_the_group_that_it_was_begun_with(browser, address):
         "window.setTimeout = (then) => wait(then, 1500)"  # the run is slow to notice that it is to stop
     )
     browser.find_element("id", "run").click()
-    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".speed").text)
+    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".time").text)
     browser.find_element("css selector", f"input[value='{IMAGE}']").click()
     wait_for(browser, lambda _: browser.execute_script("return Object.keys(window.unrolled.runs).length"))
     wait_for(browser, lambda _: state(browser) == "ready")
@@ -113,7 +171,7 @@ def test_no_slip_of_the_hand_fills_the_memory(browser, address):
     opened(browser, address, TEXT)
     set_value(browser, "count", "1000000000")
     browser.find_element("id", "run").click()
-    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".speed").text)
+    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".time").text)
     widths = "return Array.from(document.querySelectorAll('.heads canvas'), (canvas) => canvas.width)"
     assert max(browser.execute_script(widths)) <= 2048
     browser.find_element("id", "run").click()

@@ -30,7 +30,7 @@ def load(name: str) -> type[nn.Module]:
     Raises:
         ValueError: there is no mechanism of that name, or no such variant.
     """
-    file, _, variant = name.partition(".")
+    file, _, variant = name.partition(".") if isinstance(name, str) else (name, "", "")
     if file not in names():
         raise ValueError(f"attention is {name!r}, but must be one of {', '.join(names())}")
     module = importlib.import_module(f"{__name__}.{file}")

@@ -1,15 +1,16 @@
 """What attention from one query at a time to a memory shares: the verbs, padding, and the checks."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.contract import Supports
-from unrolled.ops.checks import check_key_padding_mask, shape
-from unrolled.ops.options import at_least
+from unrolled.ops.checks import check_device, check_key_padding_mask, shape
+from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.softmax import softmax_or_zero
+from unrolled.ops.state_checks import Growing, check_state
 
 CHUNK = 2**22
 """Numbers of a `[B,T,S,K]` tensor that are held at once: queries are read in pieces that keep to it."""
@@ -24,7 +25,7 @@ class MemoryState(NamedTuple):
     position: Tensor  # [B] long
 
 
-class MemoryAttention(nn.Module):
+class MemoryAttention(ChecksOptions, nn.Module):
     """Reads a memory by a query, which as a rule is the state of a recurrent network.
 
     `init_state` projects the memory once; `step` asks it one query, `prefill` several in parallel, `forward`
@@ -44,7 +45,8 @@ class MemoryAttention(nn.Module):
     supports = Supports(
         causal=False, bidirectional=False, cross=True, padding=True, packing=False, recurrence="none"
     )
-    state_type: ClassVar[Any] = MemoryState
+
+    growing: Growing = dict.fromkeys(("memory", "keys", "padding"), (1, "S"))
 
     def __init__(self, query_dim: int, memory_dim: int | None = None):
         super().__init__()
@@ -83,6 +85,7 @@ class MemoryAttention(nn.Module):
         if key_padding_mask is None:
             key_padding_mask = torch.zeros(memory.shape[:2], dtype=torch.bool, device=memory.device)
         check_key_padding_mask(key_padding_mask, *memory.shape[:2])
+        check_device("key_padding_mask", key_padding_mask, memory, "memory is")
         memory = memory.masked_fill(key_padding_mask.unsqueeze(-1), 0)
         keys = self.project_memory(memory)
         position = torch.zeros(len(memory), dtype=torch.long, device=memory.device)
@@ -105,7 +108,8 @@ class MemoryAttention(nn.Module):
             ValueError: an argument of another shape or type, or a state of other sizes.
         """
         self._check("query", query, ["B", "T", self.query_dim])
-        self._check_state(state, len(query))
+        weight = next(self.parameters(), query)
+        check_state(self, state, len(query), weight, lambda: self._empty_state(weight))
         projected = self.project_query(query)
         with without_autocast(query.device):
             weights = self.weigh(projected.to(state.memory.dtype), state)
@@ -116,6 +120,13 @@ class MemoryAttention(nn.Module):
     def forward(self, query: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Ask all queries `[B,T,query_dim]` of a memory `[B,S,memory_dim]`: contexts `[B,T,memory_dim]`."""
         return self.prefill(query, self.init_state(memory, key_padding_mask=key_padding_mask))[0]
+
+    def _empty_state(self, like: Tensor) -> Any:
+        """Make a state of no rows and no places, which has seen no memory."""
+        memory = like.new_empty(0, 0, self.memory_dim)
+        padding, position = memory.new_empty(0, 0, dtype=torch.bool), memory.new_empty(0, dtype=torch.long)
+        dtype = self._state_dtype(like)
+        return MemoryState(memory.to(dtype), self.project_memory(memory).to(dtype), padding, position)
 
     def _state_dtype(self, like: Tensor) -> torch.dtype:
         weight = next(self.parameters(), None)
@@ -128,22 +139,12 @@ class MemoryAttention(nn.Module):
         if x.dim() != len(wanted) or x.shape[-1] != wanted[-1]:
             raise ValueError(f"{name} has shape {shape(x)}, but must be {told}")
         weight = next(self.parameters(), None)
+        if weight is not None:
+            check_device(name, x, weight)
         wrong = not x.is_floating_point() if weight is None else x.dtype != weight.dtype
         if wrong and not torch.is_autocast_enabled(x.device.type):
             other = "no floating-point type" if weight is None else f"but the weights are {weight.dtype}"
             raise ValueError(f"{name} is {x.dtype}, {other}: convert one, or use autocast")
-
-    def _check_state(self, state: Any, batch: int) -> None:
-        if not isinstance(state, self.state_type):
-            raise ValueError(
-                f"state is a {type(state).__name__}, but must be a {self.state_type.__name__} of init_state"
-            )
-        found = shape(state.memory)
-        if found[0] != batch or found[-1] != self.memory_dim:
-            raise ValueError(
-                f"memory of the state has shape {found}, but this layer wants "
-                f"[{batch}, S, {self.memory_dim}] for {batch} rows"
-            )
 
 
 def softmax_inside(scores: Tensor, allowed: Tensor) -> Tensor:

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
+from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
+from unrolled.ops.masks import without_padding
+from unrolled.ops.options import ChecksOptions
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, rotary
 from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
 
 class Heads(NamedTuple):
@@ -50,14 +53,15 @@ class Masks(NamedTuple):
     cu_seqlens: Tensor | None = None
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(ChecksOptions, nn.Module):
     """Projects to heads, attends by the mechanism's own forms, and projects back.
 
     A mechanism derives from this class, declares `supports` and defines `attend`; one that can run as a
-    recurrence also declares `state_type` and defines `init_state`, `prefill_heads` and `step_heads`. One that
+    recurrence also defines `init_state`, `prefill_heads` and `step_heads`. One that
     reads more from its input than queries, keys and values overrides `gates`, one whose output is normalised
     or gated `merge_heads`, and one that wants to know positions sets `positional`. One in which a query reads
-    another sequence without regard to the other queries sets `independent_queries`.
+    another sequence without regard to the other queries sets `independent_queries`,
+    and one whose state grows says in `growing` which of its fields do.
 
     Args:
         d_model: width of the inputs and of the output.
@@ -75,7 +79,7 @@ class MultiHeadAttention(nn.Module):
     """
 
     supports: Supports  # of the class with its default options; an instance may state its own
-    state_type: ClassVar[type] = tuple
+    growing: Growing = CONSTANT
     independent_queries: ClassVar[bool] = False
     has_weights: bool = False  # whether an output is a weighted mean of values, with weights of q and k alone
 
@@ -203,10 +207,14 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(
                     f"key has shape {shape(key)}, but query {shape(query)} wants [{query.shape[0]}, S, ...]"
                 )
+            if value is not None and value.shape != key.shape:
+                raise ValueError(f"value has shape {shape(value)}, but must be {shape(key)} like key")
         if self.rotary and key is not None:
             raise UnsupportedError(
                 "rotary positions say nothing between two sequences; use rotary=False for cross-attention"
             )
+        if key_padding_mask is not None:
+            query, key, value = self._without_padding(query, key, value, key_padding_mask)
         q, k, v = self._project(query, key, value)
         positions = None
         if self.positional and key is None:
@@ -221,10 +229,13 @@ class MultiHeadAttention(nn.Module):
         Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) leave the state of their row as
         it was. `state` is not changed, and prefill may be called again on what follows.
         """
-        self._check_recurrent(state)
+        self._check_recurrent()
         self._check_input("x", x)
-        self._check_rows(state, x.shape[0])
+        check_state(self, state, x.shape[0], self.out_proj.weight)
         self._refuse("padding", key_padding_mask, "key_padding_mask")
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *x.shape[:2])
+            x = without_padding(x, key_padding_mask)
         positions = None
         if self.positional:
             positions = state.position.unsqueeze(1) + self._positions(x, key_padding_mask, None)
@@ -234,13 +245,13 @@ class MultiHeadAttention(nn.Module):
 
     def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Run one token `x_t [B,d_model]`: `[B,d_model]` and the new state. `state` is not changed."""
-        self._check_recurrent(state)
+        self._check_recurrent()
         if not isinstance(x_t, Tensor):
             raise ValueError(f"x_t is a {type(x_t).__name__}, but must be a tensor [B, {self.d_model}]")
         if x_t.dim() != 2 or x_t.shape[-1] != self.d_model:
             raise ValueError(f"x_t has shape {shape(x_t)}, but must be [B, {self.d_model}]")
         self._check_dtype("x_t", x_t)
-        self._check_rows(state, x_t.shape[0])
+        check_state(self, state, x_t.shape[0], self.out_proj.weight)
         positions = state.position if self.positional else None
         heads = Heads(*self._project(x_t, None, None), positions, self.gates(x_t))
         o, state = self.step_heads(heads, state)
@@ -284,6 +295,9 @@ class MultiHeadAttention(nn.Module):
             raise UnsupportedError(f"{self._name} attention has no weights to show; softmax and linear have")
         self._check_input("query", query)
         self._check_input("memory", memory)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *memory.shape[:2])
+            memory = without_padding(memory, key_padding_mask)
         q, k, _ = self._project(query, memory, None)
         one_each = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)  # a mean of these shows its weights
         v = one_each.unsqueeze(1).expand(*k.shape[:3], -1)
@@ -301,6 +315,7 @@ class MultiHeadAttention(nn.Module):
         self._check_input("memory", memory)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *memory.shape[:2])
+            memory = without_padding(memory, key_padding_mask)
         _, k, v = self._project(memory[:, :0], memory, None)
         return k, v, key_padding_mask, self.gates(memory)
 
@@ -311,6 +326,20 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"memory is that of {k.shape[0]} rows, but the query has {q.shape[0]}")
         heads = Heads(q, k, v, None, gates if isinstance(gates, Tensor) or gates else None)
         return self.attend(heads, Masks(padding))
+
+    @staticmethod
+    def _without_padding(
+        query: Tensor, key: Tensor | None, value: Tensor | None, key_padding_mask: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Zero what stands at padding before a weight meets it: a gradient of 0 times NaN would be NaN."""
+        read = query if key is None else key
+        check_key_padding_mask(key_padding_mask, *read.shape[:2])
+        hidden = without_padding(read, key_padding_mask)
+        if key is None:
+            return hidden, None, None
+        if value is not None:
+            value = hidden if value is key else without_padding(value, key_padding_mask)
+        return (hidden if query is key else query), hidden, value
 
     def _project(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
@@ -360,6 +389,7 @@ class MultiHeadAttention(nn.Module):
         self._check_dtype(name, x)
 
     def _check_dtype(self, name: str, x: Tensor) -> None:
+        check_device(name, x, self.qkv_proj.weight)
         dtype = self.qkv_proj.weight.dtype
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
@@ -372,20 +402,10 @@ class MultiHeadAttention(nn.Module):
                 f"{self._name} attention cannot honour {what}; `unrolled list` shows which can"
             )
 
-    def _check_recurrent(self, state: Any) -> None:
+    def _check_recurrent(self) -> None:
         if self.supports.recurrence == "none":
             raise UnsupportedError(f"{self._name} attention has no recurrent form; call forward instead")
         if not self.causal:
             raise UnsupportedError(
                 "only causal attention runs as a recurrence; construct it with causal=True"
             )
-        if not isinstance(state, self.state_type):
-            wanted = self.state_type.__name__
-            raise ValueError(
-                f"state is a {type(state).__name__}, but must be a {wanted}, from init_state or prefill"
-            )
-
-    def _check_rows(self, state: Any, batch: int) -> None:
-        position = getattr(state, "position", None)
-        if position is not None and position.shape != (batch,):
-            raise ValueError(f"state is that of {position.numel()} rows, but the input has {batch}")

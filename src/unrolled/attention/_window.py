@@ -69,8 +69,6 @@ class SlidingWindow(MultiHeadAttention):
             below 1, or not one for each head.
     """
 
-    state_type = WindowState
-
     def __init__(
         self,
         d_model: int,

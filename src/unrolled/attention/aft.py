@@ -53,6 +53,7 @@ from unrolled.ops.masks import causal_mask, without_padding
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.state_checks import CONSTANT
 
 WINDOWS = {"local": 32, "conv": 15}
 KINDS = ("full", "local", "simple", "conv")
@@ -92,8 +93,8 @@ class AFT(MultiHeadAttention):
         packing=True,
         recurrence="growing",
         attn_mask=True,
+        dynamic_length=False,
     )
-    state_type = AFTState
 
     def __init__(
         self,
@@ -118,7 +119,9 @@ class AFT(MultiHeadAttention):
             packing=True,
             recurrence="growing" if full else "constant",
             attn_mask=full,
+            dynamic_length=False,
         )
+        self.growing = {"k": (1, "W"), "v": (1, "W")} if full else CONSTANT
         super().__init__(d_model, n_heads, **shared)
         if self.rotary:
             raise UnsupportedError(
@@ -175,8 +178,6 @@ class AFT(MultiHeadAttention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, itself: bool, masks: Masks) -> Tensor:
         """The averages for each query, `[B,T,H,M]` in fp32 at least."""
         (B, T), S, padding = q.shape[:2], k.shape[1], masks.key_padding_mask
-        if v.shape[1] != S:
-            raise ValueError(f"value has {v.shape[1]} tokens, but key has {S}")
         dtype = accumulation_dtype(v.dtype)
         k, v = k.to(dtype), v.to(dtype)
         if padding is not None:
@@ -257,7 +258,7 @@ class AFT(MultiHeadAttention):
         self._check_state(state, k, v)
         (B, T), W = q.shape[:2], state.k.shape[1]
         if T == 0:
-            return v.new_zeros(q.shape, dtype=heads.v.dtype), state
+            return self._gated(q, heads.v, v), state
         new = torch.arange(T, device=k.device).expand(B, T)
         rows, seen = new, torch.full((B,), T, device=k.device)
         if key_padding_mask is not None:

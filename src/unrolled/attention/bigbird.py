@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention._packed import attend_packed
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
@@ -241,7 +242,7 @@ class BigBirdAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=False, bidirectional=True, cross=False, padding=True, packing=False, recurrence="none"
+        causal=False, bidirectional=True, cross=False, padding=True, packing=True, recurrence="none"
     )
     seed: Tensor
     redraws: Tensor
@@ -276,6 +277,8 @@ class BigBirdAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
+        if masks.cu_seqlens is not None:
+            return attend_packed(self.attend, heads, masks.cu_seqlens)
         (q, k), v = heads.rotated(), heads.v
         padding = masks.key_padding_mask
         if self.layout.reads_all(q.shape[1]):

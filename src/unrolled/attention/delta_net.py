@@ -278,9 +278,14 @@ class DeltaNet(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
+        causal=True,
+        bidirectional=False,
+        cross=False,
+        padding=True,
+        packing=True,
+        recurrence="constant",
+        dynamic_length=False,
     )
-    state_type = DeltaNetState
 
     def __init__(
         self, d_model: int, n_heads: int, *, gated: bool = False, max_beta: float = 1.0, **shared: Any

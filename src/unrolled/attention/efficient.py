@@ -211,9 +211,14 @@ class EfficientAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
+        causal=True,
+        bidirectional=True,
+        cross=True,
+        padding=True,
+        packing=True,
+        recurrence="constant",
+        dynamic_length=False,
     )
-    state_type = EfficientState
     independent_queries = True
 
     def __init__(self, d_model: int, n_heads: int, **shared: Any):

@@ -53,7 +53,6 @@ class GatedLinearAttention(MultiHeadAttention):
     supports = Supports(
         causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
     )
-    state_type = GatedLinearState
 
     def __init__(
         self,

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from unrolled.attention.bahdanau import BahdanauAttention
 from unrolled.ops.precision import without_autocast
@@ -52,7 +51,6 @@ class HardAttention(BahdanauAttention):
         seed: of all that is drawn.
     """
 
-    state_type = HardState
     begun: Tensor
 
     def __init__(self, query_dim: int, memory_dim: int | None = None, *, seed: int = 0, **additive: Any):
@@ -68,6 +66,10 @@ class HardAttention(BahdanauAttention):
         if self.training:
             self.begun += 1
         return HardState(state.memory, state.keys, state.padding, state.position, seed)
+
+    def _empty_state(self, like: Tensor) -> HardState:
+        state = super()._empty_state(like)
+        return HardState(state.memory, state.keys, state.padding, state.position, state.position)
 
     def probabilities(self, query: Tensor, state: HardState) -> Tensor:
         """The distributions a_t `[B,T,S]` that the glimpses of queries `[B,T,query_dim]` are drawn from."""
@@ -85,7 +87,8 @@ class HardAttention(BahdanauAttention):
         else:
             t = state.position.unsqueeze(1) + torch.arange(weights.shape[1], device=weights.device)
             place = drawn(weights, uniform(state.seed.unsqueeze(1), t))
-        glimpse = one_hot(place, weights.shape[-1]).to(weights.dtype)
+        places = torch.arange(weights.shape[-1], device=weights.device)
+        glimpse = (place.unsqueeze(-1) == places).to(weights.dtype)
         return glimpse * ~state.padding.all(-1)[:, None, None]
 
 

@@ -109,7 +109,6 @@ class LinearAttention(MultiHeadAttention):
     supports = Supports(
         causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
     )
-    state_type = LinearAttentionState
     independent_queries = True
 
     def __init__(

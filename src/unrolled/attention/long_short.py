@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, pad
 
 from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention._packed import attend_packed
 from unrolled.contract import Supports
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.dense import Linear
@@ -42,6 +43,7 @@ from unrolled.ops.merge import merge_softmax
 from unrolled.ops.options import check_booleans, check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.state_checks import CONSTANT, Growing
 from unrolled.ops.window import window_attention
 
 Part = tuple[Tensor, Tensor]  # o and lse of one part of a softmax
@@ -181,9 +183,17 @@ class LongShortAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=True, cross=False, padding=True, packing=False, recurrence="growing"
+        causal=True,
+        bidirectional=True,
+        cross=False,
+        padding=True,
+        packing=True,
+        recurrence="growing",
+        dynamic_length=False,
     )
-    state_type = LongShortState
+    growing: Growing = {"landmark_k": (1, "n"), "landmark_v": (1, "n")} | dict.fromkeys(
+        ("chunk_k", "chunk_v", "chunk_logits"), (1, "l")
+    )
 
     def __init__(
         self,
@@ -218,7 +228,7 @@ class LongShortAttention(MultiHeadAttention):
         if window == 0 and causal:
             raise ValueError("window is 0, but must be at least 1 where causal: the token itself")
         if self.rank == 0:
-            self.supports = replace(self.supports, recurrence="constant")
+            self.supports, self.growing = replace(self.supports, recurrence="constant"), CONSTANT
         if window is None and self.rotary:
             raise ValueError(
                 "rotary is True, but landmarks have no position, and window=None leaves nothing else"
@@ -240,6 +250,8 @@ class LongShortAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
+        if masks.cu_seqlens is not None:
+            return attend_packed(self.attend, heads, masks.cu_seqlens)
         check_qkv(heads.q, heads.k, heads.v)
         padding = masks.key_padding_mask
         if padding is not None:

@@ -16,8 +16,7 @@ Beltagy, Peters and Cohan 2020, "Longformer: The Long-Document Transformer", arX
 
 Cost per head, with w = left + right + 1 keys and g global tokens: time O(T (w + 2 g) (D+M)), memory
 O(T (D+M)); causal, time O(w (D+M)) and state O(left d (D+M)) per generated token.
-Cannot: read another sequence, take packed ones, honour an arbitrary `attn_mask`, or be causal with global
-tokens.
+Cannot: read another sequence, honour an arbitrary `attn_mask`, or be causal with global tokens.
 Equals softmax attention: where the window covers the sequence and no token is global; where all tokens are
 global, with the global projections.
 
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.attention._multihead import Heads, Masks
+from unrolled.attention._packed import attend_packed
 from unrolled.attention._window import SlidingWindow
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, shape
@@ -131,7 +131,14 @@ class LongformerAttention(SlidingWindow):
     """
 
     supports = Supports(
-        causal=True, bidirectional=True, cross=False, padding=True, packing=False, recurrence="constant"
+        causal=True,
+        bidirectional=True,
+        cross=False,
+        padding=True,
+        packing=True,
+        recurrence="constant",
+        global_mask=True,
+        dynamic_length=False,
     )
     global_proj: Linear | None
 
@@ -153,6 +160,8 @@ class LongformerAttention(SlidingWindow):
         self.global_tokens = _checked(global_tokens)
         if given and self.global_tokens:
             self.supports = replace(self.supports, causal=False, recurrence="none")
+        if causal:
+            self.supports = replace(self.supports, global_mask=False)
         self.global_proj = None
         if causal and self.global_tokens:
             raise UnsupportedError(
@@ -188,7 +197,8 @@ class LongformerAttention(SlidingWindow):
 
         Args:
             query: what attends and is attended to.
-            key, value, attn_mask, cu_seqlens: refused.
+            key, value, attn_mask: refused.
+            cu_seqlens: int32 `[N+1]` offsets of N packed sequences, each with global tokens of its own.
             key_padding_mask: `[B,T]`, True = padding, which is never global.
             global_mask: `[B,T]`, True = global, in place of `global_tokens`; any number of them in each row.
                 To find the largest number, a GPU has to be waited for.
@@ -204,6 +214,8 @@ class LongformerAttention(SlidingWindow):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
+        if masks.cu_seqlens is not None:
+            return attend_packed(self.attend, heads, masks.cu_seqlens)
         (q, k), v = heads.rotated(), heads.v
         x, global_mask = heads.gates
         B, T = q.shape[:2]

@@ -5,7 +5,7 @@ r"""Nyströmformer attention: softmax attention rebuilt from m landmarks, by the
                            B = softmax(q' k^T / sqrt(D))     [m, S]
 
 Landmarks q' and k' are means over segments: of n valid tokens, the i-th is in segment floor(i m / n). A^+ is
-approached by a few steps of an iteration of third order,
+the Moore-Penrose inverse, exactly or approached by a few steps of an iteration of third order,
 
     Z <- Z (13 - A Z (15 - A Z (7 - A Z))) / 4        from        Z = A^T / (|A|_1 |A|_inf).
 
@@ -14,8 +14,8 @@ Approximating Self-Attention", arXiv 2102.03902: eq. 13-14 (definition), 11 (ite
 
 Cost per head: time O((T+S) m (D+M) + m^2 (m+M)), memory O((T+S) (D+M+m) + m^2).
 Cannot: be causal (a landmark is a mean over past and future), or honour an arbitrary `attn_mask`. Weights may
-be negative, more landmarks may be worse, and so may be more steps or the true inverse: few steps regularise.
-Equals softmax attention: where there are no more than m queries or m keys; also in the limit of many steps
+be negative, more landmarks may be worse, and so may be more steps or the exact inverse: few steps regularise.
+Equals softmax attention: where there are no more than m queries or m keys; also with the exact inverse
 where the landmarks are the tokens.
 
 With `rotary`, queries and keys are rotated by their positions before the means are taken.
@@ -88,6 +88,10 @@ def pinv_residual(a: Tensor, z: Tensor) -> Tensor:
     return ((a @ z @ a - a).square().sum((-2, -1)) / a.square().sum((-2, -1))).sqrt()
 
 
+def _inverse(a: Tensor, iterations: int | None) -> Tensor:
+    return torch.linalg.pinv(a) if iterations is None else iterative_pinv(a, iterations)
+
+
 def _check_iterations(iterations: int, dtype: torch.dtype) -> None:
     if not 1 <= iterations <= MAX_ITERATIONS[dtype]:
         raise ValueError(
@@ -107,7 +111,9 @@ def landmarks(
     return q_means, k_means, scores.softmax(-1)
 
 
-def nystrom_reference(q: Tensor, k: Tensor, v: Tensor, n_landmarks: int, iterations: int = 6) -> Tensor:
+def nystrom_reference(
+    q: Tensor, k: Tensor, v: Tensor, n_landmarks: int, iterations: int | None = 6
+) -> Tensor:
     """One head, as the equations are written: `q [T,D]`, `k [S,D]`, `v [S,M]` to `[T,M]`; m <= T and S."""
 
     def means(x: Tensor) -> Tensor:
@@ -117,7 +123,7 @@ def nystrom_reference(q: Tensor, k: Tensor, v: Tensor, n_landmarks: int, iterati
     def kernel(q: Tensor, k: Tensor) -> Tensor:
         return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
 
-    inverse = iterative_pinv(kernel(means(q), means(k)), iterations)
+    inverse = _inverse(kernel(means(q), means(k)), iterations)
     return kernel(q, means(k)) @ inverse @ kernel(means(q), k) @ v
 
 
@@ -127,7 +133,7 @@ def nystrom_attention(
     v: Tensor,
     *,
     n_landmarks: int = 64,
-    iterations: int = 6,
+    iterations: int | None = 6,
     key_padding_mask: Tensor | None = None,
     self_attention: bool = False,
 ) -> Tensor:
@@ -138,7 +144,7 @@ def nystrom_attention(
     Args:
         q, k, v: as for `softmax_attention`.
         n_landmarks: number of landmarks m.
-        iterations: steps towards the inverse, at most 20 in fp32 and 40 in fp64.
+        iterations: steps towards the inverse, at most 20 in fp32 and 40 in fp64; None for the exact one.
         key_padding_mask: `[B,S]`, True = padding.
         self_attention: queries and keys are of the same tokens, so the mask is that of the queries too.
 
@@ -160,7 +166,7 @@ def nystrom_attention(
     with without_autocast(q.device):
         q_means, k_means, a = landmarks(q, k, n_landmarks, q_padding, key_padding_mask)
         read = softmax_attention(q_means, k, v, key_padding_mask=key_padding_mask)
-        values = (iterative_pinv(a, iterations) @ read.transpose(1, 2)).transpose(1, 2)
+        values = (_inverse(a, iterations) @ read.transpose(1, 2)).transpose(1, 2)
         empty = None
         if key_padding_mask is not None:
             n = (~key_padding_mask).sum(1)
@@ -178,7 +184,8 @@ class NystromformerAttention(MultiHeadAttention):
         d_model, n_heads, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
         causal: refused.
         n_landmarks: number of landmarks m; sequences of up to m tokens get softmax attention.
-        iterations: steps towards the inverse of A, from 1 to 20; `convergence` says what they reach.
+        iterations: steps towards the inverse of A, from 1 to 20; `convergence` says what they reach. None for
+            the exact inverse, by singular values: slower, and it blows small ones up, which few steps do not.
         conv_width: odd width of a convolution over the values of neighbouring tokens, one kernel for each
             head, that is added to the output (the paper's skip, 33 or so wide); None for none. With it,
             cross-attention is not possible.
@@ -200,7 +207,7 @@ class NystromformerAttention(MultiHeadAttention):
         *,
         causal: bool = False,
         n_landmarks: int = 64,
-        iterations: int = 6,
+        iterations: int | None = 6,
         conv_width: int | None = None,
         **shared: Any,
     ):
@@ -210,8 +217,10 @@ class NystromformerAttention(MultiHeadAttention):
                 "and future; use linear attention or Perceiver AR"
             )
         super().__init__(d_model, n_heads, **shared)
-        check_integers(1, n_landmarks=n_landmarks, iterations=iterations)
-        _check_iterations(iterations, torch.float32)
+        check_integers(1, n_landmarks=n_landmarks)
+        if iterations is not None:
+            check_integers(1, iterations=iterations)
+            _check_iterations(iterations, torch.float32)
         self.n_landmarks, self.iterations, self.conv = n_landmarks, iterations, None
         self.positional = True  # what has positions here is self-attention, even without rotary
         if conv_width is not None:
@@ -244,6 +253,9 @@ class NystromformerAttention(MultiHeadAttention):
         """
         self._check_input("x", x)
         B, T = x.shape[:2]
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, B, T)
+            x = without_padding(x, key_padding_mask)
         positions = self._positions(x, key_padding_mask, None)
         q, k = self._rotated(Heads(*self._project(x, None, None), positions))
         padding = x.new_zeros(B, T, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
@@ -251,7 +263,7 @@ class NystromformerAttention(MultiHeadAttention):
         with without_autocast(q.device):
             q, k = (without_padding(y.to(dtype), padding) for y in (q, k))
             a = landmarks(q, k, self.n_landmarks, padding, padding)[2]
-            residual = pinv_residual(a, iterative_pinv(a, self.iterations))
+            residual = pinv_residual(a, _inverse(a, self.iterations))
         return residual.masked_fill(((~padding).sum(1) <= self.n_landmarks).unsqueeze(1), 0)
 
     def _rotated(self, heads: Heads) -> tuple[Tensor, Tensor]:

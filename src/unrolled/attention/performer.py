@@ -283,7 +283,6 @@ class PerformerAttention(MultiHeadAttention):
     supports = Supports(
         causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
     )
-    state_type = PerformerState
     independent_queries = True
 
     def __init__(

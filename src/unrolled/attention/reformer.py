@@ -102,7 +102,7 @@ class ReformerAttention(MultiHeadAttention):
     supports = Supports(
         causal=True, bidirectional=True, cross=False, padding=True, packing=True, recurrence="growing"
     )
-    state_type = ReformerState
+    growing = dict.fromkeys(("k", "v", "buckets"), (1, "S"))
 
     def __init__(
         self,

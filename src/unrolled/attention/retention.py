@@ -5,11 +5,16 @@ r"""Retention: linear attention whose past fades at a fixed rate per head, witho
 
 Written out, o_i = sum_{j <= i} gamma_h^(i-j) (q_i . k_j) v_j / sqrt(D). Queries and keys are first rotated
 by their positions, so that q_i . k_j depends on i - j; the decay that xPos adds to a rotation is gamma.
-norm_h is an RMS norm of each head: it keeps the size of the output, as a denominator would.
+norm_h is an RMS norm of each head, o / sqrt(mean(o^2) + eps): it keeps the size of the output, as a
+denominator would.
 
 Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models",
 arXiv 2307.08621: eq. 5 (parallel), 6 (recurrent), 7 (by chunks), 8 (heads, norm and gate). The normalisations
-of section 2.2 are left out: they scale the rows of o, and the norm takes that away again.
+of section 2.2 are left out. They scale the rows of o, which the norm takes away again but for its eps: a row
+scaled by s meets what eps / s^2 would be here. Where eps is small against mean(o^2), that is rounding.
+
+Weights of the authors' code (torchscale) want `bias=False`, `angles="closed"`, its eps (1e-6 by default), and
+a `head_norm.weight` of 1. Its projections are parts of `qkv_proj` here, in the order q, k, v.
 
 Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T (D M + C (D+M))) and
 memory O(T (D+M)); per generated token time, memory and state O(D M).
@@ -17,7 +22,7 @@ Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn
 Equals softmax attention: never. Without decay, rotation, norm and gate it is unnormalised linear attention.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +58,7 @@ def retention(
     log_decay: Tensor,
     positions: Tensor | None = None,
     *,
+    closed: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
@@ -65,6 +71,7 @@ def retention(
         v: values `[B,T,G,M]`.
         log_decay: logarithm of gamma for each key head `[G]`, at most 0.
         positions: `[B,T]`, by which queries and keys are rotated; not at all by default.
+        closed: which angles they are rotated by, see `rotary`.
         key_padding_mask: `[B,T]`, True = padding, which adds nothing and lets nothing fade.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
         state: S before the first key, `[B,G,D,M]`.
@@ -76,7 +83,7 @@ def retention(
     check_qkv(q, k, v)
     if log_decay.shape != k.shape[2:3]:
         raise ValueError(f"log_decay has shape {shape(log_decay)}, but must be [G] = [{k.shape[2]}]")
-    q, k, v = _scaled_and_rotated(q, k, v, positions)
+    q, k, v = _scaled_and_rotated(q, k, v, positions, closed)
     o, after = linear_attention(
         q,
         k,
@@ -93,11 +100,18 @@ def retention(
 
 
 def retention_step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, position: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    position: Tensor | None = None,
+    *,
+    closed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token of the recurrence (eq. 6): `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]`, `position [B]`."""
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))  # the batch takes the place of the length
-    q, k, v = _scaled_and_rotated(q, k, v, None if position is None else position.unsqueeze(0))
+    q, k, v = _scaled_and_rotated(q, k, v, None if position is None else position.unsqueeze(0), closed)
     rates = log_decay.expand(k.shape[1:3])
     o, after = linear_attention_step(
         q[0], k[0], v[0], _without_denominator(state), log_decay=rates, normalize=False
@@ -116,11 +130,13 @@ def retention_reference(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> T
 
 
 def _scaled_and_rotated(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, closed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     q, k, v = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype)
-    return (q, k, v) if positions is None else (rotary(q, positions), rotary(k, positions), v)
+    if positions is None:
+        return q, k, v
+    return rotary(q, positions, closed=closed), rotary(k, positions, closed=closed), v
 
 
 def _without_denominator(kv: Tensor) -> LinearState:
@@ -138,15 +154,24 @@ class Retention(MultiHeadAttention):
             `n_kv_heads` it is the key heads that fade at different rates.
         rotary: rotate queries and keys by their positions, as the paper does. In a model this follows its
             `positions`, unless it is among the options of the layer.
+        angles: "rotary", 10000^(-2i/D) as everywhere here, or "closed", 10000^(-2i/(D-2)) as in torchscale.
+        eps: added to the mean square of a head before its root is divided by, above 0.
     """
 
     supports = Supports(
         causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
     )
-    state_type = RetentionState
 
     def __init__(
-        self, d_model: int, n_heads: int, *, causal: bool = False, rotary: bool = True, **shared: Any
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        causal: bool = False,
+        rotary: bool = True,
+        angles: Literal["rotary", "closed"] = "rotary",
+        eps: float = 1e-5,
+        **shared: Any,
     ):
         if not causal:
             raise UnsupportedError(
@@ -156,15 +181,19 @@ class Retention(MultiHeadAttention):
         super().__init__(d_model, n_heads, causal=causal, rotary=rotary, **shared)
         if rotary and self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, but rotary positions want an even one")
-        self.head_norm = HeadRMSNorm(n_heads, self.value_dim)
+        if angles not in ("rotary", "closed"):
+            raise ValueError(f"angles is {angles!r}, but must be 'rotary' or 'closed'")
+        self.closed = angles == "closed"
+        self.head_norm = HeadRMSNorm(n_heads, self.value_dim, eps)
         self.gate_proj = Linear(d_model, n_heads * self.value_dim, bias=self.qkv_proj.bias is not None)
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k, v, positions, _ = heads
         rates = log_gamma(self.n_kv_heads, q.device)
+        padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
         o, _ = retention(
-            q, k, v, rates, positions, key_padding_mask=masks.key_padding_mask, cu_seqlens=masks.cu_seqlens
+            q, k, v, rates, positions, closed=self.closed, key_padding_mask=padding, cu_seqlens=cu_seqlens
         )
         return o
 
@@ -186,12 +215,22 @@ class Retention(MultiHeadAttention):
         """Attend in parallel, from a state to a state."""
         q, k, v, positions, _ = heads
         rates = log_gamma(self.n_kv_heads, q.device)
-        o, kv = retention(q, k, v, rates, positions, key_padding_mask=key_padding_mask, state=state.kv)
+        o, kv = retention(
+            q,
+            k,
+            v,
+            rates,
+            positions,
+            closed=self.closed,
+            key_padding_mask=key_padding_mask,
+            state=state.kv,
+        )
         seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
         return o, RetentionState(kv, state.position + seen)
 
     def step_heads(self, heads: Heads, state: RetentionState) -> tuple[Tensor, RetentionState]:
         """Run one step of the recurrence (eq. 6)."""
         q, k, v, position, _ = heads
-        o, kv = retention_step(q, k, v, log_gamma(self.n_kv_heads, q.device), state.kv, position)
+        rates = log_gamma(self.n_kv_heads, q.device)
+        o, kv = retention_step(q, k, v, rates, state.kv, position, closed=self.closed)
         return o, RetentionState(kv, state.position + 1)

@@ -39,10 +39,11 @@ from torch.nn.functional import logsigmoid
 
 from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.checks import may_read
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear
 from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
 from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.masks import without_padding
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.random_features import (
@@ -55,11 +56,23 @@ from unrolled.ops.random_features import (
 SHARPEST = 3.0  # mean(s^2) up to which 64 Fourier features have divisors that are rarely negative
 
 
-class RfaState(NamedTuple):
-    """S `[B,G,R,M]`, z `[B,G,R]`, the tokens seen `[B]`, and of which draw the features were `[B]`."""
+class RfaSums(NamedTuple):
+    """S `[B,G,R,M]`, z `[B,G,R]`, and what the factors (1 - g_j) g_{j+1} ... g_i add up to, `[B,G]`.
+
+    The last is 1 without a gate, where each key has a whole one.
+    """
 
     kv: Tensor
     k_sum: Tensor
+    weight: Tensor
+
+
+class RfaState(NamedTuple):
+    """The sums of `RfaSums`, the tokens seen `[B]`, and of which draw the features were `[B]`."""
+
+    kv: Tensor
+    k_sum: Tensor
+    weight: Tensor
     position: Tensor
     draw: Tensor
 
@@ -149,28 +162,55 @@ def rfa_attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    state: LinearState | None = None,
-) -> tuple[Tensor, LinearState]:
+    state: RfaSums | None = None,
+) -> tuple[Tensor, RfaSums]:
     """Attend by features `q [B,T,H,R]`, `k [B,S,G,R]` to `v [B,S,G,M]`; gates sigmoid(`gate_logits [B,S,G]`).
 
-    Masks and states are those of `linear_attention`; `signed` features may have products below 0.
+    Masks and states are those of `linear_attention`; `signed` features may have products below 0,
+    and a divisor is then at least a millionth of what the keys weigh together.
     """
-    k, log_decay = _gated(k, gate_logits)
-    masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens}
+    if key_padding_mask is not None and gate_logits is not None:
+        check_key_padding_mask(key_padding_mask, *k.shape[:2])
+        k, gate_logits = (without_padding(x, key_padding_mask) for x in (k, gate_logits))
+    keys, log_decay = _gated(k, gate_logits)
+    common: dict[str, Any] = {
+        "causal": causal,
+        "log_decay": log_decay,
+        "key_padding_mask": key_padding_mask,
+        "cu_seqlens": cu_seqlens,
+    }
+    before = None if state is None else LinearState(state.kv, state.k_sum)
+    if gate_logits is None:
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, q, k)
+        N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
+        weights, weight = None, k.new_ones(N, k.shape[2], dtype=accumulation_dtype(k.dtype, v.dtype))
+    else:
+        weights, weight = _weights(gate_logits.to(k.dtype), state, common)
     if signed:
-        return signed_linear_attention(q, k, v, causal=causal, log_decay=log_decay, state=state, **masks)
-    return linear_attention(
-        q, k, v, causal=causal, log_decay=log_decay, state=state, return_state=True, **masks
-    )
+        if weights is not None:
+            weights = weights.repeat_interleave(q.shape[2] // k.shape[2], -1)
+        o, after = signed_linear_attention(q, keys, v, state=before, weight=weights, **common)
+    else:
+        o, after = linear_attention(q, keys, v, state=before, return_state=True, **common)
+    return o, RfaSums(*after, weight)
 
 
 def rfa_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, signed: bool, gate_logits: Tensor | None = None
-) -> tuple[Tensor, LinearState]:
+    q: Tensor, k: Tensor, v: Tensor, state: RfaSums, *, signed: bool, gate_logits: Tensor | None = None
+) -> tuple[Tensor, RfaSums]:
     """Run one token of the recurrence: `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]`, `gate_logits [B,G]`."""
-    k, log_decay = _gated(k, gate_logits)
-    step = signed_linear_attention_step if signed else linear_attention_step
-    return step(q, k, v, state, log_decay=log_decay)
+    keys, log_decay = _gated(k, gate_logits)
+    before, weight = LinearState(state.kv, state.k_sum), state.weight
+    if gate_logits is not None:
+        logits = gate_logits.to(weight.dtype)
+        weight = weight * torch.sigmoid(logits) + torch.sigmoid(-logits)
+    if signed:
+        weights = weight.repeat_interleave(q.shape[1] // k.shape[1], -1)
+        o, after = signed_linear_attention_step(q, keys, v, before, log_decay=log_decay, weight=weights)
+    else:
+        o, after = linear_attention_step(q, keys, v, before, log_decay=log_decay)
+    return o, RfaSums(*after, weight)
 
 
 def _gated(k: Tensor, gate_logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -179,6 +219,18 @@ def _gated(k: Tensor, gate_logits: Tensor | None) -> tuple[Tensor, Tensor | None
         return k, None
     gate_logits = gate_logits.to(k.dtype)
     return k * torch.sigmoid(-gate_logits).unsqueeze(-1), logsigmoid(gate_logits)
+
+
+def _weights(gate_logits: Tensor, state: RfaSums | None, common: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """w_i = g_i w_{i-1} + 1 - g_i for every token `[B,S,G]`, and the last `[B,G]`."""
+    new = torch.sigmoid(-gate_logits).unsqueeze(-1)
+    before = None
+    if state is not None:
+        weight = state.weight.unsqueeze(-1)
+        before = LinearState(weight.unsqueeze(-1), weight)
+    ones = torch.ones_like(new)
+    w, after = linear_attention(ones, new, ones, state=before, return_state=True, normalize=False, **common)
+    return w.squeeze(-1), after.k_sum.squeeze(-1)
 
 
 class RandomFeatureAttention(MultiHeadAttention):
@@ -196,7 +248,6 @@ class RandomFeatureAttention(MultiHeadAttention):
     supports = Supports(
         causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
     )
-    state_type = RfaState
     independent_queries = True
 
     def __init__(
@@ -257,11 +308,12 @@ class RandomFeatureAttention(MultiHeadAttention):
         return o
 
     def init_state(self, batch_size: int) -> RfaState:
-        """Make the state of `batch_size` sequences that have not begun: zeros."""
+        """Make the state of `batch_size` sequences that have not begun."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self._state_dtype)
         draw = self.feature_map.projection.redraws.expand(batch_size).clone()
-        return RfaState(kv, kv.new_zeros(kv.shape[:3]), torch.zeros_like(draw), draw)
+        weight = kv.new_full(kv.shape[:2], 1.0 if self.gate_proj is None else 0.0)
+        return RfaState(kv, kv.new_zeros(kv.shape[:3]), weight, torch.zeros_like(draw), draw)
 
     def prefill_heads(
         self, heads: Heads, state: RfaState, key_padding_mask: Tensor | None
@@ -276,7 +328,7 @@ class RandomFeatureAttention(MultiHeadAttention):
             gate_logits=heads.gates,
             causal=True,
             key_padding_mask=key_padding_mask,
-            state=LinearState(state.kv, state.k_sum),
+            state=RfaSums(*state[:3]),
         )
         seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
         o = self.feature_map.projection.unless_redrawn(o, state.draw)
@@ -285,8 +337,9 @@ class RandomFeatureAttention(MultiHeadAttention):
     def step_heads(self, heads: Heads, state: RfaState) -> tuple[Tensor, RfaState]:
         """Run one step of the recurrence."""
         q, k = self._features(heads)
-        before, signed = LinearState(state.kv, state.k_sum), self.feature_map.signed
-        o, after = rfa_attention_step(q, k, heads.v, before, signed=signed, gate_logits=heads.gates)
+        o, after = rfa_attention_step(
+            q, k, heads.v, RfaSums(*state[:3]), signed=self.feature_map.signed, gate_logits=heads.gates
+        )
         o = self.feature_map.projection.unless_redrawn(o, state.draw)
         return o, RfaState(*after, state.position + 1, state.draw)
 

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from unrolled.ops.checks import (
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.linear_chunked import safe_divide
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
+from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 
@@ -54,7 +55,11 @@ class Kernel(NamedTuple):
 
 
 Similarity = Callable[[Tensor, Tensor], Kernel | Tensor]
-"""From `q [B,T,H,D]` and `k [B,S,H,D]`, in fp32 or fp64, to their kernel, `[B,H,T,S]` if it is one tensor."""
+"""From `q [B,T,H,D]` and `k [B,S,H,D]`, in fp32 or fp64, to their kernel, `[B,H,T,S]` if it is one tensor.
+
+One whose attribute `shift_invariant` is true depends on q - k alone. It is given both without an offset that
+they may share, which would leave few digits of the differences.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Rbf:
     """kappa = exp(-scale |q - k|^2), with scale = 1/sqrt(D) by default."""
 
     scale: float | None = None
+    shift_invariant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.scale is not None and not self.scale > 0:
@@ -151,7 +157,7 @@ def similarity_attention(
         ValueError: an argument of another shape or type.
     """
     check_qkv(q, k, v)
-    (B, T, H, _), (_, S, G, M) = q.shape, v.shape
+    (B, T, H, _), (_, S, G, _) = q.shape, v.shape
     allowed = causal_mask(T, S, q.device) if causal else q.new_ones(T, S, dtype=torch.bool)
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, S)
@@ -163,12 +169,15 @@ def similarity_attention(
     if attn_mask is not None:
         check_attn_mask(attn_mask, (B, H, T, S))
         allowed = allowed & (attn_mask if attn_mask.dtype == torch.bool else attn_mask > -math.inf)
-    if S == 0:
-        return v.new_zeros(B, T, H, M)
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     with without_autocast(q.device):
+        queries = q.to(dtype)
         keys, values = (x.to(dtype).repeat_interleave(H // G, 2) for x in (k, v))
-        kernel = similarity(q.to(dtype), keys)
+        if S == 0:  # zeros, which autograd can go through
+            return (_products(queries, keys) @ values.transpose(1, 2)).transpose(1, 2).to(v.dtype)
+        if getattr(similarity, "shift_invariant", False):
+            queries, keys = _without_offset(queries, keys, key_padding_mask, cu_seqlens)
+        kernel = similarity(queries, keys)
         factor, exponent = kernel if isinstance(kernel, Kernel) else (kernel, keys.new_zeros(()))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             exponent = exponent + attn_mask.to(dtype).masked_fill(attn_mask == -math.inf, 0)
@@ -199,7 +208,7 @@ class SimilarityAttention(MultiHeadAttention):
         recurrence="growing",
         attn_mask=True,
     )
-    state_type = SimilarityState
+    growing = dict.fromkeys(("k", "v", "padding"), (1, "S"))
     independent_queries = True
 
     def __init__(
@@ -295,6 +304,24 @@ class SimilarityAttention(MultiHeadAttention):
         v = linear(key if value is None else value, w_v, b_v)
         q, k = (torch.unflatten(x, -1, (self.n_heads, self.head_dim)) for x in (q, k))
         return q, k, torch.unflatten(v, -1, (self.n_heads, self.value_dim))
+
+
+def _without_offset(
+    q: Tensor, k: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Subtract from both the first key of their sequence that is not padding, which no causal query precedes.
+
+    The mean of the keys would serve as well, but it changes with every key to come.
+    """
+    if cu_seqlens is not None:
+        first = cu_seqlens.long()[segment_ids(cu_seqlens, k.shape[1])].unsqueeze(0)
+    elif key_padding_mask is not None:
+        first = key_padding_mask.int().argmin(1, keepdim=True)
+    else:
+        first = torch.zeros(len(k), 1, dtype=torch.long, device=k.device)
+    # The kernel does not change with what is subtracted, so no gradient passes through it.
+    origin = k.detach().gather(1, first[:, :, None, None].expand(-1, -1, *k.shape[2:]))
+    return q - origin, k - origin
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:

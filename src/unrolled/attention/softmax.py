@@ -18,7 +18,14 @@ from torch import Tensor
 
 from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
-from unrolled.ops.softmax import KVCache, empty_cache, softmax_attention, softmax_prefill, softmax_step
+from unrolled.ops.softmax import (
+    CACHE_GROWS,
+    KVCache,
+    empty_cache,
+    softmax_attention,
+    softmax_prefill,
+    softmax_step,
+)
 
 
 class SoftmaxAttention(MultiHeadAttention):
@@ -33,7 +40,7 @@ class SoftmaxAttention(MultiHeadAttention):
         recurrence="growing",
         attn_mask=True,
     )
-    state_type = KVCache
+    growing = CACHE_GROWS
     independent_queries = True
     has_weights = True
 

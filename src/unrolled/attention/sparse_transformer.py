@@ -31,9 +31,16 @@ from typing import Any
 from torch import Tensor
 
 from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention._packed import attend_packed
 from unrolled.contract import Supports
 from unrolled.ops.factorized import Layout, factorized_attention, factorized_pattern
-from unrolled.ops.factorized_state import FactorizedState, empty_state, factorized_prefill, factorized_step
+from unrolled.ops.factorized_state import (
+    STATE_GROWS,
+    FactorizedState,
+    empty_state,
+    factorized_prefill,
+    factorized_step,
+)
 from unrolled.ops.options import check_integers
 from unrolled.ops.positions import rotary
 
@@ -57,9 +64,15 @@ class SparseTransformerAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=True, cross=False, padding=True, packing=False, recurrence="growing"
+        causal=True,
+        bidirectional=True,
+        cross=False,
+        padding=True,
+        packing=True,
+        recurrence="growing",
+        dynamic_length=False,
     )
-    state_type = FactorizedState
+    growing = STATE_GROWS
 
     def __init__(
         self,
@@ -90,6 +103,8 @@ class SparseTransformerAttention(MultiHeadAttention):
 
     def attend(self, heads: Heads, masks: Masks) -> Tensor:
         """Attend in parallel."""
+        if masks.cu_seqlens is not None:
+            return attend_packed(self.attend, heads, masks.cu_seqlens)
         q, k = self._rotated(heads)
         return factorized_attention(q, k, heads.v, self.layout, key_padding_mask=masks.key_padding_mask)
 

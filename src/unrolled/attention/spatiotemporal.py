@@ -117,7 +117,7 @@ def spatiotemporal_attention(
         ValueError: an argument of another shape or type.
     """
     check_qkv(q, k, v)
-    (B, T, H, D), (S, G, M) = q.shape, v.shape[1:]
+    (B, T, H, D), (S, G) = q.shape, v.shape[1:3]
     if S != T:
         raise ValueError(f"k has {S} places and q has {T}, but both must be of the same video")
     if key_padding_mask is not None:
@@ -129,8 +129,8 @@ def spatiotemporal_attention(
     parts = line_parts(size) if radius is None else cube_parts(size, radius, stride)
     if relative is not None:
         _check_relative(relative, size, D)
-    if T == 0:
-        return v.new_zeros(B, 0, H, M)
+    if T == 0:  # nothing, and yet something that autograd can go through
+        return torch.einsum("bthd,bshd,bshm->bthm", q, *(x.repeat_interleave(H // G, 2) for x in (k, v)))
     out_dtype, dtype, places, count = v.dtype, accumulation_dtype(q.dtype, k.dtype, v.dtype), None, None
     if key_padding_mask is not None:
         places, count = valid_first(key_padding_mask), (~key_padding_mask).sum(1)
@@ -226,7 +226,13 @@ class SpatiotemporalAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=False, bidirectional=True, cross=False, padding=True, packing=False, recurrence="none"
+        causal=False,
+        bidirectional=True,
+        cross=False,
+        padding=True,
+        packing=False,
+        recurrence="none",
+        dynamic_length=False,
     )
     relative: nn.ParameterList | None
 

@@ -42,6 +42,7 @@ from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.replay import chosen
 from unrolled.ops.softmax import (
+    CACHE_GROWS,
     KVCache,
     cached_length,
     cached_scores,
@@ -226,9 +227,10 @@ class TopkAttention(MultiHeadAttention):
         padding=True,
         packing=True,
         recurrence="growing",
+        dynamic_length=False,
         attn_mask=True,
     )
-    state_type = KVCache
+    growing = CACHE_GROWS
     independent_queries = True
 
     def __init__(self, d_model: int, n_heads: int, *, n_keys: int = 32, **shared: Any):

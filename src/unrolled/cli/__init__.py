@@ -1,5 +1,6 @@
 """The command line. Each command is a module here, which imports torch only once it runs."""
 
+import signal
 from typing import Annotated, Any
 
 import typer
@@ -27,9 +28,11 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            raise typer.Exit(130) from None
+        except KeyboardInterrupt as error:
+            number = getattr(error, "signal", signal.SIGINT)  # of a run that a signal has ended
+            by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+            typer.echo(f"interrupted{by}", err=True)
+            raise typer.Exit(128 + number) from None
         except (typer.Exit, typer.Abort):
             raise  # how typer itself ends, as after --help
         except BrokenPipeError:

@@ -11,6 +11,8 @@ def choose(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("meta"):
+        raise ValueError(f"--device is {name}, but tensors there hold no values")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA

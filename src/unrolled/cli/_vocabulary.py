@@ -6,15 +6,27 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor
 
 from unrolled.data._bpe import BytePairs
 from unrolled.data.text import Codec
-from unrolled.models.saving import write_atomically
+from unrolled.models.saving import SavedModel
 
 FILE_NAME = "vocabulary.json"
+
+
+def _are(values: object, fits: Callable[[object], bool]) -> bool:
+    return isinstance(values, list) and all(map(fits, values))
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+Model = TypeVar("Model", bound=SavedModel)
 Kind = Literal["text", "bpe", "image", "ids"]
 
 
@@ -27,29 +39,33 @@ class Vocabulary:
         characters: of a text, in the order of their ids; None for the bytes of UTF-8.
         pieces: of byte pairs, what `BytePairs.to_json` says.
         shape: of an image, height and width.
+        data: name of the data set, and of a text that of its file; None where it is not known.
     """
 
     kind: Kind
     characters: list[str] | None = None
     pieces: str | None = None
     shape: list[int] | None = None
+    data: str | None = None
 
     @classmethod
     def of(cls, dataset: Any) -> "Vocabulary":
         """Describe the ids of a data set."""
+        name = type(dataset).__module__.rpartition(".")[2]
         if hasattr(dataset, "shape"):
-            return cls("image", shape=list(dataset.shape))
+            return cls("image", shape=list(dataset.shape), data=name)
         if hasattr(dataset, "pieces"):
-            return cls("bpe", pieces=dataset.pieces.to_json())
+            return cls("bpe", pieces=dataset.pieces.to_json(), data=name)
         if hasattr(dataset, "vocabulary"):
-            characters = dataset.vocabulary
-            return cls("text", characters=None if characters is None else list(characters))
-        return cls("ids")
+            characters = None if dataset.vocabulary is None else list(dataset.vocabulary)
+            file = Path(dataset.path).name if hasattr(dataset, "path") else name
+            return cls("text", characters=characters, data=file.partition(".")[0] or name)
+        return cls("ids", data=name)
 
-    def save(self, run_dir: Path) -> None:
-        """Write `vocabulary.json`."""
-        text = json.dumps(asdict(self), ensure_ascii=False)
-        write_atomically(run_dir / FILE_NAME, lambda file: file.write_text(text, encoding="utf-8"))
+    def attach(self, model: Model) -> Model:
+        """Let `model.save` write it beside the weights, as `vocabulary.json`; return the model."""
+        model.documents[FILE_NAME] = asdict(self)
+        return model
 
     @classmethod
     def load(cls, run_dir: Path) -> "Vocabulary":
@@ -65,13 +81,27 @@ class Vocabulary:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-        if found.kind == "bpe" and not isinstance(found.pieces, str):
-            raise ValueError(f"{path} is damaged: it has kind 'bpe' and pieces {found.pieces!r}")
-        if found.kind not in get_args(Kind) or not isinstance(found.characters, list | None):
-            raise ValueError(
-                f"{path} is damaged: it has kind {found.kind!r} and characters {found.characters!r}"
-            )
+        if wrong := found._wrong():
+            raise ValueError(f"{path} is damaged: it has kind {found.kind!r} and {wrong}")
         return found
+
+    def _wrong(self) -> str:
+        """Say what a file cannot have said; nothing where there is no such thing."""
+        if self.kind not in get_args(Kind):
+            return f"must have one of {', '.join(get_args(Kind))}"
+        letters = self.characters
+        single = _are(letters, lambda x: isinstance(x, str) and len(x) == 1)
+        if letters is not None and not (letters and single):
+            return "characters that are not a list of single characters"
+        if letters is not None and len(set(letters)) < len(letters):
+            return "characters of which some stand twice"
+        if not isinstance(self.pieces, str if self.kind == "bpe" else NoneType):
+            return f"pieces {self.pieces!r}"
+        if not isinstance(self.data, str | NoneType):
+            return f"data {self.data!r}"
+        shape = self.shape
+        fits = _are(shape, _is_size) and len(shape or ()) == 2
+        return "" if (fits if self.kind == "image" else shape is None) else f"shape {shape!r}"
 
     def check(self, vocab_size: int) -> None:
         """Refuse a model that was trained on other ids.

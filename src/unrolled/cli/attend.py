@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unrolled.cli._output import Force, check_picture, software, write_file
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
@@ -30,6 +32,7 @@ def attend(
     out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("attention.png"),
     beam_size: Annotated[int, typer.Option(min=1, help="Of the search for a translation.")] = 4,
     data_dir: Annotated[Path | None, typer.Option(help="Where data files are kept.")] = None,
+    force: Force = False,
 ) -> None:
     """Draw what a trained model attends to.
 
@@ -47,20 +50,19 @@ def attend(
     from importlib.util import find_spec
 
     from unrolled import models
-    from unrolled.models.saving import write_atomically
 
     if find_spec("matplotlib") is None:
         raise ValueError("matplotlib is missing: pip install 'unrolled[plot]'")
     from unrolled.cli import plots
 
+    check_picture(out, "attend", force)
     lines = list(text or []) + (_lines(file) if file is not None else [])
     model: Any = models.load(run_dir).eval()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
         figure = _figure(model, run_dir, lines, example, beam_size, data_dir)
-        picture = plots.png(figure)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, lambda place: place.write_bytes(picture))
+        picture = plots.png(figure, software("attend"))
+    write_file(out, lambda place: place.write_bytes(picture))
     typer.echo(f"drawn: {out}", err=True)
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from unrolled.cli._output import Force, is_report
+
 if TYPE_CHECKING:
     from unrolled.cli.comparison import Row, Settings
 
@@ -35,6 +37,7 @@ def compare(
         float, typer.Option(min=0.0, help="Time for all timings of a kind at a length.")
     ] = 2.0,
     out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/compare"),
+    force: Force = False,
 ) -> None:
     """Tell what an approximation is worth: its error, its time and its memory beside softmax attention.
 
@@ -60,13 +63,17 @@ def compare(
     from unrolled import attention
     from unrolled.cli import comparison
     from unrolled.cli.bench import _lengths as parse_lengths
+    from unrolled.training._outputs import check_folder
     from unrolled.training._session import cpu_threads
 
     sizes = parse_lengths(lengths)
     assert sizes is not None
     if not 0 < spread < float("inf"):
         raise ValueError(f"--spread is {spread}, wanted a number above 0")
-    out.mkdir(parents=True, exist_ok=True)
+    report = out / "comparison.json"
+    check_folder(
+        out, "a report of this command", lambda: is_report(report, {"settings", "rows"}), force=force
+    )
     settings = comparison.Settings(
         against, d_model, n_heads, causal, spread, seconds=seconds, options=_by_mechanism(options or [])
     )
@@ -124,9 +131,8 @@ def _markdown(rows: "Sequence[Row]", settings: "Settings") -> str:
 def _write(rows: "Sequence[Row]", settings: dict[str, Any], text: str, out: Path) -> None:
     import json
     from dataclasses import asdict
-    from functools import partial
 
-    from unrolled.models.saving import write_atomically
+    from unrolled.training._outputs import writing_folder
 
     found = {"settings": settings, "rows": [asdict(row) for row in rows]}
     files = {"comparison.json": json.dumps(found, indent=1).encode(), "comparison.md": text.encode() + b"\n"}
@@ -134,8 +140,9 @@ def _write(rows: "Sequence[Row]", settings: dict[str, Any], text: str, out: Path
         typer.echo("no plots: matplotlib is missing, pip install 'unrolled[plot]'", err=True)
     else:
         files |= _plots(rows)
-    for name, content in files.items():
-        write_atomically(out / name, partial(Path.write_bytes, data=content))
+    with writing_folder(out) as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
 
 
 def _plots(rows: "Sequence[Row]") -> dict[str, bytes]:

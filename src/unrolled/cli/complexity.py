@@ -80,10 +80,10 @@ def table(
     lengths, on one thread; small layers spend time on what does not grow.
     """
     times: dict[str, float] | None = None
+    chosen = _lengths(lengths)
     if measure:
         from unrolled.cli import layer_times
 
-        chosen = _lengths(lengths)
         times = {x.name: layer_times.growth(x.module, chosen) for x in LAYERS if x.module is not None}
     header, *rows = cells(times)
     if markdown:

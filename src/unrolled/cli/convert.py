@@ -1,11 +1,15 @@
 """`unrolled convert`."""
 
-import shutil
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from unrolled.cli._output import Force
+
+if TYPE_CHECKING:
+    from unrolled.cli._vocabulary import Vocabulary
 
 
 def convert(
@@ -14,6 +18,7 @@ def convert(
         typer.Argument(help="The folder of a run of unrolled train, or of a model that transformers saved."),
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    force: Force = False,
 ) -> None:
     """Rewrite a model for Hugging Face transformers, or one of theirs as ours, with the very same weights.
 
@@ -26,29 +31,66 @@ def convert(
       unrolled convert book-hf runs/book-again
       unrolled generate runs/book-again --prompt "Once upon"
     """
-    from unrolled import models
     from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
     from unrolled.interop import hf  # says what to install where transformers is missing
+    from unrolled.training._outputs import check_folder, writing_folder
 
     import_module("transformers.utils.logging").disable_progress_bar()
     if out.resolve() == source.resolve():
         raise ValueError(f"{out} is the model's own folder, wanted another one to write to")
-    vocabulary = Vocabulary.load(source) if (source / FILE_NAME).exists() else None
-    if hf.is_saved_by_transformers(source):
-        model = hf.from_transformers(hf.load(source))
-        model.save(out)
-        typer.echo(f"{out}: a {model.model_name} of unrolled", err=True)
-    else:
-        converted = hf.to_transformers(models.load(source))
-        what = type(converted).__name__
-        if vocabulary is not None and vocabulary.kind == "text":
-            vocabulary.check(converted.config.vocab_size)
-            tokenizer = hf.character_tokenizer(vocabulary.characters)
-            tokenizer.save_pretrained(out)
-            if converted.can_generate():
-                converted.generation_config.pad_token_id = tokenizer.pad_token_id
-            what += " with its tokenizer"
-        converted.save_pretrained(out)
-        typer.echo(f"{out}: {what}", err=True)
-    if vocabulary is not None:
-        shutil.copyfile(source / FILE_NAME, out / FILE_NAME)
+    model, to_ours = _read(source), hf.is_saved_by_transformers(source)
+    converted = model if to_ours else hf.to_transformers(model)
+    vocabulary = Vocabulary.load(source) if FILE_NAME in model.documents else None
+    if vocabulary is not None and not to_ours and vocabulary.kind == "text":
+        vocabulary.check(model.config.vocab_size)
+
+    def made_before() -> bool:
+        return hf.is_saved_by_transformers(out) != to_ours and _same(out, model)
+
+    check_folder(out, f"this very conversion of {source}", made_before, force=force)
+    with writing_folder(out) as folder:
+        if to_ours:
+            model.save(folder)
+            what = f"a {model.model_name} of unrolled"
+        else:
+            what = _save_for_transformers(converted, vocabulary, folder)
+    typer.echo(f"{out}: {what}", err=True)
+
+
+def _read(folder: Path) -> Any:
+    """Read a model that either library has saved, as ours."""
+    from unrolled import models
+    from unrolled.interop import hf
+
+    return (
+        hf.from_transformers(hf.load(folder)) if hf.is_saved_by_transformers(folder) else models.load(folder)
+    )
+
+
+def _same(folder: Path, model: Any) -> bool:
+    """Whether a folder holds a model with the config and the weights of `model`."""
+    try:
+        other = _read(folder)
+    except (ValueError, OSError):
+        return False
+    mine, its = model.state_dict(), other.state_dict()
+    return (
+        other.config == model.config
+        and its.keys() == mine.keys()
+        and all(its[name].equal(x) for name, x in mine.items())
+    )
+
+
+def _save_for_transformers(converted: Any, vocabulary: "Vocabulary | None", folder: Path) -> str:
+    """Save a model and, for the characters of a text, its tokenizer; say what was saved."""
+    from unrolled.interop import hf
+
+    what = type(converted).__name__
+    if vocabulary is not None and vocabulary.kind == "text":
+        tokenizer = hf.character_tokenizer(vocabulary.characters)
+        tokenizer.save_pretrained(folder)
+        if converted.can_generate():
+            converted.generation_config.pad_token_id = tokenizer.pad_token_id
+        what += " with its tokenizer"
+    converted.save_pretrained(folder)
+    return what

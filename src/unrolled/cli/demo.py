@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from unrolled.cli._output import DEMO, Force, check_demo
 from unrolled.cli.web import demo_page, serve
 
 if TYPE_CHECKING:
@@ -63,13 +63,15 @@ def demo(
         typer.Option("--web", help="Instead of a report, a web page that runs small models, served here."),
     ] = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="With --web: to serve at; 0 for a free one.")
-    ] = 8000,
+        int | None,
+        typer.Option(min=0, max=65535, help="With --web: to serve at; 0 for a free one, by default 8000."),
+    ] = None,
     no_serve: Annotated[bool, typer.Option("--no-serve", help="With --web: write the page only.")] = False,
     runtime: Annotated[
         Path | None,
         typer.Option(help="With --web: the folder of onnxruntime-web's files, rather than through npm."),
     ] = None,
+    force: Force = False,
 ) -> None:
     """Train on handwritten digits, draw new ones as an RNN, measure what a token costs: a report in minutes.
 
@@ -85,17 +87,19 @@ def demo(
       and the run, for unrolled generate and unrolled info
       page/           with --web: a page for any static server, and the other runs beside it
     """
+    if not web and (port is not None or no_serve or runtime is not None):
+        raise ValueError("--port, --no-serve and --runtime are for web pages, wanted --web with them")
+    _require("sklearn", *([] if web else ["matplotlib"]))
+    # Read when torch loads OpenMP: threads that spin while they wait slow each other down on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    check_demo(out, force)
     if web:
-        _require("sklearn")
         options: Any = {"steps": steps, "seed": seed, "resume": resume, "runtime": runtime}
         page = demo_page(out, MODEL, TRAIN, **options)
         typer.echo(f"The page: {page / 'index.html'}")
         if not no_serve:
-            serve(page, port)
+            serve(page, 8000 if port is None else port)
         return
-    _require("sklearn", "matplotlib")
-    # Read when torch loads OpenMP: threads that spin while they wait slow each other down on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from unrolled import data, training
@@ -105,14 +109,13 @@ def demo(
     dataset: Any = data.load("digits")
     torch.manual_seed(seed)  # the initial weights
     model = Decoder(DecoderConfig(dataset.vocab_size, start_token=True, **MODEL))
+    Vocabulary.of(dataset).attach(model)
     config = training.TrainConfig(steps=steps, seed=seed, **TRAIN)
     typer.echo(
         f"{_parameters(model):,} parameters, {dataset.epoch_size('train'):,} digits, folder {out}", err=True
     )
-    result = training.train(model, dataset, config, out, resume=resume)
-    if result.steps < steps:
-        raise KeyboardInterrupt
-    Vocabulary.of(dataset).save(out)
+    result = training.train(model, dataset, config, out, resume=resume, metadata=DEMO)
+    result.raise_if_interrupted()
     _report(Decoder.load(out), dataset, config, result.seconds, out)  # from the best weights, not the last
 
 
@@ -128,7 +131,7 @@ def _report(
 ) -> None:
     """Draw and measure, and only then write the files, so that an interrupt leaves the earlier ones whole."""
     from unrolled.cli import _digits, measure, plots, report
-    from unrolled.models.saving import write_atomically
+    from unrolled.training._outputs import writing_folder
 
     times = [time.perf_counter()]
     with _bar("drawing", SAMPLES * dataset.length) as advance:
@@ -172,8 +175,9 @@ def _report(
     files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
     files["figures.json"] = json.dumps(figures, indent=1).encode()
     files["report.html"] = report.build(figures, pictures).encode()
-    for name, content in files.items():
-        write_atomically(out / name, partial(Path.write_bytes, data=content))
+    with writing_folder(out) as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
     typer.echo(report.summary(figures))
     typer.echo(f"The report: {out / 'report.html'}")
 

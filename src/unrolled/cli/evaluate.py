@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unrolled.cli._output import Force, write_file
+
 if TYPE_CHECKING:
     import torch
 
 TEST_PART = "test_2016_flickr"
+BEAM_SIZE, LENGTH_PENALTY = 4, 0.6
 
 
 def evaluate(
@@ -18,10 +21,14 @@ def evaluate(
         str | None,
         typer.Option("--split", help=f"Of translations, the part to translate; by default {TEST_PART}."),
     ] = None,
-    beam_size: Annotated[int, typer.Option(help="Translations kept at a time; 1 is greedy.")] = 4,
+    beam_size: Annotated[
+        int | None,
+        typer.Option(help=f"Translations kept at a time; 1 is greedy, by default {BEAM_SIZE}."),
+    ] = None,
     length_penalty: Annotated[
-        float, typer.Option(help="0 for short translations, more for longer ones.")
-    ] = 0.6,
+        float | None,
+        typer.Option(help=f"0 for short translations, more for longer; by default {LENGTH_PENALTY}."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write the translations to.")] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Where data files are kept, if elsewhere than in training.")
@@ -29,6 +36,7 @@ def evaluate(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
     ] = None,
+    force: Force = False,
 ) -> None:
     """Measure the best weights of a run: BLEU of translations, else what the validation split shows.
 
@@ -48,7 +56,7 @@ def evaluate(
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
     from unrolled.cli.translate import one_line
-    from unrolled.models.saving import write_atomically
+    from unrolled.training._outputs import check_file
 
     settings = run_dir / run_config.FILE_NAME
     if not settings.exists():
@@ -57,15 +65,17 @@ def evaluate(
     overrides = [] if data_dir is None else [f"data.data_dir={str(data_dir)!r}"]
     run: Any = run_config.resolve(run_config.read(settings, overrides))
     task, where = run.dataset.task, choose(device)
-    if task != "translation" and (part is not None or out is not None):
-        name = "--split" if part is not None else "--out"
-        raise ValueError(f"{name} is for translations, but the task of {run_dir} is {task!r}")
+    given = {"--split": part, "--out": out, "--beam-size": beam_size, "--length-penalty": length_penalty}
+    if task != "translation" and (named := [name for name, value in given.items() if value is not None]):
+        raise ValueError(f"{named[0]} is for translations, but the task of {run_dir} is {task!r}")
+    beam_size = BEAM_SIZE if beam_size is None else beam_size
+    length_penalty = LENGTH_PENALTY if length_penalty is None else length_penalty
     model = model.to(where).eval()
     if task == "translation":  # what may be missing or wrong, before the work
         score, (sources, references) = scorer(), run.dataset.sentences(part or TEST_PART)
         _translations(model, run.dataset, [], beam_size, length_penalty)
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
+            check_file(out, force=force)
     loss = training.evaluate(model, run.dataset, replace(run.train, eval_batches=None))
     bits = f", {loss / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
     typer.echo(f"validation loss {loss:.4f} {run_config.unit(task, type(model))}{bits}")
@@ -80,7 +90,7 @@ def evaluate(
         translations = _translations(model, run.dataset, sources, beam_size, length_penalty)
         if out is not None:
             text = "".join(f"{one_line(translation)}\n" for translation in translations)
-            write_atomically(out, lambda file: file.write_text(text, encoding="utf-8"))
+            write_file(out, lambda file: file.write_text(text, encoding="utf-8"))
         bleu, signature = score(translations, references)
         how = f"beam {beam_size}, length penalty {length_penalty:g}"
         typer.echo(f"{part or TEST_PART}: BLEU {bleu:.2f} with {how}")

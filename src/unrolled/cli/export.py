@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from unrolled.cli._output import Force
+
 
 def export(
     run_dir: Annotated[
@@ -35,6 +37,7 @@ def export(
     top_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
     min_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="See unrolled generate.")] = 1.0,
+    force: Force = False,
 ) -> None:
     """Write the best weights of a run as ONNX graphs, with vocabulary and manifest beside them.
 
@@ -49,6 +52,7 @@ def export(
     from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
     from unrolled.cli.web import write_page
     from unrolled.interop import onnx
+    from unrolled.training._outputs import check_folder, writing_folder
 
     sampling = {
         "temperature": temperature,
@@ -61,7 +65,7 @@ def export(
         for flag, given in {"--int8": int8, "--fused": fused, "--aot": aot}.items():
             if given:
                 raise ValueError(f"{flag} is not for --web, whose page reads the plain graph")
-        write_page(run_dir, out, opset=opset, runtime=runtime, webgpu=webgpu, sampling=sampling)
+        write_page(run_dir, out, force=force, opset=opset, runtime=runtime, webgpu=webgpu, sampling=sampling)
         return
     if webgpu or runtime is not None:
         raise ValueError("--webgpu and --runtime are for web pages, wanted --web with them")
@@ -72,20 +76,23 @@ def export(
     model = load_for("tokens", run)
     vocabulary.check(model.config.vocab_size)
     model = model.float()
-    manifest = onnx.export(
-        model,
-        out,
-        opset=opset,
-        fused=fused,
-        int8=int8,
-        vocabulary=run / FILE_NAME,
-        sampling=sampling,
-    )
-    for graph in manifest.graphs.values():
-        typer.echo(f"{out / graph['file']}: {graph['bytes']:,} bytes")
-    if aot:
-        from unrolled.interop.aot import PACKAGE, export_aot
+    check_folder(out, f"an export of {run}", lambda: onnx.is_export_of(out, model), force=force)
+    written: dict[str, int] = {}
+    with writing_folder(out) as folder:
+        manifest = onnx.export(
+            model,
+            folder,
+            opset=opset,
+            fused=fused,
+            int8=int8,
+            vocabulary=run / FILE_NAME,
+            sampling=sampling,
+        )
+        written = {graph["file"]: graph["bytes"] for graph in manifest.graphs.values()}
+        if aot:
+            from unrolled.interop.aot import PACKAGE, export_aot
 
-        typer.echo("compiling, which may take a minute", err=True)
-        size = export_aot(model, out).files[PACKAGE]["bytes"]
-        typer.echo(f"{out / PACKAGE}: {size:,} bytes")
+            typer.echo("compiling, which may take a minute", err=True)
+            written[PACKAGE] = export_aot(model, folder).files[PACKAGE]["bytes"]
+    for file, size in written.items():
+        typer.echo(f"{out / file}: {size:,} bytes")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from unrolled.cli._output import Force, check_picture, software, write_file
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -66,6 +68,7 @@ def generate(
     graph: Annotated[
         str | None, typer.Option(help="Of an exported folder: plain (by default), fused or int8.")
     ] = None,
+    force: Force = False,
 ) -> None:
     """Draw from the best weights of a run: text on stdout as it is drawn, images into a PNG sheet.
 
@@ -116,8 +119,9 @@ def generate(
     vocabulary.check(model.config.vocab_size)
     draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
-        if out is not None:
-            raise ValueError(f"--out is for images, but {run_dir} was not trained on images")
+        if out is not None or force:
+            name = "--out" if out is not None else "--force"
+            raise ValueError(f"{name} is for images, but {run_dir} was not trained on images")
         if prompt is None and vocabulary.kind == "text":
             prompt = "\n"
         if not prompt:
@@ -131,7 +135,9 @@ def generate(
             if value is not None and value != []:
                 raise ValueError(f"{name} is for text, but {run_dir} was trained on images")
         n = DEFAULT_IMAGES if num_samples is None else num_samples
-        _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, n, out or run_dir / "samples.png")
+        sheet = out or run_dir / "samples.png"
+        check_picture(sheet, "generate", force)
+        _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, n, sheet)
 
 
 def _room(model: Any, prompt: list[int], tokens: int | None) -> int:
@@ -189,8 +195,6 @@ def _draw_sheet(
     from rich.console import Console
     from rich.progress import Progress
 
-    from unrolled.models.saving import write_atomically
-
     height, width = shape
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("drawing pixels", total=num_samples * height * width)
@@ -203,8 +207,6 @@ def _draw_sheet(
     images[:num_samples, :-1, :-1] = np.stack([image.reshape(shape).numpy() for image in drawn])
     grid = images.reshape(rows, columns, height + 1, width + 1).swapaxes(1, 2)
     sheet = grid.reshape(rows * (height + 1), -1).repeat(zoom, axis=0).repeat(zoom, axis=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        path, lambda file: imsave(file, sheet, vmin=0, vmax=levels - 1, cmap="gray", format="png")
-    )
+    how: Any = {"cmap": "gray", "format": "png", "metadata": software("generate")}
+    write_file(path, lambda file: imsave(file, sheet, vmin=0, vmax=levels - 1, **how))
     typer.echo(f"{num_samples} images in {path}", err=True)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unrolled.cli._output import Force
+
 if TYPE_CHECKING:
     from unrolled.training import TrainConfig
 
@@ -35,6 +37,7 @@ def linearize(
     eval_batches: Annotated[int | None, typer.Option(help="Batches per evaluation; all by default.")] = None,
     seed: Annotated[int, typer.Option(help="Of new weights and of the order of the data.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over.")] = False,
+    force: Force = False,
 ) -> None:
     """Replace a trained model's softmax attention, and train what is new: transfer, then fine-tuning.
 
@@ -58,7 +61,8 @@ def linearize(
         finetune=_stage(finetune_steps, finetune_lr, batch_size, seed, eval_batches),
         lora=lora,
     )
-    losses = run(model, out, data, recipe, length=length, val_fraction=val_fraction, resume=not fresh)
+    options_of_run: Any = {"length": length, "val_fraction": val_fraction, "resume": not fresh}
+    losses = run(model, out, data, recipe, force=force, **options_of_run)
     before = losses["before"]
     for name, loss in losses.items():
         typer.echo(f"{name:>12}  {loss:.4f} nats per token  {(loss / before - 1):+.1%}")

@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from unrolled.cli._output import Force, check_picture, software, write_file
+
 
 def mechanisms(
     markdown: Annotated[
@@ -24,6 +26,7 @@ def mechanisms(
         typer.Option("--set", metavar="KEY=VALUE", help="An option of the mechanism drawn, in YAML."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File of the drawing; NAME.png by default.")] = None,
+    force: Force = False,
 ) -> None:
     """List the attention mechanisms and what each supports, as its class declares it.
 
@@ -36,12 +39,12 @@ def mechanisms(
     """
     if draw is not None:
         from unrolled.cli import run_config
-        from unrolled.models.saving import write_atomically
 
+        path = Path(f"{draw}.png") if out is None else out
+        check_picture(path, "list", force)
         pattern = pattern_of(draw, length, run_config.read(None, options or []), causal=causal)
         image = pattern_image(pattern)
-        path = Path(f"{draw}.png") if out is None else out
-        write_atomically(path, lambda file: file.write_bytes(image))
+        write_file(path, lambda file: file.write_bytes(image))
         typer.echo(f"drawn: {path}")
         pairs = length * (length + 1) // 2 if causal else length * length
         if int((pattern > 0).sum()) == len(pattern) * pairs:
@@ -49,8 +52,10 @@ def mechanisms(
                 "every query reads all that it may: try a larger --length, or options by --set", err=True
             )
         return
-    if options or causal or out is not None:
-        raise ValueError("--set, --causal and --out are for a drawing: name its mechanism with --draw")
+    if options or causal or force or out is not None:
+        raise ValueError(
+            "--set, --causal, --out and --force are for a drawing: name its mechanism with --draw"
+        )
     if markdown:
         typer.echo(cells_table() if cells else markdown_table())
         return
@@ -157,4 +162,4 @@ def pattern_image(pattern: Any) -> bytes:
             heads[str(head)] = reads
     titles = [""] if len(heads) == 1 else [f"head{'s' * (',' in told)} {told}" for told in heads]
     panels = dict(zip(titles, (reads.numpy() for reads in heads.values()), strict=True))
-    return plots.png(plots.patterns(plots.LIGHT, panels))
+    return plots.png(plots.patterns(plots.LIGHT, panels), software("list"))

@@ -51,10 +51,10 @@ class Line(NamedTuple):
     y: Sequence[float]
 
 
-def png(figure: Figure) -> bytes:
-    """Render a figure."""
+def png(figure: Figure, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Render a figure; `metadata` says more about it, as `Software` for what made it."""
     file = BytesIO()
-    figure.savefig(file, format="png", dpi=DPI)
+    figure.savefig(file, format="png", dpi=DPI, metadata=metadata)
     return file.getvalue()
 
 

@@ -1,7 +1,9 @@
 """The demo's report: one HTML page that carries its pictures with it."""
 
+import json
 from base64 import b64encode
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from html import escape
 from importlib import resources
 from string import Template
@@ -9,6 +11,9 @@ from typing import Any
 
 from unrolled.cli._units import brief_time, duration, size
 from unrolled.cli.plots import NAMES
+from unrolled.cli.run_config import JOBS
+from unrolled.models import DecoderConfig
+from unrolled.training import TrainConfig
 
 ALTERNATIVES = {
     "samples": "A sheet of digits drawn by the model",
@@ -20,6 +25,9 @@ ALTERNATIVES = {
 }
 """The pictures of a report, with the text for those who do not see them."""
 
+KEPT = {"linear": "state", "softmax_cache": "cache", "softmax_recompute": "activations"}
+"""What the bytes of each contender hold."""
+
 
 def build(figures: Mapping[str, Any], pictures: Mapping[str, Mapping[str, bytes]]) -> str:
     """Make the page.
@@ -29,7 +37,11 @@ def build(figures: Mapping[str, Any], pictures: Mapping[str, Mapping[str, bytes]
         pictures: a PNG file for each of `ALTERNATIVES`, as "light" and as "dark".
     """
     shown = {f"{name}_picture": _picture(pictures[name], alt) for name, alt in ALTERNATIVES.items()}
-    tables = {"cost_table": _cost_table(figures["cost"]), "settings": _settings(figures)}
+    tables = {
+        "cost_table": _cost_table(figures["cost"]),
+        "command": escape(command(figures)),
+        "seconds": escape(_seconds(figures["seconds"])),
+    }
     template = resources.files("unrolled.cli").joinpath("report.html").read_text(encoding="utf-8")
     sentences = {name: escape(text) for name, text in _values(figures).items()}
     return Template(template).substitute(sentences | shown | tables)
@@ -68,6 +80,7 @@ def _values(figures: Mapping[str, Any]) -> dict[str, str]:
         "trained": duration(seconds["training"]),
         "drawn": duration(seconds["drawing"]),
         "total": duration(seconds["total"]),
+        **figures["machine"],
     }
     for place, position in zip(("near", "far"), cost["compared_at"], strict=True):
         values[place] = f"{position:,}"
@@ -91,24 +104,39 @@ def _cost_table(cost: Mapping[str, Any]) -> str:
         name: {c["position"]: (brief_time(c["seconds"]), size(c["nbytes"])) for c in costs}
         for name, costs in cost["contenders"].items()
     }
-    head = "".join(f'<th colspan="2">{escape(NAMES[name])}</th>' for name in contenders)
+    names = "".join(f'<th colspan="2">{escape(NAMES[name])}</th>' for name in contenders)
+    columns = "".join(f"<th>time per token</th><th>{KEPT[name]}</th>" for name in contenders)
+    head = f'<thead><tr><th rowspan="2">position</th>{names}</tr><tr>{columns}</tr></thead>'
     rows = []
     for position in cost["positions"]:
         cells = [cell for costs in contenders.values() for cell in costs.get(position, ("", ""))]
         row = "".join(f"<td>{cell}</td>" for cell in (f"{position:,}", *cells))
         rows.append(f"<tr>{row}</tr>")
-    return f'<table class="numbers"><tr><th>position</th>{head}</tr>{"".join(rows)}</table>'
+    return f'<table class="numbers">{head}<tbody>{"".join(rows)}</tbody></table>'
 
 
-def _settings(figures: Mapping[str, Any]) -> str:
-    groups = {
-        "model": figures["model"]["config"],
-        "training": figures["training"]["config"],
-        "seconds": {name: round(value, 1) for name, value in figures["seconds"].items()},
-        "machine": figures["machine"],
+def command(figures: Mapping[str, Any]) -> str:
+    """Return the command that trains this model: what neither is a default nor comes from the data."""
+    told = {"max_length", *JOBS["tokens"].from_data}
+    model = {k: v for k, v in _changed(DecoderConfig, figures["model"]["config"]).items() if k not in told}
+    train = _changed(TrainConfig, figures["training"]["config"])
+    words = {"model": model, "train": train}
+    lines = [
+        " ".join(f"{section}.{name}={json.dumps(value)}" for name, value in values.items())
+        for section, values in words.items()
+    ]
+    return " \\\n  ".join(["unrolled train data.name=digits", *lines, "run_dir=runs/digits"])
+
+
+def _changed(kind: type[Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config that are not the defaults of its fields."""
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(kind)
     }
-    rows = []
-    for name, values in groups.items():
-        text = ", ".join(f"{key} {value}" for key, value in values.items())
-        rows.append(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>")
-    return f"<table>{''.join(rows)}</table>"
+    return {name: value for name, value in config.items() if value != defaults[name]}
+
+
+def _seconds(seconds: Mapping[str, float]) -> str:
+    parts = (f"{name} {duration(value)}" for name, value in seconds.items() if name != "total")
+    return ", ".join(parts)

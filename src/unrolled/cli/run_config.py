@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from unrolled import data
+from unrolled.files import write_atomically
 from unrolled.models import KINDS
-from unrolled.models.saving import write_atomically
 from unrolled.training import TrainConfig
 
 SECTIONS = ("data", "model", "train", "run_dir")
@@ -46,7 +46,7 @@ JOBS: dict[data.Task, Job] = {
     "tokens": Job(("decoder", "perceiver_ar", "recurrent_lm"), ("vocab_size", "start_token"), "nats/token"),
     "labels": Job(("encoder", "perceiver", "perceiver_io"), ("vocab_size", "n_classes"), "nats/label"),
     "translation": Job(
-        ("encoder_decoder", "rnn_seq2seq", "luong_seq2seq"),
+        ("encoder_decoder", "rnn_seq2seq", "luong_seq2seq", "lstmn_seq2seq", "deep_lstmn_seq2seq"),
         ("vocab_size", "source_vocab_size", "start_token"),
         "nats/token",
     ),

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from unrolled.cli._output import Force
+
 
 def train(
     overrides: Annotated[
@@ -24,13 +26,15 @@ def train(
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
+    force: Force = False,
 ) -> None:
     """Train the kind of model that the data asks for. The same command again goes on where it stopped.
 
     By default that is a decoder for tokens, an encoder for labels and an encoder_decoder for translations.
     Questions about stories (babi) train a memory_network, tasks on bits an ntm and sums (adding) an
     ntm_numbers. Another kind is chosen by model.name: perceiver_ar and recurrent_lm predict tokens too,
-    perceiver and perceiver_io labels; rnn_seq2seq and luong_seq2seq translate; memnn answers, where
+    perceiver and perceiver_io labels; rnn_seq2seq, luong_seq2seq, lstmn_seq2seq and deep_lstmn_seq2seq
+    translate; memnn answers, where
     data.supporting is 1, 2 or 3.
 
     \b
@@ -71,38 +75,42 @@ def train(
     from unrolled import training
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
-    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
     from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
+    from unrolled.training._outputs import check_folder, contents
 
     if data_dir is not None:
         overrides = [*(overrides or []), f"data.data_dir={str(data_dir)!r}"]
     run = run_config.resolve(run_config.read(config, overrides or []))
+
+    def made_before() -> bool:
+        found = contents(run.run_dir)
+        return run_config.FILE_NAME in found and ("last.safetensors" in found or WEIGHTS_FILE not in found)
+
+    check_folder(run.run_dir, "a run of unrolled train with its checkpoint", made_before, force=force)
     torch.manual_seed(run.train.seed)  # the initial weights
     model: Any = run.kind(run.model)
     model.to(choose(device))
     vocabulary = Vocabulary.of(run.dataset)
+    vocabulary.attach(model)
 
-    goes_on = resume and (run.run_dir / "last.safetensors").exists()
-    if not goes_on:
+    def start(resumed: bool) -> None:
         run.save()
-        for file in (CONFIG_FILE, WEIGHTS_FILE):  # an earlier run's, which would not fit the new vocabulary
-            (run.run_dir / file).unlink(missing_ok=True)
-        vocabulary.save(run.run_dir)
+        if not resumed:
+            for file in (CONFIG_FILE, WEIGHTS_FILE, FILE_NAME):  # those of an earlier run
+                (run.run_dir / file).unlink(missing_ok=True)
+
     typer.echo(
         f"{sum(x.numel() for x in model.parameters()):,} parameters, run folder {run.run_dir}", err=True
     )
     result = training.train(
-        model, run.dataset, run.train, run.run_dir, resume=resume, tensorboard=tensorboard
+        model, run.dataset, run.train, run.run_dir, resume=resume, tensorboard=tensorboard, on_start=start
     )
-    if goes_on:  # only now: a checkpoint of another run has been refused, and its settings are left alone
-        run.save()
-        vocabulary.save(run.run_dir)
     if result.best_val is not None:
         bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
         unit = run_config.unit(run.dataset.task, run.kind)
         typer.echo(f"best validation loss {result.best_val:.3f} {unit}{bits}", err=True)
-    if result.steps < run.train.steps:
-        raise KeyboardInterrupt
+    result.raise_if_interrupted()
     if run.dataset.task == "translation":
         typer.echo(f'translate by it: unrolled translate {run.run_dir} "..."', err=True)
         return

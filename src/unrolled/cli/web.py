@@ -1,6 +1,5 @@
 """Web pages: `unrolled export --web` writes one from runs; `unrolled demo --web` trains them first."""
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
+from unrolled.cli._output import DEMO
 
 ADDRESS = "127.0.0.1"
 SAMPLING = {"temperature": 0.8}  # at 1 models as small as the demo's ramble
@@ -28,16 +29,18 @@ TEXT_LENGTH = 256  # as much as the page asks for at first: softmax derails beyo
 DIGITS = ("linear", "softmax")
 
 
-def write_page(runs: Sequence[Path], out: Path, **options: Any) -> None:
+def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) -> None:
     """Write a page of runs, each named by its folder; the options are those of `interop.web.write_site`.
 
     Raises:
-        ValueError: two folders have one name, one holds a model of something else than tokens or another
-            model's vocabulary, or as `write_site`.
+        ValueError: `out` holds something else than a page of these runs and `force` is False, two folders
+            have one name, one holds a model of something else than tokens or another model's vocabulary, or
+            as `write_site`.
     """
     from unrolled.cli._models import load_for
     from unrolled.cli._vocabulary import Vocabulary
-    from unrolled.interop.web import write_site
+    from unrolled.interop.web import is_page_of, write_site
+    from unrolled.training._outputs import check_folder
 
     named: dict[str, Path] = {}
     for run in runs:
@@ -48,6 +51,7 @@ def write_page(runs: Sequence[Path], out: Path, **options: Any) -> None:
             )
         Vocabulary.load(run).check(load_for("tokens", run).config.vocab_size)
         named[name] = run
+    check_folder(out, "a page of these runs", lambda: is_page_of(out, named), force=force)
     write_site(named, out, **options)
     typer.echo(f"The page: {out / 'index.html'}, to be served by any static server, such as")
     typer.echo(f"  python -m http.server --bind {ADDRESS} --directory {out}")
@@ -78,7 +82,6 @@ def demo_page(
     from unrolled import data
     from unrolled.interop.web import runtime_files, write_site
 
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     runtime_files(runtime)  # refuses before the work rather than after it
     train = partial(_train, steps=steps, seed=seed, resume=resume)
     runs = {f"digits-{name}": out if name == "linear" else out / f"digits-{name}" for name in DIGITS}
@@ -116,12 +119,11 @@ def _train(
     torch.manual_seed(seed)  # the initial weights
     start_token = hasattr(dataset, "shape")
     decoder = Decoder(DecoderConfig(dataset.vocab_size, start_token=start_token, **model))
+    Vocabulary.of(dataset).attach(decoder)
     typer.echo(f"{model['attention']} attention, folder {run}", err=True)
     config = training.TrainConfig(steps=steps, seed=seed, **settings)
-    result = training.train(decoder, dataset, config, run, resume=resume)
-    if result.steps < steps:
-        raise KeyboardInterrupt
-    Vocabulary.of(dataset).save(run)
+    result = training.train(decoder, dataset, config, run, resume=resume, metadata=DEMO)
+    result.raise_if_interrupted()
 
 
 def make_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:

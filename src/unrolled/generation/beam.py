@@ -19,8 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.generation._mode import drawing_mode
+from unrolled.ops.checks import check_tensor
+from unrolled.ops.options import at_least, is_number
 from unrolled.ops.state import select
 
+MOST_BEAMS = 10_000
 MORE_THAN_SOURCE = 50  # tokens that a translation may be longer than its source (Vaswani et al., section 6.1)
 
 
@@ -77,7 +80,7 @@ def beam_search(
         model: a `Decoder`, an `EncoderDecoder`, or anything else with `step`.
         logits: [B, V], of the first new token of each row.
         state: what the rows have read before it; not changed.
-        beam_size: K, at least 1.
+        beam_size: K, at least 1 and at most 10,000.
         length_penalty: alpha; 0 for none.
         max_new_tokens: the most tokens of a continuation, of all rows or one number for each.
         stop: the id of the symbol that ends a continuation; without one, all have `max_new_tokens`.
@@ -88,6 +91,7 @@ def beam_search(
     Raises:
         ValueError: an argument is out of range, or logits make no probabilities.
     """
+    check_tensor("logits", logits)
     if logits.dim() != 2:
         raise ValueError(f"logits has shape {list(logits.shape)}, but must be [B, V]")
     B, V = logits.shape
@@ -230,16 +234,16 @@ def _check(
     V: int,
 ) -> list[int]:
     """Refuse what is out of range; return the most new tokens of each row."""
-    if not isinstance(beam_size, int) or isinstance(beam_size, bool) or beam_size < 1:
-        raise ValueError(f"beam_size is {beam_size!r}, but must be a whole number of at least 1")
-    if not 0 <= length_penalty < float("inf"):
-        raise ValueError(f"length_penalty is {length_penalty}, but must be a number of at least 0")
+    if at_least(1, "beam_size", beam_size) > MOST_BEAMS:
+        raise ValueError(f"beam_size is {beam_size}, but must be at most {MOST_BEAMS}")
+    if not (is_number(length_penalty) and length_penalty >= 0):
+        raise ValueError(f"length_penalty is {length_penalty!r}, but must be a number of at least 0")
     limits = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens] * rows
-    if len(limits) != rows or any(not isinstance(limit, int) or limit < 0 for limit in limits):
+    if len(limits) != rows or any(type(limit) is not int or limit < 0 for limit in limits):
         raise ValueError(
             f"max_new_tokens is {max_new_tokens}, but must be at least 0, one whole number or {rows} of them"
         )
-    if stop is not None and not 0 <= stop < V:
+    if stop is not None and (type(stop) is not int or not 0 <= stop < V):
         raise ValueError(f"stop is {stop}, but must be an id in [0, {V})")
     return limits
 

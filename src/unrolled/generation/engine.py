@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 from unrolled.generation import sampling
 from unrolled.generation._mode import drawing_mode
+from unrolled.ops.options import check_integers
 from unrolled.ops.state import leaves, select
+
+MOST_ROWS = 100_000  # a random generator for each takes 5 kB
 
 
 @runtime_checkable
@@ -80,14 +83,24 @@ def generate(
     Raises:
         ValueError: an argument is out of range, or a prompt is empty where the model has no start symbol.
     """
+    if not isinstance(model, Recurrent):
+        raise ValueError(f"model is a {type(model).__name__}, but must have init_state, prefill and step")
+    if not isinstance(prompt_ids, Tensor | Sequence):
+        raise ValueError(
+            f"prompt_ids is a {type(prompt_ids).__name__}, but must be ids [B, T] or B sequences"
+        )
+    if isinstance(stop, str):
+        raise ValueError(f"stop is {stop!r}, but must be an id, or ids or sequences of them")
     vocab_size = int(model.config.vocab_size)
     start = vocab_size if getattr(model.config, "start_token", False) else None
     prompts = _prompts(prompt_ids, vocab_size, start)
     stops = _stops(stop, vocab_size)
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, not {num_samples}")
+    check_integers(0, max_new_tokens=max_new_tokens)
+    check_integers(1, num_samples=num_samples)
+    if len(prompts) * num_samples > MOST_ROWS:
+        raise ValueError(
+            f"num_samples is {num_samples}, but must be at most {MOST_ROWS // len(prompts)} in one call"
+        )
     generators = _generators(seed, len(prompts), num_samples)
 
     def draw(logits: Tensor, seen: Tensor, generators: list[torch.Generator]) -> Tensor:
@@ -180,9 +193,13 @@ def _prompts(
 
 def _stops(stop: int | Sequence[int | Sequence[int]] | None, vocab_size: int) -> list[list[int]]:
     """Return the stop sequences as lists of token ids."""
-    alternatives = [] if stop is None else [stop] if isinstance(stop, int) else stop
-    stops = [[ids] if isinstance(ids, int) else list(ids) for ids in alternatives]
+    alternatives = [] if stop is None else stop if isinstance(stop, Sequence) else [stop]
+    stops = [list(ids) if isinstance(ids, Sequence) else [ids] for ids in alternatives]
     for ids in stops:
+        if not all(type(token) is int for token in ids):
+            raise ValueError(
+                f"stop is {stop!r}, but must be a token id, or a list of ids and of lists of ids"
+            )
         if not ids:
             raise ValueError("stop holds an empty sequence, which every continuation ends with")
         if not all(0 <= token < vocab_size for token in ids):
@@ -192,8 +209,8 @@ def _stops(stop: int | Sequence[int | Sequence[int]] | None, vocab_size: int) ->
 
 def _generators(seed: int | None, n_prompts: int, num_samples: int) -> list[torch.Generator]:
     """One generator per row, seeded by (seed, prompt, sample); prompt-major."""
-    if seed is not None and seed < 0:
-        raise ValueError(f"seed must be at least 0, not {seed}")
+    if seed is not None:
+        check_integers(0, seed=seed)
     entropy = np.random.SeedSequence(seed).entropy
     return [
         torch.Generator().manual_seed(

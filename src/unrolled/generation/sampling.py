@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unrolled.ops.checks import check_tensor
+from unrolled.ops.options import is_number
+
 
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make the tokens in `seen` less likely: x / penalty where x > 0, x * penalty elsewhere.
@@ -23,8 +26,10 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
         seen: [N, V] bool, True where the token has occurred in the row's prompt or continuation.
         penalty: above 0; 1 changes nothing, above 1 discourages repetition, below 1 encourages it.
     """
-    if not (penalty > 0 and math.isfinite(penalty)):
-        raise ValueError(f"repetition_penalty must be a finite number above 0, not {penalty}")
+    if not (is_number(penalty) and penalty > 0):
+        raise ValueError(f"repetition_penalty must be a finite number above 0, not {penalty!r}")
+    _check_logits(logits)
+    check_tensor("seen", seen)
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalised, logits)
 
@@ -34,8 +39,9 @@ def temperature(logits: Tensor, value: float) -> Tensor:
 
     At 0 it is the limit, greedy decoding: the most likely token alone remains.
     """
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"temperature must be a finite number of at least 0, not {value}")
+    if not (is_number(value) and value >= 0):
+        raise ValueError(f"temperature must be a finite number of at least 0, not {value!r}")
+    _check_logits(logits)
     if value == 0:
         return top_k(logits, 1)
     shifted = logits - logits.amax(-1, keepdim=True)
@@ -44,8 +50,9 @@ def temperature(logits: Tensor, value: float) -> Tensor:
 
 def top_k(logits: Tensor, k: int) -> Tensor:
     """Keep the k most likely tokens, or all of them where k >= V (Fan et al. 2018, arXiv 1805.04833)."""
-    if k < 1:
-        raise ValueError(f"top_k must be at least 1, not {k}")
+    if type(k) is not int or k < 1:
+        raise ValueError(f"top_k must be an integer of at least 1, not {k!r}")
+    _check_logits(logits)
     if k >= logits.shape[-1]:
         return logits
     kth = logits.topk(k).values[..., -1:]
@@ -59,8 +66,9 @@ def top_p(logits: Tensor, p: float) -> Tensor:
 
     Holtzman et al. 2020, arXiv 1904.09751, equation 2. The token that crosses p is kept, so one always is.
     """
-    if not 0 < p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], not {p}")
+    if not (is_number(p) and 0 < p <= 1):
+        raise ValueError(f"top_p must be in (0, 1], not {p!r}")
+    _check_logits(logits)
     if p == 1:
         return logits  # a sum of probabilities may round to 1 before the last of them
     ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
@@ -74,8 +82,9 @@ def min_p(logits: Tensor, p: float) -> Tensor:
 
     Nguyen et al. 2024, arXiv 2407.01082. In logits: x >= max x + ln p.
     """
-    if not 0 <= p <= 1:
-        raise ValueError(f"min_p must be in [0, 1], not {p}")
+    if not (is_number(p) and 0 <= p <= 1):
+        raise ValueError(f"min_p must be in [0, 1], not {p!r}")
+    _check_logits(logits)
     if p == 0:
         return logits
     return _keep(logits, logits >= logits.amax(-1, keepdim=True) + math.log(p))
@@ -97,6 +106,7 @@ def sample(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     Raises:
         ValueError: a row holds NaN or +inf, or nothing but -inf.
     """
+    _check_logits(logits)
     if len(generators) != logits.shape[0]:
         raise ValueError(
             f"generators must hold one per row of logits {tuple(logits.shape)}, not {len(generators)}"
@@ -110,6 +120,15 @@ def sample(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     threshold = total * torch.tensor(draws, dtype=torch.float64, device=logits.device).unsqueeze(-1)
     # The first token whose cumulative mass is above the threshold: never one of probability 0.
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+
+
+def _check_logits(logits: Tensor) -> None:
+    check_tensor("logits", logits)
+    if logits.dim() < 1 or logits.shape[-1] < 1 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits is {logits.dtype} of shape {list(logits.shape)}, "
+            "but must be floating point [N, V] with V of at least 1"
+        )
 
 
 def _keep(logits: Tensor, kept: Tensor) -> Tensor:

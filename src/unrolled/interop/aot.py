@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unrolled.files import write_atomically
 from unrolled.interop.onnx.graph import Recurrence, exported, quiet
 from unrolled.interop.onnx.manifest import Manifest, describe_file
 from unrolled.interop.onnx.model import ExportedModel
-from unrolled.models.saving import write_atomically
 
 PACKAGE = "step.pt2"
 

@@ -10,8 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled import attention as mechanisms
 from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError
-from unrolled.ops.checks import may_read
+from unrolled.ops.checks import check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear, linear
+from unrolled.ops.masks import without_padding
 
 
 class MultiheadAttention(nn.Module):
@@ -132,8 +133,10 @@ class MultiheadAttention(nn.Module):
         """Attend from `query` to `key` and `value`, as torch's `forward` does: outputs, and weights or None.
 
         `is_causal` says that `attn_mask` is the causal mask: with `causal=True` the mask is not looked at.
-        Queries are taken to be of the same sequence as the keys where `query is key`. Every query reads the
-        keys that `add_bias_kv` and `add_zero_attn` put in; torch hides them with `is_causal` and no weights.
+        Queries are taken to be of the same sequence as the keys where `query is key`; their padding is not
+        read either, so that what comes out there, where torch's means nothing, is another. Every query reads
+        the keys that `add_bias_kv` and `add_zero_attn` put in; torch hides them with `is_causal` and no
+        weights.
 
         Raises:
             ValueError: inputs of another shape.
@@ -151,7 +154,11 @@ class MultiheadAttention(nn.Module):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         B, T, S = query.shape[0], query.shape[1], key.shape[1]
         self._check_sizes(query, key, value)
-        masks = self._masks(key_padding_mask, attn_mask, is_causal, (B, T, S))
+        padding = self._padding(key_padding_mask, B, S)
+        if padding is not None:
+            key = without_padding(key, padding)
+            query, value = key if own else query, key if packed else without_padding(value, padding)
+        masks = self._masks(padding, attn_mask, is_causal, (B, T, S))
         q, k, v = self._heads(query, key, value, packed)
         positions = None
         if own and self.mechanism.positional:
@@ -205,6 +212,15 @@ class MultiheadAttention(nn.Module):
         biases = [None] * 3 if self.in_proj_bias is None else list(self.in_proj_bias.chunk(3))
         return [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
+    def _padding(self, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+        """Turn torch's padding mask into ours."""
+        self.mechanism._refuse("padding", mask, "key_padding_mask")
+        if mask is None:
+            return None
+        padding = _as_padding(mask)
+        check_key_padding_mask(padding, batch, length)
+        return padding
+
     def _masks(
         self,
         key_padding_mask: Tensor | None,
@@ -212,7 +228,7 @@ class MultiheadAttention(nn.Module):
         is_causal: bool,
         sizes: tuple[int, int, int],
     ) -> Masks:
-        """Turn torch's masks into ours; True means attend in our `attn_mask`."""
+        """Turn torch's `attn_mask` into ours, where True means attend, and let all read the further keys."""
         mechanism, (B, T, S) = self.mechanism, sizes
         further = (self.bias_k is not None) + self.add_zero_attn
         if is_causal and attn_mask is None:
@@ -235,10 +251,8 @@ class MultiheadAttention(nn.Module):
             attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
             free = True if attn_mask.dtype == torch.bool else 0.0
             attn_mask = F.pad(attn_mask, (0, further), value=free) if further else attn_mask
-        if key_padding_mask is not None:
-            mechanism._refuse("padding", key_padding_mask, "key_padding_mask")
-            key_padding_mask = _as_padding(key_padding_mask)
-            key_padding_mask = F.pad(key_padding_mask, (0, further)) if further else key_padding_mask
+        if key_padding_mask is not None and further:
+            key_padding_mask = F.pad(key_padding_mask, (0, further))
         return Masks(key_padding_mask, attn_mask)
 
     def _weights(self, heads: Heads, masks: Masks) -> Tensor:

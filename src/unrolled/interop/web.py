@@ -21,7 +21,8 @@ from typing import Any
 
 import unrolled
 from unrolled import models
-from unrolled.models.saving import write_atomically
+from unrolled.files import write_atomically
+from unrolled.training._outputs import writing_folder
 
 PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
 BUILDS = {
@@ -35,6 +36,7 @@ SHA256 = {
     "ort.webgpu.bundle.min.mjs": "0730816731ce2cdfb06f273da065d4a1c7091eb9d1756a83b2916c8a89d015e2",
     _ASYNCIFY: "39f9f0894d478800487ed9f7dbe92618498db320cf55c8e3d89adff8dce658da",
 }
+INDEX = "models.json"
 LICENCES = {"LICENSE": "LICENSE.txt", "ThirdPartyNotices.txt": "ThirdPartyNotices.txt"}
 TIMEOUT = 600.0  # seconds for npm to fetch 33 MB
 
@@ -79,27 +81,40 @@ def write_site(
     found = runtime_files(runtime, webgpu=webgpu)
     notices = _notices()
 
-    out.mkdir(parents=True, exist_ok=True)
-    index = out / "models.json"
-    index.unlink(missing_ok=True)  # comes last: a page that it is missing from says so
-    entries = []
-    for name, run in runs.items():
-        folder = out / "models" / name
-        written = onnx.export(
-            models.load(Path(run)),
-            folder,
-            probes=True,
-            vocabulary=Path(run) / "vocabulary.json",
-            opset=opset,
-            sampling=sampling,
-        )
-        size = (folder / written.graphs["plain"]["file"]).stat().st_size
-        entries.append(_entry(name, written.model, vocabularies[name], size))
-    for source in Path(unrolled.__file__).with_name("web").iterdir():
-        _copy(source, out / source.name)
-    _write_runtime(out / "runtime", found, notices)
-    _write_json(index, _told_apart(entries))
+    with writing_folder(out) as page:
+        entries = []
+        for name, run in runs.items():
+            folder = page / "models" / name
+            written = onnx.export(
+                models.load(Path(run)),
+                folder,
+                probes=True,
+                vocabulary=Path(run) / "vocabulary.json",
+                opset=opset,
+                sampling=sampling,
+            )
+            size = (folder / written.graphs["plain"]["file"]).stat().st_size
+            entries.append(_entry(name, written.model, vocabularies[name], size))
+        for source in Path(unrolled.__file__).with_name("web").iterdir():
+            _copy(source, page / source.name)
+        _write_runtime(page / "runtime", found, notices)
+        _write_json(page / INDEX, _told_apart(entries))
     return out
+
+
+def is_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bool:
+    """Return whether `folder` holds what `write_site` has written of these very models, or some of them."""
+    from unrolled.interop import onnx
+
+    try:
+        entries = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))
+        names = [entry["name"] for entry in entries]
+    except (OSError, ValueError, TypeError, LookupError):
+        return False
+    places = {name: Path(folder) / "models" / str(name) for name in names}
+    return all(
+        name in runs and onnx.is_export_of(place, models.load(runs[name])) for name, place in places.items()
+    )
 
 
 def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> dict[str, Path]:
@@ -211,7 +226,9 @@ def _entry(name: str, model: Mapping[str, Any], vocabulary: Mapping[str, Any], s
         attention = attention[0] if len(set(attention)) == 1 else "mixed"
     words = str(attention).replace("_", " ")
     title = f"{words.capitalize()} attention" if "attention" in model else words.upper()
-    if vocabulary["kind"] == "image":
+    if vocabulary.get("data"):
+        group = vocabulary["data"]
+    elif vocabulary["kind"] == "image":
         height, width = vocabulary["shape"]
         group = f"{height} × {width} pixels"
     else:
@@ -221,9 +238,10 @@ def _entry(name: str, model: Mapping[str, Any], vocabulary: Mapping[str, Any], s
         "title": title,
         "kind": "image" if vocabulary["kind"] == "image" else "text",
         "attention": attention,
+        "transformer": "attention" in model,
         "group": group,
         "bytes": size,
-        "vocabulary": vocabulary,
+        "vocabulary": {name: value for name, value in vocabulary.items() if name != "data"},
     }
 
 

@@ -9,6 +9,12 @@ from unrolled.models.encoder_decoder import (
     EncoderDecoderConfig,
     EncoderDecoderState,
 )
+from unrolled.models.lstmn_seq2seq import (
+    DeepLSTMNSeq2Seq,
+    DeepLSTMNSeq2SeqConfig,
+    LSTMNSeq2Seq,
+    LSTMNSeq2SeqConfig,
+)
 from unrolled.models.luong_seq2seq import LuongSeq2Seq, LuongSeq2SeqConfig
 from unrolled.models.memnn import MemNN, MemNNConfig
 from unrolled.models.memory_network import MemN2N, MemN2NConfig
@@ -26,11 +32,15 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderState",
+    "DeepLSTMNSeq2Seq",
+    "DeepLSTMNSeq2SeqConfig",
     "Encoder",
     "EncoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",
     "EncoderDecoderState",
+    "LSTMNSeq2Seq",
+    "LSTMNSeq2SeqConfig",
     "LuongSeq2Seq",
     "LuongSeq2SeqConfig",
     "MemN2N",
@@ -60,8 +70,10 @@ __all__ = [
 
 MODELS: list[type[SavedModel]] = [
     Decoder,
+    DeepLSTMNSeq2Seq,
     Encoder,
     EncoderDecoder,
+    LSTMNSeq2Seq,
     LuongSeq2Seq,
     MemN2N,
     MemNN,

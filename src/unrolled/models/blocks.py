@@ -1,7 +1,7 @@
 """The transformer block that the models are made of, and what it is made of itself."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -79,12 +79,9 @@ class Block(nn.Module):
         self.ff = FeedForward(config.d_model, config.ff_width, config.activation, config.ff_chunk)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        """[B, T, d_model] -> [B, T, d_model]."""
-        y = self.attention(self._before(x), key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
-        return self._after(x, y)
+    def forward(self, x: Tensor, **masks: Tensor | None) -> Tensor:
+        """[B, T, d_model] -> [B, T, d_model]; the masks are those of `Stack.forward`."""
+        return self._after(x, self._attend(self._before(x), masks))
 
     def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """[B, T, d_model] -> [B, T, d_model], from a state to a state."""
@@ -95,6 +92,12 @@ class Block(nn.Module):
         """[B, d_model] -> [B, d_model], from a state to a state."""
         y, state = self.attention.step(self._before(x), state)
         return self._after(x, y), state
+
+    def _attend(self, x: Tensor, masks: Mapping[str, Tensor | None]) -> Tensor:
+        if not self.attention.supports.global_mask:  # another layer of the stack takes it
+            masks = {name: mask for name, mask in masks.items() if name != "global_mask"}
+        y: Tensor = self.attention(x, **masks)
+        return y
 
     def _before(self, x: Tensor) -> Tensor:
         return self.attention_norm(x) if self.pre else x

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED
+from unrolled.ops.checks import check_tensor
+from unrolled.ops.options import check_integers_only
 
 
 def check_ids(name: str, ids: Tensor, n_ids: int) -> None:
@@ -14,6 +16,7 @@ def check_ids(name: str, ids: Tensor, n_ids: int) -> None:
     On other devices reading the values would stall the queue, and a compiled graph cannot: there the
     embedding table's own assertion has to do.
     """
+    check_tensor(name, ids)
     if ids.dim() != 2 or ids.dtype != torch.long:
         raise ValueError(f"{name} is {ids.dtype} of the shape {list(ids.shape)}, wanted [B, T] of torch.long")
     if ids.device.type == "cpu" and ids.numel() > 0 and not torch.compiler.is_compiling():
@@ -22,8 +25,23 @@ def check_ids(name: str, ids: Tensor, n_ids: int) -> None:
             raise ValueError(f"{name} holds ids from {low} to {high}, wanted ids in [0, {n_ids})")
 
 
+def check_size(name: str, value: object, low: int = 1) -> None:
+    """Raise ValueError unless a field of a config is an integer of at least `low` that torch can take."""
+    if type(value) is not int or value < low:
+        raise ValueError(f"{name} is {value!r}, wanted an integer of at least {low}")
+    check_integers_only(**{name: value})
+
+
+def check_token(token: Tensor) -> None:
+    """Raise ValueError unless `token` is one id per row, [B] long."""
+    check_tensor("token", token)
+    if token.dim() != 1 or token.dtype != torch.long:
+        raise ValueError(f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]")
+
+
 def check_targets(targets: Tensor, shape: Sequence[int], levels: int) -> None:
     """Raise ValueError unless `targets` is long, of `shape` and, on a CPU, within [0, levels) or ignored."""
+    check_tensor("targets", targets)
     if targets.dtype != torch.long or targets.shape != torch.Size(shape):
         raise ValueError(
             f"targets is {targets.dtype} of the shape {list(targets.shape)}, "
@@ -45,6 +63,7 @@ def check_story(inputs: Tensor, padding: Tensor | None, n_words: int, memory_siz
         ValueError: `inputs` is not [B, M + 1, J] long with M of at least 1 and, unless that is None, at most
             `memory_size`; on a CPU, its ids are not within [0, n_words); or the mask is not as large.
     """
+    check_tensor("inputs", inputs)
     found = list(inputs.shape)
     if inputs.dim() != 3 or inputs.dtype != torch.long:
         raise ValueError(f"inputs is {inputs.dtype} of the shape {found}, wanted [B, M + 1, J] of torch.long")

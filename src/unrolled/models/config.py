@@ -5,6 +5,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from unrolled.models.checks import check_size
+
 Norm = Literal["pre", "post"]
 NormType = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
@@ -144,9 +146,7 @@ class TransformerConfig:
             )
 
     def _check_attention(self) -> None:
-        named = [self.attention] if isinstance(self.attention, str) else self.attention
-        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-            raise ValueError(f"attention is {self.attention!r}, wanted a name or a list of names")
+        self._check_names("attention")
         if not isinstance(self.attention, str) and len(self.attention) != self.n_layers:
             raise ValueError(
                 f"attention has {len(self.attention)} names, wanted n_layers = {self.n_layers} of them"
@@ -172,6 +172,12 @@ class TransformerConfig:
                     f"or head_dim among the attention_options of {name!r}"
                 )
 
+    def _check_names(self, field_name: str) -> None:
+        value = getattr(self, field_name)
+        named = [value] if isinstance(value, str) else value
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise ValueError(f"{field_name} is {value!r}, wanted a name or a list of names")
+
     def _check_options(self, field_name: str) -> None:
         options = getattr(self, field_name)
         if not isinstance(options, dict) or not all(isinstance(x, dict) for x in options.values()):
@@ -181,9 +187,7 @@ class TransformerConfig:
             raise ValueError(f"{field_name} is for {unused}, wanted names among {sorted(named)}")
 
     def _at_least(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ValueError(f"{name} is {value!r}, wanted an integer of at least {low}")
+        check_size(name, getattr(self, name), low)
 
     def _true_or_false(self, name: str) -> None:
         if not isinstance(value := getattr(self, name), bool):

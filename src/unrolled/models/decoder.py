@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from unrolled.contract import IGNORED
 from unrolled.models.blocks import init_weights
-from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.checks import check_ids, check_targets, check_token
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture, mean_nll
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.options import check_batch_size
 
 Inputs = Literal["tokens", "pixels"]
 Head = Literal["categorical", "logistic_mixture"]
@@ -148,6 +149,7 @@ class Decoder(SavedModel):
         Raises:
             UnsupportedError: an attention mechanism of this model cannot run as a recurrence.
         """
+        check_batch_size(batch_size)
         device = next(self.parameters()).device
         position = torch.zeros(batch_size, dtype=torch.long, device=device)
         return DecoderState(position, self.stack.init_state(batch_size))
@@ -177,10 +179,7 @@ class Decoder(SavedModel):
 
         The ids are not checked against the vocabulary here.
         """
-        if token.dim() != 1 or token.dtype != torch.long:
-            raise ValueError(
-                f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]"
-            )
+        check_token(token)
         self._check_state(state, token.shape[0])
         x = self.positions.at(self.embedding(token), state.position)
         hidden, layers = self.stack.step(self.dropout(x), state.layers)

@@ -16,6 +16,7 @@ from unrolled.models.reversible import make_stack
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.dense import Linear
+from unrolled.ops.masks import without_padding
 
 Output = Literal["classification", "tokens", "masked", "hidden"]
 HeadHidden = Literal["gelu", "gelu_tanh", "relu", "tanh"]
@@ -146,7 +147,12 @@ class Encoder(SavedModel):
         init_weights(self, config)
 
     def forward(
-        self, x: Tensor, *, key_padding_mask: Tensor | None = None, segments: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        global_mask: Tensor | None = None,
     ) -> Tensor:
         """Logits of a batch.
 
@@ -154,12 +160,14 @@ class Encoder(SavedModel):
             x: token ids [B, T] long, or continuous inputs [B, T, input_dim].
             key_padding_mask: [B, T] bool, True at padding, which changes nothing for the other positions.
             segments: [B, T] long, the kind of each token, below n_segments; all 0 by default.
+            global_mask: [B, T] bool, True at tokens that read all others and are read by them, such as those
+                of a question; for layers of longformer attention, in place of their `global_tokens`.
 
         Returns:
             "classification": [B, n_classes]; "tokens": [B, T, n_classes]; "masked": [B, T, vocab_size];
             "hidden": [B, T, d_model].
         """
-        hidden = self.hidden(x, key_padding_mask=key_padding_mask, segments=segments)
+        hidden = self.hidden(x, key_padding_mask=key_padding_mask, segments=segments, global_mask=global_mask)
         return hidden if self.head is None else cast(Tensor, self.head(hidden))
 
     def loss(
@@ -169,35 +177,44 @@ class Encoder(SavedModel):
         *,
         key_padding_mask: Tensor | None = None,
         segments: Tensor | None = None,
+        global_mask: Tensor | None = None,
     ) -> Tensor:
         """Mean cross-entropy in nats, computed in at least fp32.
 
         Args:
             inputs: as `x` of `forward`.
             targets: [B] long for "classification", else [B, T]; -100 and those at padding are ignored.
-            key_padding_mask, segments: as for `forward`.
+            key_padding_mask, segments, global_mask: as for `forward`.
 
         Raises:
             UnsupportedError: the output is "hidden".
         """
         if self.head is None:
             raise UnsupportedError("an encoder with output 'hidden' has no loss; use another output")
-        hidden = self.hidden(inputs, key_padding_mask=key_padding_mask, segments=segments)
+        hidden = self.hidden(
+            inputs, key_padding_mask=key_padding_mask, segments=segments, global_mask=global_mask
+        )
         check_targets(targets, hidden.shape[:-1], self.head.levels)
         if key_padding_mask is not None and targets.dim() == 2:
             targets = targets.masked_fill(key_padding_mask, IGNORED)
         return mean_nll(self.head.nll(hidden, targets), targets)
 
-    def hidden(
-        self, x: Tensor, *, key_padding_mask: Tensor | None = None, segments: Tensor | None = None
-    ) -> Tensor:
-        """What the output layer reads: [B, d_model] for "classification", else [B, T, d_model]."""
-        y = self.encode(x, key_padding_mask=key_padding_mask, segments=segments)
+    def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None, **others: Tensor | None) -> Tensor:
+        """What the output layer reads: [B, d_model] for "classification", else [B, T, d_model].
+
+        The arguments are those of `forward`.
+        """
+        y = self.encode(x, key_padding_mask=key_padding_mask, **others)
         y = self._pool(y, key_padding_mask) if self.config.output == "classification" else y
         return cast(Tensor, self.head_hidden(y))
 
     def encode(
-        self, x: Tensor, *, key_padding_mask: Tensor | None = None, segments: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        global_mask: Tensor | None = None,
     ) -> Tensor:
         """What leaves the last block, [B, T, d_model]; the arguments are those of `forward`."""
         if self.config.vocab_size is not None:
@@ -208,11 +225,13 @@ class Encoder(SavedModel):
             )
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
+            x = x if x.dim() == 2 else without_padding(x, key_padding_mask)
         y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream
         y = self.positions(y, key_padding_mask=key_padding_mask)
         y = self.dropout(self.embedding_norm(self._add_segments(y, segments)))
         recompute = self.gradient_checkpointing and self.training
-        return cast(Tensor, self.stack(y, key_padding_mask=key_padding_mask, recompute=recompute))
+        masks = {"key_padding_mask": key_padding_mask, "global_mask": global_mask}
+        return cast(Tensor, self.stack(y, recompute=recompute, **masks))
 
     def _add_segments(self, y: Tensor, segments: Tensor | None) -> Tensor:
         if self.segments is None:
@@ -227,14 +246,17 @@ class Encoder(SavedModel):
         return y + cast(Tensor, self.segments(segments))
 
     def _pool(self, y: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """[B, T, d_model] -> [B, d_model]; 0 for a row without tokens."""
+        if y.shape[1] == 0:
+            return y.sum(dim=1)
         if key_padding_mask is None:
             return y.mean(dim=1) if self.config.pooling == "mean" else y[:, 0]
         valid = ~key_padding_mask
         if self.config.pooling == "mean":
             total = y.masked_fill(key_padding_mask.unsqueeze(-1), 0).sum(dim=1)
             return total / valid.sum(dim=1, keepdim=True).clamp(min=1)
-        first = valid.int().argmax(dim=1)
-        return y[torch.arange(y.shape[0], device=y.device), first]
+        first = y[torch.arange(y.shape[0], device=y.device), valid.int().argmax(dim=1)]
+        return first.masked_fill(~valid.any(dim=1, keepdim=True), 0)
 
 
 def mask_tokens(

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from unrolled.attention._multihead import MultiHeadAttention
 from unrolled.contract import IGNORED
 from unrolled.models.blocks import FeedForward, make_norm, tie_layers
-from unrolled.models.checks import check_ids
+from unrolled.models.checks import check_ids, check_token
 from unrolled.models.config import Activation, Norm, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
@@ -70,6 +70,9 @@ class EncoderDecoderConfig(TransformerConfig):
     start_token: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("attention", "decoder_attention", "cross_attention"):
+            if name == "attention" or getattr(self, name) is not None:
+                self._check_names(name)
         super().__post_init__()
         self._at_least("vocab_size", 1)
         if self.source_vocab_size is not None:
@@ -153,21 +156,37 @@ class EncoderDecoder(SavedModel):
         self.head = Categorical(config.d_model, config.vocab_size, tied=tied)
         init_xavier(self)
 
-    def forward(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        global_mask: Tensor | None = None,
+    ) -> Tensor:
         """Logits of the token that follows each of the target.
 
         Args:
             source: [B, S] long, at least one token in each row.
             target: [B, T] long, what the decoder reads: the start symbol, then the tokens so far.
             key_padding_mask: [B, S] bool, True at padding of the source, which changes nothing.
+            global_mask: [B, S] bool, True at global tokens of the source; see `Encoder.forward`.
 
         Returns:
             [B, T, vocab_size].
         """
-        logits: Tensor = self.head(self._hidden(source, target, key_padding_mask))
+        memory = self.encode(source, key_padding_mask=key_padding_mask, global_mask=global_mask)
+        logits: Tensor = self.head(self._hidden(memory, target, key_padding_mask))
         return logits
 
-    def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        global_mask: Tensor | None = None,
+    ) -> Tensor:
         """Mean cross-entropy in nats per target, computed in at least fp32.
 
         In training with label smoothing e, the target has the probability 1 - e + e / V and each other id
@@ -177,10 +196,11 @@ class EncoderDecoder(SavedModel):
             inputs: the sources, as for `forward`.
             targets: [B, T] long, the tokens that follow the start symbol, the end symbol included; -100 at
                 padding, which counts for nothing.
-            key_padding_mask: as for `forward`.
+            key_padding_mask, global_mask: as for `forward`.
         """
         read = shifted(targets, inputs.shape[0], self.config.vocab_size)
-        hidden = self._hidden(inputs, read, key_padding_mask)
+        memory = self.encode(inputs, key_padding_mask=key_padding_mask, global_mask=global_mask)
+        hidden = self._hidden(memory, read, key_padding_mask)
         logits = self.head(hidden)
         nll = F.cross_entropy(
             logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
@@ -191,7 +211,13 @@ class EncoderDecoder(SavedModel):
         )
         return mean_nll(nll, targets)
 
-    def encode(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    def encode(
+        self,
+        source: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        global_mask: Tensor | None = None,
+    ) -> Tensor:
         """Read the source: [B, S] long -> [B, S, d_model].
 
         Raises:
@@ -209,12 +235,20 @@ class EncoderDecoder(SavedModel):
         x = table(source).to(table.weight.dtype)  # autocast must not narrow the residual stream
         x = self.dropout(self.source_positions(x, key_padding_mask=key_padding_mask))
         recompute = self.gradient_checkpointing and self.training
-        y: Tensor = self.encoder(x, key_padding_mask=key_padding_mask, recompute=recompute)
+        masks = {"key_padding_mask": key_padding_mask, "global_mask": global_mask}
+        y: Tensor = self.encoder(x, recompute=recompute, **masks)
         return y
 
-    def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> EncoderDecoderState:
+    def init_state(
+        self,
+        source: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        global_mask: Tensor | None = None,
+    ) -> EncoderDecoderState:
         """Encode the source [B, S], and project it for each layer, once."""
-        memory, B = self.encode(source, key_padding_mask=key_padding_mask), source.shape[0]
+        memory = self.encode(source, key_padding_mask=key_padding_mask, global_mask=global_mask)
+        B = source.shape[0]
         read = tuple(block.cross.read(memory, key_padding_mask=key_padding_mask) for block in self._blocks())
         layers = tuple(block.attention.init_state(B) for block in self._blocks())
         return EncoderDecoderState(torch.zeros(B, dtype=torch.long, device=source.device), read, layers)
@@ -239,10 +273,7 @@ class EncoderDecoder(SavedModel):
 
         The ids are not checked against the vocabulary here.
         """
-        if token.dim() != 1 or token.dtype != torch.long:
-            raise ValueError(
-                f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]"
-            )
+        check_token(token)
         self._check_state(state, token.shape[0])
         x = self.dropout(self.positions.at(self.embedding(token), state.position))
         layers = []
@@ -264,8 +295,7 @@ class EncoderDecoder(SavedModel):
             x = block(x, memory, key_padding_mask)
         return last.weights(x, memory, key_padding_mask).mean(1)
 
-    def _hidden(self, source: Tensor, target: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        memory = self.encode(source, key_padding_mask=key_padding_mask)
+    def _hidden(self, memory: Tensor, target: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         x = self._embed(target, memory.shape[0])
         recompute = self.gradient_checkpointing and self.training
         for block in self._blocks():
@@ -312,7 +342,9 @@ def init_xavier(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
-            draw(*torch.split(module.qkv_proj.weight, module._widths), bias=module.qkv_proj.bias)
+            queries_are_keys = module.qkv_proj.out_features != sum(module._widths)
+            widths = module._widths[1:] if queries_are_keys else module._widths
+            draw(*torch.split(module.qkv_proj.weight, widths), bias=module.qkv_proj.bias)
             draw(module.out_proj.weight, bias=module.out_proj.bias)
         elif isinstance(module, FeedForward):
             draw(*torch.split(module.up.weight, module.down.in_features), bias=module.up.bias)

@@ -14,6 +14,7 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
 from unrolled.ops.checks import check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
+from unrolled.ops.masks import without_padding
 from unrolled.ops.positions import fourier_features, grid_positions
 from unrolled.ops.softmax import softmax_attention
 
@@ -55,6 +56,11 @@ class LatentConfig(TransformerConfig):
     attention: str | list[str] = "softmax"
 
     def __post_init__(self) -> None:
+        if (self.vocab_size is None) == (self.input_dim is None):
+            raise ValueError(
+                f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted one of the two"
+            )
+        self._at_least("input_dim" if self.vocab_size is None else "vocab_size", 1)
         super().__post_init__()
         for name in ("n_bands", "n_latents", "n_iterations", "cross_heads"):
             self._at_least(name, 1)
@@ -67,11 +73,6 @@ class LatentConfig(TransformerConfig):
             raise ValueError(
                 "positions is 'rotary', but latents have none: wanted another kind for the inputs"
             )
-        if (self.vocab_size is None) == (self.input_dim is None):
-            raise ValueError(
-                f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted one of the two"
-            )
-        self._at_least("input_dim" if self.vocab_size is None else "vocab_size", 1)
         if self.input_width is not None and self.vocab_size is None:
             raise ValueError(
                 f"input_width is {self.input_width}, wanted None: continuous inputs have input_dim"
@@ -130,6 +131,7 @@ class InputArray(nn.Module):
             x = self._continuous(x)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
+            x = without_padding(x, key_padding_mask)
         y: Tensor = self.dropout(self.positions(x, key_padding_mask=key_padding_mask))
         return y
 

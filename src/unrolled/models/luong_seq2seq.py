@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from unrolled.models.seq2seq import Seq2Seq, Seq2SeqConfig, make_attention
+from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.recurrent._lstm import lstm_step
 
 
 @dataclass
-class LuongSeq2SeqConfig(Seq2SeqConfig):
-    """Luong's model; see `Seq2SeqConfig` for the other fields.
+class LuongSeq2SeqConfig(AttentiveSeq2SeqConfig):
+    """Luong's model; see `AttentiveSeq2SeqConfig` for the other fields.
 
     Attributes:
-        attention: as of `Seq2SeqConfig`; "luong" by default.
+        attention: as of `AttentiveSeq2SeqConfig`; "luong" by default.
         n_layers: LSTMs on top of each other, on both sides.
     """
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.models.checks import check_story, check_targets
+from unrolled.models.checks import check_size, check_story, check_targets
 from unrolled.models.saving import SavedModel
 
 INIT_STD = 0.1
@@ -55,8 +55,7 @@ class MemNNConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "memory_size", "d_model"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}, wanted an integer of at least 1")
+            check_size(name, getattr(self, name))
         if type(self.n_hops) is not int or not 1 <= self.n_hops <= 3:
             raise ValueError(f"n_hops is {self.n_hops!r}, wanted 1, 2 or 3")
         if isinstance(self.margin, bool) or not isinstance(self.margin, int | float) or not self.margin > 0:

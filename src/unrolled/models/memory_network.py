@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.models.checks import check_story, check_targets
+from unrolled.models.checks import check_size, check_story, check_targets
 from unrolled.models.heads import mean_nll
 from unrolled.models.saving import SavedModel
 
@@ -83,6 +83,8 @@ class MemN2NConfig:
         position_encoding: "printed", "code" or "bag", the functions of this module; the second learns tasks
             that the first does not.
         temporal: whether sentences are told apart by their place.
+        linear_start: for this many training batches, the first, the hops have no softmax, p = u . m, which
+            keeps the training from bad minima (section 4.2). Evaluation does as the next batch would.
         noise: in training, up to this part of empty memories is put between the sentences, at random.
         seed: of that randomness.
     """
@@ -94,29 +96,26 @@ class MemN2NConfig:
     tying: Tying = "adjacent"
     position_encoding: Encoding = "code"
     temporal: bool = True
+    linear_start: int = 0
     noise: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_hops", "memory_size"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}, wanted an integer of at least 1")
+            check_size(name, getattr(self, name))
         for name, choices in (("tying", get_args(Tying)), ("position_encoding", get_args(Encoding))):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name} is {value!r}, wanted one of {sorted(choices)}")
         if not isinstance(self.temporal, bool):
             raise ValueError(f"temporal is {self.temporal!r}, wanted True or False")
-        if not isinstance(self.noise, int | float) or not 0 <= self.noise <= 1:
+        if type(self.noise) not in (int, float) or not 0 <= self.noise <= 1:
             raise ValueError(f"noise is {self.noise!r}, wanted a part in [0, 1]")
-        if type(self.seed) is not int or self.seed < 0:
-            raise ValueError(f"seed is {self.seed!r}, wanted an integer of at least 0")
+        for name in ("linear_start", "seed"):
+            check_size(name, getattr(self, name), 0)
 
 
 class MemN2N(SavedModel):
     """An end-to-end memory network.
-
-    `linear`, False at first, leaves out the softmax of the hops while it is True: p = u . m. To begin the
-    training so is the linear start of section 4.2.
 
     The parameters are `A`, `C`, `B` and `W`, tables `[vocab_size,d]`, with temporal encoding `T_A` and `T_C`,
     `[memory_size,d]`, and with layer-wise tying `H [d,d]`; those that are tied are one tensor. All start as
@@ -129,7 +128,6 @@ class MemN2N(SavedModel):
 
     def __init__(self, config: MemN2NConfig) -> None:
         super().__init__(config)
-        self.linear = False
         adjacent, width = config.tying == "adjacent", config.d_model
 
         def tables(count: int, rows: int) -> nn.ParameterList:
@@ -138,8 +136,13 @@ class MemN2N(SavedModel):
         self.words = tables(self._n_read + (0 if adjacent else 2), config.vocab_size)
         self.places = tables(self._n_read if config.temporal else 0, config.memory_size)
         self.H = None if adjacent else nn.Parameter(INIT_STD * torch.randn(width, width))
-        self.draws: Tensor
-        self.register_buffer("draws", torch.zeros((), dtype=torch.long))  # saved, so that a run can go on
+        self.batches: Tensor  # of training so far; saved, so that a run can go on
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+
+    @property
+    def linear(self) -> bool:
+        """Whether the hops have no softmax, see `MemN2NConfig.linear_start`."""
+        return self.config.linear_start > 0 and int(self.batches) < self.config.linear_start
 
     @property
     def A(self) -> list[nn.Parameter]:  # noqa: N802
@@ -200,7 +203,9 @@ class MemN2N(SavedModel):
     def _read(self, inputs: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         most = self.config.memory_size if self.config.temporal else None
         padding = check_story(inputs, key_padding_mask, self.config.vocab_size, most)
-        absent = padding[:, :-1].all(-1)
+        absent, linear = padding[:, :-1].all(-1), self.linear
+        if self.training:
+            self.batches += 1
         encoding = self.config.position_encoding
         parts = embed(inputs[:, :-1], padding[:, :-1], list(self.words)[: self._n_read], encoding)
         if self.config.temporal:
@@ -210,17 +215,15 @@ class MemN2N(SavedModel):
         read = []
         for hop in range(self.config.n_hops):
             m, c = (parts[hop], parts[hop + 1]) if self.H is None else parts
-            p = self._weights(torch.einsum("bd,bmd->bm", u, m), absent)
+            p = torch.einsum("bd,bmd->bm", u, m)
+            if not linear:
+                # finite, so that a story of padding has no NaN; it then reads nothing
+                p = p.masked_fill(absent, torch.finfo(p.dtype).min).softmax(-1)
+            p = p.masked_fill(absent, 0)
             o = torch.einsum("bm,bmd->bd", p, c)
             u = (u if self.H is None else F.linear(u, self.H)) + o
             read.append(p)
         return F.linear(u, self.W), torch.stack(read, 1)
-
-    def _weights(self, scores: Tensor, absent: Tensor) -> Tensor:
-        if not self.linear:
-            # finite, so that a story of padding has no NaN; it then reads nothing
-            scores = scores.masked_fill(absent, torch.finfo(scores.dtype).min).softmax(-1)
-        return scores.masked_fill(absent, 0)
 
     @property
     def _n_read(self) -> int:
@@ -237,8 +240,7 @@ class MemN2N(SavedModel):
         after = present.flip(1).cumsum(1).flip(1) - present
         if not self.training or self.config.noise == 0:
             return after
-        self.draws += 1
-        rng = np.random.default_rng((self.config.seed, int(self.draws)))
+        rng = np.random.default_rng((self.config.seed, int(self.batches)))
         count, size = present.sum(1, keepdim=True), self.config.memory_size
         most = torch.ceil(self.config.noise * count)
         empty = (torch.from_numpy(rng.random(count.shape)).to(count.device) * (most + 1)).long()

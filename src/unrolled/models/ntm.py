@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled import recurrent
 from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.models.checks import check_size
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape
 from unrolled.recurrent.ntm import NTM, NTMTrace
@@ -43,9 +44,7 @@ class NTMModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("input_size", "output_size", "n_layers", "hidden_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}, wanted an integer of at least 1")
+            check_size(name, getattr(self, name))
         if not isinstance(self.cell_options, dict):
             raise ValueError(f"cell_options is {self.cell_options!r}, wanted a dict of options")
 

@@ -36,6 +36,7 @@ from unrolled.models.heads import mean_nll
 from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.positions import rotary
 from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill
+from unrolled.ops.state_checks import check_state
 
 
 @dataclass
@@ -158,6 +159,8 @@ class PerceiverAR(Decoder):
         self._check_state(state, tokens.shape[0])
         T = tokens.shape[1]
         inputs: KVCache = state.layers[0]
+        reader = self._reader.attention
+        check_state(reader, inputs, tokens.shape[0], reader.out_proj.weight)
         begun = inputs.past_k.shape[2] + inputs.recent_k.shape[2] > 0
         n = T if begun else min(self.config.n_latents, T)
         x = self.positions(self.embedding(tokens), start=state.position, key_padding_mask=key_padding_mask)

@@ -3,12 +3,11 @@
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from unrolled import recurrent
 from unrolled.contract import IGNORED
-from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.checks import check_ids, check_size, check_targets, check_token
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_key_padding_mask
@@ -48,8 +47,7 @@ class RecurrentLMConfig:
             value = getattr(self, name)
             if name == "hidden_size" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}, wanted an integer of at least 1")
+            check_size(name, value)
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout!r}, wanted a probability in [0, 1)")
         for name in ("tie_embeddings", "start_token"):
@@ -171,10 +169,7 @@ class RecurrentLM(SavedModel):
 
         The ids are not checked against the vocabulary here.
         """
-        if token.dim() != 1 or token.dtype != torch.long:
-            raise ValueError(
-                f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]"
-            )
+        check_token(token)
         self._check_state(state)
         x, after = self.dropout(self.embedding(token)), []
         for layer, before in zip(self._cells(), state.layers, strict=True):

@@ -35,7 +35,7 @@ class ReversibleBlock(Block):
 
     def attended(self, x2: Tensor, masks: Masks) -> Tensor:
         """What the attention adds to the first stream."""
-        return self._dropped(self.attention(self._normed(self.attention_norm, x2), **masks))
+        return self._dropped(self._attend(self._normed(self.attention_norm, x2), masks))
 
     def fed(self, y1: Tensor) -> Tensor:
         """What the feed-forward layer adds to the second stream."""
@@ -68,19 +68,27 @@ class ReversibleStack(Stack):
         *,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        global_mask: Tensor | None = None,
         recompute: bool = False,
         start: int = 0,
     ) -> Tensor:
-        """[B, T, d_model] -> [B, T, d_model], by the blocks from number `start` on."""
-        masks = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens}
+        """[B, T, d_model] -> [B, T, d_model]; see `Stack.forward`."""
+        masks = self._masks(key_padding_mask, cu_seqlens, global_mask)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return super().forward(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, start=start)
+            return super().forward(
+                x,
+                key_padding_mask=key_padding_mask,
+                cu_seqlens=cu_seqlens,
+                global_mask=global_mask,
+                start=start,
+            )
         blocks = self.blocks[start:]
         parameters = [p for p in blocks.parameters() if p.requires_grad]
         run: Callable[..., Tensor] = _Run.apply
-        return self._leave(run(self._enter(x), list(blocks), masks, *parameters))
+        return self._leave(run(self._enter(x, key_padding_mask), list(blocks), masks, *parameters))
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def _enter(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        x = super()._enter(x, key_padding_mask)
         return torch.cat([x, x], dim=-1).to(accumulation_dtype(x.dtype))
 
     def _leave(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.models.seq2seq import Seq2Seq, Seq2SeqConfig, make_attention
+from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
 from unrolled.ops.precision import without_autocast
 from unrolled.recurrent.gru import GRUState
 from unrolled.recurrent.gru_reset_before import GRUResetBefore
@@ -26,8 +26,8 @@ ReadoutState = Literal["previous", "current"]
 
 
 @dataclass
-class RNNSeq2SeqConfig(Seq2SeqConfig):
-    """Bahdanau's model; see `Seq2SeqConfig` for the other fields.
+class RNNSeq2SeqConfig(AttentiveSeq2SeqConfig):
+    """Bahdanau's model; see `AttentiveSeq2SeqConfig` for the other fields.
 
     Attributes:
         readout_size: width of t_i; None for half of `hidden_size`.

@@ -1,22 +1,31 @@
 """Models as folders: `config.json` says what to build, `model.safetensors` holds the weights."""
 
 import json
-import os
-from collections.abc import Callable
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
 from torch import nn
+
+from unrolled.contract import UnsupportedError
+from unrolled.files import load_tensors, read_header, save_tensors, write_atomically
+from unrolled.models._budget import OverBudgetError, budget
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
 
 class SavedModel(nn.Module):
-    """A module that is made from a config and can be written to and read from a folder."""
+    """A module that is made from a config and can be written to and read from a folder.
+
+    Attributes:
+        config: what the model is made of.
+        documents: JSON values that belong to the model, such as its vocabulary, by the name of the file that
+            `save` writes beside the weights and `load` reads.
+    """
 
     model_name: ClassVar[str]
     config_type: ClassVar[type[Any]]  # a dataclass, whose fields JSON can say
@@ -24,49 +33,55 @@ class SavedModel(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        self.documents: dict[str, Any] = {}
 
     def save(self, path: str | Path) -> None:
         """Write the model into the folder `path`, made if needed. A crash leaves no file half-written.
 
+        The weights file holds a SHA-256 of itself, the config and the documents, which `load` checks.
+
         Raises:
-            ValueError: the config holds an object that JSON cannot say.
+            ValueError: the config holds an object that is not JSON-serialisable.
         """
-        values = {"model": self.model_name, **asdict(self.config)}
-        config = json.dumps(values, indent=2, default=_refuse) + "\n"
+        documents = {CONFIG_FILE: {"model": self.model_name, **asdict(self.config)}, **self.documents}
+        texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in documents.items()}
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         config_file = folder / CONFIG_FILE
-        if config_file.exists() and config_file.read_text() != config:
+        if config_file.exists() and config_file.read_text(encoding="utf-8") != texts[CONFIG_FILE]:
             config_file.unlink()  # first, or a crash could pair another model's config with these weights
-        weights = {name: x.detach().contiguous() for name, x in self.state_dict().items()}
-        write_atomically(folder / WEIGHTS_FILE, lambda file: save_file(weights, file))
-        write_atomically(config_file, lambda file: file.write_text(config))
+        as_read = {name: json.loads(text) for name, text in texts.items()}  # a tuple becomes a list
+        save_tensors(self.state_dict(), folder / WEIGHTS_FILE, as_read)
+        for name, text in reversed(texts.items()):  # the config last: without it there is no model
+            write_atomically(folder / name, lambda file, text=text: file.write_text(text, encoding="utf-8"))  # type: ignore[misc]
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a model that `save` wrote, on the CPU and in the floating type it was saved in.
 
         Raises:
-            ValueError: the folder holds no model or one of another class, a file is damaged, the config has
-                an unknown or a missing key, or a tensor is missing, unknown or of another shape.
+            ValueError: the folder holds no model or one of another class; a file is damaged or was changed
+                after it was saved; the config has an unknown or a missing key, or is that of a larger model
+                than the weights; or a tensor is missing, unknown or of another shape or type.
         """
-        values = read_config(path)
+        folder = Path(path)
+        values = read_config(folder)
         if (name := values.pop("model")) != cls.model_name:
             raise ValueError(f"{path} holds a model of the kind {name!r}, wanted {cls.model_name!r}")
-        model = cls(_build_config(cls.config_type, values, Path(path) / CONFIG_FILE))
-        load_weights(model, Path(path) / WEIGHTS_FILE)
+        weights = folder / WEIGHTS_FILE
+        model: Self = _build(cls, values, folder / CONFIG_FILE, weights)
+        documents: dict[str, Any] = {}
+        load_weights(model, weights, lambda name: documents.setdefault(name, read_json(folder / name)))
+        model.documents = {name: x for name, x in documents.items() if name != CONFIG_FILE}
         return model
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Read `config.json` of the model folder `path`: its "model" names the kind, the rest is the config."""
     file = Path(path) / CONFIG_FILE
-    try:
-        values = json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(f"{path} is not a model's folder: {CONFIG_FILE}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not file.exists():
+        raise ValueError(f"{path} is not a model's folder: it has no {CONFIG_FILE}")
+    values = read_json(file)
     if not isinstance(values, dict) or not isinstance(values.get("model"), str):
         raise ValueError(
             f"{file} does not say which kind of model it is for, wanted an object with a 'model'"
@@ -74,16 +89,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def load_weights(model: nn.Module, file: str | Path) -> None:
+def load_weights(model: nn.Module, file: Path, documents: Callable[[str], Any] | None = None) -> None:
     """Fill `model` from a safetensors file, after converting it to the file's floating type.
 
     Raises:
-        ValueError: the file is missing, damaged, or does not hold exactly the tensors of `model`.
+        ValueError: as `load_tensors`, or the file does not hold exactly the tensors of `model`.
     """
-    try:
-        found = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+    found = load_tensors(file, documents)
     wanted = model.state_dict()
     if missing := sorted(wanted.keys() - found.keys()):
         raise ValueError(f"{file} lacks {len(missing)} tensors of this model, the first is {missing[0]!r}")
@@ -94,33 +106,78 @@ def load_weights(model: nn.Module, file: str | Path) -> None:
             raise ValueError(
                 f"{name} in {file} has the shape {list(found[name].shape)}, wanted {list(x.shape)}"
             )
+        same_kind = found[name].is_floating_point() if x.is_floating_point() else found[name].dtype == x.dtype
+        if not same_kind:
+            wanted_type = "a floating-point type" if x.is_floating_point() else x.dtype
+            raise ValueError(f"{name} in {file} is {found[name].dtype}, but must be {wanted_type}")
     floating = {x.dtype for x in found.values() if x.is_floating_point()}
     if len(floating) == 1:
         model.to(floating.pop())
     model.load_state_dict(found)
 
 
-def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, then move it to `file` in one step."""
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+def build_config(config_type: type[Any], values: Mapping[str, Any], file: Path) -> Any:
+    """Make a config from what `file` holds, which must be each of its fields and nothing else.
 
-
-def _build_config(config_type: type[Any], values: dict[str, Any], file: Path) -> Any:
-    known = {f.name: f for f in fields(config_type)}
-    if unknown := sorted(values.keys() - known.keys()):
+    Raises:
+        ValueError: a field is missing, unknown or impossible.
+    """
+    known = {f.name for f in fields(config_type)}
+    if unknown := sorted(values.keys() - known):
         raise ValueError(f"{file} has the unknown keys {unknown}, wanted some of {sorted(known)}")
-    required = {name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
-    if missing := sorted(required - values.keys()):
-        raise ValueError(f"{file} lacks the keys {missing}")
-    return config_type(**values)
+    if missing := sorted(known - values.keys()):
+        raise ValueError(f"{file} lacks the keys {missing}: it is not as it was saved")
+    with _naming(file):
+        return config_type(**values)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Begin the sentence of what refuses a value of a file with the name of the file."""
+    try:
+        yield
+    except (ValueError, UnsupportedError) as error:
+        kind = UnsupportedError if isinstance(error, UnsupportedError) else ValueError
+        raise kind(f"{file} cannot be used: {error}") from error
+
+
+def _build(kind: type[Any], values: dict[str, Any], file: Path, weights: Path) -> Any:
+    """Build the model of a config, unless that would take more memory than its weights file accounts for."""
+    shapes = read_header(weights).shapes
+    too_large = f"{file} is the config of a larger model than {weights} has the weights of"
+    n_layers = values.get("n_layers", 0)
+    if isinstance(n_layers, int) and n_layers > len(shapes):  # each has at least one tensor
+        raise ValueError(f"{too_large}: n_layers is {n_layers}, but there are {len(shapes)} tensors")
+    config = build_config(kind.config_type, values, file)
+    try:
+        with budget(sum(torch.Size(shape).numel() for shape in shapes.values())), _naming(file):
+            return kind(config)
+    except OverBudgetError as error:
+        raise ValueError(too_large) from error
+
+
+def read_json(file: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        ValueError: there is none, or it is not JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"), parse_int=_integer)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+
+
+def _integer(digits: str) -> int:
+    value = int(digits)
+    if abs(value) >= 2**63:  # no size is, and torch cannot say so in one sentence
+        raise ValueError(f"the integer {digits} has more than 64 bits")
+    return value
 
 
 def _refuse(value: object) -> None:
-    raise ValueError(f"the config holds a {type(value).__name__}, wanted what JSON can say, such as its name")
+    raise ValueError(
+        f"the config holds a {type(value).__name__}, which is not JSON-serialisable: give its name instead"
+    )

@@ -10,10 +10,11 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled import attention
 from unrolled.attention._memory import MemoryAttention
 from unrolled.contract import IGNORED, UnsupportedError
-from unrolled.models.checks import check_ids
+from unrolled.models.checks import check_ids, check_size, check_token
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
 from unrolled.ops.checks import check_key_padding_mask, may_read
+from unrolled.ops.state import leaves
 
 
 @dataclass
@@ -25,10 +26,6 @@ class Seq2SeqConfig:
         source_vocab_size: number of ids of the source; None for as many as of the target.
         d_model: width of the embeddings.
         hidden_size: width of the recurrent layers, of each direction.
-        attention: name of a mechanism that reads a memory, "bahdanau", "luong", "cosine" or "hard"; a variant
-            in the same file is named as in "luong.LocalPredictiveAttention".
-            "hard" learns nothing of where to look by `loss`, unlike "hard.StraightThroughAttention".
-        attention_options: the further arguments of that mechanism.
         dropout: probability, for embeddings and for what is read out.
         label_smoothing: the part of a target's probability that goes to all ids alike, in training.
         start_token: True, since every target begins with the start symbol, which is never predicted.
@@ -38,8 +35,6 @@ class Seq2SeqConfig:
     source_vocab_size: int | None = None
     d_model: int = 256
     hidden_size: int = 512
-    attention: str = "bahdanau"
-    attention_options: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     label_smoothing: float = 0.0
     start_token: bool = True
@@ -54,12 +49,30 @@ class Seq2SeqConfig:
                 raise ValueError(f"{name} is {value!r}, wanted a number in [0, 1)")
         if self.start_token is not True:
             raise ValueError(f"start_token is {self.start_token!r}, wanted True")
-        if not isinstance(self.attention_options, dict):
-            raise ValueError(f"attention_options is {self.attention_options!r}, wanted a dict")
 
     def _at_least_1(self, name: str) -> None:
-        if type(value := getattr(self, name)) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}, wanted an integer of at least 1")
+        check_size(name, getattr(self, name))
+
+
+@dataclass
+class AttentiveSeq2SeqConfig(Seq2SeqConfig):
+    """The fields of an encoder-decoder whose attention is chosen by name; see `Seq2SeqConfig` for the others.
+
+    Attributes:
+        attention: name of a mechanism that reads a memory: "bahdanau", "luong", "cosine", "hard", or "fixed",
+            which is none: all that it reads of the source is the last state of the encoder. A variant in the
+            same file is named as in "luong.LocalPredictiveAttention".
+            "hard" learns nothing of where to look by `loss`, unlike "hard.StraightThroughAttention".
+        attention_options: the further arguments of that mechanism.
+    """
+
+    attention: str = "bahdanau"
+    attention_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.attention_options, dict):
+            raise ValueError(f"attention_options is {self.attention_options!r}, wanted a dict")
 
 
 class Seq2Seq(SavedModel):
@@ -146,10 +159,7 @@ class Seq2Seq(SavedModel):
 
     def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Read one token `[B]` of the target: logits `[B,vocab_size]` and the new state."""
-        if token.dim() != 1 or token.dtype != torch.long:
-            raise ValueError(
-                f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]"
-            )
+        check_token(token)
         self._check_state(state, len(token))
         hidden, _, state = self.decode(token.unsqueeze(1), state)
         return self.logits(hidden.squeeze(1)), state
@@ -166,11 +176,11 @@ class Seq2Seq(SavedModel):
             raise ValueError(
                 f"state is a {type(state).__name__}, wanted the {self.state_type.__name__} of init_state"
             )
-        if len(state.attention.memory) != batch_size:
-            raise ValueError(f"state is for {len(state.attention.memory)} rows, wanted {batch_size}")
+        if (rows := len(next(iter(leaves(state).values())))) != batch_size:
+            raise ValueError(f"state is for {rows} rows, wanted {batch_size}")
 
 
-def make_attention(config: Seq2SeqConfig, memory_dim: int) -> MemoryAttention:
+def make_attention(config: AttentiveSeq2SeqConfig, memory_dim: int) -> MemoryAttention:
     """The attention that the config asks for, with queries `hidden_size` wide.
 
     Raises:

@@ -30,7 +30,7 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import check_device, check_tensor, shape
 from unrolled.ops.dense import Linear
 
 Pooling = Literal["class", "mean"]
@@ -70,6 +70,7 @@ class ViTConfig(TransformerConfig):
             raise ValueError(
                 f"patch_size is {self.patch_size}, wanted divisors of image_size = {self.image_size}"
             )
+        self._at_least("max_length", 1)
         if self.max_length not in (TransformerConfig.max_length, self.n_tokens):
             raise ValueError(f"max_length is {self.max_length}, wanted {self.n_tokens}, the number of tokens")
         self.max_length = self.n_tokens
@@ -179,9 +180,11 @@ class ViT(SavedModel):
     def tokens(self, x: Tensor) -> Tensor:
         """What leaves the last block: `[B, tokens, d_model]`, the class token first if there is one."""
         wanted = [self.config.channels, *self.config.image_size]
+        check_tensor("x", x)
         if not x.is_floating_point() or shape(x)[1:] != wanted:
             sizes = ", ".join(map(str, wanted))
             raise ValueError(f"x is {x.dtype} of the shape {shape(x)}, wanted floating point [B, {sizes}]")
+        check_device("x", x, self.embedding.project.weight)
         y = self.embedding(x).to(self.embedding.project.weight.dtype)  # autocast must not narrow the stream
         if self.class_token is not None:
             y = torch.cat([self.class_token.expand(len(y), 1, -1), y], dim=1)

@@ -22,6 +22,9 @@ def check_step(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, n_axes: int, axes: str, length: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, but must be on {q.device} like q")
         if x.dim() != n_axes:
             raise ValueError(f"{name} has shape {shape(x)}, but {axes}")
         if not x.is_floating_point():
@@ -38,6 +41,18 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, n_axes: int, axes: str, length
         )
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Require a tensor, of any shape and type."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor")
+
+
+def check_device(name: str, x: Tensor, weight: Tensor, others: str = "the weights are") -> None:
+    """Require `x` to be where the weights are, unless these are on meta: those of an offloaded module are."""
+    if x.device != weight.device and not weight.is_meta:
+        raise ValueError(f"{name} is on {x.device}, but {others} on {weight.device}: move one of them")
+
+
 def check_key_padding_mask(mask: Tensor, batch: int, length: int) -> None:
     """Require a boolean `[B,S]` mask (True = padding)."""
     if not isinstance(mask, Tensor):
@@ -52,6 +67,7 @@ def check_key_padding_mask(mask: Tensor, batch: int, length: int) -> None:
 
 def check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:
     """Require a boolean (True = attend) or floating-point mask that broadcasts to `wanted` = [B,H,T,S]."""
+    check_tensor("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"attn_mask has dtype {mask.dtype}, but must be torch.bool (True = attend) or floating point"
@@ -67,6 +83,7 @@ def check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:
 
 def check_log_decay(log_decay: Tensor, wanted: torch.Size, axes: str) -> None:
     """Require floating-point logarithms of gates of a shape, at most 0 where they may be read."""
+    check_tensor("log_decay", log_decay)
     if log_decay.shape != wanted or not log_decay.is_floating_point():
         raise ValueError(
             f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "

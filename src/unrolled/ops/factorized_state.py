@@ -30,6 +30,9 @@ class FactorizedState(NamedTuple):
     position: Tensor  # [B], valid tokens seen
 
 
+STATE_GROWS = {"past_k": (1, "P"), "past_v": (1, "P"), "recent_k": (1, "W"), "recent_v": (1, "W")}
+
+
 def empty_state(
     layout: Layout, batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor
 ) -> FactorizedState:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.ops.checks import shape
+from unrolled.ops.options import check_finite
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -17,10 +18,16 @@ class HeadRMSNorm(nn.Module):
         n_heads: number of heads H.
         head_dim: width M of a head.
         eps: added to the mean square, which makes 0, with a finite gradient, of a head that is 0.
+
+    Raises:
+        ValueError: eps is not above 0.
     """
 
     def __init__(self, n_heads: int, head_dim: int, eps: float = 1e-5):
         super().__init__()
+        check_finite(eps=eps)
+        if eps <= 0:
+            raise ValueError(f"eps is {eps}, but must be above 0")
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(n_heads, head_dim))
 

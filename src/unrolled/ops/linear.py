@@ -21,16 +21,19 @@ from torch import Tensor
 
 from unrolled.ops.checks import (
     check_cu_seqlens,
+    check_device,
     check_key_padding_mask,
     check_log_decay,
     check_qkv,
     check_step,
+    check_tensor,
     shape,
 )
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.kernels import linear as kernels
 from unrolled.ops.linear_chunked import LOWEST_GATE, Inputs, decay_between, safe_divide
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import check_booleans
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, promoted, without_autocast
 
 
@@ -113,6 +116,7 @@ def linear_attention(
         ValueError: an argument of another shape or type; offsets that do not rise; on a CPU and uncompiled,
             where looking is free, a positive `log_decay`.
     """
+    check_booleans(causal=causal, normalize=normalize)
     k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state)
     out_dtype = v.dtype
     q, k, v = promoted(q, k, v)
@@ -169,8 +173,10 @@ def linear_attention_step(
         if feature_map.head_dim != D:
             raise ValueError(f"feature_map takes heads {feature_map.head_dim} wide, but q and k are {D}")
     check_state(state, (B, G, R, M), accumulation_dtype(q.dtype, k.dtype, v.dtype))
+    check_device("state", state.kv, k, "k is")
     if log_decay is not None:
         check_log_decay(log_decay, k.shape[:2], "[B, G]")
+        check_device("log_decay", log_decay, k, "k is")
     o, kv, k_sum = kernels.linear_attention_step(q, k, v, *state, log_decay, normalize, feature_map)
     return o, LinearState(kv, k_sum)
 
@@ -279,11 +285,13 @@ def _check_and_mask(
     B, S = k.shape[:2]
     if log_decay is not None:
         check_log_decay(log_decay, k.shape[:3], "[B, S, G]")
+        check_device("log_decay", log_decay, k, "k is")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
     if state is not None:
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype))
+        check_device("state", state.kv, k, "k is")
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, S)
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
@@ -293,8 +301,11 @@ def _check_and_mask(
 
 
 def check_state(state: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Require `kv` of `sizes` [B,G,R,M] and `k_sum` [B,G,R] of this type."""
+    """Require a state with `kv` of `sizes` [B,G,R,M] and `k_sum` [B,G,R], of this type."""
+    if not hasattr(state, "kv") or not hasattr(state, "k_sum"):
+        raise ValueError(f"state is a {type(state).__name__}, but must be a LinearState")
     for name, x, wanted in (("kv", state.kv, sizes), ("k_sum", state.k_sum, sizes[:3])):
+        check_tensor(f"state.{name}", x)
         if x.shape != wanted:
             raise ValueError(f"state.{name} has shape {shape(x)}, but these inputs want {list(wanted)}")
         if x.dtype != dtype:

@@ -20,10 +20,12 @@ from torch.nn.functional import pad
 
 from unrolled.ops.checks import (
     check_cu_seqlens,
+    check_device,
     check_key_padding_mask,
     check_log_decay,
     check_qkv,
     check_step,
+    check_tensor,
     shape,
 )
 from unrolled.ops.linear_diagonal_chunked import operator
@@ -112,8 +114,10 @@ def diagonal_linear_attention_step(
     """
     check_step(q, k, v)
     check_log_decay(log_decay, k.shape, "[B, G, R]")
+    check_device("log_decay", log_decay, k, "k is")
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
     _check_state(state, (*k.shape, v.shape[-1]), dtype)
+    check_device("state", state, k, "k is")
     (B, H, R), G = q.shape, k.shape[1]
     q, k, v, log_decay = (x.to(dtype) for x in (q, k, v, log_decay))
     with without_autocast(q.device):
@@ -165,6 +169,7 @@ def _run(
     """Check every argument, take padding and packing away, and run a form where T = S."""
     check_qkv(q, k, v)
     check_log_decay(log_decay, k.shape, "[B, S, G, R]")
+    check_device("log_decay", log_decay, k, "k is")
     (B, T, _, _), S = q.shape, k.shape[1]
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
     if cu_seqlens is not None:
@@ -173,6 +178,7 @@ def _run(
     if state is None:
         state = k.new_zeros(sizes, dtype=dtype)
     _check_state(state, sizes, dtype)
+    check_device("state", state, k, "k is")
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, S)
         k, v, log_decay = (without_padding(x, key_padding_mask) for x in (k, v, log_decay))
@@ -201,6 +207,7 @@ def _packed(
 
 
 def _check_state(state: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_tensor("state", state)
     if state.shape != sizes or state.dtype != dtype:
         raise ValueError(
             f"state is {state.dtype} of shape {shape(state)}, but these inputs want {dtype} {list(sizes)}"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import check_device, shape
 from unrolled.ops.packing import segment_ids
 
 
@@ -19,6 +19,7 @@ def padding_mask(lengths: Tensor, longest: int | None = None) -> Tensor:
 
 def without_padding(x: Tensor, key_padding_mask: Tensor) -> Tensor:
     """Zero `x [B,S,...]` where padded (True): even with a weight of 0, an inf left there would give NaN."""
+    check_device("key_padding_mask", key_padding_mask, x, "what it hides is")
     return x.masked_fill(key_padding_mask.reshape(*key_padding_mask.shape, *[1] * (x.dim() - 2)), 0)
 
 

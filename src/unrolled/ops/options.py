@@ -1,22 +1,45 @@
 """Checks of the options of a mechanism. Each failure is one sentence that names the option."""
 
+import functools
+import inspect
 import math
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+BITS = 64  # of the integers that torch takes
 
 
 def check_integers(low: int, **sizes: object) -> None:
     """Require integers, which True is not, of at least `low`."""
+    check_integers_only(**sizes)
+    for name, n in sizes.items():
+        if n < low:  # type: ignore[operator]
+            raise ValueError(f"{name} is {n}, but must be at least {low}")
+
+
+def check_integers_only(**sizes: object) -> None:
+    """Require integers, which True is not."""
     for name, n in sizes.items():
         if type(n) is not int:
             raise ValueError(f"{name} is {n!r}, but must be an integer")
-        if n < low:
-            raise ValueError(f"{name} is {n}, but must be at least {low}")
+        if n.bit_length() >= BITS:
+            raise ValueError(f"{name} is {n}, but must be an integer of {BITS} bits")
 
 
 def at_least(low: int, name: str, size: int) -> int:
     """Return `size`, or raise ValueError naming it unless it is a whole number of at least `low`."""
     if not isinstance(size, int) or isinstance(size, bool) or size < low:
         raise ValueError(f"{name} is {size!r}, but must be a whole number of at least {low}")
+    check_integers_only(**{name: size})
     return size
+
+
+def check_batch_size(batch_size: object) -> None:
+    """Require the number of rows of a state: an integer of at least 0, which may be torch's symbol of one."""
+    if not isinstance(batch_size, torch.SymInt):
+        check_integers(0, batch_size=batch_size)
 
 
 def check_finite(**numbers: object) -> None:
@@ -26,8 +49,72 @@ def check_finite(**numbers: object) -> None:
             raise ValueError(f"{name} is {x!r}, but must be a finite number")
 
 
+def is_number(x: object) -> bool:
+    """Return whether `x` is a finite number, integer or not, which True is not."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
 def check_booleans(**flags: object) -> None:
     """Require True or False."""
     for name, flag in flags.items():
         if type(flag) is not bool:
             raise ValueError(f"{name} is {flag!r}, but must be True or False")
+
+
+class ChecksOptions:
+    """A class whose constructors refuse booleans, integers and numbers of a wrong type, by their annotations.
+
+    `window: int` takes integers, which True is not, `rotary: bool` True and False, `scale: float` numbers
+    other than nan; with `| None`, also None. What else is annotated is left to the constructor, and so is
+    infinity. `init_state(batch_size)` refuses what is no number of rows.
+
+    Raises:
+        ValueError: an argument of another type.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _checking(cls.__init__)  # type: ignore[method-assign]
+        init_state = cls.__dict__.get("init_state")
+        if init_state is not None and "batch_size" in inspect.signature(init_state).parameters:
+            cls.init_state = _of_a_batch(init_state)  # type: ignore[attr-defined]
+
+
+def _checking(init: Any) -> Any:
+    names = list(inspect.signature(init).parameters)
+
+    @functools.cache
+    def kinds() -> dict[str, tuple[type, ...]]:  # late, when all names that annotations use are known
+        hints = get_type_hints(init)
+        return {
+            name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            for name, hint in hints.items()
+        }
+
+    @functools.wraps(init)
+    def check(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in [*zip(names[1:], args, strict=False), *kwargs.items()]:
+            _check_kind(name, value, kinds().get(name, ()))
+        init(self, *args, **kwargs)
+
+    return check
+
+
+def _of_a_batch(init_state: Any) -> Any:
+    @functools.wraps(init_state)
+    def check(self: Any, batch_size: int) -> Any:
+        check_batch_size(batch_size)
+        return init_state(self, batch_size)
+
+    return check
+
+
+def _check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    check = {bool: check_booleans, int: check_integers_only, float: check_finite}
+    kind, *others = kinds or (object,)
+    if kind not in check or not set(others) <= {NoneType} or (others and value is None):
+        return
+    if kind is float and isinstance(value, float) and math.isinf(value):
+        return
+    check[kind](**{name: value})

@@ -70,9 +70,12 @@ def fourier_features(
     return torch.cat([angles.sin(), angles.cos(), x], dim=-1).flatten(-2).to(dtype)
 
 
-def rotary(x: Tensor, positions: Tensor) -> Tensor:
+def rotary(x: Tensor, positions: Tensor, *, closed: bool = False) -> Tensor:
     """Rotate each pair (x_2i, x_2i+1) by the angle p / 10000^(2i/D): `x [B,T,H,D]`, `positions [B,T]`,
     or one token of each, `[B,H,D]` and `[B]`.
+
+    With `closed` it is p / 10000^(2i/(D-2)): the exponents go from 0 to 1 with both ends, as in the code of
+    RetNet.
 
     The product of two rotated vectors depends on the difference of their positions only. Su et al. 2021,
     "RoFormer" (arXiv 2104.09864), eq. 34. D is even. With linear attention only the numerator may be rotated:
@@ -82,17 +85,19 @@ def rotary(x: Tensor, positions: Tensor) -> Tensor:
         raise ValueError(
             f"positions has shape {shape(positions)}, but x {shape(x)} wants {list(x.shape[:-2])}"
         )
-    angles = _angles(positions, x.shape[-1], "the head width").unsqueeze(-2)
+    angles = _angles(positions, x.shape[-1], "the head width", closed).unsqueeze(-2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
 
-def _angles(positions: Tensor, dim: int, name: str) -> Tensor:
+def _angles(positions: Tensor, dim: int, name: str, closed: bool = False) -> Tensor:
     if dim % 2:
         raise ValueError(
             f"{name} is {dim}, but sinusoidal and rotary positions come in pairs and want an even one"
         )
     exact = exact_dtype(positions.device)
-    exponents = torch.arange(0, dim, 2, device=positions.device, dtype=exact) / dim
+    exponents = torch.arange(0, dim, 2, device=positions.device, dtype=exact) / (
+        max(1, dim - 2) if closed else dim
+    )
     return positions.to(exact).unsqueeze(-1) * 10000.0**-exponents

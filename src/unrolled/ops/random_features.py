@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from unrolled.ops.checks import may_read
 from unrolled.ops.linear import LinearState, check_state, linear_attention, linear_attention_step
+from unrolled.ops.linear_chunked import safe_divide
 from unrolled.ops.options import check_integers
 from unrolled.ops.precision import accumulation_dtype
 
@@ -127,12 +128,14 @@ def signed_linear_attention(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: LinearState | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Compute what `linear_attention` does, with features that may be negative but are about 1 long.
 
     The divisor d = q_i . z_i estimates a positive number, and may yet be small or negative. It is replaced by
-    sign(d) max(|d|, 1e-6): nothing is divided by 0, and the sign stays that of the weights' sum.
-    Arguments and results are those of `linear_attention` with `return_state`.
+    sign(d) max(|d|, 1e-6 w_i), so that the sign stays that of the weights' sum. w is 1, or for keys that were
+    scaled, by 1 - a_t say, `weight [B,T,H]`: what the factors of all keys that query i reads add up to.
+    Other arguments and results are those of `linear_attention` with `return_state`.
     """
     o, after = linear_attention(
         q,
@@ -146,17 +149,23 @@ def signed_linear_attention(
         return_state=True,
         normalize=False,
     )
-    return _divided(o).to(v.dtype), LinearState(after.kv[..., :-1], after.k_sum)
+    return _divided(o, weight).to(v.dtype), LinearState(after.kv[..., :-1], after.k_sum)
 
 
 def signed_linear_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, log_decay: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    log_decay: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """One token of `signed_linear_attention`; arguments and results are those of `linear_attention_step`."""
+    """One token of `signed_linear_attention`, with `weight [B,H]`; else it is as `linear_attention_step`."""
     o, after = linear_attention_step(
         q, k, _with_ones(v), _joined(state, q, k, v), log_decay=log_decay, normalize=False
     )
-    return _divided(o).to(v.dtype), LinearState(after.kv[..., :-1], after.k_sum)
+    return _divided(o, weight).to(v.dtype), LinearState(after.kv[..., :-1], after.k_sum)
 
 
 def _with_ones(v: Tensor) -> Tensor:
@@ -172,7 +181,7 @@ def _joined(state: LinearState, q: Tensor, k: Tensor, v: Tensor) -> LinearState:
     return LinearState(torch.cat([state.kv, state.k_sum.unsqueeze(-1)], dim=-1), state.k_sum)
 
 
-def _divided(o: Tensor) -> Tensor:
+def _divided(o: Tensor, weight: Tensor | None) -> Tensor:
     den = o[..., -1:]
-    smallest = torch.full_like(den, SMALLEST_DIVISOR).copysign(den)
-    return o[..., :-1] / torch.where(den.abs() < SMALLEST_DIVISOR, smallest, den)
+    smallest = SMALLEST_DIVISOR * (torch.ones_like(den) if weight is None else weight.unsqueeze(-1))
+    return safe_divide(o[..., :-1], torch.where(den.abs() < smallest, smallest.copysign(den), den))

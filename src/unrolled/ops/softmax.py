@@ -4,7 +4,7 @@ o_i = sum_j softmax_j(scale q_i . k_j) v_j        Vaswani et al. 2017 (arXiv 170
 """
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from unrolled.ops.checks import (
     check_qkv,
     check_step,
     shape,
+    transforming,
 )
+from unrolled.ops.kernels.door import differentiable_gradients
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
+from unrolled.ops.options import check_booleans, check_finite
 from unrolled.ops.precision import promoted, without_autocast
 
 BACKENDS = {
@@ -45,6 +48,13 @@ class KVCache(NamedTuple):
     recent_v: Tensor  # [B,G,W,M]
     recent_padding: Tensor  # [B,W]
     position: Tensor  # [B], valid tokens seen
+
+
+CACHE_GROWS = {
+    name: (axis, letter)
+    for part, letter in (("past", "P"), ("recent", "W"))
+    for name, axis in ((f"{part}_k", 2), (f"{part}_v", 2), (f"{part}_padding", 1))
+}
 
 
 def softmax_attention(
@@ -81,6 +91,9 @@ def softmax_attention(
         ValueError: an argument of another shape or type.
     """
     check_qkv(q, k, v)
+    check_booleans(causal=causal)
+    if scale is not None:
+        check_finite(scale=scale)
     (B, T, H, _), S = q.shape, k.shape[1]
     out_dtype = v.dtype
     q, k, v = promoted(q, k, v)
@@ -98,7 +111,7 @@ def softmax_attention(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
         allowed = _both(allowed, packed_mask(cu_seqlens, T))
-    plainly_causal = causal and allowed is None and T == S > 0
+    plainly_causal = bool(causal and allowed is None and T == S > 0)  # torch takes no symbol of a bool
     if (causal or S == 0) and not plainly_causal:
         allowed = _both(allowed, causal_mask(T, S, q.device))
     if allowed is None:
@@ -196,10 +209,12 @@ def extend_cache(cache: KVCache, k: Tensor, v: Tensor, key_padding_mask: Tensor 
     """Join new keys `[B,T,G,D]` and values `[B,T,G,M]`, and all that is recent, to the past."""
     _check_cache(cache, k, v)
     B, T = k.shape[:2]
-    new_padding = (
-        torch.zeros(B, T, dtype=torch.bool, device=k.device) if key_padding_mask is None else key_padding_mask
-    )
-    check_key_padding_mask(new_padding, B, T)
+    if key_padding_mask is None:
+        new_padding = torch.zeros(B, T, dtype=torch.bool, device=k.device)
+    else:
+        check_key_padding_mask(key_padding_mask, B, T)
+        new_padding = key_padding_mask
+        k, v = without_padding(k, new_padding), without_padding(v, new_padding)
     dtype = cache.past_k.dtype
     keys = torch.cat([cache.past_k, cache.recent_k, k.transpose(1, 2).to(dtype)], dim=2)
     values = torch.cat([cache.past_v, cache.recent_v, v.transpose(1, 2).to(dtype)], dim=2)
@@ -240,8 +255,10 @@ def _sdpa(
 ) -> Tensor:
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, but must be None or one of {', '.join(BACKENDS)}")
+    if backend is None and transforming():
+        backend = "math"  # the only one that has forward mode
     with nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend]):
-        return scaled_dot_product_attention(
+        o = scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
@@ -250,6 +267,43 @@ def _sdpa(
             scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
         ).transpose(1, 2)
+    if backend is None and o.requires_grad and not torch.compiler.is_compiling():
+        o = _Detour.apply(o, q, k, v, mask, causal, scale)  # type: ignore[no-untyped-call]
+    return o
+
+
+class _Detour(torch.autograd.Function):
+    """Leave `o` as it is, but lead its gradient past the fused kernel where it will be differentiated again.
+
+    The gradients of the fused kernels have none themselves. With `create_graph`, the math form makes them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """Return `o`."""
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.causal, ctx.scale = causal, scale
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of `o` for the kernel, or those of `q`, `k`, `v` and `mask` in its place."""
+        if not torch.is_grad_enabled():
+            return grad, None, None, None, None, None, None
+
+        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor]:
+            return (_sdpa(q, k, v, mask, ctx.causal, ctx.scale, "math"),)
+
+        return None, *differentiable_gradients(run, ctx.saved_tensors, [grad]), None, None
 
 
 def _both(a: Tensor | None, b: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from unrolled.files import load_tensors, save_tensors
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -55,8 +56,8 @@ def nbytes(state: tuple[Any, ...]) -> int:
 
 
 def save(state: tuple[Any, ...], path: str | Path) -> None:
-    """Write a state to a safetensors file."""
-    save_file({name: x.detach().contiguous().clone() for name, x in leaves(state).items()}, path)
+    """Write a state to a safetensors file, with a SHA-256 that `load` checks."""
+    save_tensors({name: x.detach().contiguous().clone() for name, x in leaves(state).items()}, path)
 
 
 def load(path: str | Path, like: State) -> State:
@@ -65,12 +66,10 @@ def load(path: str | Path, like: State) -> State:
     Sizes may differ from those of `like` (another batch size, a longer cache); names and types may not.
 
     Raises:
-        ValueError: the file is no safetensors file, or holds other tensors than `like`.
+        ValueError: the file is no safetensors file, was changed after it was saved, or holds other tensors
+            than `like`.
     """
-    try:
-        found = load_file(path)
-    except Exception as error:  # safetensors raises its own exception type, without a public name for it
-        raise ValueError(f"{path} is not a readable state file: {error}") from error
+    found = load_tensors(path)
     wanted = leaves(like)
     if found.keys() != wanted.keys():
         raise ValueError(f"{path} holds the tensors {sorted(found)}, but this state has {sorted(wanted)}")

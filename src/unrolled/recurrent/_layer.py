@@ -2,23 +2,23 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
-from unrolled.ops.options import at_least
+from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, shape
+from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.packing import pad_packed
 from unrolled.ops.precision import accumulation_dtype, without_autocast
-from unrolled.ops.state import leaves
+from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
 
-class RecurrentLayer(nn.Module):
+class RecurrentLayer(ChecksOptions, nn.Module):
     """Runs a cell over a sequence: `[B,T,input_size]` to `[B,T,hidden_size]`.
 
-    A cell derives from this class and declares `state_type`. It defines `init_state` and `advance`, one step
+    A cell derives from this class and defines `init_state` and `advance`, one step
     from inputs that are already projected; what its inputs alone decide it computes in `project`, for all
     tokens at once. One whose steps can run faster together overrides `scan`, and one for which there is a
     kernel from the inputs to the outputs `fused`, which is asked first where nothing is padded. States, and
@@ -33,9 +33,15 @@ class RecurrentLayer(nn.Module):
     """
 
     supports = Supports(
-        causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
+        causal=True,
+        bidirectional=False,
+        cross=False,
+        padding=True,
+        packing=True,
+        recurrence="constant",
+        dynamic_length=False,
     )
-    state_type: ClassVar[type[tuple[Any, ...]]] = tuple
+    growing: Growing = CONSTANT
 
     def __init__(self, input_size: int, hidden_size: int):
         super().__init__()
@@ -114,9 +120,10 @@ class RecurrentLayer(nn.Module):
         it was. `state` is not changed, and prefill may be called again on what follows.
         """
         self._check_input("x", x, 3)
-        self._check_state(state, x.shape[0])
+        check_state(self, state, x.shape[0], self._weight)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
+            check_device("key_padding_mask", key_padding_mask, self._weight)
             x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0)
         elif (done := self.fused(x, state)) is not None:
             return done
@@ -128,7 +135,7 @@ class RecurrentLayer(nn.Module):
     def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Run one token `x_t [B,input_size]`: `[B,hidden_size]` and the new state. `state` is not changed."""
         self._check_input("x_t", x_t, 2)
-        self._check_state(state, x_t.shape[0])
+        check_state(self, state, x_t.shape[0], self._weight)
         inputs = self.project(x_t)
         with without_autocast(x_t.device):
             y, state = self.advance(inputs.to(self._state_dtype), state)
@@ -153,26 +160,11 @@ class RecurrentLayer(nn.Module):
             raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {told}")
         if x.dim() != n_axes or x.shape[-1] != self.input_size:
             raise ValueError(f"{name} has shape {shape(x)}, but must be {told}")
+        check_device(name, x, self._weight)
         if x.dtype != self._weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"{name} is {x.dtype}, but the weights are {self._weight.dtype}: convert one, or use autocast"
             )
-
-    def _check_state(self, state: Any, batch: int) -> None:
-        if not isinstance(state, self.state_type):
-            raise ValueError(
-                f"state is a {type(state).__name__}, but must be a {self.state_type.__name__}, "
-                "from init_state or prefill"
-            )
-        grows = self.supports.recurrence == "growing"  # along the axis after the batch
-        of_none = leaves(self.init_state(0)).values()
-        for (name, found), wanted in zip(leaves(state).items(), of_none, strict=True):
-            free = 2 if grows and found.dim() > 1 else 1
-            if found.shape[:1] != (batch,) or found.shape[free:] != wanted.shape[free:]:
-                raise ValueError(
-                    f"{name} of the state has shape {shape(found)}, but this layer wants "
-                    f"{[batch, *shape(wanted)[1:]]} for {batch} rows"
-                )
 
 
 def unroll(

@@ -23,8 +23,6 @@ class LSTMLayer(RecurrentLayer):
     The rows of `input_proj`, and of U, are those of i, f, g and o, in this order.
     """
 
-    state_type = LSTMState
-
     def __init__(self, input_size: int, hidden_size: int):
         super().__init__(input_size, hidden_size)
         self.input_proj = nn.Linear(input_size, 4 * hidden_size)

@@ -39,8 +39,6 @@ class GRU(RecurrentLayer):
     uniform in +-1/sqrt(hidden_size). Both are as torch has it.
     """
 
-    state_type = GRUState
-
     def __init__(self, input_size: int, hidden_size: int):
         super().__init__(input_size, hidden_size)
         self.input_proj = nn.Linear(input_size, 3 * hidden_size)

@@ -48,8 +48,6 @@ class KroneckerRNN(RecurrentLayer):
         ValueError: an odd `hidden_size`, or factors that do not multiply to its half.
     """
 
-    state_type = KroneckerState
-
     def __init__(self, input_size: int, hidden_size: int, *, factors: Sequence[int] | None = None):
         super().__init__(input_size, hidden_size)
         if hidden_size % 2:

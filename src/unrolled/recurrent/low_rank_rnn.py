@@ -34,8 +34,6 @@ class LowRankRNN(RecurrentLayer):
         ValueError: a rank outside 1 .. N.
     """
 
-    state_type = RNNState
-
     def __init__(self, input_size: int, hidden_size: int, *, rank: int = 8):
         super().__init__(input_size, hidden_size)
         self.input_proj = nn.Linear(input_size, hidden_size)

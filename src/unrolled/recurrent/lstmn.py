@@ -29,6 +29,7 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled.contract import Supports
 from unrolled.ops.checks import check_key_padding_mask, shape
 from unrolled.ops.precision import without_autocast
+from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 from unrolled.recurrent._layer import RecurrentLayer
 
 
@@ -77,9 +78,15 @@ class LSTMN(RecurrentLayer):
     """
 
     supports = Supports(
-        causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="growing"
+        causal=True,
+        bidirectional=False,
+        cross=False,
+        padding=True,
+        packing=True,
+        recurrence="growing",
+        dynamic_length=False,
     )
-    state_type = LSTMNState
+    growing: Growing = dict.fromkeys(("tape", "keys", "filled"), (1, "S"))
 
     def __init__(
         self,
@@ -95,6 +102,7 @@ class LSTMN(RecurrentLayer):
                 raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1, or None")
         if tape_length is not None:
             self.supports = replace(self.supports, recurrence="constant")
+            self.growing = CONSTANT
         self.tape_length = tape_length
         self.score_size = hidden_size if score_size is None else score_size
         N, A = hidden_size, self.score_size
@@ -259,7 +267,7 @@ class DeepFusionLSTMN(nn.Module):
         """
         own, dtype = state.own, state.source.dtype
         self.cell._check_input("x_t", x_t, 2)
-        self.cell._check_state(own, len(x_t))
+        check_state(self.cell, own, len(x_t), self.cell.recurrent)
         sums, fusing = self.cell.project(x_t), self.input_proj(x_t)
         with without_autocast(x_t.device):
             gate, query = torch.split(fusing.to(dtype), [self.cell.hidden_size, self.cell.score_size], -1)

@@ -145,8 +145,6 @@ class NTM(RecurrentLayer):
         ValueError: a size below 1, a `reach` below 0 or beyond the memory, or no such controller.
     """
 
-    state_type = NTMState
-
     def __init__(
         self,
         input_size: int,

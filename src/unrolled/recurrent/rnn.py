@@ -32,8 +32,6 @@ class RNN(RecurrentLayer):
     All weights start uniform in +-1/sqrt(hidden_size), as torch's.
     """
 
-    state_type = RNNState
-
     def __init__(self, input_size: int, hidden_size: int):
         super().__init__(input_size, hidden_size)
         self.input_proj = nn.Linear(input_size, hidden_size)

@@ -36,7 +36,6 @@ from unrolled.testing.leaks import (
     check_batch_independence,
     check_no_future_leak,
     check_packing,
-    check_padding,
     check_prefix_invariance,
 )
 from unrolled.testing.masks import check_attn_mask, check_cross_attention, check_nothing_to_attend
@@ -45,11 +44,17 @@ from unrolled.testing.modules import (
     check_compiles,
     check_copies,
     check_deterministic,
+    check_dynamic_length,
     check_global_randomness,
     check_state_dict,
 )
 from unrolled.testing.numerics import check_dtypes, check_half_precision
-from unrolled.testing.refusals import check_refuses_unclaimed, check_rejects_wrong_input
+from unrolled.testing.padding import check_padding, check_padding_content
+from unrolled.testing.refusals import (
+    check_refuses_unclaimed,
+    check_rejects_other_states,
+    check_rejects_wrong_input,
+)
 from unrolled.testing.states import (
     check_constant_state,
     check_interleaved_sequences,
@@ -73,6 +78,7 @@ __all__ = [
     "check_cross_attention",
     "check_deterministic",
     "check_dtypes",
+    "check_dynamic_length",
     "check_forms_agree",
     "check_global_randomness",
     "check_gradients_through_state",
@@ -85,8 +91,10 @@ __all__ = [
     "check_nothing_to_attend",
     "check_packing",
     "check_padding",
+    "check_padding_content",
     "check_prefix_invariance",
     "check_refuses_unclaimed",
+    "check_rejects_other_states",
     "check_rejects_wrong_input",
     "check_short_and_empty",
     "check_state_dict",
@@ -118,13 +126,16 @@ CHECKS: dict[Check, Callable[[Supports], bool]] = {
     check_interleaved_sequences: recurrent,
     check_state_round_trip: recurrent,
     check_state_structure: recurrent,
+    check_rejects_other_states: recurrent,
     check_constant_state: lambda s: recurrent(s) and s.recurrence == "constant",
     check_padding: lambda s: s.padding,
+    check_padding_content: lambda s: s.padding,
     check_packing: lambda s: s.packing,
     check_cross_attention: lambda s: s.cross,
     check_attn_mask: lambda s: s.attn_mask,
     check_nothing_to_attend: lambda s: s.padding or s.cross or s.attn_mask,
     check_compiles: lambda s: True,
+    check_dynamic_length: lambda s: True,
 }
 """Every check, with the claims that it needs."""
 

@@ -94,9 +94,12 @@ def check_short_and_empty(make: Maker, supports: Supports) -> None:
             x = make.input(batch, length)
             y = module(x)
             require(y.shape == x.shape, f"{what}: output has shape {list(y.shape)}")
+            _require_reached(y, x, what)
             assert_finite(with_gradients(module, y, x=x), what)
     if recurrent(supports):
         module = make(causal=True)
+        x = make.input(2, 0)
+        _require_reached(module.prefill(x, module.init_state(2))[0], x, "prefill(0)")
         for batch, plan in ((0, [("prefill", 3), ("step", 2)]), (2, [("prefill", 0)])):
             x = make.input(batch, sum(n for _, n in plan))
             y, state = unroll(module, x, plan)
@@ -105,3 +108,11 @@ def check_short_and_empty(make: Maker, supports: Supports) -> None:
             more = make.input(batch, 3, seed=1)
             y, _ = unroll(module, more, [("prefill", 2), ("step", 1)], state)
             assert_close(y, module(more), f"continued after {what}")
+
+
+def _require_reached(y: torch.Tensor, x: torch.Tensor, what: str) -> None:
+    """Fail where autograd finds no way from the output to the input: `backward` would then raise."""
+    gradient = None
+    if y.requires_grad:
+        (gradient,) = torch.autograd.grad(y.sum(), x, allow_unused=True, retain_graph=True)
+    require(gradient is not None, f"{what}: the output is not connected to x, so there is no gradient of x")

@@ -1,4 +1,4 @@
-"""What an output may depend on: never the future, another row, another sequence of the pack, or padding."""
+"""What an output may depend on: never the future, another row, or another sequence of the pack."""
 
 import itertools
 from typing import Any
@@ -10,7 +10,6 @@ from unrolled.contract import Supports, UnsupportedError
 from unrolled.testing._kit import (
     Maker,
     assert_close,
-    assert_finite,
     assert_identical,
     claimed_variants,
     describe,
@@ -25,21 +24,6 @@ from unrolled.testing.forms import LONG
 
 LOUD = 12.0
 """Perturbations are this much larger than the data: a leak through a maximum hides from small ones."""
-
-HUGE = 1e4
-"""Size of what stands in padded positions: large enough for exp to overflow, so `0 * inf` shows."""
-
-PADDING = torch.tensor(
-    [
-        [0, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [0, 0, 0, 0, 0, 1, 1],
-        [0, 1, 1, 0, 1, 0, 0],
-        [1, 0, 0, 1, 0, 0, 1],
-    ],
-    dtype=torch.bool,
-)
-"""No padding, on the left, on the right, scattered, on both sides: `[5, 7]`, True = padding."""
 
 
 def check_no_future_leak(make: Maker, supports: Supports) -> None:
@@ -84,53 +68,6 @@ def check_batch_independence(make: Maker, supports: Supports) -> None:
             assert_close(alone, y[:1], f"{describe(plan)} of a row alone against the same row in a batch")
             y_other, _ = unroll(module, other, plan)
             assert_identical(y_other[:1], y[:1], f"{describe(plan)} of row 0 when the other rows change")
-
-
-def check_padding(make: Maker, supports: Supports) -> None:
-    """Padding anywhere changes nothing in valid outputs and gradients, whatever numbers it holds."""
-    quiet = make.input(*PADDING.shape)
-    content = HUGE * make.input(*PADDING.shape, seed=1, grad=False)
-    loud = torch.where(PADDING[..., None], content, quiet.detach()).requires_grad_()
-    for causal in directions(supports):
-        for variant, module in claimed_variants(make, causal):
-            segmentations = [[], [7], [4, 3]] if causal and recurrent(supports) else [[]]
-            for segments in segmentations:
-                form = " + ".join(f"prefill({n})" for n in segments) + " + step" if segments else "forward"
-                what = f"{variant}, causal={causal}: {form} of padded rows"
-                alone = _rows_alone(module, quiet, continued=bool(segments))
-                wanted = with_gradients(module, alone, x=quiet)
-                found = with_gradients(module, _padded(module, quiet, segments, what), x=quiet)
-                assert_close(found, wanted, f"{what} against each row without its padding")
-                changed = with_gradients(module, _padded(module, loud, segments, what), x=loud)
-                assert_identical(changed, found, f"{what} when the padding holds values of {HUGE:g}")
-
-
-def _rows_alone(module: Any, x: Tensor, *, continued: bool) -> Tensor:
-    """Run each row without its padding and concatenate the outputs, and those of a further step."""
-    rows = [row[keep][None] for row, keep in zip(x, ~PADDING, strict=True)]
-    if not continued:
-        return torch.cat([module(row)[0] for row in rows])
-    outputs, last = [], []
-    for row, next_token in zip(rows, normal(len(rows), 1, x.shape[-1]).to(x.dtype), strict=True):
-        y, state = unroll(module, row, [("prefill", row.shape[1])])
-        outputs.append(y[0])
-        last.append(module.step(next_token, state)[0])
-    return torch.cat([*outputs, *last])
-
-
-def _padded(module: Any, x: Tensor, segments: list[int], what: str) -> Tensor:
-    """Run all rows as one padded batch, and concatenate the valid outputs in the order of `_rows_alone`."""
-    if not segments:
-        y: Tensor = module(x, key_padding_mask=PADDING)
-        assert_finite(y, f"{what}, padded positions included")
-        return y[~PADDING]
-    outputs, state = [], module.init_state(len(x))
-    for part, mask in zip(*(torch.split(t, segments, 1) for t in (x, PADDING)), strict=True):
-        y, state = module.prefill(part, state, key_padding_mask=mask)
-        assert_finite(y, f"{what}, padded positions included")
-        outputs.append(y)
-    last, _ = module.step(normal(len(x), x.shape[-1]).to(x.dtype), state)
-    return torch.cat([torch.cat(outputs, 1)[~PADDING], last])
 
 
 def check_packing(make: Maker, supports: Supports) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -317,6 +318,21 @@ def check_memory_compiles(make: MemoryMaker) -> None:
         torch.compiler.reset()
 
 
+def check_memory_dynamic_lengths(make: MemoryMaker) -> None:
+    """`torch.export` takes a `forward` of any number of queries and any length, and gives the same values."""
+    module = make()
+    lengths = [{1: torch.export.Dim(name, min=2, max=32)} for name in ("queries", "memory")]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of torch's own, about what it uses
+        exported = torch.export.export(
+            module, make.inputs(2, 9, 11), dynamic_shapes=tuple(lengths), strict=False
+        ).module()
+    for queries, length in ((2, 32), (29, 5)):
+        inputs = make.inputs(2, queries, length)
+        what = f"{queries} queries of a memory of {length}, exported with dynamic lengths"
+        assert_close(exported(*inputs), module(*inputs), what)
+
+
 MEMORY_CHECKS: tuple[Callable[[MemoryMaker], None], ...] = (
     check_verbs_agree,
     check_weights_are_shares,
@@ -330,5 +346,6 @@ MEMORY_CHECKS: tuple[Callable[[MemoryMaker], None], ...] = (
     check_memory_sizes,
     check_memory_refusals,
     check_memory_compiles,
+    check_memory_dynamic_lengths,
 )
 """Every check, each of which can be run alone: `check(MemoryMaker(MyAttention, {"my_option": 3}))`."""

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,45 @@ def check_compiles(make: Maker, supports: Supports) -> None:
             assert_close(torch.cat(outputs, 1), wanted, "compiled prefill(7) + step(2)")
     finally:
         torch.compiler.reset()
+
+
+def check_dynamic_length(make: Maker, supports: Supports) -> None:
+    """`torch.export` with a dynamic length agrees at every length, or `dynamic_length` is not claimed.
+
+    What has no claim must have failed for one direction; else it should make it. The claim is of the default
+    options, and so is the check.
+    """
+    if make.options:
+        return
+    failed = []
+    for causal in directions(supports):
+        module = make(causal=causal)
+        error = _export_error(module, make)
+        if error is None:
+            continue
+        require(not supports.dynamic_length, f"causal={causal}: torch.export with a dynamic length: {error}")
+        failed.append(causal)
+    require(
+        supports.dynamic_length or bool(failed),
+        "torch.export with a dynamic length works, but dynamic_length is not claimed",
+    )
+
+
+def _export_error(module: Any, make: Maker) -> str | None:
+    """Export 40 tokens for lengths from 8 to 64; say what went wrong, if something did."""
+    length = torch.export.Dim("length", min=8, max=64)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of torch's own, about what it uses
+            exported = torch.export.export(
+                module, (make.input(2, 40, grad=False),), dynamic_shapes=({1: length},), strict=False
+            ).module()
+    except Exception as error:  # of whatever kind torch raises
+        return str(error).partition("\n")[0]
+    for n in (8, 33, 64):
+        x = make.input(2, n, seed=n, grad=False)
+        assert_close(exported(x), module(x), f"{n} tokens, exported with a dynamic length")
+    return None
 
 
 def _compiled(function: Any) -> Any:

@@ -1,5 +1,7 @@
 """What a mechanism cannot do it refuses, and what is wrong it names: nothing is ignored silently."""
 
+from collections import namedtuple
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.state import leaves
 from unrolled.testing._kit import Maker, assert_raises, claimed_variants, directions, normal, recurrent
 
 
@@ -120,3 +123,50 @@ def _wrong_masks(rows: int, columns: int) -> list[tuple[str, Tensor]]:
         ("of type float", torch.ones(rows, columns)),
         ("of type int64", torch.ones(rows, columns, dtype=torch.int64)),
     ]
+
+
+def check_rejects_other_states(make: Maker, supports: Supports) -> None:
+    """What is no state of this layer raises ValueError, in `prefill` and `step`.
+
+    That is None, a list or another tuple, and in any place of it no tensor, or one of another type, device,
+    number of axes, size or number of rows.
+    """
+    module = make(causal=True)
+    x = make.input(2, 3, grad=False)
+    for seen in (0, 3):
+        _, state = module.prefill(x[:, :seen], module.init_state(2))
+        others = {"None": None, "nothing": (), "a list": list(state), "a tuple without names": tuple(state)}
+        if hasattr(state, "_fields"):
+            others["a tuple of another kind"] = namedtuple("Another", state._fields)(*state)
+        for name, part in leaves(state).items():
+            for what, wrong in _wrong_tensors(part):
+                others[f"a state whose {name} is {what}"] = _with_leaf(state, name, wrong)
+        for what, other in others.items():
+            for verb, given in (("prefill", x), ("step", x[:, 0])):
+                assert_raises(ValueError, f"{verb} after {seen} tokens, {what}", module, verb, given, other)
+
+
+def _wrong_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield what cannot stand where `x` of a state stands."""
+    yield "None", None
+    yield "a list", x.tolist()
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.bool):
+        if dtype != x.dtype:
+            yield f"of {dtype}", x.to(dtype)
+    yield "on another device", x.to("meta")
+    yield "without a batch", x[0]
+    yield "of one axis more", x.unsqueeze(-1)
+    for axis in range(x.dim()):
+        one = list(x.shape)
+        one[axis] = 1
+        yield f"longer along axis {axis}", torch.cat([x, x.new_zeros(one)], axis)
+
+
+def _with_leaf(state: Any, name: str, x: Any) -> Any:
+    """Put `x` where `leaves` finds the tensor of this name."""
+    first, _, rest = name.partition(".")
+    names = list(getattr(state, "_fields", map(str, range(len(state)))))
+    parts = list(state)
+    at = names.index(first)
+    parts[at] = _with_leaf(parts[at], rest, x) if rest else x
+    return state._make(parts) if hasattr(state, "_make") else tuple(parts)

@@ -28,23 +28,55 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class Interrupted(KeyboardInterrupt):
+    """A run was ended by a signal and can go on; `signal` is its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.signal = number
+
+
+class SignalFlag:
+    """Whether a signal has asked the run to end: `signal` is the number of the first, None before."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def is_set(self) -> bool:
+        """Return whether the run is to end."""
+        return self.signal is not None
+
+
+STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 @contextmanager
-def interrupt_flag() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into a flag, so that a step is never cut in half; the second stops at once."""
-    flag = threading.Event()
+def interrupt_flag() -> Iterator[SignalFlag]:
+    """Turn Ctrl-C, SIGTERM and SIGHUP into a flag, so that a step is never cut in half.
+
+    The second Ctrl-C stops at once. The others come twice by themselves, from the system and from a parent
+    process that passes its own on, so that further ones change nothing. One that the process was started to
+    ignore, as `nohup` does, stays ignored.
+    """
+    flag = SignalFlag()
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield flag
         return
-    before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+    before = {number: signal.getsignal(number) for number in STOPPING}
     # A job in the background of a shell inherits that Ctrl-C is ignored, but the second one must not be.
-    second = before if callable(before) else signal.default_int_handler
+    on_ctrl_c = before[signal.SIGINT]
+    second = on_ctrl_c if callable(on_ctrl_c) else signal.default_int_handler
 
     def raise_flag(number: int, frame: FrameType | None) -> None:
-        flag.set()
-        signal.signal(signal.SIGINT, second)
+        flag.signal = flag.signal or number
+        if number == signal.SIGINT:
+            signal.signal(number, second)
 
-    signal.signal(signal.SIGINT, raise_flag)
+    caught = [n for n in STOPPING if n == signal.SIGINT or before[n] is not signal.SIG_IGN]
+    for number in caught:
+        signal.signal(number, raise_flag)
     try:
         yield flag
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in caught:
+            signal.signal(number, before[number] or signal.SIG_DFL)

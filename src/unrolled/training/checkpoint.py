@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from unrolled.files import DIGEST_KEY, load_tensors, read_header, save_tensors
 from unrolled.training._files import replacing_files
 from unrolled.training.config import NEWER
 from unrolled.training.interfaces import Trainable
@@ -61,9 +60,13 @@ class Recent:
 
 @dataclass
 class Progress:
-    """How far a run is. Losses are in nats per token; None before the first evaluation."""
+    """How far a run is. Losses are in nats per token; None before the first evaluation.
+
+    `evaluated` is the step of the last evaluation, so that one that was cut short is made up for.
+    """
 
     step: int = 0
+    evaluated: int = 0
     seconds: float = 0.0
     best_val: float | None = None
     last_val: float | None = None
@@ -100,9 +103,7 @@ def save(path: Path, state: TrainState, identity: Mapping[str, Any], metadata: M
     }
     text = json.dumps(document)
     with replacing_files(path.parent) as staging:
-        save_file(
-            tensors, staging / path.name, metadata={JSON_KEY: text, "checksum": _checksum(tensors, text)}
-        )
+        save_tensors(tensors, staging / path.name, metadata={JSON_KEY: text})
 
 
 def load(path: Path, state: TrainState, identity: Mapping[str, Any], free: frozenset[str]) -> bool:
@@ -161,30 +162,18 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 def fingerprint(*tensors: Tensor) -> str:
     """Sum up tensors in eight characters; equal for equal contents."""
-    return _checksum({str(i): x.cpu().contiguous() for i, x in enumerate(tensors)})
+    total = 0
+    for x in tensors:
+        total = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        with safe_open(path, "pt") as file:
-            found = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
-    if JSON_KEY not in found:
+    metadata = read_header(path).metadata
+    if JSON_KEY not in metadata or DIGEST_KEY not in metadata:
         raise ValueError(f"{path} is a safetensors file, but not a training checkpoint")
-    text = found[JSON_KEY]
-    if found.get("checksum") != _checksum(tensors, text):
-        raise ValueError(f"{path} is damaged: its content does not match its checksum")
-    return tensors, json.loads(text)
-
-
-def _checksum(tensors: Mapping[str, Tensor], text: str = "") -> str:
-    total = zlib.crc32(text.encode())
-    for name in sorted(tensors):
-        total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
-    return f"{total:08x}"
+    tensors = {name: x.clone() for name, x in load_tensors(path).items()}
+    return tensors, json.loads(metadata[JSON_KEY])
 
 
 def _model_tensors(model: Trainable) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 Optimizer = Literal["radam", "adamw"]
 NEWER = {"eps": 1e-8}  # fields that the first checkpoints do not have
+MOST = 2**63 - 1  # that torch and islice take
 MOST_THREADS = 1024  # beyond, the system refuses to start them, in the middle of the work
 Decay = Literal["cosine", "plateau", "constant", "inverse_sqrt"]
 
@@ -37,6 +38,8 @@ class TrainConfig:
         checkpoint_every: updates between two checkpoints, which is the most that a killed run loses.
         log_every: updates per line of training loss in the log.
         seed: of the data order and of dropout.
+        redraw_every: updates after which random features (`performer`, `rfa`) get other rows; None keeps the
+            first ones.
         threads: CPU threads of torch; None leaves them as they are.
 
     Raises:
@@ -63,17 +66,16 @@ class TrainConfig:
     seed: int = 0
     threads: int | None = None
     eps: float = 1e-8
+    redraw_every: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_every", "checkpoint_every", "log_every"):
             _whole(name, getattr(self, name), least=1)
         for name in ("warmup_steps", "seed"):
             _whole(name, getattr(self, name), least=0)
-        for name in ("eval_batches", "threads"):
+        for name in ("eval_batches", "redraw_every", "threads"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), least=1)
-        if self.seed >= 2**63:
-            raise ValueError(f"seed is {self.seed}, but must be below 2^63")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise ValueError(f"threads is {self.threads}, but must be at most {MOST_THREADS}")
         for name in ("bf16", "gradient_checkpointing"):
@@ -122,6 +124,8 @@ class TrainConfig:
 def _whole(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}, but must be a whole number of at least {least}")
+    if value > MOST:
+        raise ValueError(f"{name} is {value}, but must be at most {MOST}")
 
 
 def _number(name: str, value: Any, wanted: str, holds: Callable[[float], bool]) -> None:

@@ -12,24 +12,45 @@ from unrolled.training.config import TrainConfig
 from unrolled.training.interfaces import Batch, Trainable, TrainingData
 
 
-def evaluate(model: Trainable, dataset: TrainingData, config: TrainConfig) -> float:
+class EvaluationStoppedError(Exception):
+    """An evaluation was asked to stop before its end."""
+
+
+def evaluate(
+    model: Trainable,
+    dataset: TrainingData,
+    config: TrainConfig,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+) -> float:
     """Mean loss over all targets of the validation split, in nats per token.
 
     Each batch counts by its number of targets, so the result does not depend on the batch size. Runs in eval
     mode, under the autocast of training, and leaves torch's random generators as they were.
 
+    Args:
+        model: in any mode, which it is left in.
+        dataset: its `eval_batches` are evaluated.
+        config: how to make the batches, and how many.
+        stop: asked before each batch whether to give up.
+
     Raises:
+        EvaluationStoppedError: `stop` said so.
         ValueError: there is no target to predict.
     """
     device = next(model.named_parameters())[1].device
     nats, targets, was_training = 0.0, 0, model.training
     model.eval()
-    with torch.no_grad(), own_random_state(device):
-        for batch in islice(dataset.eval_batches(config.batch_size), config.eval_batches):
-            if count := count_targets(batch):
-                nats += batch_loss(model, batch, config, device).item() * count
-                targets += count
-    model.train(was_training)
+    try:
+        with torch.no_grad(), own_random_state(device):
+            for batch in islice(dataset.eval_batches(config.batch_size), config.eval_batches):
+                if stop():
+                    raise EvaluationStoppedError
+                if count := count_targets(batch):
+                    nats += batch_loss(model, batch, config, device).item() * count
+                    targets += count
+    finally:
+        model.train(was_training)
     if targets == 0:
         raise ValueError(f"the validation split has no target to predict: it is empty or all {IGNORED}")
     return nats / targets

@@ -60,6 +60,10 @@ class Trainable(Protocol):
         """Turn dropout off."""
         ...
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield the model and every module in it."""
+        ...
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter once."""
         ...

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from unrolled.contract import UnsupportedError
+from unrolled.ops.options import is_number
 from unrolled.training._files import replacing_files
 
 
@@ -57,19 +58,33 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
     """Read the lines of a log; a last line that a killed process did not finish is left out.
 
     Raises:
-        ValueError: another line is damaged.
+        ValueError: another line is damaged: no JSON object, or without an event and a step, or a loss.
     """
     path = Path(path)
     if not path.exists():
         return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    try:
+        whole, _, _ = path.read_bytes().rpartition(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     lines = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            lines.append(json.loads(line))
+            found = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: line {number} is not JSON ({error})") from error
+        if not _is_line(found):
+            raise ValueError(f"{path} is damaged: line {number} is not an event at a step, with its loss")
+        lines.append(found)
     return lines
+
+
+def _is_line(found: Any) -> bool:
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+        return False
+    losses = {"train": ["loss"], "eval": ["loss", "best"]}.get(found["event"], [])
+    has_loss = all(is_number(found.get(name)) for name in losses)
+    return type(found.get("step")) is int and has_loss
 
 
 def progress_bar(enabled: bool) -> Progress:

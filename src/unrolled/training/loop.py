@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.ops.random_features import Projection
 from unrolled.training import checkpoint
-from unrolled.training._files import prepare_folder, replacing_files
-from unrolled.training._session import cpu_threads, interrupt_flag, own_random_state
+from unrolled.training._files import make_folder, remove_staging, replacing_files
+from unrolled.training._outputs import held
+from unrolled.training._session import Interrupted, SignalFlag, cpu_threads, interrupt_flag, own_random_state
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
-from unrolled.training.evaluation import batch_loss, count_targets, evaluate
+from unrolled.training.evaluation import EvaluationStoppedError, batch_loss, count_targets, evaluate
 from unrolled.training.interfaces import Trainable, TrainingData
 from unrolled.training.log import RunLog, open_log, progress_bar
 from unrolled.training.optim import Schedule, build_optimizer
@@ -23,15 +25,22 @@ from unrolled.training.optim import Schedule, build_optimizer
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. Losses are in nats per token; None if Ctrl-C came before the first evaluation.
+    """How a run ended. Losses are in nats per token; None if it was ended before the first evaluation.
 
-    `steps` is below the steps asked for if Ctrl-C ended the run. `seconds` counts every process of the run.
+    `steps` is below the steps asked for if a signal ended the run; `signal` is then its number, such as
+    `signal.SIGINT` for Ctrl-C, else None. `seconds` counts every process of the run.
     """
 
     best_val: float | None
     last_val: float | None
     steps: int
     seconds: float
+    signal: int | None = None
+
+    def raise_if_interrupted(self) -> None:
+        """Raise `Interrupted`, a KeyboardInterrupt, if a signal ended the run."""
+        if self.signal is not None:
+            raise Interrupted(self.signal)
 
 
 def train(
@@ -44,15 +53,18 @@ def train(
     progress: bool = True,
     tensorboard: bool = False,
     metadata: Mapping[str, Any] | None = None,
+    on_start: Callable[[bool], object] = lambda resumed: None,
 ) -> TrainResult:
     """Train a model, or go on where an earlier call on the same folder stopped.
 
     The folder holds the best weights so far (whatever `model.save` writes), `last.safetensors` to resume
     from, and `log.jsonl`. A run that is killed at any moment and started again ends with the same weights,
     bit for bit, as one left alone: on a CPU with the same number of threads; on CUDA where the kernels are
-    deterministic. Ctrl-C finishes the step, writes a checkpoint and returns; a second one stops at once.
+    deterministic. Ctrl-C, SIGTERM and SIGHUP finish the step, give up an evaluation, which is made up for
+    when the run goes on, write a checkpoint and return; a second Ctrl-C stops at once.
 
-    The model is trained in place on the device it is on, and left with its last weights in eval mode.
+    No two processes train in one folder at a time. The model is trained in place on the device it is on, and
+    left with its last weights in eval mode.
 
     Args:
         model: what to train, such as an `unrolled.models.Decoder`.
@@ -63,70 +75,137 @@ def train(
         progress: show a progress bar.
         tensorboard: also log to `run_dir/tensorboard`.
         metadata: plain JSON to keep in the checkpoint, such as how to make the data set again.
+        on_start: called once, with whether the run goes on from a checkpoint, when all has been checked and
+            before anything is written: to put further files into the folder.
 
     Raises:
-        ValueError: the folder cannot be written to, or its checkpoint is damaged or belongs to another
-            model, config or data set, or a batch has nothing to predict.
+        ValueError: the folder cannot be written to or another process trains there, or its checkpoint is
+            damaged or belongs to another model, config or data set, or a batch has nothing to predict.
         FloatingPointError: a loss or the gradient is not finite; `last.safetensors` holds an earlier step.
+        OSError: a file cannot be written, as on a full disk; `last.safetensors` holds an earlier step.
         UnsupportedError: TensorBoard is not installed, or the model cannot recompute activations.
     """
     run_dir = Path(run_dir)
-    if config.gradient_checkpointing:
-        if not hasattr(model, "gradient_checkpointing"):
-            name = type(model).__name__
-            raise UnsupportedError(f"{name} cannot recompute activations: use gradient_checkpointing=False")
-        model.gradient_checkpointing = True
-    prepare_folder(run_dir)
+    _recompute_activations(model, config)
     device = next(model.named_parameters())[1].device
-    optimizer = build_optimizer(model.named_parameters(), config)
-    state = TrainState(model, optimizer, Schedule(config), device)
     with own_random_state(device), cpu_threads(config.threads), interrupt_flag() as interrupted:
-        torch.manual_seed(config.seed)
-        path = run_dir / "last.safetensors"
-        identity = _identity(model, dataset, config)
-        resumed = resume and path.exists()
-        if resumed:
-            free = frozenset(f"train.{x}" for x in config.free_on_resume())
-            resumed = checkpoint.load(path, state, identity, free)
-        p = state.progress
-        if p.step > config.steps:
-            raise ValueError(f"steps is {config.steps}, but {path} is already at step {p.step}")
+        identity = _identity(
+            model, dataset, config
+        )  # draws a batch, so that an impossible one makes no folder
+        make_folder(run_dir)
+        with held(run_dir):
+            remove_staging(run_dir)
+            torch.manual_seed(config.seed)
+            optimizer = build_optimizer(model.named_parameters(), config)
+            state = TrainState(model, optimizer, Schedule(config), device)
+            run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), interrupted)
+            resumed = resume and run.resume()
+            on_start(resumed)
+            run.go(resumed, progress=progress, tensorboard=tensorboard)
+    model.eval()
+    p = state.progress
+    return TrainResult(p.best_val, p.last_val, p.step, p.seconds, interrupted.signal)
+
+
+@dataclass
+class _Run:
+    """A run in its folder, which nobody else writes to."""
+
+    state: TrainState
+    dataset: TrainingData
+    config: TrainConfig
+    run_dir: Path
+    identity: dict[str, Any]
+    metadata: dict[str, Any]
+    interrupted: SignalFlag
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.run_dir / "last.safetensors"
+
+    def resume(self) -> bool:
+        """Go back to the checkpoint, if there is one that fits."""
+        if not self.checkpoint.exists():
+            return False
+        free = frozenset(f"train.{x}" for x in self.config.free_on_resume())
+        resumed = checkpoint.load(self.checkpoint, self.state, self.identity, free)
+        if (step := self.state.progress.step) > self.config.steps:
+            raise ValueError(f"steps is {self.config.steps}, but {self.checkpoint} is already at step {step}")
+        return resumed
+
+    def go(self, resumed: bool, *, progress: bool, tensorboard: bool) -> None:
+        """Train to the end, or to a signal, and write a checkpoint."""
+        p, config = self.state.progress, self.config
         started = time.perf_counter() - p.seconds
 
         def save_checkpoint() -> None:
             p.seconds = time.perf_counter() - started
-            checkpoint.save(path, state, identity, metadata or {})
+            checkpoint.save(self.checkpoint, self.state, self.identity, self.metadata)
 
         if not resumed:
             save_checkpoint()  # so that a run killed early starts again from these very weights
         after = p.step if resumed else None
         with (
-            open_log(run_dir / "log.jsonl", after=after, tensorboard=tensorboard) as log,
+            open_log(self.run_dir / "log.jsonl", after=after, tensorboard=tensorboard) as log,
             progress_bar(progress) as bar,
         ):
             log.write("resume" if resumed else "start", p.step, config=asdict(config))
             task = bar.add_task("", total=config.steps, completed=p.step, loss="-", speed="-")
-            model.train()
-            while p.step < config.steps and not interrupted.is_set():
-                began = time.perf_counter()
-                lr = state.schedule.lr(p.step)
-                loss, grad_norm, tokens = _update(state, dataset, config, lr)
-                p.step += 1
-                p.recent.add(loss, tokens, time.perf_counter() - began)
+            self.state.model.train()
+            self._evaluate_if_due(log)
+            while p.step < config.steps and not self.interrupted.is_set():
+                loss = self._step(log)
                 bar.update(task, completed=p.step, loss=f"{loss:.3f}", speed=f"{p.recent.speed:,.0f}")
                 if p.step % config.log_every == 0:
-                    mean, speed = p.recent.mean_loss, p.recent.speed
-                    log.write("train", p.step, loss=mean, lr=lr, grad_norm=grad_norm, tokens_per_second=speed)
                     p.recent = checkpoint.Recent()
-                if p.step % config.eval_every == 0 or p.step == config.steps:
-                    _evaluate(state, dataset, config, run_dir, log)
+                self._evaluate_if_due(log)
                 if p.step % config.checkpoint_every == 0:
                     save_checkpoint()
             save_checkpoint()
-            if p.step < config.steps:
-                bar.console.print(f"Stopped after step {p.step}; train again in {run_dir} to go on.")
-    model.eval()
-    return TrainResult(p.best_val, p.last_val, p.step, p.seconds)
+            if self.interrupted.is_set():
+                bar.console.print(f"Stopped after step {p.step}; train again in {self.run_dir} to go on.")
+
+    def _step(self, log: RunLog) -> float:
+        """Make one update and count it; give its loss."""
+        p, config = self.state.progress, self.config
+        began = time.perf_counter()
+        lr = self.state.schedule.lr(p.step)
+        loss, grad_norm, tokens = _update(self.state, self.dataset, config, lr)
+        p.step += 1
+        p.recent.add(loss, tokens, time.perf_counter() - began)
+        if p.step % config.log_every == 0:
+            mean, speed = p.recent.mean_loss, p.recent.speed
+            log.write("train", p.step, loss=mean, lr=lr, grad_norm=grad_norm, tokens_per_second=speed)
+        return loss
+
+    def _evaluate_if_due(self, log: RunLog) -> None:
+        """Evaluate, tell the schedule and the log, and keep the weights if they are the best so far."""
+        p, config, state = self.state.progress, self.config, self.state
+        due = p.step % config.eval_every == 0 or p.step == config.steps
+        if not due or p.evaluated == p.step:
+            return
+        try:
+            p.last_val = evaluate(state.model, self.dataset, config, stop=self.interrupted.is_set)
+        except EvaluationStoppedError:
+            return  # it is still due when the run goes on
+        if not math.isfinite(p.last_val):
+            raise FloatingPointError(f"the validation loss after step {p.step} is {p.last_val}: lower lr")
+        if p.step % config.eval_every == 0:  # not the one at the end, which a longer run would not have
+            state.schedule.observe(p.last_val)
+        if p.best_val is None or p.last_val < p.best_val:
+            p.best_val = p.last_val
+            with replacing_files(self.run_dir) as folder:
+                state.model.save(folder)
+        p.evaluated = p.step
+        log.write("eval", p.step, loss=p.last_val, bits=p.last_val / math.log(2), best=p.best_val)
+
+
+def _recompute_activations(model: Trainable, config: TrainConfig) -> None:
+    if config.gradient_checkpointing:
+        if not hasattr(model, "gradient_checkpointing"):
+            name = type(model).__name__
+            raise UnsupportedError(f"{name} cannot recompute activations: use gradient_checkpointing=False")
+        model.gradient_checkpointing = True
 
 
 def _update(
@@ -134,6 +213,8 @@ def _update(
 ) -> tuple[float, float, int]:
     """Make one optimiser step; return the loss, the norm of the gradient and the number of targets."""
     step = state.progress.step
+    if config.redraw_every is not None:
+        _redraw(state.model, step, config.redraw_every)
     batches = [
         dataset.batch("train", step=micro_step, batch_size=config.batch_size, seed=config.seed)
         for micro_step in range(step * config.accumulate, (step + 1) * config.accumulate)
@@ -164,21 +245,14 @@ def _update(
     return total.item(), grad_norm.item(), targets
 
 
-def _evaluate(
-    state: TrainState, dataset: TrainingData, config: TrainConfig, run_dir: Path, log: RunLog
-) -> None:
-    """Evaluate, tell the schedule and the log, and keep the weights if they are the best so far."""
-    p = state.progress
-    p.last_val = evaluate(state.model, dataset, config)
-    if not math.isfinite(p.last_val):
-        raise FloatingPointError(f"the validation loss after step {p.step} is {p.last_val}: lower lr")
-    if p.step % config.eval_every == 0:  # not the one at the end, which a longer run would not have
-        state.schedule.observe(p.last_val)
-    if p.best_val is None or p.last_val < p.best_val:
-        p.best_val = p.last_val
-        with replacing_files(run_dir) as folder:
-            state.model.save(folder)
-    log.write("eval", p.step, loss=p.last_val, bits=p.last_val / math.log(2), best=p.best_val)
+def _redraw(model: Trainable, step: int, every: int) -> None:
+    """Draw the rows of random features again, if it is time; which ones follows from their saved seeds."""
+    projections = [module for module in model.modules() if isinstance(module, Projection)]
+    if not projections:
+        raise ValueError("redraw_every is set, but the model has no random features: use performer or rfa")
+    if step and step % every == 0:
+        for projection in projections:
+            projection.redraw()
 
 
 def _identity(model: Trainable, dataset: TrainingData, config: TrainConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import { Vocabulary } from "./vocabulary.js";
 const $ = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const LONGEST = 20000; // tokens to read or to write, so that no slip of the hand fills the memory
+const WARM_UP = 8; // steps whose time does not count: the browser compiles what it sees to be used
 const groups = new Map(); // name of a group -> its entries of models.json
 const loaded = new Map(); // name of a model -> a promise of its engine
 let runtimes; // a promise, from the first group on
@@ -91,6 +92,7 @@ async function show(name) {
   const names = { webgpu: "WebGPU", wasm: "WebAssembly" };
   const providers = new Set(group.models.map((model) => names[model.engine.provider]));
   $("runtime").textContent = `${group.models[0].engine.runtime}, on ${Array.from(providers).join(" and ")}.`;
+  introduce();
   prepare();
   $("loading").hidden = true;
   $("demo").hidden = false;
@@ -98,6 +100,21 @@ async function show(name) {
   setState("ready");
   if (failed.length) fail(failed[0]); // the others can still be used
   refresh();
+}
+
+/** Say what the models on show are, and what each has to keep. */
+function introduce() {
+  const transformers = group.models.filter((model) => model.transformer);
+  const constant = transformers.some((model) => !model.engine.grows);
+  const rest = constant ? "that runs as an RNN" : "one token at a time";
+  const title = transformers.length ? `A transformer${constant ? " " : ", "}${rest}` : "A recurrent network, one token at a time";
+  $("title").textContent = title;
+  document.title = `unrolled: ${title[0].toLowerCase()}${title.slice(1)}`;
+  const trained = transformers.length ? "Trained on whole sequences at once, a model goes on here one token at a time." : "";
+  $("introduction").replaceChildren(trained, ...group.models.flatMap((model) => {
+    const name = Object.assign(document.createElement("strong"), { className: model.side, textContent: model.title });
+    return [" ", name, model.engine.grows ? " keeps more with every token." : " keeps all that it has read in a state that never grows."];
+  }));
 }
 
 function makeModel(entry, engine) {
@@ -268,7 +285,8 @@ function take(model, now) {
   model.bytes = nbytes(now.state);
   if (model.points.length === 0) model.points.push([0, nbytes(model.engine.initState())]);
   model.points.push([now.read, model.bytes]);
-  if (model.ids.length > 1) model.times.push([now.read, now.ms]); // the first is the time of the whole prompt
+  // The first is the time of the whole prompt.
+  if (model.ids.length > 1 + WARM_UP) model.times.push([now.read, now.ms]);
   model.last = now;
 }
 
@@ -283,22 +301,19 @@ function frame() {
   });
 }
 
-/** The middle one of the last times. */
-function middle(times) {
-  const last = times.slice(-32).map((point) => point[1]).sort((a, b) => a - b);
-  return last[last.length >> 1];
+/** The median of times. */
+function median(times) {
+  const sorted = times.map((point) => point[1]).sort((a, b) => a - b);
+  return sorted[sorted.length >> 1];
 }
-
-/** Tokens per second. */
-const rate = (model) => Math.round(1000 / Math.max(middle(model.times), 0.01));
 
 /** Medians of blocks of times, which single ones jump about. */
 function smoothed(times) {
-  const block = Math.max(8, Math.ceil(times.length / 40));
+  const block = Math.max(1, Math.min(8, Math.ceil(times.length / 8)), Math.ceil(times.length / 40));
   const points = [];
   for (let i = 0; i + block <= times.length; i += block) {
     const part = times.slice(i, i + block);
-    points.push([part.at(-1)[0], middle(part)]);
+    points.push([part.at(-1)[0], median(part)]);
   }
   return points;
 }
@@ -322,18 +337,20 @@ function paint(all) {
       model.made.scrollTop = model.made.scrollHeight;
     }
     const show = (name, text) => (model.card.querySelector(name).textContent = text);
-    show(".speed", model.times.length ? String(rate(model)) : "–");
     show(".bytes", model.last ? size(model.bytes) : "–");
     show(".read", model.last ? String(model.last.read) : "–");
     show(".growth", model.engine.grows ? "growing" : "constant");
   }
   if (!all && performance.now() - chartsPainted < 120) return;
   chartsPainted = performance.now();
-  const lines = (points) => group.models.map((model) => ({ className: model.side, name: model.title, points: points(model) }));
+  const lines = (found) => group.models.map((model) => ({ className: model.side, name: model.title, ...found(model) }));
   const [memory, time] = $("charts").children;
-  paintChart(memory, "Memory", lines((model) => model.points), total, size);
-  paintChart(time, "Time per token", lines((model) => smoothed(model.times)), total, milliseconds);
-  for (const model of group.models) model.memory.paint($("layer").value, total, model.last);
+  paintChart(memory, "Memory", lines(({ points, bytes }) => ({ points, value: bytes })), total, size);
+  paintChart(time, "Time per token", lines(({ times }) => ({ points: smoothed(times), value: times.length && median(times) })), total, milliseconds);
+  for (const model of group.models) {
+    model.card.querySelector(".time").textContent = model.times.length ? milliseconds(median(model.times)) : "–";
+    model.memory.paint($("layer").value, total, model.last);
+  }
 }
 
 addEventListener("resize", () => paint(true));

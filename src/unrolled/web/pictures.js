@@ -85,7 +85,7 @@ function roundStep(x) {
   return [5, 2.5, 2, 1].find((digit) => digit * power <= x) * power;
 }
 
-/** A line chart over the tokens read; `lines` are `{ className, name, points: [[x, y], ...] }`. */
+/** A line chart over the tokens read; `lines` are `{ className, name, points: [[x, y], ...], value }`. */
 export function paintChart(figure, title, lines, xMax, format) {
   const [height, left, right, top, bottom] = [210, 2, 8, 20, 24];
   const width = Math.max(200, figure.clientWidth); // as wide as on the page, so that letters keep their size
@@ -93,9 +93,9 @@ export function paintChart(figure, title, lines, xMax, format) {
   const step = roundStep(yMax / 2);
   const x = (value) => left + ((width - left - right) * value) / xMax;
   const y = (value) => height - bottom - ((height - top - bottom) * value) / yMax;
-  const latest = (line) => (line.points.length ? format(line.points.at(-1)[1]) : "–");
-  const said = lines.map((line) => `${line.name} ${latest(line)}`).join(", ");
-  const chart = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title} over the tokens read. Last: ${said}.` });
+  const told = (line) => (line.points.length ? format(line.value) : "–");
+  const said = lines.map((line) => `${line.name} ${told(line)}`).join(", ");
+  const chart = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title} over the tokens read: ${said}.` });
   for (let value = 0; value <= yMax; value += step) {
     chart.append(element("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     if (value) chart.append(element("text", { x: left, y: y(value) - 4 }, format(value)));
@@ -112,7 +112,7 @@ export function paintChart(figure, title, lines, xMax, format) {
   figure.querySelector(".key").replaceChildren(...lines.map((line) => {
     const item = document.createElement("span");
     item.className = line.className;
-    item.textContent = `${line.name} ${latest(line)}`;
+    item.textContent = `${line.name} ${told(line)}`;
     return item;
   }));
 }

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from unrolled.cli import app
 from unrolled.cli._vocabulary import Vocabulary
-from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig
+from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig, load
 
 CHARACTERS = list("\n abcdefgh")
 
@@ -31,8 +31,8 @@ def sentence(*arguments):
 def trained(tmp_path):
     """The folder of a run, as far as it matters here."""
     model = Decoder(DecoderConfig(len(CHARACTERS), d_model=16, n_layers=1, n_heads=2, max_length=32))
+    Vocabulary("text", characters=CHARACTERS).attach(model)
     model.save(tmp_path / "run")
-    Vocabulary("text", characters=CHARACTERS).save(tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -47,7 +47,8 @@ def test_there_and_back(trained, tmp_path):
     before, after = (load_file(folder / "model.safetensors") for folder in (trained, back))
     assert before.keys() == after.keys()
     assert all(torch.equal(x, after[name]) for name, x in before.items())
-    assert (back / "config.json").read_text() == (trained / "config.json").read_text()
+    for name in ("config.json", "vocabulary.json"):
+        assert (back / name).read_text() == (trained / name).read_text()
     written = run("generate", back, "--prompt", "bad cafe", "--tokens", 10, "--temperature", 0).stdout
     assert written == tokenizer.decode(drawn[0]) + "\n"
 
@@ -67,8 +68,10 @@ def test_what_cannot_be_converted_gets_one_sentence(trained, tmp_path):
     make().save_pretrained(tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
-    assert "is not readable" in sentence("convert", tmp_path / "cut", tmp_path / "out")
-    Vocabulary("text", characters=["a"]).save(trained)
+    assert "is not a readable safetensors file" in sentence("convert", tmp_path / "cut", tmp_path / "out")
+    model = load(trained)
+    Vocabulary("text", characters=["a"]).attach(model)
+    model.save(trained)
     assert "not of one run" in sentence("convert", trained, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

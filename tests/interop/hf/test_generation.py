@@ -4,6 +4,7 @@ import pytest
 import torch
 from hf_models import MECHANISMS, make, prompts
 
+from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
 from unrolled.ops.state import leaves
 
@@ -201,3 +202,22 @@ def test_states_of_another_model_are_refused(ids):
 def test_a_state_cannot_be_rolled_back_so_assisted_decoding_is_refused(ids):
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         make("linear").generate(ids[:1], assistant_model=make("linear"), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}])
+def test_stop_strings_end_each_row_where_they_appear(options):
+    characters = [chr(ord("a") + i) for i in range(17)]
+    tokenizer, model = hf.character_tokenizer(characters), make("linear")
+    given = tokenizer(["abc", "dea"], return_tensors="pt")
+    how = {"max_new_tokens": N, "do_sample": False, "pad_token_id": tokenizer.pad_token_id, **options}
+    whole = tokenizer.batch_decode(model.generate(**given, **how))
+    stop = whole[0][6:8]  # of the first row, two letters across tokens
+    found = tokenizer.batch_decode(
+        model.generate(**given, **how, stop_strings=[stop], tokenizer=tokenizer), skip_special_tokens=True
+    )
+    assert found[0].endswith(stop)
+    assert len(found[0]) < len(whole[0])
+    if "num_beams" not in options:
+        assert found[0] == whole[0][: whole[0].index(stop, 2) + 2]
+    with pytest.raises(UnsupportedError, match="position_ids is given"):
+        model(given.input_ids, position_ids=given.attention_mask)

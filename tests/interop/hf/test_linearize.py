@@ -33,6 +33,7 @@ from unrolled import attention
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
 from unrolled.interop.hf.linearized_attention import LinearizedAttention, padding_of
+from unrolled.testing._kit import assert_identical, with_gradients
 
 SIZES = {
     "hidden_size": 32,
@@ -415,3 +416,19 @@ def test_gradients_reach_what_is_new_with_and_without_checkpointing():
     for plain, recomputed in zip(*found, strict=True):
         assert plain.abs().max() > 0
         torch.testing.assert_close(recomputed, plain)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_what_stands_at_padding_reaches_nothing(name, value):
+    model = hf.linearize(make(name), "linear")
+    layer = next(module for module in model.modules() if isinstance(module, LinearizedAttention))
+    layer.rotary = False
+    mask, width = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]), layer.mechanism.d_model
+    x = torch.randn(2, 4, width, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    loud = x.detach().masked_fill(mask.unsqueeze(-1) == 0, value).requires_grad_()
+    found, wanted = (
+        with_gradients(layer, layer(given, attention_mask=mask)[0][mask.bool()], x=given)
+        for given in (loud, x)
+    )
+    assert_identical(found, wanted, f"padding that holds {value}")

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from hf_models import SMALL, make, prompts
+from safetensors.torch import load, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -306,10 +307,20 @@ def test_a_damaged_folder_gets_one_sentence(tmp_path):
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     whole, text = weights.read_bytes(), config.read_text()
     weights.write_bytes(whole[:1000])
-    with pytest.raises(ValueError, match=r"a weights file of .* is not readable"):
+    with pytest.raises(ValueError, match=r"is not a readable safetensors file"):
         hf.UnrolledForCausalLM.from_pretrained(tmp_path)
     weights.write_bytes(whole)
-    config.write_text(json.dumps(json.loads(text) | {"n_layers": 3, "attention": "linear"}))
+    fields = json.loads(text)
+    config.write_text(json.dumps({name: x for name, x in fields.items() if name != "n_heads"}))
+    with pytest.raises(ValueError, match=r"config.json lacks the keys \['n_heads'\]"):
+        hf.UnrolledForCausalLM.from_pretrained(tmp_path)
+    config.write_text(json.dumps(fields | {"n_layers": 3, "attention": "linear"}))
+    with pytest.raises(ValueError, match=r"model\.safetensors or config\.json was changed after"):
+        hf.UnrolledForCausalLM.from_pretrained(tmp_path)
+    config.write_text(json.dumps(fields | {"id2label": {"0": "good", "1": "bad"}}))  # only a name
+    hf.UnrolledForCausalLM.from_pretrained(tmp_path)
+    config.write_text(json.dumps(fields | {"n_layers": 3, "attention": "linear"}))
+    save_file(load(whole), weights, {"format": "pt"})  # as another program writes it: without a digest
     with pytest.raises(
         ValueError, match=r"lacks 12 tensors of UnrolledForCausalLM, the first is 'model\.stack"
     ):

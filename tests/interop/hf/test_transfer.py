@@ -218,6 +218,12 @@ def test_the_command_does_it_all_and_can_be_run_again(folder, tmp_path):
     assert list(model.config.unrolled_attention) == ["1"]
     data = TokenizedText([folder / "text.txt"], make_tokenizer(), length=32)
     assert evaluate(LanguageModel(model), data, CONFIG) == pytest.approx(losses["finetune"], abs=1e-5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors or config\.json was changed after it was saved"
+    ):
+        hf.load_linearized(tmp_path)
 
 
 @pytest.mark.parametrize(

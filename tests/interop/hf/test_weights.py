@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.hf import import_weights
+from unrolled.interop.hf import import_weights, to_transformers
 from unrolled.models import Encoder, PerceiverIO, load
 
 PAD = 0
@@ -109,6 +109,26 @@ def test_longformer_with_tokens_that_are_told_to_be_global():
     wanted = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
     assert_agree(found[~padding], wanted[~padding])
     assert (import_weights(theirs)(tokens, key_padding_mask=padding) - found).abs().max() > 1e-3
+    is_global[1, [1, 2, 3, 9]] = 1  # others in each row, as the tokens of two questions are
+    wanted = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
+    ours = import_weights(theirs)
+    found = ours(tokens, key_padding_mask=padding, global_mask=is_global.bool())
+    assert_agree(found[~padding], wanted[~padding])
+    found = to_transformers(ours)(tokens, (~padding).long(), global_attention_mask=is_global)
+    assert_agree(found.last_hidden_state[~padding], wanted[~padding])
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "Longformer", "Nystromformer"])
+@torch.no_grad()
+def test_answers_to_questions(family):
+    """Longformer lets all tokens of the question be global: theirs finds them by the separator."""
+    theirs = hugging_face(family, "ForQuestionAnswering", num_labels=2, sep_token_id=18)
+    tokens, padding = batch(vocab=18)
+    tokens[:, [4, 5, 11]] = 18
+    out = theirs(tokens, attention_mask=(~padding).long())
+    is_global = (torch.arange(20) < 4).expand(2, -1) if family == "Longformer" else None
+    found = import_weights(theirs)(tokens, key_padding_mask=padding, global_mask=is_global)
+    assert_agree(found[~padding], torch.stack([out.start_logits, out.end_logits], -1)[~padding])
 
 
 @pytest.fixture
@@ -282,7 +302,8 @@ def gpt2():
     ("source", "error", "message"),
     [
         (gpt2, UnsupportedError, "weights of 'gpt2' models cannot be imported; those of .*'bert'"),
-        (lambda: hugging_face("Bert", "ForQuestionAnswering"), UnsupportedError, "BertForQuestionAnswering has no counterpart"),
+        (lambda: hugging_face("Bert", "ForMultipleChoice"), UnsupportedError, "BertForMultipleChoice has no counterpart"),
+        (lambda: hugging_face("BigBird", "ForQuestionAnswering", num_labels=2), UnsupportedError, "has an output that is no linear layer"),
         (lambda: hugging_face("Bert", is_decoder=True), UnsupportedError, "BertModel is a decoder"),
         (lambda: hugging_face("Bert", hidden_act="silu"), UnsupportedError, "hidden_act is 'silu', which has no counterpart"),
         (lambda: perceiver("SequenceClassification", self_attention_widening_factor=2), UnsupportedError, r"widening factors \[1, 2\]"),

@@ -187,7 +187,7 @@ def test_no_query_heads_and_no_divisor_are_no_accident():
 def test_tensors_elsewhere_are_refused():
     q, k = torch.rand(1, 2, 8), torch.rand(1, 2, 8, device="meta")
     state = LinearState(torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8))
-    with pytest.raises(ValueError, match="a tensor is on meta, but all of them must be on the CPU"):
+    with pytest.raises(ValueError, match="k is on meta, but must be on cpu like q"):
         linear_attention_step(q, k, q, state)
 
 

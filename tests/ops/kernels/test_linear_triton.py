@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,7 +275,7 @@ def test_nothing_to_attend_to_gives_zero_with_zero_gradient(run, causal):
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize(("heads", "R", "M"), [((1, 1), 5, 7), ((2, 3), 33, 65)])
+@pytest.mark.parametrize(("heads", "R", "M"), [((1, 1), 5, 7), ((2, 3), 33, 65), ((1, 20), 5, 7)])
 def test_step_is_the_recurrence_and_leaves_the_state_alone(run, heads, R, M, gated, normalize):
     (q, k, v, log_decay, kv, k_sum), *_ = Case(1, None, 2, *heads, R, M, gated=gated).make()
     q, k, v = q[:, 0], k[:, 0], v[:, 0]
@@ -295,6 +296,49 @@ def test_step_is_the_recurrence_and_leaves_the_state_alone(run, heads, R, M, gat
         assert x.dtype == y.dtype
         ulp = torch.finfo(torch.float32).eps * (1 + z.abs().max())
         assert (x - z).abs().max() <= 2 * (y - z).abs().max() + 4 * ulp
+
+
+def far_apart(backward: bool) -> tuple[Tensor, ...]:
+    """Results of inputs whose heads begin 2^30 numbers apart, the third of them beyond 32 bits, and beside each other."""
+    fill, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        False,  # memory that nobody touches is never allotted
+    )
+    device = "cuda" if ON_GPU else "cpu"
+    near = [torch.rand(1, 3, 3, 4, device=device).half() + 0.5 for _ in range(3)]
+    gates, far = -torch.rand(1, 3, 3, device=device).half(), []
+    for x in (*near, gates):
+        memory = torch.empty(2**31 + 12, dtype=torch.float16, device=device)
+        strides = (12, 4, 2**30, 1) if x.dim() == 4 else (3, 1, 2**30)
+        far.append(memory.as_strided(x.shape, strides).copy_(x))
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    state = torch.rand(1, 3, 4, 4, device=device), torch.rand(1, 3, 4, device=device)
+    results = []
+    for inputs in (Inputs(*far, *state), Inputs(*near, gates, *state)):
+        *outputs, den = linear_triton.forward(inputs, None, True, True)
+        if backward:
+            grads = inputs.v, *state
+            outputs += linear_triton.backward(*grads, inputs, None, den, True, True)
+        else:
+            token = (x[:, 0] for x in inputs[:3])
+            outputs += linear_triton.step(*token, *state, inputs.log_decay[:, 0], True)
+        results.append(torch.cat([x.flatten().float().cpu() for x in outputs]))
+    return tuple(results)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_heads_may_be_more_than_2_31_numbers_apart(backward):
+    # In a process of its own: what reads at a wrong address takes its process along.
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    if not ON_GPU:
+        environment["TRITON_INTERPRET"] = "1"
+    script = (
+        f"import torch, test_linear_triton as t; a, b = t.far_apart({backward}); assert torch.equal(a, b)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
 
 
 def test_every_run_gives_the_same_bits(run):

@@ -1,13 +1,14 @@
 """`unrolled bench`."""
 
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+from unrolled.cli._output import Force, is_report
 
 if TYPE_CHECKING:
     from unrolled.cli.bench.case import Case, Settings
@@ -32,6 +33,7 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Tiny sizes, to see that it works; the figures mean nothing.")
     ] = False,
+    force: Force = False,
 ) -> None:
     """Measure how fast this library is here, beside others and beside the machine's own limits.
 
@@ -55,8 +57,11 @@ def bench(
     from unrolled.cli._device import choose
     from unrolled.cli.bench import cases as registry
     from unrolled.cli.bench.case import Settings
+    from unrolled.ops.options import check_finite
+    from unrolled.training._outputs import check_folder
 
     chosen = [registry.find(name) for name in cases or registry.CASES]
+    check_finite(seconds=seconds)
     where = choose(device)
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}, wanted cpu or cuda: the others have no clock here")
@@ -66,6 +71,8 @@ def bench(
         for case in chosen:
             typer.echo(f"{case.name:24} {case.about}")
         return
+    keys = {"machine", "limits", "settings", "rows"}
+    check_folder(out, "a report of this command", lambda: is_report(out / "results.json", keys), force=force)
     _run(chosen, settings, out)
 
 
@@ -87,7 +94,6 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
 
     from unrolled.cli.bench import machine, report, runner
 
-    out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     with console.status("measuring the machine's limits") as status:
         limits = machine.limits(settings)
@@ -110,7 +116,7 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
 
 def _write(found: "Report", case: "Case", abouts: dict[str, tuple[str, str]], out: Path) -> None:
     from unrolled.cli.bench import report
-    from unrolled.models.saving import write_atomically
+    from unrolled.training._outputs import writing_folder
 
     files = {
         "results.json": found.to_json().encode(),
@@ -120,5 +126,6 @@ def _write(found: "Report", case: "Case", abouts: dict[str, tuple[str, str]], ou
         from unrolled.cli.bench import figures
 
         files |= figures.draw(found, case.name, case.axis)
-    for name, content in files.items():
-        write_atomically(out / name, partial(Path.write_bytes, data=content))
+    with writing_folder(out) as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)

@@ -1,6 +1,7 @@
 """What the classes for transformers have in common: a model of ours inside, and how its weights come in."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -10,8 +11,10 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.interop.hf import digest
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, Encoder
+from unrolled.models.saving import CONFIG_FILE
 
 Output = TypeVar("Output", bound=ModelOutput)
 
@@ -53,8 +56,13 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         model.
 
         Raises:
-            ValueError: any other tensor is missing, or a file is damaged.
+            ValueError: any other tensor is missing, or a file of a local folder is damaged or was changed.
         """
+        local = Path(str(args[0])) / str(kwargs.get("subfolder", ""))
+        documents = {}
+        if (local / CONFIG_FILE).exists():
+            UnrolledConfig.from_pretrained(local)  # names a missing field, where the digest can only say that
+            documents = digest.check(local)  # something was changed
         kwargs["use_safetensors"] = True  # the other format runs what a file says
         loaded: Any
         try:
@@ -63,6 +71,7 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             raise ValueError(f"a weights file of {args[0]} is not readable: {error}") from error
         model: Self
         model, info = loaded
+        model.model.documents = documents
         absent = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
         if lost := sorted(name for name in absent if not name.startswith("model.head.")):
             raise ValueError(
@@ -78,6 +87,17 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
                     if name in absent:
                         x.copy_(fresh[name])
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """Write the model and its documents; see `PreTrainedModel.save_pretrained`.
+
+        The weights file holds a SHA-256 of itself, the config and the documents, for `from_pretrained`.
+        """
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if is_main_process:
+            digest.seal(save_directory, self.model.documents)
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding of the tokens."""
@@ -168,7 +188,11 @@ def without_padding(input_ids: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def encode(
-    model: Encoder, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+    model: Encoder,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    global_attention_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run an encoder on what transformers hands over; give what it puts out, and the padding.
 
@@ -177,7 +201,9 @@ def encode(
     """
     padding = key_padding_mask(attention_mask, input_ids)
     tokens = without_padding(input_ids, padding)
-    return model(tokens, key_padding_mask=padding, segments=token_type_ids), padding
+    global_mask = None if global_attention_mask is None else global_attention_mask != 0
+    out = model(tokens, key_padding_mask=padding, segments=token_type_ids, global_mask=global_mask)
+    return out, padding
 
 
 def n_targets(counted: Tensor | int | None, given: Tensor, kept: Tensor) -> Tensor | int | None:

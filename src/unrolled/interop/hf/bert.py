@@ -32,6 +32,7 @@ OUTPUTS = {
     "ForMaskedLM": "masked",
     "ForSequenceClassification": "classification",
     "ForTokenClassification": "tokens",
+    "ForQuestionAnswering": "tokens",  # two of each: the answer begins here, it ends here
 }
 
 
@@ -113,7 +114,7 @@ def _bert_head(model: Any, *, pooler: bool) -> Head:
         return Head(model.base_model.pooler.dense, "tanh", None, model.classifier)
     if output == "classification":
         return Head(model.classifier.dense, activation, None, model.classifier.out_proj)
-    return Head(output=model.classifier if output == "tokens" else None)
+    return Head(output=_output_of_tokens(model))
 
 
 def _roberta_head(model: Any) -> Head:
@@ -123,7 +124,18 @@ def _roberta_head(model: Any) -> Head:
         return Head(head.dense, "gelu", head.layer_norm, head.decoder)
     if output == "classification":
         return Head(model.classifier.dense, "tanh", None, model.classifier.out_proj)
-    return Head(output=model.classifier if output == "tokens" else None)
+    return Head(output=_output_of_tokens(model))
+
+
+def _output_of_tokens(model: Any) -> Any:
+    """The output layer of a model that says something of each token; None of others."""
+    if _output(model) != "tokens":
+        return None
+    if not isinstance(output := getattr(model, "qa_outputs", getattr(model, "classifier", None)), nn.Linear):
+        raise UnsupportedError(
+            f"{type(model).__name__} has an output that is no linear layer; load it as a ...Model"
+        )
+    return output
 
 
 def _encoder(

@@ -111,6 +111,13 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             kwargs["past_key_values"] = cache
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
+    def prepare_inputs_for_generation(self, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
+        """Make the arguments of a call of `forward` in `generate`, whose `tokenizer` is not one of them.
+
+        It is for the stopping criterion of `stop_strings`; transformers passes it on with the rest.
+        """
+        return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # neither one of its keys and values, nor any other of transformers

@@ -97,6 +97,19 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         for name, value in values.items():
             setattr(self, name, getattr(checked, name) if name in common else value)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config from what `save_pretrained` wrote, which has every field.
+
+        Raises:
+            ValueError: as the constructor, or a field is missing.
+        """
+        given = {cls.attribute_map.get(key, key) for key in config_dict}
+        names = {cls.attribute_map.get(name, name) for name in _fields_of_both()}
+        if missing := sorted(names - given):
+            raise ValueError(f"config.json lacks the keys {missing}: it is not as it was saved")
+        return super().from_dict(config_dict, **kwargs)
+
     def decoder_config(self) -> DecoderConfig:
         """The config of the `Decoder` of this size.
 

@@ -96,7 +96,10 @@ def load(path: str | Path) -> UnrolledPreTrainedModel:
     name = (values.get("architectures") or [None])[0]
     if name not in by_name:
         raise ValueError(f"{path} holds a model of the class {name!r}, wanted one of {sorted(by_name)}")
-    model: UnrolledPreTrainedModel = by_name[name].from_pretrained(path)
+    try:
+        model: UnrolledPreTrainedModel = by_name[name].from_pretrained(path)
+    except (ValueError, UnsupportedError, OSError, TypeError) as error:  # of ours, and of transformers
+        raise ValueError(f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
     return model
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -26,6 +25,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from unrolled.contract import UnsupportedError
+from unrolled.interop.hf import digest
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.families import FAMILIES, is_softmax_attention, parts_of
 from unrolled.interop.hf.linearized_attention import LinearizedAttention
@@ -286,12 +286,10 @@ def _load_weights(model: PreTrainedModel, folder: Path) -> None:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no model.safetensors")
+    digest.check(folder)
     found: dict[str, Tensor] = {}
     for file in files:
-        try:
-            found |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+        found |= load_file(file)
     wanted = model.state_dict()
     for name in sorted(wanted.keys() & found.keys()):
         if wanted[name].shape != found[name].shape:

@@ -11,7 +11,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.interop.hf.cache import StateLayer
 from unrolled.interop.hf.families import AttentionParts, copy_projections
-from unrolled.ops.masks import causal_mask
+from unrolled.ops.masks import causal_mask, without_padding
 from unrolled.ops.positions import positions_from_padding
 
 
@@ -73,6 +73,8 @@ class LinearizedAttention(nn.Module):
             raise UnsupportedError(
                 f"{_name(mechanism)} attention cannot honour padding: give rows of one length"
             )
+        if padding is not None:
+            x = without_padding(x, padding)
         q, k, v = self._project(x, position_embeddings)
         if past_key_values is None:
             positions = _positions(x, padding) if mechanism.positional else None

@@ -27,6 +27,7 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -38,6 +39,7 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
             input_ids: [B, T] long.
             attention_mask: [B, T]; 0 at padding.
             token_type_ids: [B, T] long, the `segments` of a model that has some; all 0 by default.
+            global_attention_mask: [B, T], not 0 at global tokens; see `global_mask` of `Encoder.forward`.
             labels: [B, T] long; -100 and those at padding are ignored.
             return_dict: False for a tuple.
             num_items_in_batch: number of labels other than -100 in all batches of a step, to divide the
@@ -52,7 +54,7 @@ class UnrolledForMaskedLM(UnrolledPreTrainedModel):  # type: ignore[no-untyped-c
             ValueError: a mask or token is impossible, or there are segments that the model does not have.
         """
         refuse_others(others)
-        logits, padding = encode(self.model, input_ids, attention_mask, token_type_ids)
+        logits, padding = encode(self.model, input_ids, attention_mask, token_type_ids, global_attention_mask)
         loss = None
         if labels is not None:
             if padding is not None:

@@ -35,6 +35,7 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
         past_key_values: StateCache | DecoderState | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
@@ -46,6 +47,7 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
             input_ids: [B, T] long, for a decoder the tokens after those that the cache has read.
             attention_mask: [B, T], or [B, S + T] with the S positions that the cache has read; 0 at padding.
             token_type_ids: [B, T] long, the `segments` of an encoder that has some; all 0 by default.
+            global_attention_mask: [B, T], not 0 at global tokens; see `global_mask` of `Encoder.forward`.
             past_key_values: what a decoder has read before; it is brought up to date.
             use_cache: whether a decoder returns a cache; by default as the config says.
             return_dict: False for a tuple.
@@ -72,7 +74,7 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
         else:
             if past_key_values is not None:
                 raise UnsupportedError("past_key_values is given, but an encoder has no cache; leave it out")
-            hidden, _ = encode(self.model, input_ids, attention_mask, token_type_ids)
+            hidden, _ = encode(self.model, input_ids, attention_mask, token_type_ids, global_attention_mask)
         return self._given(
             BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache), return_dict
         )

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from unrolled.files import write_atomically
+from unrolled.interop.hf import digest
 from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
-from unrolled.models.saving import write_atomically
 from unrolled.training import TrainConfig
+from unrolled.training._outputs import check_folder, writing_folder
 from unrolled.training.checkpoint import fingerprint
 from unrolled.training.evaluation import evaluate
 from unrolled.training.interfaces import TrainingData
@@ -54,6 +56,7 @@ def run(
     length: int = 256,
     val_fraction: float = 0.1,
     resume: bool = True,
+    force: bool = False,
 ) -> dict[str, float]:
     """Linearize and train the causal language model at `path`, and save it with its tokenizer in `out`.
 
@@ -62,7 +65,8 @@ def run(
         "finetune"; they are also in `linearize.json`.
 
     Raises:
-        ValueError: the model cannot be read or linearized, or the files are too short.
+        ValueError: `out` holds something else and `force` is False, the model cannot be read or linearized,
+            or the files are too short.
     """
     if Path(path).resolve() == out.resolve():
         raise ValueError(f"{out} is the model's own folder: name another one to write")
@@ -79,11 +83,20 @@ def run(
         raise ValueError(
             f"{path} is no causal language model with a tokenizer that can be read: {error}"
         ) from error
+    check_folder(out, f"this model of {path} linearized", lambda: _began_with(out, teacher), force=force)
     data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
     model, losses = train_linearized(teacher, data, recipe, out, resume=resume)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    with writing_folder(out) as folder:
+        model.save_pretrained(folder)
+        digest.seal(folder)
+        tokenizer.save_pretrained(folder)
     return losses
+
+
+def _began_with(out: Path, teacher: Any) -> bool:
+    """Return whether a folder holds what an earlier `run` made of this very teacher."""
+    of = _known(out / EVALUATED_FILE).get("before")  # what the loss before was the loss of
+    return isinstance(of, list) and of[:1] == _plain([asdict(LanguageModel(teacher).config)])
 
 
 def train_linearized(
@@ -102,7 +115,7 @@ def train_linearized(
 
     def note(name: str, model: Any) -> None:
         judged = LanguageModel(model)
-        of = json.loads(json.dumps([asdict(judged.config), texts, settings.eval_batches]))
+        of = _plain([asdict(judged.config), texts, settings.eval_batches])
         same = name in known and evaluated.get(name) == of
         losses[name] = known[name] if same else evaluate(judged, data, settings)
         evaluated[name] = of
@@ -117,17 +130,24 @@ def train_linearized(
     note("right after", model)
     if recipe.transfer is not None and new_parameters(model):
         result = transfer(model, teacher, data, recipe.transfer, out / "transfer", resume=resume)
-        if result.steps < recipe.transfer.steps:
-            raise KeyboardInterrupt
+        result.raise_if_interrupted()
         note("transfer", model)
     if recipe.finetune is not None:
         result = finetune(model, data, recipe.finetune, out / "finetune", lora=recipe.lora, resume=resume)
-        if result.steps < recipe.finetune.steps:
-            raise KeyboardInterrupt
+        result.raise_if_interrupted()
         note("finetune", model)
     return model.eval(), losses
 
 
+def _plain(value: Any) -> Any:
+    """Give a value as it comes back from a JSON file."""
+    return json.loads(json.dumps(value))
+
+
 def _known(file: Path) -> dict[str, Any]:
-    """Read what an interrupted run has found."""
-    return json.loads(file.read_text()) if file.exists() else {}
+    """Read what an interrupted run has found; nothing where there is no such file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -29,6 +29,7 @@ class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignor
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         return_dict: bool | None = None,
         **others: Any,
@@ -39,6 +40,7 @@ class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignor
             input_ids: [B, T] long.
             attention_mask: [B, T]; 0 at padding.
             token_type_ids: [B, T] long, the `segments` of a model that has some; all 0 by default.
+            global_attention_mask: [B, T], not 0 at global tokens; see `global_mask` of `Encoder.forward`.
             labels: [B] long; for a `problem_type` of "regression" [B] or [B, n_classes], for
                 "multi_label_classification" [B, n_classes], both floating.
             return_dict: False for a tuple.
@@ -52,7 +54,7 @@ class UnrolledForSequenceClassification(UnrolledPreTrainedModel):  # type: ignor
             ValueError: a mask or token is impossible, or there are segments that the model does not have.
         """
         refuse_others(others)
-        logits, _ = encode(self.model, input_ids, attention_mask, token_type_ids)
+        logits, _ = encode(self.model, input_ids, attention_mask, token_type_ids, global_attention_mask)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

@@ -12,12 +12,12 @@ from typing import Any, Self
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from unrolled.contract import IGNORED
+from unrolled.files import save_tensors
 from unrolled.interop.hf.linearize import RECORD, linearized_layers, new_parameters
 from unrolled.training import TrainConfig, TrainResult, train
 from unrolled.training.checkpoint import fingerprint
@@ -51,7 +51,7 @@ class _Trained(nn.Module):
     def save(self, path: Path) -> None:
         """Write the weights that are trained into a folder."""
         trained = {name: x.detach().contiguous() for name, x in self.named_parameters() if x.requires_grad}
-        save_file(trained, path / "trained.safetensors")
+        save_tensors(trained, path / "trained.safetensors")
 
 
 class AttentionTransfer(_Trained):

@@ -4,8 +4,8 @@ A graph is the recurrence itself, tokens and state in, logits and state out, wit
 graph therefore reads a prompt in parallel and generates token by token.
 """
 
-from unrolled.interop.onnx.folder import export
+from unrolled.interop.onnx.folder import export, is_export_of
 from unrolled.interop.onnx.manifest import Manifest
 from unrolled.interop.onnx.model import OnnxModel, load
 
-__all__ = ["Manifest", "OnnxModel", "export", "load"]
+__all__ = ["Manifest", "OnnxModel", "export", "is_export_of", "load"]

@@ -9,15 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from unrolled.contract import UnsupportedError
+from unrolled.files import write_atomically
 from unrolled.generation import generate
 from unrolled.generation.engine import Recurrent
 from unrolled.interop.onnx import manifest as _manifest
 from unrolled.interop.onnx.manifest import Manifest, Probe, describe_file
 from unrolled.interop.onnx.write import probe_names, quantized, to_onnx
-from unrolled.models.saving import write_atomically
+from unrolled.training.checkpoint import fingerprint
 
 VOCABULARY = "vocabulary.json"
 OPSET = 20
+
+
+def weights_checksum(model: Any) -> str:
+    """Sum up the weights of a model, as its manifest has them; the same on every device."""
+    return fingerprint(*model.state_dict().values())
+
+
+def is_export_of(folder: str | Path, model: Any) -> bool:
+    """Return whether `folder` holds what `export` has written of this very model."""
+    try:
+        return Manifest.load(Path(folder)).weights == weights_checksum(model)
+    except ValueError:
+        return False
 
 
 def export(
@@ -93,6 +107,7 @@ def export(
         unrolled=version("unrolled"),
         opset=opset,
         model={"model": model.model_name, **json.loads(json.dumps(asdict(config)))},
+        weights=weights_checksum(model),
         vocab_size=int(config.vocab_size),
         start_token=int(config.vocab_size) if config.start_token else None,
         max_positions=getattr(config, "n_positions", None),

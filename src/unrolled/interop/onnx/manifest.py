@@ -5,12 +5,13 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 
+from unrolled.files import write_atomically
 from unrolled.interop.onnx.graph import POSITION, Leaf, Length
-from unrolled.models.saving import write_atomically
 
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "unrolled-onnx", 1
@@ -23,6 +24,18 @@ SAMPLING: dict[str, Any] = {
 }
 TYPES = {torch.float32: "float32", torch.int64: "int64", torch.bool: "bool"}
 _TYPES = {name: dtype for dtype, name in TYPES.items()}
+_KINDS: dict[str, tuple[type, ...]] = {
+    "unrolled": (str,),
+    "opset": (int,),
+    "model": (dict,),
+    "weights": (str,),
+    "vocab_size": (int,),
+    "start_token": (int, NoneType),
+    "max_positions": (int, NoneType),
+    "sampling": (dict,),
+    "graphs": (dict,),
+    "files": (dict,),
+}
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -42,6 +55,7 @@ class Manifest:
         unrolled: the version that wrote it.
         opset: version of ONNX's standard operators in the graphs.
         model: the model's kind and config.
+        weights: a checksum of the model's weights.
         vocab_size: number of token ids that are predicted.
         start_token: id of the start symbol; None without.
         max_positions: how many tokens a sequence may have; None for any number.
@@ -56,6 +70,7 @@ class Manifest:
     unrolled: str
     opset: int
     model: dict[str, Any]
+    weights: str
     vocab_size: int
     start_token: int | None
     max_positions: int | None
@@ -103,13 +118,15 @@ class Manifest:
             found = values.pop("format"), values.pop("version")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error!r}") from error
-        if found != (FORMAT, VERSION):
+        if found != (FORMAT, VERSION) or type(found[1]) is not int:
             raise ValueError(
                 f"{path} has the format {found[0]!r} in version {found[1]!r}, "
                 f"wanted {FORMAT!r} in version {VERSION}"
             )
         try:
             inputs, outputs = values.pop("inputs"), values.pop("outputs")
+            if type(values["probes"]) is not list:
+                raise ValueError(f"probes is {values['probes']!r}")
             values["state"] = [_leaf_of_json(leaf) for leaf in values["state"]]
             values["probes"] = [
                 Probe(probe["name"], probe["layer"], tuple(probe["shape"][2:])) for probe in values["probes"]
@@ -124,14 +141,21 @@ class Manifest:
 
     def _check(self) -> None:
         """Refuse what a file cannot have said, before it surprises whoever goes by it."""
-        bound = self.max_positions
-        if not isinstance(self.vocab_size, int) or not (bound is None or isinstance(bound, int)):
-            raise ValueError("vocab_size or max_positions is no number")
+        for name, kinds in _KINDS.items():
+            if type(value := getattr(self, name)) not in kinds:
+                raise ValueError(f"{name} is {value!r}")
+        if self.length not in ("any", 1) or self.length is True or self.vocab_size < 1:
+            raise ValueError(f"length is {self.length!r} and vocab_size is {self.vocab_size}")
+        if unknown := self.sampling.keys() - SAMPLING.keys():
+            raise ValueError(f"sampling has {sorted(unknown)}")
         for name, entry in self.entries().items():
-            if not (isinstance(name, str) and isinstance(entry["sha256"], str) and entry["bytes"] >= 0):
+            known = type(entry["sha256"]) is str and type(entry["bytes"]) is int and entry["bytes"] >= 0
+            if not isinstance(name, str) or not known:
                 raise ValueError(f"it does not say the size and hash of {name!r}")
         for leaf in self.state:
             leaf.initial(1)
+            if type(leaf.name) is not str or type(leaf.growing_axis) not in (int, NoneType):
+                raise ValueError(f"a tensor of the state has the name {leaf.name!r}")
             if leaf.growing_axis is not None and leaf.shape[leaf.growing_axis - 1] != 0:
                 raise ValueError(f"the growing axis of {leaf.name} is not empty at first")
 

@@ -12,6 +12,7 @@ from unrolled.ops.feature_maps.elementwise import Dpfp, Elu, Exp, Relu, SquaredR
 from unrolled.ops.feature_maps.learned import T2R, Hedgehog, HedgehogSoftmax, PerHeadMap
 from unrolled.ops.feature_maps.polynomial import Polynomial, Taylor
 from unrolled.ops.feature_maps.positional import CosFormer
+from unrolled.ops.options import check_integers
 
 __all__ = [
     "FEATURE_MAPS",
@@ -59,10 +60,13 @@ def make_feature_map(
         n_kv_heads: number of key heads G; H by default.
         options: further arguments of the map, such as `max_length` of "cosformer".
     """
-    if name not in FEATURE_MAPS:
+    if not isinstance(name, str) or name not in FEATURE_MAPS:
         raise ValueError(
             f"feature_map is {name!r}, but must be one of {', '.join(FEATURE_MAPS)}, or a FeatureMap"
         )
+    check_integers(1, head_dim=head_dim, n_heads=n_heads)
+    if n_kv_heads is not None:
+        check_integers(1, n_kv_heads=n_kv_heads)
     kind: Any = FEATURE_MAPS[name]
     try:
         if not issubclass(kind, PerHeadMap):

@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from unrolled.ops.checks import check_tensor, shape
+from unrolled.ops.options import check_integers
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -18,8 +20,7 @@ class FeatureMap(nn.Module):
 
     def __init__(self, head_dim: int, feature_dim: int | None = None):
         super().__init__()
-        if head_dim < 1:
-            raise ValueError(f"head_dim is {head_dim}, but must be at least 1")
+        check_integers(1, head_dim=head_dim)
         self.head_dim = head_dim
         self.feature_dim = head_dim if feature_dim is None else feature_dim
 
@@ -29,11 +30,20 @@ class FeatureMap(nn.Module):
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map queries `[...,H,D]` at `positions [...]` to features `[...,H,R]`."""
-        return self.phi(q.to(accumulation_dtype(q.dtype)))
+        return self.phi(self._wide("q", q))
 
     def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map keys `[...,G,D]` at `positions [...]` to features `[...,G,R]`."""
-        return self.phi(k.to(accumulation_dtype(k.dtype)))
+        return self.phi(self._wide("k", k))
+
+    def _wide(self, name: str, x: Tensor) -> Tensor:
+        """Check heads `[...,D]` and give them in the type that features are computed in."""
+        check_tensor(name, x)
+        if x.dim() < 1 or x.shape[-1] != self.head_dim or not x.is_floating_point():
+            raise ValueError(
+                f"{name} is {x.dtype} of shape {shape(x)}, but must be floating point [..., {self.head_dim}]"
+            )
+        return x.to(accumulation_dtype(x.dtype))
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from unrolled.ops.feature_maps.base import FeatureMap
 from unrolled.ops.options import check_integers
-from unrolled.ops.precision import accumulation_dtype
 
 LARGEST_EXPONENT = 60.0  # e^60 = 1e26 is far beyond any use, and leaves fp32 room for sums of 1e12 such keys
 
@@ -14,6 +13,8 @@ class Elu(FeatureMap):
     """phi(x) = elu(x) + 1, everywhere positive (arXiv 2006.16236, eq. 7).
 
     Computed as relu(x) + exp(min(x, 0)): the literal elu(x) + 1 is exactly 0 below -16.6 in fp32.
+    This form is 0 below -103. Where every q_r + k_r is below about -71, no weight is large enough in fp32 to
+    be divided by, and the query gets 0.
     """
 
     def phi(self, x: Tensor) -> Tensor:
@@ -46,11 +47,11 @@ class Exp(FeatureMap):
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map `[..., D]` to exp(q - max q)."""
-        return exp_of_query(q.to(accumulation_dtype(q.dtype)))
+        return exp_of_query(self._wide("q", q))
 
     def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map `[..., D]` to exp(min(k, 60))."""
-        return exp_of_key(k.to(accumulation_dtype(k.dtype)))
+        return exp_of_key(self._wide("k", k))
 
 
 def exp_of_query(x: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ One of these maps queries or keys. Both together take two of them in a `QueryKey
 import torch
 from torch import Tensor, nn
 
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import check_device, shape
 from unrolled.ops.feature_maps.base import FeatureMap
 from unrolled.ops.feature_maps.elementwise import exp_of_key, exp_of_query
-from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.precision import without_autocast
 
 
 class PerHeadMap(FeatureMap):
@@ -27,9 +27,10 @@ class PerHeadMap(FeatureMap):
 
     def layer(self, x: Tensor) -> Tensor:
         """Apply the layer in fp32 at least: `[...,H,D]` -> `[...,H,layer_dim]`."""
+        x = self._wide("x", x)
+        check_device("x", x, self.weight)
         if x.shape[-2] != self.weight.shape[0]:
             raise ValueError(f"x has shape {shape(x)}, but this map has weights for {len(self.weight)} heads")
-        x = x.to(accumulation_dtype(x.dtype))
         with without_autocast(x.device):
             return torch.einsum("...hd,hrd->...hr", x, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
 

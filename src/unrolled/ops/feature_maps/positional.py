@@ -8,7 +8,7 @@ from torch import Tensor
 from unrolled.ops.checks import may_read
 from unrolled.ops.feature_maps.base import FeatureMap
 from unrolled.ops.options import check_integers
-from unrolled.ops.precision import accumulation_dtype, exact_dtype
+from unrolled.ops.precision import exact_dtype
 
 
 class CosFormer(FeatureMap):
@@ -46,7 +46,11 @@ class CosFormer(FeatureMap):
         if may_read(positions) and bool((positions > self.max_length).any()):
             found = int(positions.max())
             raise ValueError(f"positions go up to {found}, but max_length = {self.max_length} is the last")
-        features = x.to(accumulation_dtype(x.dtype)).relu()
+        features = self._wide("x", x).relu()
+        if x.device != positions.device:
+            raise ValueError(
+                f"x is on {x.device}, but its positions are on {positions.device}: move one of them"
+            )
         angles = positions.to(exact_dtype(x.device))[..., None, None] * (math.pi / 2 / self.max_length)
         cos, sin = angles.cos().to(features.dtype), angles.sin().to(features.dtype)
         return torch.cat([features * cos, features * sin], dim=-1)

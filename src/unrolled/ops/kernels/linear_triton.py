@@ -14,11 +14,11 @@ Bidirectional: the queries all read the last state, so its gradient is a sum ove
 Memory beside the results: one fp32 state per chunk, R (M+1) / 16 bytes per token and key head, once forward
 and twice backward (each as much as k in fp32 where M = 64), and backward 8 bytes per token and query head.
 
-Nothing here looks at a value, waits for the device, or allocates outside of PyTorch. This module can be
+Nothing here looks at a value, waits for the device, or allocates outside of PyTorch, but for the check of a
+kernel at its first use (`linear_triton_check`). This module can be
 imported without Triton, which is imported when something first runs.
 """
 
-import importlib
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -26,6 +26,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from unrolled.ops import linear_chunked, linear_packed
+from unrolled.ops.kernels.linear_triton_check import Call, triton_version, trusted
 from unrolled.ops.linear_chunked import Inputs
 
 WIDEST = 256
@@ -46,6 +48,14 @@ def forward(
     inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what `linear_chunked.forward` and `linear_packed.forward` do."""
+    if not trusted(Call.of("forward", inputs, causal, normalize), _forward):
+        return linear_packed.forward(inputs, cu_seqlens, causal, normalize)
+    return _forward(inputs, cu_seqlens, causal, normalize)
+
+
+def _forward(
+    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from unrolled.ops.kernels.linear_triton_launch import Problem
 
     with _on(inputs.q.device):
@@ -67,6 +77,22 @@ def backward(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute what `linear_chunked.backward` and `linear_packed.backward` do."""
+    grads = grad_o, grad_kv, grad_k_sum
+    if not trusted(Call.of("backward", inputs, causal, normalize), _backward):
+        return linear_packed.backward(*grads, inputs, cu_seqlens, den, causal, normalize)
+    return _backward(*grads, inputs, cu_seqlens, den, causal, normalize)
+
+
+def _backward(
+    grad_o: Tensor,
+    grad_kv: Tensor,
+    grad_k_sum: Tensor,
+    inputs: Inputs,
+    cu_seqlens: Tensor | None,
+    den: Tensor,
+    causal: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from unrolled.ops.kernels.linear_triton_launch import OutputGradient, Problem
 
     gated = inputs.log_decay is not None
@@ -98,6 +124,14 @@ def step(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one token `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]` of the recurrence: `o [B,H,M]` and a new state."""
+    if not trusted(Call.of("step", Inputs(q, k, v, log_decay, kv, k_sum), True, normalize), _step):
+        return linear_chunked.step(q, k, v, kv, k_sum, log_decay, normalize)
+    return _step(q, k, v, kv, k_sum, log_decay, normalize)
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     from unrolled.ops.kernels import linear_triton_launch
 
     with _on(q.device):
@@ -120,7 +154,6 @@ def _reaches(device: torch.device) -> bool:
 @cache
 def _triton_is_there() -> bool:
     try:
-        version = importlib.import_module("triton").__version__
+        return triton_version() >= OLDEST_TRITON
     except ImportError:
         return False
-    return tuple(map(int, version.split(".")[:2])) >= OLDEST_TRITON

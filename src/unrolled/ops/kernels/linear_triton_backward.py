@@ -31,7 +31,7 @@ def divisor_gradients(
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the divisors of a chunk of queries, and what these queries send to its gates."""
-    slot, head = tl.program_id(0), tl.program_id(1)
+    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g = head // P
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
@@ -98,7 +98,7 @@ def query_gradients(
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a chunk of queries: from the state before it and its own keys, or from the last state."""
-    slot, head = tl.program_id(0), tl.program_id(1)
+    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g = head // P
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
@@ -154,7 +154,7 @@ def key_gradients(
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of key features: from the state after the chunk, and from its own queries."""
-    slot, g = tl.program_id(0), tl.program_id(1)
+    slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL or log_decay is not None else sequence) * G + g).to(tl.int64)
@@ -203,7 +203,7 @@ def value_gradients(
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of values: from the state after the chunk, and from its own queries."""
-    slot, g = tl.program_id(0), tl.program_id(1)
+    slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL or log_decay is not None else sequence) * G + g).to(tl.int64)
@@ -250,7 +250,7 @@ def gate_gradients(
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the logarithms of the gates of a chunk: a sum of its own for each path through a gate."""
-    slot, g = tl.program_id(0), tl.program_id(1)
+    slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     state = (slot * G + g).to(tl.int64) * (R * M + R)
     states += state

@@ -6,6 +6,8 @@ The formulas and their letters are those of `ops/linear_chunked.py`. A sequence 
 tokens; the chunks of all sequences are numbered in one row of slots. The state of a slot and a key head lies
 in memory as the R*M numbers of kv, then the R of k_sum. Widths are worked through in blocks, BR and BM.
 
+A head and a stride fit into 32 bits, their product may not: the numbers of heads are 64-bit from the start.
+
 Every tile is converted to fp32 as it is loaded, whatever the inputs are. RAW is the precision of a product of
 two inputs: "tf32" is exact when both came from 16 bits, as their digits fit into tf32. Every other product
 has an operand that needs its 24 bits: "tf32x3" splits it into two tf32 parts, which loses 2^-22 of a term
@@ -96,7 +98,7 @@ def chunk_sums(
 
     With QUERIES, what it adds to the gradient of the state: (exp(b) Q)^T (dO / den, dden), over all P heads.
     """
-    slot, g, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, g, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     r = block // tl.cdiv(M, BM) * BR + tl.arange(0, BR)
     m = block % tl.cdiv(M, BM) * BM + tl.arange(0, BM)
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
@@ -142,7 +144,7 @@ def scan(
     With KEEP each slot's additions are replaced by s_c, the state that enters there. The sum is fp64, so that
     its error does not grow with the number of chunks; this costs nothing where memory is waited for.
     """
-    sequence, g = tl.program_id(0) // G, tl.program_id(0) % G
+    sequence, g = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_kv, in_sum = at < R * M, (at >= R * M) & (at < R * M + R)
     if cu_seqlens is not None:
@@ -185,7 +187,7 @@ def outputs(
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a chunk of queries: from the state before it and its own keys, or from the last state."""
-    slot, head = tl.program_id(0), tl.program_id(1)
+    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g = head // P
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
@@ -243,7 +245,8 @@ def step(
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """One token: the new state of a key head, and what its P query heads (HEADS when padded) read from it."""
-    row, g, block = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G, tl.program_id(1)
+    index, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, g = index // G, index % G
     m = block * BM + tl.arange(0, BM)
     p = tl.arange(0, HEADS)
     q += row * q_strides[0] + g * P * q_strides[1]

@@ -256,7 +256,7 @@ def step(
     P, BM = H // G, _block(M, STEP_BLOCK_M)
     o, new_kv, new_k_sum = v.new_empty(B, H, M), kv.new_empty(B, G, R, M), kv.new_empty(B, G, R)
     strided = (y for x in (q, k, v, log_decay, kv, k_sum) for y in _with_strides(x))
-    sizes = (R, M, _block(P, P), _block(R, STEP_BLOCK_R), BM, normalize)
+    sizes = (R, M, _block(P), _block(R, STEP_BLOCK_R), BM, normalize)
     launch(kernels.step, (B * G, _blocks(M, BM)), *strided, o, new_kv, new_k_sum, G, P, *sizes)
     return o, new_kv, new_k_sum
 
@@ -282,6 +282,7 @@ def _blocks(width: int, block: int) -> int:
     return -(-width // block)
 
 
-def _block(width: int, longest: int) -> int:
+def _block(width: int, longest: int | None = None) -> int:
     """The power of two that covers a width, from 16 (the least that tensor cores multiply) to `longest`."""
-    return max(16, min(longest, 1 << (width - 1).bit_length()))
+    covering = 1 << (width - 1).bit_length()
+    return max(16, covering if longest is None else min(longest, covering))

@@ -1,0 +1,64 @@
+"""BLEU against the length of the source, of models that translate: what attention is for.
+
+    python benchmarks/sentence_length.py runs/multi30k-fixed runs/multi30k-rnn --out sentence_length.png
+
+The sentences of `test_2016_flickr`, and the same joined two, three and four at a time; the models are trained
+on single ones. After figure 2 of Bahdanau et al. 2014, arXiv 1409.0473.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+
+from unrolled import generation, models
+from unrolled.cli import run_config
+from unrolled.cli.evaluate import scorer
+
+JOINED = (1, 2, 3, 4)
+BEAM, LENGTH_PENALTY = 4, 0.6
+
+
+def joined(sentences: Sequence[str], n: int) -> list[str]:
+    """Join each n sentences that follow one another, without a rest."""
+    return [" ".join(sentences[i : i + n]) for i in range(0, len(sentences) - n + 1, n)]
+
+
+def scores(run_dir: Path, limit: int | None) -> Iterator[tuple[float, float]]:
+    """Mean number of words of the sources, and BLEU, for each number of joined sentences."""
+    run = run_config.resolve(run_config.read(run_dir / run_config.FILE_NAME, []))
+    data: Any = run.dataset
+    model: Any = models.load(run_dir).eval()
+    sources, references = data.sentences("test_2016_flickr")
+    for n in JOINED:
+        texts, wanted = (joined(part[:limit], n) for part in (sources, references))
+        found = generation.translate(
+            model,
+            [data.encode(text) for text in texts],
+            beam_size=BEAM,
+            length_penalty=LENGTH_PENALTY,
+            stop=data.stop,
+        )
+        bleu, _ = scorer()([data.decode(ids) for ids in found], wanted)
+        yield sum(len(text.split()) for text in texts) / len(texts), bleu
+
+
+parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+parser.add_argument("runs", nargs="+", type=Path)
+parser.add_argument("--out", type=Path, default=Path("sentence_length.png"))
+parser.add_argument("--limit", type=int, help="take so many sentences of the test set; all by default")
+options = parser.parse_args()
+
+figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+print("| model | " + " | ".join(f"{n} joined" for n in JOINED) + " |")
+print("| --- " + "| ---: " * len(JOINED) + "|")
+for run_dir in options.runs:
+    points = list(scores(run_dir, options.limit))
+    axes.plot(*zip(*points, strict=True), marker="o", label=run_dir.name)
+    print(f"| {run_dir.name} | " + " | ".join(f"{bleu:.1f}" for _, bleu in points) + " |", flush=True)
+axes.set(xlabel="words in the source, mean", ylabel="BLEU", ylim=(0, None))
+axes.grid(alpha=0.3)
+axes.legend()
+figure.savefig(options.out, dpi=160)

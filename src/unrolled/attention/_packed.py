@@ -1,0 +1,41 @@
+"""Packed sequences for mechanisms that honour padding: those of similar lengths run side by side, padded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.attention._multihead import Heads, Masks
+from unrolled.ops.checks import check_cu_seqlens
+from unrolled.ops.packing import length_buckets
+
+
+def attend_packed(attend: Callable[[Heads, Masks], Tensor], heads: Heads, cu_seqlens: Tensor) -> Tensor:
+    """Attend in each sequence of a pack by itself: `[1,T,H,M]`.
+
+    Each is padded on the right to less than twice its length. The offsets are looked at, for which a GPU has
+    to be waited for.
+
+    Args:
+        attend: attends in a batch with a `key_padding_mask`.
+        heads: those of the only row; so are the tensors in its gates.
+        cu_seqlens: int32 `[N+1]` offsets.
+    """
+    check_cu_seqlens(cu_seqlens, heads.q, heads.k)
+    (_, T, H, _), M = heads.q.shape, heads.v.shape[3]
+    if T == 0:
+        return attend(heads, Masks())
+    o = heads.v.new_zeros(1, T, H, M)
+    for _, tokens, padding in length_buckets(cu_seqlens, T):
+        part = Heads(*(_rows(x, tokens) for x in heads))
+        valid = ~padding
+        o[0, tokens[valid]] = attend(part, Masks(key_padding_mask=padding))[valid].to(o.dtype)
+    return o
+
+
+def _rows(x: Any, tokens: Tensor) -> Any:
+    """The tokens `[n,L]` of `x [1,T,...]`, or of all that a tuple has of these."""
+    if isinstance(x, tuple):
+        return type(x)(*(_rows(y, tokens) for y in x))
+    return x[0, tokens] if isinstance(x, torch.Tensor) else x

@@ -1,0 +1,72 @@
+"""What the commands that write share: `--force`, and pictures that say which command made them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Write even where something else is; files of the same names are replaced."),
+]
+
+
+DEMO = {"made_by": "unrolled demo"}
+"""What the checkpoints of the demo say of themselves."""
+
+
+def check_demo(out: Path, force: bool) -> None:
+    """Refuse a folder that is neither empty nor a demo's; see `check_folder`."""
+    from unrolled.training import read_metadata
+    from unrolled.training._outputs import check_folder
+
+    def made_before() -> bool:
+        try:
+            return read_metadata(out / "last.safetensors") == DEMO
+        except ValueError:
+            return False
+
+    check_folder(out, "a demo", made_before, force=force)
+
+
+def software(command: str) -> dict[str, str]:
+    """Return what a PNG file says of the program that made it, for matplotlib's `metadata`."""
+    return {"Software": f"unrolled {command}"}
+
+
+def drawn_by(file: Path, command: str) -> Callable[[], bool]:
+    """Return a function that tells whether `file` is a picture of this command."""
+    said = f"tEXtSoftware\0unrolled {command}".encode()
+    return lambda: said in file.read_bytes()[:1000]
+
+
+def check_picture(file: Path, command: str, force: bool) -> None:
+    """Refuse a file that exists and is no picture of this command; see `check_file`."""
+    from unrolled.training._outputs import check_file
+
+    check_file(file, drawn_by(file, command), force=force)
+
+
+def write_file(file: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file whole or not at all, in a folder that is made if needed.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk.
+    """
+    from unrolled.files import system_errors, write_atomically
+
+    with system_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, write)
+
+
+def is_report(file: Path, keys: set[str]) -> bool:
+    """Return whether a file is a JSON object with these keys, as the report of a command is."""
+    import json
+
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and keys <= found.keys()

@@ -1,0 +1,54 @@
+"""A SHA-256 in folders of transformers: of the weights, the config, and what else belongs to a model."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unrolled.files import add_digest, check_digest, write_atomically
+from unrolled.models.saving import CONFIG_FILE, read_json
+
+# Fields of a config that change nothing in what a model computes, and are edited or rewritten after saving.
+FREE = ("_name_or_path", "auto_map", "id2label", "label2id", "transformers_version")
+
+
+def seal(folder: str | Path, documents: Mapping[str, Any] | None = None) -> None:
+    """Write documents into a folder of `save_pretrained`, and a digest of the whole into its weights files.
+
+    A folder without a weights file is left alone, as by those processes of a parallel run that do not write.
+
+    Args:
+        folder: where `save_pretrained` wrote.
+        documents: JSON values by the names of their files, such as a vocabulary.
+    """
+    folder, documents = Path(folder), documents or {}
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        return
+    for name, value in documents.items():
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        write_atomically(folder / name, lambda file, text=text: file.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+    for file in weights:
+        add_digest(file, {name: _document(folder, name) for name in (CONFIG_FILE, *documents)})
+
+
+def check(folder: str | Path) -> dict[str, Any]:
+    """Compare the files of a local folder with the digest that `seal` wrote, if it did.
+
+    Returns:
+        the documents that `seal` was given.
+
+    Raises:
+        ValueError: a file was changed after it was saved, or cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found |= check_digest(file, lambda name: _document(Path(folder), name))
+    return {name: value for name, value in found.items() if name != CONFIG_FILE}
+
+
+def _document(folder: Path, name: str) -> Any:
+    value = read_json(folder / name)
+    if name == CONFIG_FILE and isinstance(value, dict):
+        return {key: x for key, x in value.items() if key not in FREE}
+    return value

@@ -1,0 +1,166 @@
+"""Whether compiled Triton kernels can be trusted: known faults of compilers, and a check at first use.
+
+A kernel that is right may be compiled wrongly, for one GPU by one version. So each is compared once per GPU
+with the plain form, on a few tokens, the first time that it is asked for. Where it differs, the plain form
+takes its place, and a warning says so. A fault that a small input need not show, or that ends the process,
+is known by its versions instead.
+"""
+
+import importlib
+import re
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unrolled.ops import linear_chunked
+from unrolled.ops.linear_chunked import Inputs
+
+Version = tuple[int, ...]
+TOKENS = 130  # three chunks, the last of them cut off
+LARGEST_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+"""Relative to the largest value: some 10 roundings of 16 bits, where wrong code is off by 0.1 and more."""
+
+
+class Call(NamedTuple):
+    """What a kernel is compiled for, but for strides and packing."""
+
+    kind: str  # "forward", "backward" or "step"
+    device: torch.device
+    dtype: torch.dtype
+    heads_per_group: int
+    R: int
+    M: int
+    gated: bool
+    causal: bool
+    normalize: bool
+
+    @classmethod
+    def of(cls, kind: str, inputs: Inputs, causal: bool, normalize: bool) -> "Call":
+        """Describe a call by its inputs, whose heads and widths are the last two axes."""
+        (H, R), (G, M), gated = inputs.q.shape[-2:], inputs.v.shape[-2:], inputs.log_decay is not None
+        return cls(kind, inputs.q.device, inputs.q.dtype, H // max(G, 1), R, M, gated, causal, normalize)
+
+
+class Fault(NamedTuple):
+    """A known fault of the compilers that come with Triton, from one version to before another."""
+
+    what: str  # what Triton does
+    capability: tuple[int, int]
+    first: Version
+    fixed: Version
+    narrowest: int = 1  # the least of max(R, M) that is affected
+    gated_backward: bool = False  # whether nothing else is affected
+
+
+FAULTS = (
+    # flash-linear-attention refuses these, see its issue 640.
+    Fault("makes mistakes in gradients of gates on Hopper", (9, 0), (3, 4), (3, 7, 1), gated_backward=True),
+    # triton#11366, found in 3.7.1 and not in 3.5.1. What lies between is refused too, as it ends the process.
+    Fault("may read beyond shared memory on Hopper", (9, 0), (3, 6), (3, 8), narrowest=17),
+    # triton#10821, found in 3.6.0, 3.7.1 and 3.8.0: two products that are added up in one place.
+    Fault("makes mistakes in sums of products on B300", (10, 3), (3, 6), (3, 9)),
+)
+
+RESULTS = {
+    "forward": ("the output", "S", "z", "the divisor"),
+    "backward": tuple(f"the gradient of {name}" for name in ("q", "k", "v", "log_decay", "S", "z")),
+    "step": ("the output", "S", "z"),
+}
+_verdicts: dict[Call, bool] = {}
+_told: set[tuple[torch.device, str]] = set()
+
+
+def trusted(call: Call, kernels: Callable[..., tuple[Tensor, ...]]) -> bool:
+    """Whether the kernels of this call are right here, as far as is known; checks it the first time."""
+    verdict = _verdicts.get(call)
+    if verdict is not None:
+        return verdict
+    machine = compiled_for(call.device)
+    if machine is None:
+        return True
+    fault = known_fault(call, *machine) or mistake(call, kernels)
+    _verdicts[call] = fault is None
+    if fault is not None and (call.device, fault) not in _told:
+        _told.add((call.device, fault))
+        version = ".".join(map(str, machine[1]))
+        warnings.warn(
+            f"linear attention runs in plain PyTorch on {call.device}, as Triton {version} {fault} "
+            f"({call.kind}, {call.dtype}, heads {call.R} and {call.M} wide)",
+            stacklevel=2,
+        )
+    return fault is None
+
+
+def compiled_for(device: torch.device) -> tuple[tuple[int, int], Version] | None:
+    """Capability of a GPU and version of Triton; None when interpreted, or when a CUDA graph is recorded."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.get_device_capability(device), triton_version()
+
+
+@cache
+def triton_version() -> Version:
+    """The version of Triton that is installed; an ImportError without."""
+    return tuple(
+        int(number) for number in re.findall(r"\d+", importlib.import_module("triton").__version__)[:3]
+    )
+
+
+def known_fault(call: Call, capability: tuple[int, int], triton: Version) -> str | None:
+    """Tell the known fault that this call would meet. A step multiplies in another way, and meets none."""
+    for fault in FAULTS:
+        affected = not fault.gated_backward or (call.gated and call.kind == "backward")
+        affected = affected and call.kind != "step" and max(call.R, call.M) >= fault.narrowest
+        if affected and capability == fault.capability and fault.first <= triton < fault.fixed:
+            return fault.what
+    return None
+
+
+@torch.no_grad()
+def mistake(call: Call, kernels: Callable[..., tuple[Tensor, ...]]) -> str | None:
+    """Run a few tokens and compare with the plain form in fp64; tell what is wrong, or None."""
+    arguments, wanted = _example(call)
+    try:
+        found = kernels(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a compiler or of a launch, whatever it is: the plain form has neither
+        return f"fails with {type(error).__name__}: {error}"
+    for name, x, exact in zip(RESULTS[call.kind], found, wanted, strict=True):
+        share = float((x.double() - exact).abs().max() / exact.abs().max()) if exact.numel() else 0.0
+        if not share <= LARGEST_ERROR[call.dtype]:  # nor NaN
+            return f"makes a mistake in {name}, off by {share:.2g} of its largest value"
+    return None
+
+
+def _example(call: Call) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Make the arguments of a small call, and its results in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    P, R, M, T = call.heads_per_group, call.R, call.M, 1 if call.kind == "step" else TOKENS
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(call.device, dtype)
+
+    inputs = Inputs(
+        random(1, T, P, R).abs().add(0.5).to(call.dtype),
+        random(1, T, 1, R).abs().add(0.5).to(call.dtype),
+        random(1, T, 1, M, dtype=call.dtype),
+        -random(1, T, 1).abs() / 20 if call.gated else None,  # so that the first state reaches the last
+        random(1, 1, R, M),
+        random(1, 1, R).abs(),
+    )
+    flags = call.causal, call.normalize
+    exact = Inputs(*(None if x is None else x.double() for x in inputs))  # type: ignore[arg-type]
+    o, *state, den = linear_chunked.forward(exact, *flags)
+    if call.kind == "forward":
+        return (inputs, None, *flags), (o, *state, den)
+    if call.kind == "step":
+        q, k, v, gate = (None if x is None else x[:, 0] for x in inputs[:4])
+        return (q, k, v, inputs.kv, inputs.k_sum, gate, call.normalize), (o[:, 0], *state)
+    go, gkv, gk_sum = random(1, T, P, M, dtype=call.dtype), random(1, 1, R, M), random(1, 1, R)
+    wanted = linear_chunked.backward(go.double(), gkv.double(), gk_sum.double(), exact, den, *flags)
+    return (go, gkv, gk_sum, inputs, None, den.float(), *flags), wanted

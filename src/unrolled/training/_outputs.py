@@ -1,0 +1,100 @@
+"""Where a command may write: it overwrites nothing that it did not make, and no folder that is in use."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from unrolled.training._files import remove_staging, replacing_files
+
+LOCK = ".lock"
+
+
+def check_folder(folder: Path, wanted: str, made_before: Callable[[], bool], *, force: bool = False) -> None:
+    """Refuse a folder that holds what the caller did not make. Hidden files and temporaries do not count.
+
+    Args:
+        folder: to be written; absent or empty is fine.
+        wanted: what else it may hold, for the message.
+        made_before: whether it holds that; asked of a folder that is not empty.
+        force: write all the same.
+
+    Raises:
+        ValueError: the folder holds anything else, or is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, but must be a folder")
+    _check_above(folder)
+    if force or not contents(folder) or made_before():
+        return
+    raise ValueError(
+        f"{folder} is not empty, but must be, or hold {wanted}: name another folder, or write there all the "
+        "same with --force"
+    )
+
+
+def check_file(file: Path, made_before: Callable[[], bool] = lambda: False, *, force: bool = False) -> None:
+    """Refuse a file that exists and was not made by the caller, and one that no folder can hold.
+
+    Raises:
+        ValueError: one of these.
+    """
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder, but must be a file")
+    _check_above(file)
+    if file.exists() and not force and not made_before():
+        raise ValueError(
+            f"{file} exists and is not from this command: name another file, or replace it with --force"
+        )
+
+
+def _check_above(path: Path) -> None:
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"{path} cannot be written to: {above} is not a folder")
+
+
+def contents(folder: Path) -> set[str]:
+    """Return the names in a folder, without hidden files and what a killed process left half-written."""
+    if not folder.is_dir():
+        return set()
+    return {x.name for x in folder.iterdir() if not x.name.startswith(".") and x.suffix != ".tmp"}
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing into an existing folder for as long as the block runs.
+
+    The lock is the system's, on the file `.lock`, which stays: a process that dies holds it no longer. The
+    same thread may hold a folder again inside the block.
+
+    Raises:
+        ValueError: another process or thread holds the folder, or it cannot be written to.
+    """
+    from filelock import FileLock, Timeout  # late: it imports asyncio, which few commands need
+
+    lock = FileLock(folder.resolve() / LOCK, blocking=False, is_singleton=True)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(f"{folder} is in use: another process is writing there") from error
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written to: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def writing_folder(folder: Path) -> Iterator[Path]:
+    """Yield a staging folder whose files come into `folder` at the end, as by `replacing_files`.
+
+    Raises:
+        ValueError: a run in `folder` is being trained.
+        OSError: a file cannot be written.
+    """
+    is_run = (folder / LOCK).exists()
+    with held(folder) if is_run else nullcontext():
+        remove_staging(folder)
+        with replacing_files(folder) as staging:
+            yield staging

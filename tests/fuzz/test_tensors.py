@@ -1,0 +1,307 @@
+"""Calls of public functions and modules with one argument that is wrong are refused in one sentence."""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from fuzzing import BrokenError, Case, blocks, check_refusal, run
+from small_models import FIELDS, small_model
+from torch import Tensor
+
+from unrolled import attention, recurrent
+from unrolled.contract import UnsupportedError
+from unrolled.generation import generate, sampling
+from unrolled.ops.feature_maps import FEATURE_MAPS, make_feature_map
+from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+from unrolled.ops.linear_diagonal import diagonal_linear_attention, diagonal_linear_attention_step
+from unrolled.ops.softmax import softmax_attention
+from unrolled.ops.state import leaves, map_tensors, select
+from unrolled.ops.window import window_attention
+
+B, T, H, D, WIDTH = 2, 6, 2, 4, 8
+Call = tuple[Callable[..., Any], dict[str, Any]]
+NOT_A_NUMBER: list[Any] = ["x", "", None, float("nan"), True, [1], {}, (), torch.ones(2), 1j]
+WRONG = {
+    int: [*NOT_A_NUMBER, 1.5, -1, 10**30],
+    float: [*NOT_A_NUMBER, -1.0],
+    bool: ["no", 1, 0.0, None, [], torch.ones(2)],
+    str: ["none", "", 3, None, [], True],
+}
+# Arguments that take more than their example shows.
+RIGHT: dict[str, tuple[type, ...]] = {
+    "prompt_ids": (list,),
+    "stop": (list, type(None)),
+    "seed": (type(None),),
+}
+RIGHT |= {"top_k": (type(None),), "window_size": (list,)}
+BROADCAST = {"attn_mask", "v", "value", "logits"}  # of these, another width or number of axes may be right
+
+
+def normal(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(0))
+
+
+def heads() -> dict[str, Tensor]:
+    return {name: normal(B, T, H, D) for name in "qkv"}
+
+
+def padding() -> Tensor:
+    return torch.zeros(B, T, dtype=torch.bool)
+
+
+def operations() -> dict[str, Call]:
+    qkv, step = heads(), {name: normal(B, H, D) for name in "qkv"}
+    state, diagonal = LinearState(normal(B, H, D, D), normal(B, H, D)), normal(B, H, D, D)
+    positive = {name: x.exp() for name, x in qkv.items()}
+    gate = -normal(B, T, H, D).abs()
+    masks = {"causal": True, "key_padding_mask": padding()}
+    logits = normal(B, 7)
+    return {
+        "linear_attention": (linear_attention, {**positive, **masks, "state": state}),
+        "linear_attention_step": (linear_attention_step, {**step, "state": state}),
+        "diagonal_linear_attention": (
+            diagonal_linear_attention,
+            {**qkv, "log_decay": gate, "state": diagonal},
+        ),
+        "diagonal_linear_attention_step": (
+            diagonal_linear_attention_step,
+            {**step, "log_decay": gate[:, 0], "state": diagonal},
+        ),
+        "softmax_attention": (softmax_attention, {**qkv, **masks, "scale": 0.5}),
+        "softmax_attention with a mask": (softmax_attention, qkv | {"attn_mask": torch.ones(T, T).bool()}),
+        "window_attention": (window_attention, {**qkv, "window_size": (2, 0), "key_padding_mask": padding()}),
+        "temperature": (sampling.temperature, {"logits": logits, "value": 0.5}),
+        "top_k": (sampling.top_k, {"logits": logits, "k": 2}),
+        "top_p": (sampling.top_p, {"logits": logits, "p": 0.5}),
+        "min_p": (sampling.min_p, {"logits": logits, "p": 0.5}),
+    }
+
+
+def verbs(name: str, module: Any, x: Tensor, first: str) -> dict[str, Call]:
+    """Calls of forward and, where there is a recurrent form, of the three verbs of it."""
+    found: dict[str, Call] = {f"{name} forward": (module, {first: x})}
+    try:
+        state = module.init_state(len(x))
+        _, state = module.prefill(x[:, :3], state)
+    except UnsupportedError:
+        return found
+    prefill, step = (next(iter(inspect.signature(x).parameters)) for x in (module.prefill, module.step))
+    return found | {
+        f"{name} init_state": (module.init_state, {"batch_size": 2}),
+        f"{name} prefill": (module.prefill, {prefill: x[:, 3:], "state": state}),
+        f"{name} step": (module.step, {step: x[:, 3], "state": state}),
+    }
+
+
+def mechanism(name: str) -> dict[str, Call]:
+    made: Any = attention.load(name)
+    if name not in attention.layers():
+        module, memory = made(WIDTH, WIDTH) if "hidden" not in name else made(WIDTH), normal(B, T, WIDTH)
+        state, query = module.init_state(memory), normal(B, 3, WIDTH)
+        return {
+            f"{name} forward": (module, {"query": query, "memory": memory, "key_padding_mask": padding()}),
+            f"{name} init_state": (module.init_state, {"memory": memory}),
+            f"{name} prefill": (module.prefill, {"query": query, "state": state}),
+            f"{name} step": (module.step, {"query": query[:, 0], "state": state}),
+        }
+    options = {"d_model": WIDTH, "n_heads": 2, "causal": bool(made.supports.causal)}
+    module = made(**options).eval()
+    found = {f"{name}()": (made, options | {"bias": True})}
+    found |= verbs(name, module, normal(B, T, WIDTH), "query")
+    if module.supports.padding:
+        found[f"{name} with padding"] = (
+            module,
+            {"query": normal(B, T, WIDTH), "key_padding_mask": padding()},
+        )
+    if module.supports.packing:
+        bounds = torch.tensor([0, 2, T], dtype=torch.int32)
+        found[f"{name} packed"] = (module, {"query": normal(1, T, WIDTH), "cu_seqlens": bounds})
+    return found
+
+
+def cell(name: str) -> dict[str, Call]:
+    made: Any = recurrent.load(name)
+    found = verbs(f"cell {name}", made(WIDTH, WIDTH).eval(), normal(B, T, WIDTH), "x")
+    return found | {f"cell {name}()": (made, {"input_size": WIDTH, "hidden_size": WIDTH})}
+
+
+def model(kind: str) -> dict[str, Call]:
+    made: Any = small_model(kind).eval()
+    ids = torch.randint(7, (B, T), generator=torch.Generator().manual_seed(0))
+    found: dict[str, Call] = {kind: (type(made.config), dict(FIELDS[kind]))}
+    if kind in ("decoder", "recurrent_lm", "perceiver_ar"):
+        found |= verbs(kind, made, ids, "tokens")
+        found[f"{kind} generate"] = (
+            generate,
+            {"model": made, "prompt_ids": ids, "max_new_tokens": 2, "top_k": 3, "seed": 0, "num_samples": 1},
+        )
+        found[f"{kind} stop"] = (generate, {"model": made, "prompt_ids": ids, "max_new_tokens": 2, "stop": 1})
+    if kind in ("encoder", "perceiver"):
+        found[f"{kind} forward"] = (made, {"x": ids, "key_padding_mask": padding()})
+    if kind == "vit":
+        found["vit forward"] = (made, {"x": normal(B, 3, 8, 8)})
+    return found
+
+
+def feature_map(name: str) -> dict[str, Call]:
+    made = make_feature_map(name, D, H)
+    options = {"name": name, "head_dim": D, "n_heads": H, "n_kv_heads": H}
+    return {
+        f"feature map {name}": (
+            partial(made.phi_q, positions=torch.arange(T).expand(B, T)),
+            {"q": normal(B, T, H, D)},
+        ),
+        f"make {name}": (make_feature_map, options),
+    }
+
+
+@cache
+def calls(group: str) -> dict[str, Call]:
+    torch.manual_seed(0)
+    kind, _, name = group.partition(" ")
+    made: dict[str, Callable[[str], dict[str, Call]]] = {
+        "mechanism": mechanism,
+        "cell": cell,
+        "model": model,
+        "map": feature_map,
+        "operations": lambda _: operations(),
+    }
+    return made[kind](name)
+
+
+GROUPS = [
+    *["operations"] * 10,
+    *(f"mechanism {name}" for name in attention.names()),
+    *(f"cell {name}" for name in recurrent.names()),
+    *(f"model {kind}" for kind in FIELDS),
+    *(f"map {name}" for name in FEATURE_MAPS),
+]
+
+
+def spoiled_tensor(random: Random, name: str, x: Tensor) -> tuple[str, Any]:
+    """Make of a tensor what it must not be."""
+    found: list[tuple[str, Any]] = [
+        ("a list", x.tolist()),
+        ("an array", x.numpy()),
+        ("a text", "x"),
+        ("a number", 3),
+        ("a tuple of it", (x,)),
+        ("complex", x.to(torch.complex64)),
+        ("quantized", x.to(torch.uint8)),
+    ]
+    if name not in BROADCAST:
+        found += [("on meta", x.to("meta"))]
+        found += [("a row", x[0]), ("an axis more", x[None]), ("a scalar", x.sum())]
+        if x.is_floating_point():
+            found += [("wider", torch.cat([x, x[..., :1]], -1)), ("of no width", x[..., :0])]
+    if x.is_floating_point():
+        found += [("integers", x.long()), ("boolean", x > 0)]
+    elif x.dtype == torch.bool:
+        found += [("integers", x.long()), ("a length more", torch.cat([x, x[:, :1]], 1))]
+    else:
+        found += [("floating point", x.float()), ("negative", -1 - x), ("out of range", x + 10**6)]
+    return random.choice(found)
+
+
+def spoiled_state(random: Random, state: Any) -> tuple[str, Any]:
+    """Make of a state one of other sizes or fields."""
+    found = [
+        ("None", None),
+        ("empty", ()),
+        ("a list", list(state)),
+        ("a text", "x"),
+        ("a dict", state._asdict()),
+    ]
+    found += [("too many rows", select(state, [0, 0, 0])), ("a tensor", torch.zeros(B, 3))]
+    at, how = (
+        random.randrange(len(leaves(state))),
+        random.choice(["None", "a list", "wider", "complex", "a row"]),
+    )
+
+    def change(x: Tensor, count: Any = iter) -> Any:
+        return {
+            "None": lambda: None,
+            "a list": x.tolist,
+            "wider": lambda: torch.cat([x, x[:1]], 0),
+            "complex": lambda: x.to(torch.complex64),
+            "a row": lambda: x[None],
+        }[how]()
+
+    numbers = iter(range(len(leaves(state))))
+    found += [
+        (f"field {at}: {how}", map_tensors(lambda x: change(x) if next(numbers) == at else x, state))
+    ] * 7
+    return random.choice(found)
+
+
+def spoiled(random: Random, name: str, value: Any) -> tuple[str, Any]:
+    """Make of any argument what it must not be."""
+    if isinstance(value, Tensor):
+        return spoiled_tensor(random, name, value)
+    if hasattr(value, "_asdict"):
+        return spoiled_state(random, value)
+    if isinstance(value, list | tuple):
+        made = random.choice([None, [], "x", 3, ["x"], [1.5, 2], [-1, 0], [[1]]])
+        return repr(made), made
+    if type(value) in WRONG:
+        made = random.choice([x for x in WRONG[type(value)] if not isinstance(x, RIGHT.get(name, ()))])
+        return repr(made), made
+    return random.choice([("None", None), ("a text", "x"), ("a list", [1])])
+
+
+def on_meta(found: Any) -> bool:
+    return found.is_meta if isinstance(found, Tensor) else any(map(on_meta, found))
+
+
+def optional(function: Any, name: str) -> bool:
+    """Whether None is a value of the argument."""
+    taken = inspect.signature(getattr(function, "forward", function)).parameters.get(name)
+    return taken is not None and (taken.default is None or "None" in str(taken.annotation))
+
+
+@blocks
+def test_tensors(seeds: range, record_property: object) -> None:
+    def case(random: Case) -> str:
+        made = calls(random.choice(GROUPS))
+        label = random.choice(list(made))
+        function, arguments = made[label]
+        if random.random() < 0.05:
+            function(**arguments)
+            return "right"
+        name = random.choice(list(arguments))
+        how, value = spoiled(random, name, arguments[name])
+        if name == "token" and how in ("negative", "out of range"):
+            return "skipped"  # a step does not look at the values, as its docstring says
+        if isinstance(value, RIGHT.get(name, ())) or (value is None and optional(function, name)):
+            return "skipped"
+        random.what = f"{label}: {name} is {how}"
+        try:
+            with torch.no_grad():
+                found = function(**arguments | {name: value})
+        except Exception as error:
+            return check_refusal(error, random.what)
+        ids = isinstance(arguments[name], Tensor) and arguments[name].dtype == torch.long
+        if how == "on meta" and ids:
+            return "skipped"  # torch's own embedding reads nothing and gives numbers
+        if (how == "on meta" and on_meta(found)) or (name == "k" and how == repr(10**30)):
+            return "right"  # nothing is computed; all tokens are kept
+        if name == "prompt_ids" and how == "quantized":
+            return "right"  # integers of any type
+        if name == "stop" and how == "()":
+            return "right"  # nothing to stop at
+        if name == "scale" and how == "-1.0":
+            return "right"
+        if label.startswith("feature map") and how in ("a row", "an axis more"):
+            return "right"  # a map takes any axes before the heads
+        raise BrokenError(f"{random.what}: was accepted")
+
+    run(case, seeds, record_property, seconds=10)
+
+
+def test_a_call_that_breaks_inside_is_found() -> None:
+    with pytest.raises(BrokenError, match="AttributeError"):
+        check_refusal(AttributeError("x"), "a call")

@@ -1,0 +1,76 @@
+"""Every model with every mechanism or cell that it names: it works in all its forms, or says what to use."""
+
+import pytest
+import torch
+from small_models import FIELDS, small_model
+
+from unrolled import attention, models, recurrent
+from unrolled.contract import UnsupportedError
+
+B, T = 2, 5
+PARTS = [
+    *((kind, "attention", name) for kind in FIELDS for name in attention.names()),
+    *(
+        ("encoder_decoder", f"{part}_attention", n)
+        for part in ("decoder", "cross")
+        for n in attention.names()
+    ),
+    *((kind, "cell", name) for kind in ("recurrent_lm", "ntm", "ntm_numbers") for name in recurrent.names()),
+]
+PARTS = [part for part in PARTS if part[1] in models.KINDS[part[0]].config_type.__dataclass_fields__]
+FIRST_READS = {"perceiver_ar": lambda name: ["softmax", name]}  # the first block reads the inputs
+OPTIONS = {
+    ("vit", "spatiotemporal"): {
+        "attention_options": {"spatiotemporal": {"shape": [1, 2, 2]}},
+        "pooling": "mean",
+        "max_length": 4,
+    },
+    ("ntm", "linear_attention"): {"hidden_size": 4},
+    ("ntm_numbers", "linear_attention"): {"hidden_size": 4},
+}
+
+
+def arguments(kind, model):
+    """What `forward` reads, and the targets of `loss`."""
+    ids, classes = torch.randint(7, (B, T)), torch.randint(3, (B,))
+    if kind == "vit":
+        return (torch.rand(B, 3, 8, 8).double(),), classes
+    if kind in ("ntm", "ntm_numbers"):
+        bits = torch.randint(2, (B, T, 4)).double()
+        return (bits,), bits if kind == "ntm" else bits[:, 0]
+    if kind.endswith(("encoder_decoder", "seq2seq")):
+        return (ids, torch.randint(7, (B, T))), torch.randint(7, (B, T))
+    return (ids,), classes if kind in ("encoder", "perceiver", "perceiver_io") else torch.randint(7, (B, T))
+
+
+@pytest.mark.parametrize(("kind", "field", "name"), PARTS, ids=lambda x: x)
+def test_it_works_in_all_forms_or_says_what_to_use(kind, field, name, tmp_path):
+    torch.manual_seed(0)
+    value = FIRST_READS.get(kind, str)(name) if field == "attention" else name
+    try:
+        model = small_model(kind, **{field: value} | OPTIONS.get((kind, name), {})).double().eval()
+    except UnsupportedError:
+        return
+    inputs, targets = arguments(kind, model)
+    y = model(*inputs)
+    model.loss(inputs[0], targets).backward()
+    gradients = [x.grad for x in model.parameters() if x.grad is not None]
+    assert gradients
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+    model.save(tmp_path)
+    assert torch.equal(models.load(tmp_path).eval()(*inputs), y)
+    if hasattr(model, "step"):
+        check_steps(model, inputs, y)
+
+
+def check_steps(model, inputs, y):
+    """Prefill and steps give what `forward` gives."""
+    state = model.init_state(inputs[0]) if len(inputs) == 2 else model.init_state(B)
+    tokens = inputs[-1]
+    first, state = model.prefill(tokens[:, :2], state)
+    outputs = [first]
+    for t in range(2, T):
+        out, state = model.step(tokens[:, t], state)
+        outputs.append(out[:, None])
+    torch.testing.assert_close(torch.cat(outputs, 1), y)

@@ -1,0 +1,81 @@
+import random
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from unrolled import files
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1, 2]), "empty": torch.ones(0, 4)}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "x.safetensors"
+
+
+def test_tensors_come_back_bit_for_bit_here_and_in_other_programs(path):
+    files.save_tensors(TENSORS, path, {"config.json": {"n": 1}})
+    for found in (files.load_tensors(path, {"config.json": {"n": 1}}.get), load_file(path)):
+        assert found.keys() == TENSORS.keys()
+        assert all(torch.equal(found[name], x) for name, x in TENSORS.items())
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_the_same_tensors_make_the_same_file(path):
+    contents = set()
+    for _ in range(20):
+        files.save_tensors(TENSORS, path, {"é.json": 1})
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
+
+
+def test_a_digest_can_be_put_into_the_file_of_another_program(path):
+    save_file(TENSORS, path, {"format": "pt", "by": "another"})
+    files.add_digest(path)
+    assert files.read_header(path).metadata["by"] == "another"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="was changed after it was saved"):
+        files.load_tensors(path)
+
+
+def test_a_file_without_a_digest_is_read(path):
+    save_file(TENSORS, path, {"format": "pt"})
+    assert torch.equal(files.load_tensors(path)["a"], TENSORS["a"])
+
+
+def test_no_changed_byte_goes_unnoticed(path):
+    files.save_tensors(TENSORS, path)
+    content, draw = path.read_bytes(), random.Random(0)
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = files.load_tensors(path)
+        except ValueError:
+            continue
+        # Only where the name of the digest is damaged: the file then is one without a digest.
+        assert all(torch.equal(found[name], x) for name, x in TENSORS.items()), place
+
+
+@pytest.mark.parametrize("found", [{"config.json": {"n": 2}}, {"config.json": None}])
+def test_a_changed_document_is_named(found, path):
+    files.save_tensors(TENSORS, path, {"config.json": {"n": 1}})
+    with pytest.raises(ValueError, match=re.escape(f"{path} or config.json was changed after it was saved")):
+        files.load_tensors(path, found.get)
+
+
+def test_a_file_that_is_cut_short_missing_or_a_folder_is_refused(path):
+    files.save_tensors(TENSORS, path)
+    content = path.read_bytes()
+    for length in (0, 7, 8, 100, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=re.escape(f"{path} is not a readable safetensors file")):
+            files.load_tensors(path)
+    for other in (path.parent, path.parent / "none"):
+        with pytest.raises(ValueError, match=re.escape(f"{other} is not a readable safetensors file")):
+            files.load_tensors(other)
