@@ -108,7 +108,10 @@ def _advance(factors: list[Tensor], inputs: Tensor, state: KroneckerState) -> tu
 
 
 def _unitary(n: int) -> Tensor:
-    """Draw a unitary matrix uniformly: the Q of a complex Gaussian, with the phases of R's diagonal."""
-    Q, R = torch.linalg.qr(torch.randn(n, n, dtype=torch.complex64))
+    """Draw a unitary matrix uniformly: the Q of a complex Gaussian, with the phases of R's diagonal.
+
+    Computed in fp64, so that the only error of the fp32 result is its rounding.
+    """
+    Q, R = torch.linalg.qr(torch.randn(n, n, dtype=torch.complex64).to(torch.complex128))
     unitary: Tensor = Q * R.diagonal().sgn()
-    return unitary
+    return unitary.to(torch.complex64)
