@@ -93,7 +93,11 @@ def test_other_projections_have_no_error(tmp_path):
 
 def test_what_cannot_be_written_or_scaled_is_found_before_anything_is_measured(tmp_path):
     (tmp_path / "file").write_text("")
-    for options in (["--out", str(tmp_path / "file")], ["--spread", "0", "--out", str(tmp_path)]):
+    for options in (
+        ["--out", str(tmp_path / "file")],
+        ["--spread", "0", "--out", str(tmp_path)],
+        ["--seconds", "inf"],
+    ):
         result = CliRunner().invoke(app, ["compare", "linear", *options])
         assert result.exit_code == 2
         assert "| tokens |" not in result.output

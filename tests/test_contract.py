@@ -13,6 +13,7 @@ from unrolled.testing import (
     Maker,
     check_compiles,
     check_dynamic_length,
+    check_half_precision,
     check_rejects_other_states,
     checks,
 )
@@ -22,13 +23,14 @@ PATHS = ["triton"] if INTERPRETED else ["plain", *native.instruction_sets()]
 NAMES = ["linear"] if INTERPRETED else attention.layers()  # which has all that Triton does here, slowly
 ONE_KERNEL_EACH = ("linear", "softmax", "window")  # the others reach these, or none
 ON_ANY_PATH = (check_compiles, check_dynamic_length, check_rejects_other_states)  # they ask no kernel
+SLOW = (check_half_precision,)  # runs once, but for the mechanisms that have a kernel of their own
 CASES = [
     pytest.param(path, name, check, id=f"{path}-{name}-{check.__name__.removeprefix('check_')}")
     for path in PATHS
     for name in NAMES
     for check in checks(attention.load(name).supports)
     if path == "plain" or check not in ON_ANY_PATH
-    if path in PATHS[:2] or name in ONE_KERNEL_EACH
+    if path == PATHS[0] or name in ONE_KERNEL_EACH or (path == PATHS[1] and check not in SLOW)
 ]
 
 

@@ -21,10 +21,12 @@ from unrolled.testing import (
     check_dynamic_length,
     check_half_precision,
     check_mechanism,
+    check_padding_content,
     check_refuses_unclaimed,
     checks,
 )
 
+SLOW = (check_compiles, check_dynamic_length, check_half_precision, check_padding_content)
 ALL = PlainLinear.supports
 ONLY_FORWARD = replace(ALL, padding=False, packing=False, cross=False, attn_mask=False, recurrence="none")
 
@@ -435,7 +437,7 @@ def test_the_plain_mechanism_has_no_defect():
 )
 def test_defect_is_found_by_its_check_alone(mechanism, noticed):
     def run(check):
-        return name(check) in noticed or check not in (check_compiles, check_half_precision)  # the slow ones
+        return name(check) in noticed or check not in SLOW
 
     assert failures(mechanism, run) == noticed
 

@@ -31,7 +31,7 @@ TRANSLATOR = (["{world}/luong"], ["{world}/none", "{world}/text.txt", "{world}/e
 LENGTHS = (["8", "8,16"], ["0", "-8", "8,", "8,x", "1.5", "", "1" + "0" * 30])
 SAMPLING = {
     "--temperature": TEMPERATURE,
-    "--top-k": COUNT,
+    "--top-k": (["1", "2", "1" + "0" * 30], ["0", "-1", "1.5", "1e3", *NO_NUMBER]),
     "--top-p": (["0.5", "1"], ["0", "-0.5", "1.5", "inf", *NO_NUMBER]),
     "--min-p": SHARE,
     "--repetition-penalty": POSITIVE,
@@ -87,7 +87,7 @@ OPTIONS = {
         "--split": (["val"], ["x", ""]),
         "--beam-size": COUNT,
         "--length-penalty": (["0", "1.5"], ["-1", "inf", *NO_NUMBER]),
-        "--out": FILE,
+        "--out": (["{out}.txt"], ["{world}/text.txt/x", "{world}/model"]),
         "--data-dir": (["{world}"], []),
         "--device": DEVICE,
         "--force": FLAG,
@@ -179,7 +179,7 @@ OPTIONS = {
 }
 # Longer than a case may take, unless something in the line is refused.
 ONLY_REFUSED = {"demo", "bench", "compare", "linearize", "attend", "export"}
-MAY_BE_MISSING = {"info", "bench"}
+MAY_BE_MISSING = {"info", "bench", "compare"}
 SLOW_FLAGS = {"--aot", "--web", "--measure", "--int8", "--fused", "--list", "--tensorboard"}
 SETTINGS = {
     "data.name": (["text"], ["none", "", "[]", "null", "{}"]),
@@ -202,7 +202,7 @@ SETTINGS = {
     "train.schedule": (["constant", "cosine"], ["none", "3", "[]"]),
     "train.eval_every": (["1"], ["0", "-1", "1.5", "x", "[]"]),
     "train.none": ([], ["3"]),
-    "run_dir": (["{out}"], ["{world}/text.txt/x", "{world}/model", "null", "[]", "3.5e"]),
+    "run_dir": (["{out}"], ["{world}/text.txt/x", "{world}/model", "null", "[]", "3.5"]),
 }
 TINY = [
     "data.name=text",

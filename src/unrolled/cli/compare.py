@@ -63,9 +63,11 @@ def compare(
     from unrolled import attention
     from unrolled.cli import comparison
     from unrolled.cli.bench import _lengths as parse_lengths
+    from unrolled.ops.options import check_finite
     from unrolled.training._outputs import check_folder
     from unrolled.training._session import cpu_threads
 
+    check_finite(seconds=seconds)
     sizes = parse_lengths(lengths)
     assert sizes is not None
     if not 0 < spread < float("inf"):

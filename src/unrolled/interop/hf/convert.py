@@ -14,6 +14,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.interop.hf._model import UnrolledPreTrainedModel
 from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
 from unrolled.interop.hf.config import BY_CLASS, UnrolledConfig
+from unrolled.interop.hf.families import class_name
 from unrolled.interop.hf.masked_lm import UnrolledForMaskedLM
 from unrolled.interop.hf.model import UnrolledModel
 from unrolled.interop.hf.sequence_classification import UnrolledForSequenceClassification
@@ -93,7 +94,7 @@ def load(path: str | Path) -> UnrolledPreTrainedModel:
     if (found := values.get("model_type")) != UnrolledConfig.model_type:
         raise ValueError(f"{path} holds a model of the type {found!r}, wanted {UnrolledConfig.model_type!r}")
     by_name = {kind.__name__: kind for kind in CLASSES}
-    name = (values.get("architectures") or [None])[0]
+    name = class_name(values.get("architectures"))
     if name not in by_name:
         raise ValueError(f"{path} holds a model of the class {name!r}, wanted one of {sorted(by_name)}")
     try:

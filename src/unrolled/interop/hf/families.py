@@ -196,3 +196,9 @@ def _fill(projection: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
         projection.register_parameter("bias", None)
     else:
         projection.bias.copy_(bias)
+
+
+def class_name(architectures: Any) -> str:
+    """Name the class that a config's `architectures` begins with; "" where it names none."""
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    return first if isinstance(first, str) else ""

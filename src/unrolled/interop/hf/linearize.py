@@ -27,7 +27,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from unrolled.contract import UnsupportedError
 from unrolled.interop.hf import digest
 from unrolled.interop.hf.cache import StateCache, StateLayer
-from unrolled.interop.hf.families import FAMILIES, is_softmax_attention, parts_of
+from unrolled.interop.hf.families import FAMILIES, class_name, is_softmax_attention, parts_of
 from unrolled.interop.hf.linearized_attention import LinearizedAttention
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -133,9 +133,8 @@ def load_linearized(path: str | Path) -> Any:
     if original not in CONFIG_MAPPING:
         raise ValueError(f"{path} is of the type {original!r}, which transformers has not")
     config = CONFIG_MAPPING[original].from_dict(said | {"model_type": original})
-    architectures: list[Any] = config.architectures or [None]
-    [architecture] = architectures
-    kind = getattr(transformers, architecture or "", None)
+    architecture = class_name(config.architectures)
+    kind = getattr(transformers, architecture, None)
     if kind is None:
         raise ValueError(f"{path} is of the class {architecture!r}, which transformers has not")
     model = kind._from_config(config, dtype=config.dtype)

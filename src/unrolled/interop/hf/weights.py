@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.hf import bert, perceiver
+from unrolled.interop.hf.families import class_name
 from unrolled.models import Encoder, PerceiverIO
 
 FAMILIES: dict[str, Callable[..., Encoder | PerceiverIO]] = {
@@ -61,7 +62,7 @@ def _load(source: str | Path) -> Any:
     except ImportError as error:
         raise ImportError("reading models needs transformers: pip install 'unrolled[hf]'") from error
     config = _attempt(source, lambda: transformers.AutoConfig.from_pretrained(str(source)))
-    named = (config.architectures or ["none"])[0]
+    named = class_name(config.architectures)
     if config.model_type not in FAMILIES or not hasattr(transformers, named):
         raise UnsupportedError(
             f"{source} holds a {config.model_type!r} model of the class {named!r}, which cannot be imported; "
