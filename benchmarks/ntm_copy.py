@@ -70,7 +70,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = NTMModel(MODEL)
         if chosen.compile:
-            layer: Any = model.layers[0]
+            layer: Any = model.stack.layers[0]
             layer._turn = torch.compile(layer._turn, dynamic=False)
         train(model, Growing(), BUDGET, OUT, progress=sys.stdout.isatty())
         model.save(OUT)  # the last weights: the best at length 20 may never have seen it

@@ -202,13 +202,17 @@ def enriched(text: str) -> str:
 
 
 def members(module: ModuleType) -> Iterator[str]:
-    """Name what a module itself defines in public, in its order, each once, for mkdocstrings to describe."""
-    defined = [
-        node.name
-        for node in ast.parse(inspect.getsource(module)).body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
-    ]
-    return (directive(f"{module.__name__}.{name}") for name in dict.fromkeys(defined))
+    """Name what a module makes public, in its order, each once, for mkdocstrings to describe.
+
+    That is what it defines itself, and what it takes from private files of its own.
+    """
+    names: list[str] = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            names.append(node.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{module.__name__}._"):
+            names += [alias.name for alias in node.names if alias.name in getattr(module, "__all__", ())]
+    return (directive(f"{module.__name__}.{name}") for name in dict.fromkeys(names))
 
 
 def directive(name: str, level: int = 2) -> str:

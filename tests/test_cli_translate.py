@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,36 @@ def test_translating_needs_the_folder_of_the_run_alone(trained: Path, tmp_path: 
     assert works("translate", alone, "a dog and a tree.", "--beam-size", 2).stdout in spoken
     piped = run("translate", alone, "--beam-size", 2, input="a dog and a tree.\nnumber 3: a man.\n")
     assert piped.stdout == spoken
+
+
+def test_the_best_translations_are_told_with_their_scores(trained: Path) -> None:
+    sentences = "a dog and a tree.", "number 3: a man."
+    single = works("translate", trained, *sentences, "--beam-size", 3).stdout.splitlines()
+    several = works("translate", trained, *sentences, "--beam-size", 3, "--n-best", 2).stdout.splitlines()
+    assert len(several) == 4
+    rows = [line.split("\t") for line in several]
+    assert [text for _, text in rows[::2]] == single
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        assert re.fullmatch(r"-\d+\.\d{4}", first[0])
+        assert float(first[0]) >= float(second[0])
+        assert first[1] != second[1]
+    for n in 0, 5:
+        told = error("translate", trained, "a dog", "--n-best", n)
+        assert told == f"--n-best is {n}, but must be from 1 to --beam-size = 4"
+
+
+def test_no_run_of_tokens_comes_twice_when_told_so(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Vocabulary, "decode", lambda self, ids: " ".join(map(str, ids.tolist())))
+
+    def pairs(*options: object) -> list[tuple[str, str]]:
+        ids = works("translate", trained, "a dog and a tree.", *options).stdout.split()
+        return list(pairwise(ids))
+
+    free, blocked = pairs(), pairs("--no-repeat-ngram-size", 2)
+    assert len(set(free)) < len(free)
+    assert len(set(blocked)) == len(blocked)
+    told = error("translate", trained, "a dog", "--no-repeat-ngram-size", -1)
+    assert told == "no_repeat_ngram_size is -1, but must be a whole number of at least 0"
 
 
 def test_wrong_requests_to_translate_get_one_sentence(trained: Path, digits: Path, tmp_path: Path) -> None:

@@ -114,6 +114,16 @@ def test_the_labels_of_the_drawing_are_readable_on_a_phone(page):
     assert min(map(float, re.findall(r'font-size="(\d+)"', drawing))) * shown >= 11
 
 
+def test_what_a_package_takes_from_its_private_files_is_in_the_reference(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "REFERENCE", tmp_path)
+    build.write_modules()
+    page = (tmp_path / "recurrent" / "index.md").read_text()
+    for name in importlib.import_module("unrolled.recurrent").__all__:
+        assert page.count(f"::: unrolled.recurrent.{name}\n") == 1
+    page = (tmp_path / "generation" / "index.md").read_text()
+    assert ":::" not in page  # what it names is in public files, which have pages
+
+
 def test_internals_are_not_in_the_reference(build, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "REFERENCE", tmp_path)
     build.write_modules()

@@ -81,6 +81,8 @@ OPTIONS = {
     "translate": {
         "--beam-size": COUNT,
         "--length-penalty": (["0", "1.5"], ["-1", "inf", *NO_NUMBER]),
+        "--no-repeat-ngram-size": (["0", "3"], ["-1", "1.5", *NO_NUMBER]),
+        "--n-best": COUNT,
         "--device": DEVICE,
     },
     "evaluate": {

@@ -1,13 +1,16 @@
 import math
 from itertools import product
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from beams import Ids, allowed, described, log_probs_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from unrolled.generation import beam_search, generate, translate
+from unrolled.generation import beam_search, generate, n_best, translate
 from unrolled.models import Decoder, DecoderConfig
 
 STOP = 0
@@ -31,13 +34,18 @@ def started(model: Decoder, prompts: list[list[int]]) -> tuple[Tensor, NamedTupl
     return logits[:, -1], state
 
 
-def exhaustive(model: Decoder, prompt: list[int], most: int, alpha: float) -> list[tuple[float, list[int]]]:
-    """Score every continuation that ends with the stop symbol, or has the most tokens, by its definition."""
+def exhaustive(
+    model: Decoder, prompt: list[int], most: int, alpha: float, stops: list[Ids], least: int, ngram: int
+) -> list[tuple[float, list[int]]]:
+    """Score every continuation that is allowed and ends, or has the most tokens, by its definition."""
     V = model.config.vocab_size
     scored = []
     for n in range(1, most + 1):
         for ids in product(range(V), repeat=n):
-            if STOP in ids[:-1] or (ids[-1] != STOP and n < most):
+            ends = [end for end in range(1, n + 1) if any(ids[:end][-len(s) :] == s for s in stops)]
+            if ends[:1] != [n] and (ends or n < most):
+                continue
+            if not all(allowed(ids[:end], stops, least, ngram) for end in range(1, n + 1)):
                 continue
             read = torch.tensor([[V, *prompt, *ids]])
             with torch.no_grad():
@@ -47,17 +55,40 @@ def exhaustive(model: Decoder, prompt: list[int], most: int, alpha: float) -> li
     return sorted(scored, reverse=True)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_beam_that_holds_everything_is_an_exhaustive_search(seed, alpha):
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize(
+    ("seed", "alpha", "stops", "least", "ngram"),
+    [
+        (0, 0.0, [(STOP,)], 0, 0),
+        (1, 0.6, [(STOP,)], 0, 0),
+        (2, 2.0, [(STOP,)], 2, 0),
+        (3, 0.6, [(1, 2), (3,)], 0, 0),
+        (4, 0.6, [(1, 2), (2, 1, 2), (3,)], 2, 0),
+        (5, 0.6, [(STOP,)], 0, 1),
+        (6, 0.6, [(STOP,), (1, 1)], 1, 2),
+        (7, 0.6, [], 4, 3),
+    ],
+)
+def test_a_beam_that_holds_everything_is_an_exhaustive_search(
+    seed, alpha, stops, least, ngram, early_stopping
+):
     model, prompts, most = decoder(seed=seed), [[1], [3]], 4
     logits, state = started(model, prompts)
     found = beam_search(
-        model, logits, state, beam_size=400, length_penalty=alpha, max_new_tokens=most, stop=STOP
+        model,
+        logits,
+        state,
+        beam_size=400,
+        length_penalty=alpha,
+        early_stopping=early_stopping,
+        max_new_tokens=most,
+        min_new_tokens=least,
+        no_repeat_ngram_size=ngram,
+        stop=[list(ids) for ids in stops],
     )
     for prompt, hypotheses in zip(prompts, found, strict=True):
-        expected = exhaustive(model, prompt, most, alpha)
-        assert len(hypotheses) == len(expected)
+        expected = exhaustive(model, prompt, most, alpha, stops, least, ngram)
+        assert len(expected) > 10
         assert [h.tokens.tolist() for h in hypotheses] == [ids for _, ids in expected]
         for hypothesis, (score, _) in zip(hypotheses, expected, strict=True):
             assert hypothesis.score == pytest.approx(score, abs=1e-10)
@@ -65,37 +96,76 @@ def test_a_beam_that_holds_everything_is_an_exhaustive_search(seed, alpha):
             assert hypothesis.log_prob / ((5 + n) / 6) ** alpha == pytest.approx(hypothesis.score, abs=1e-12)
 
 
-def beam_of_lists(model: Decoder, prompt: list[int], size: int, most: int) -> dict[tuple[int, ...], float]:
-    """Beam search as it is described: every beginning is read anew, and a finished one keeps its place."""
-    V = model.config.vocab_size
-    finished: dict[tuple[int, ...], float] = {}
-    beam: dict[tuple[int, ...], float] = {(): 0.0}
-    while beam:
-        following = {}
-        for ids, log_p in beam.items():
-            with torch.no_grad():
-                logs = model(torch.tensor([[V, *prompt, *ids]]))[0, -1].log_softmax(-1).tolist()
-            following |= {(*ids, token): log_p + x for token, x in enumerate(logs)}
-        best = sorted(following, key=lambda ids: -following[ids])[: size - len(finished)]
-        done = {ids for ids in best if ids[-1] == STOP or len(ids) == most}
-        finished |= {ids: following[ids] for ids in done}
-        beam = {ids: following[ids] for ids in best if ids not in done}
-    return finished
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    V=st.integers(2, 9),
+    size=st.integers(1, 6),
+    most=st.lists(st.integers(1, 8), min_size=3, max_size=3),
+    alpha=st.sampled_from([0.0, 0.6, 2.0]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    stops=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=4),
+    least=st.integers(0, 4),
+    ngram=st.integers(0, 3),
+)
+def test_a_beam_of_any_size_is_that_of_its_description(
+    seed, V, size, most, alpha, early_stopping, stops, least, ngram
+):
+    model, prompts = decoder(vocab_size=V, seed=seed, scale=1.0), [[1], [0], [V - 1]]
+    least, stops = min(least, *most), [[token % V for token in ids] for ids in stops]
+    found = beam_search(
+        model,
+        *started(model, prompts),
+        beam_size=size,
+        length_penalty=alpha,
+        early_stopping=early_stopping,
+        max_new_tokens=most,
+        min_new_tokens=least,
+        no_repeat_ngram_size=ngram,
+        stop=[ids[0] if len(ids) == 1 else ids for ids in stops],
+    )
+    for prompt, limit, hypotheses in zip(prompts, most, found, strict=True):
+        wanted = described(
+            log_probs_of(model, [V, *prompt]),
+            size=size,
+            most=limit,
+            penalty=lambda n: ((5 + n) / 6) ** alpha,
+            early_stopping=early_stopping,
+            stops=[tuple(ids) for ids in stops],
+            least=least,
+            ngram=ngram,
+        )
+        assert [tuple(h.tokens.tolist()) for h in hypotheses] == [ids for _, _, ids in wanted]
+        for h, (score, log_prob, _) in zip(hypotheses, wanted, strict=True):
+            assert (h.score, h.log_prob) == pytest.approx((score, log_prob), abs=1e-10)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_beam_of_any_size_is_that_of_its_description(seed, size):
-    model, prompts = decoder(vocab_size=7, seed=seed, scale=1.0), [[1], [2], [6]]
-    found = beam_search(model, *started(model, prompts), beam_size=size, max_new_tokens=5, stop=STOP)
-    lengths = set()
-    for prompt, hypotheses in zip(prompts, found, strict=True):
-        wanted = beam_of_lists(model, prompt, size, 5)
-        assert {tuple(h.tokens.tolist()) for h in hypotheses} == set(wanted)
-        for h in hypotheses:
-            assert h.log_prob == pytest.approx(wanted[tuple(h.tokens.tolist())], abs=1e-10)
-            lengths.add(len(h.tokens))
-    assert len(lengths) > 1  # some end before others
+def test_a_search_goes_on_where_all_that_is_likeliest_ends():
+    logits = torch.tensor([[5.4, 5.3, 5.2, 5.1, 5.0, 1.0, 0.9, 0.8, 0.7]])
+
+    class Same(Copies):
+        def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
+            return logits.expand(len(token), 9), state
+
+    options = {"length_penalty": 8.0, "early_stopping": "never", "max_new_tokens": 3}
+    (found,) = beam_search(Same(), logits, (), beam_size=1, stop=[0, 1, 2, 3], **options)
+    assert [h.tokens.tolist() for h in found] == [[4, 4, 0]]
+
+
+def test_the_later_a_search_ends_the_better_its_best():
+    better = {False: 0, "never": 0}
+    for seed in range(30):
+        model = decoder(vocab_size=6, seed=seed, scale=1.0)
+        logits, state = started(model, [[1]])
+        options = {"beam_size": 2, "length_penalty": 2.0, "max_new_tokens": 9, "stop": [0, 5]}
+        best = {
+            when: beam_search(model, logits, state, early_stopping=when, **options)[0][0].score
+            for when in (True, False, "never")
+        }
+        assert best[True] <= best[False] <= best["never"]
+        better[False] += best[True] < best[False]
+        better["never"] += best[False] < best["never"]
+    assert min(better.values()) > 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -203,7 +273,24 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
         ({"length_penalty": math.nan}, "length_penalty is nan, but must be"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1, but must be at least 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, but must be at least 0, one whole number"),
-        ({"stop": 9}, r"stop is 9, but must be an id in \[0, 9\)"),
+        ({"max_new_tokens": True}, "max_new_tokens is True, but must be at least 0"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1, but must be a whole number of at least 0"),
+        ({"min_new_tokens": 1.0}, "min_new_tokens is 1.0, but must be a whole number"),
+        (
+            {"min_new_tokens": 4, "max_new_tokens": 3},
+            "min_new_tokens is 4, but must be at most max_new_tokens = 3",
+        ),
+        ({"min_new_tokens": 52}, "min_new_tokens is 52, but must be at most max_new_tokens = 51"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1, but must be a whole number of at"),
+        ({"no_repeat_ngram_size": None}, "no_repeat_ngram_size is None, but must be a whole number"),
+        ({"early_stopping": "always"}, "early_stopping is 'always', but must be True, False or 'never'"),
+        ({"early_stopping": 1}, "early_stopping is 1, but must be True, False or 'never'"),
+        ({"early_stopping": None}, "early_stopping is None, but must be True, False or 'never'"),
+        ({"stop": 9}, r"stop holds \[9\], with a token id outside \[0, 9\)"),
+        ({"stop": [1, [2, -1]]}, r"stop holds \[2, -1\], with a token id outside \[0, 9\)"),
+        ({"stop": [[]]}, "stop holds an empty sequence, which every continuation ends with"),
+        ({"stop": "0"}, "stop is '0', but must be an id, or ids or sequences of them"),
+        ({"stop": 1.5}, "stop is 1.5, but must be a token id, or a list of ids"),
         ({"batch_size": 0}, "batch_size is 0, but must be at least 1"),
         ({"sources": [[1], []]}, r"sources\[1\] is empty, but must have at least one token"),
         ({"sources": [[0.5]]}, r"sources\[0\] is torch.float32 of shape \[1\], but must be whole numbers"),
@@ -212,6 +299,30 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
 def test_wrong_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         translate(Copies(), **{"sources": [[1]]} | options)
+
+
+@pytest.mark.parametrize("options", [{"beam_size": 0}, {"max_new_tokens": -1}, {"early_stopping": 2}])
+def test_wrong_options_are_refused_without_a_source(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        translate(Copies(), [], **options)
+
+
+def test_all_hypotheses_of_a_source_are_told_the_best_first():
+    sources = [[3, 1, 4], [2], [7, 1]]
+    found = n_best(Copies(), sources, beam_size=3, stop=STOP)
+    for source, hypotheses in zip(sources, found, strict=True):
+        assert len(hypotheses) == 3
+        scores = [h.score for h in hypotheses]
+        assert scores == sorted(scores, reverse=True)
+        assert hypotheses[0].tokens.tolist() == [*source, STOP]
+    best = translate(Copies(), sources, beam_size=3, stop=STOP)
+    assert [h[0].tokens.tolist() for h in found] == [tokens.tolist() for tokens in best]
+
+
+def test_where_everything_is_ruled_out_there_is_no_hypothesis():
+    options = {"no_repeat_ngram_size": 1, "max_new_tokens": 10}  # 9 tokens, each once
+    assert n_best(Copies(), [[1, 2]], **options) == [[]]
+    assert [row.tolist() for row in translate(Copies(), [[1, 2]], **options)] == [[]]
 
 
 def test_logits_that_are_no_numbers_are_refused():

@@ -88,7 +88,7 @@ def test_a_run_takes_the_sizes_from_the_data(name, kind, sizes):
     [
         ({"hidden_size": 0}, "hidden_size is 0, wanted an integer of at least 1"),
         ({"cell_options": 3}, "cell_options is 3, wanted a dict of options"),
-        ({"cell_options": {"heads": 3}}, "cell_options does not fit ntm: .*heads"),
+        ({"cell_options": {"heads": 3}}, "cell_options of 'ntm' do not fit: .*heads"),
         ({"cell": "mtn"}, "cell is 'mtn', but must be one of"),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_wrong_field_is_named(fields, message):
 
 def test_a_wrong_state_or_token_is_named():
     model = make()
-    with pytest.raises(ValueError, match="state is a tuple, wanted the RecurrentLMState"):
+    with pytest.raises(ValueError, match="state is a tuple, but must be a StackedState of 2 layers"):
         model.step(tokens(2), (0,))
     with pytest.raises(ValueError, match=r"state\.h is torch.float64"):
         model.step(tokens(2), model.init_state(3))

@@ -178,9 +178,9 @@ def test_bahdanaus_decoder_is_that_of_the_equations(read):
         xs, h = [model.source_embedding.weight[i] for i in source[b]], torch.zeros(8, dtype=torch.float64)
         forth, back, g = [], [], h
         for x in xs:
-            forth.append(h := gru(model.left_to_right, x, h))
+            forth.append(h := gru(model.encoder.left_to_right, x, h))
         for x in reversed(xs):
-            back.insert(0, g := gru(model.right_to_left, x, g))
+            back.insert(0, g := gru(model.encoder.right_to_left, x, g))
         memory = [torch.cat(pair) for pair in zip(forth, back, strict=True)]
         s = torch.tanh(model.first.weight @ back[0] + model.first.bias)
         for t, token in enumerate(target[b]):

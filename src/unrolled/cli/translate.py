@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,13 @@ def translate(
     length_penalty: Annotated[
         float, typer.Option(help="0 for short translations, more for longer ones.")
     ] = 0.6,
+    no_repeat_ngram_size: Annotated[
+        int, typer.Option(help="No run of so many tokens comes twice in a translation; 0 for no such bound.")
+    ] = 0,
+    n_best: Annotated[
+        int | None,
+        typer.Option(help="Print so many of each sentence, the best first, each after its score and a tab."),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
     ] = None,
@@ -27,6 +34,7 @@ def translate(
     Examples:
       unrolled translate runs/multi30k "A dog runs through the snow."
       unrolled translate runs/multi30k < sentences.txt
+      unrolled translate runs/multi30k "A dog runs." --n-best 3
     """
     from unrolled import generation
     from unrolled.cli._device import choose
@@ -34,6 +42,8 @@ def translate(
     from unrolled.cli._vocabulary import Vocabulary
     from unrolled.data._bpe import END_ID
 
+    if n_best is not None and not 1 <= n_best <= beam_size:
+        raise ValueError(f"--n-best is {n_best}, but must be from 1 to --beam-size = {beam_size}")
     vocabulary = Vocabulary.load(run_dir)
     model = load_for("translation", run_dir)
     vocabulary.check(model.config.vocab_size)
@@ -43,15 +53,20 @@ def translate(
             raise ValueError(f"sentence {number} is empty: there is nothing to translate")
     if not lines:
         raise ValueError("there is no sentence: give some after the folder, or on the standard input")
-    found = generation.translate(
-        model.to(choose(device)),
-        [vocabulary.encode(line.strip()) for line in lines],
-        beam_size=beam_size,
-        length_penalty=length_penalty,
-        stop=END_ID,
-    )
-    for ids in found:
-        typer.echo(one_line(vocabulary.decode(ids)))
+    model, sources = model.to(choose(device)), [vocabulary.encode(line.strip()) for line in lines]
+    options: Any = {
+        "beam_size": beam_size,
+        "length_penalty": length_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size,
+        "stop": END_ID,
+    }
+    if n_best is None:
+        for ids in generation.translate(model, sources, **options):
+            typer.echo(one_line(vocabulary.decode(ids)))
+        return
+    for hypotheses in generation.n_best(model, sources, **options):
+        for found in hypotheses[:n_best]:
+            typer.echo(f"{found.score:.4f}\t{one_line(vocabulary.decode(found.tokens))}")
 
 
 def one_line(translation: str) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from unrolled.generation import sampling
 from unrolled.generation._mode import drawing_mode
+from unrolled.generation._stops import Stop, stop_sequences
 from unrolled.ops.options import check_integers
 from unrolled.ops.state import leaves, select
 
@@ -46,7 +47,7 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
-    stop: int | Sequence[int | Sequence[int]] | None = None,
+    stop: Stop = None,
     num_samples: int = 1,
     seed: int | None = None,
     on_token: Callable[[int, int], bool | None] | None = None,
@@ -89,12 +90,10 @@ def generate(
         raise ValueError(
             f"prompt_ids is a {type(prompt_ids).__name__}, but must be ids [B, T] or B sequences"
         )
-    if isinstance(stop, str):
-        raise ValueError(f"stop is {stop!r}, but must be an id, or ids or sequences of them")
     vocab_size = int(model.config.vocab_size)
     start = vocab_size if getattr(model.config, "start_token", False) else None
     prompts = _prompts(prompt_ids, vocab_size, start)
-    stops = _stops(stop, vocab_size)
+    stops = stop_sequences(stop, vocab_size)
     check_integers(0, max_new_tokens=max_new_tokens)
     check_integers(1, num_samples=num_samples)
     if len(prompts) * num_samples > MOST_ROWS:
@@ -189,22 +188,6 @@ def _prompts(
             raise ValueError(f"prompt_ids[{index}] holds the token id {wrong}, outside [0, {vocab_size})")
         prompts.append(prompt)
     return prompts
-
-
-def _stops(stop: int | Sequence[int | Sequence[int]] | None, vocab_size: int) -> list[list[int]]:
-    """Return the stop sequences as lists of token ids."""
-    alternatives = [] if stop is None else stop if isinstance(stop, Sequence) else [stop]
-    stops = [list(ids) if isinstance(ids, Sequence) else [ids] for ids in alternatives]
-    for ids in stops:
-        if not all(type(token) is int for token in ids):
-            raise ValueError(
-                f"stop is {stop!r}, but must be a token id, or a list of ids and of lists of ids"
-            )
-        if not ids:
-            raise ValueError("stop holds an empty sequence, which every continuation ends with")
-        if not all(0 <= token < vocab_size for token in ids):
-            raise ValueError(f"stop holds {ids}, with a token id outside [0, {vocab_size})")
-    return stops
 
 
 def _generators(seed: int | None, n_prompts: int, num_samples: int) -> list[torch.Generator]:

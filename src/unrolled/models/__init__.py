@@ -22,7 +22,7 @@ from unrolled.models.non_local import NonLocalBlock
 from unrolled.models.ntm import NTMModel, NTMModelConfig, NTMNumbers
 from unrolled.models.perceiver import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
 from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
-from unrolled.models.recurrent_lm import RecurrentLM, RecurrentLMConfig, RecurrentLMState
+from unrolled.models.recurrent_lm import RecurrentLM, RecurrentLMConfig
 from unrolled.models.rnn_seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 from unrolled.models.saving import SavedModel, read_config
 from unrolled.models.vit import ViT, ViTConfig
@@ -61,7 +61,6 @@ __all__ = [
     "RNNSeq2SeqConfig",
     "RecurrentLM",
     "RecurrentLMConfig",
-    "RecurrentLMState",
     "ViT",
     "ViTConfig",
     "load",

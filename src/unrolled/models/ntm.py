@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled import recurrent
 from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.models.cells import stack_of
 from unrolled.models.checks import check_size
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape
@@ -61,21 +61,14 @@ class _Layers(SavedModel):
 
     def __init__(self, config: NTMModelConfig) -> None:
         super().__init__(config)
-        kind: Any = recurrent.load(config.cell)
         widths = [config.input_size] + [config.hidden_size] * config.n_layers
-        try:
-            self.layers = nn.ModuleList(
-                kind(before, config.hidden_size, **config.cell_options) for before in widths[:-1]
-            )
-        except TypeError as error:  # an option that it does not take
-            raise ValueError(f"cell_options does not fit {config.cell}: {error}") from error
+        self.stack = stack_of(config.cell, config.cell_options, widths)
         self.head = nn.Linear(config.hidden_size, config.output_size)
 
     def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """What the output layer reads: `[B,T,hidden_size]`."""
-        for layer in self.layers:
-            x = layer(x, key_padding_mask=key_padding_mask)
-        return x
+        y: Tensor = self.stack(x, key_padding_mask=key_padding_mask)
+        return y
 
     @torch.no_grad()
     def trace(self, x: Tensor) -> NTMTrace:
@@ -84,7 +77,7 @@ class _Layers(SavedModel):
         Raises:
             UnsupportedError: the cell is no Neural Turing Machine.
         """
-        layer = self.layers[0]
+        layer = self.stack.layers[0]
         if not isinstance(layer, NTM):
             raise UnsupportedError(f"the cell {self.config.cell!r} has no heads to trace; use cell='ntm'")
         return layer.trace(x)

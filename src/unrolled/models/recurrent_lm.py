@@ -1,17 +1,18 @@
 """The recurrent language model: embeddings, layers of any cell of `unrolled.recurrent`, and a head."""
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from unrolled import recurrent
 from unrolled.contract import IGNORED
+from unrolled.models.cells import stack_of
 from unrolled.models.checks import check_ids, check_size, check_targets, check_token
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_key_padding_mask
-from unrolled.recurrent._layer import RecurrentLayer
+from unrolled.recurrent import StackedState
 
 
 @dataclass
@@ -68,12 +69,6 @@ class RecurrentLMConfig:
         return self.d_model if self.hidden_size is None else self.hidden_size
 
 
-class RecurrentLMState(NamedTuple):
-    """What a recurrent language model remembers of the tokens it has read: the state of each layer."""
-
-    layers: tuple[Any, ...]
-
-
 class RecurrentLM(SavedModel):
     """Embeddings, recurrent layers on top of each other, and a distribution over the next token.
 
@@ -92,9 +87,7 @@ class RecurrentLM(SavedModel):
         self.embedding = nn.Embedding(self.n_ids, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         widths = [config.d_model, *[config.width] * config.n_layers]
-        self.layers = nn.ModuleList(
-            _make_layer(config, widths[i], widths[i + 1]) for i in range(config.n_layers)
-        )
+        self.stack = stack_of(config.cell, config.cell_options, widths, dropout=config.dropout)
         tied = self.embedding if config.tie_embeddings else None
         self.head = Categorical(config.width, config.vocab_size, bias=tied is None, tied=tied)
         if tied is not None:
@@ -138,13 +131,13 @@ class RecurrentLM(SavedModel):
             targets = targets.masked_fill(key_padding_mask, IGNORED)
         return mean_nll(self.head.nll(hidden, targets), targets)
 
-    def init_state(self, batch_size: int) -> RecurrentLMState:
+    def init_state(self, batch_size: int) -> StackedState:
         """The state before the first token, on the model's device."""
-        return RecurrentLMState(tuple(layer.init_state(batch_size) for layer in self._cells()))
+        return self.stack.init_state(batch_size)
 
     def prefill(
-        self, tokens: Tensor, state: RecurrentLMState, *, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, RecurrentLMState]:
+        self, tokens: Tensor, state: StackedState, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, StackedState]:
         """Read several tokens [B, T], after those that `state` has read.
 
         With a `key_padding_mask` [B, T], rows may bring different numbers of tokens: padding leaves its row's
@@ -156,51 +149,23 @@ class RecurrentLM(SavedModel):
         check_ids("tokens", tokens, self.n_ids)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *tokens.shape)
-        self._check_state(state)
-        x, after = self.dropout(self.embedding(tokens)), []
-        for layer, before in zip(self._cells(), state.layers, strict=True):
-            x, now = layer.prefill(x, before, key_padding_mask=key_padding_mask)
-            x = self.dropout(x)
-            after.append(now)
-        return self.head(x), RecurrentLMState(tuple(after))
+        x = self.dropout(self.embedding(tokens))
+        x, after = self.stack.prefill(x, state, key_padding_mask=key_padding_mask)
+        return self.head(self.dropout(x)), after
 
-    def step(self, token: Tensor, state: RecurrentLMState) -> tuple[Tensor, RecurrentLMState]:
+    def step(self, token: Tensor, state: StackedState) -> tuple[Tensor, StackedState]:
         """Read one token [B] per row; return logits [B, vocab_size] and the new state.
 
         The ids are not checked against the vocabulary here.
         """
         check_token(token)
-        self._check_state(state)
-        x, after = self.dropout(self.embedding(token)), []
-        for layer, before in zip(self._cells(), state.layers, strict=True):
-            x, now = layer.step(x, before)
-            x = self.dropout(x)
-            after.append(now)
-        return self.head(x), RecurrentLMState(tuple(after))
+        x, after = self.stack.step(self.dropout(self.embedding(token)), state)
+        return self.head(self.dropout(x)), after
 
     def _hidden(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         check_ids("tokens", tokens, self.n_ids)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *tokens.shape)
-        x: Tensor = self.dropout(self.embedding(tokens))
-        for layer in self._cells():
-            x = self.dropout(layer(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens))
-        return x
-
-    def _cells(self) -> list[RecurrentLayer]:
-        return cast("list[RecurrentLayer]", list(self.layers))
-
-    def _check_state(self, state: RecurrentLMState) -> None:  # its layers check their own
-        if not isinstance(state, RecurrentLMState) or len(state.layers) != self.config.n_layers:
-            raise ValueError(
-                f"state is a {type(state).__name__}, wanted the RecurrentLMState of init_state or prefill "
-                f"of a model of {self.config.n_layers} layers"
-            )
-
-
-def _make_layer(config: RecurrentLMConfig, input_size: int, hidden_size: int) -> RecurrentLayer:
-    make: Any = recurrent.load(config.cell)
-    try:
-        return cast(RecurrentLayer, make(input_size, hidden_size, **config.cell_options))
-    except TypeError as error:
-        raise ValueError(f"cell_options of {config.cell!r} do not fit: {error}") from error
+        x = self.dropout(self.embedding(tokens))
+        y: Tensor = self.dropout(self.stack(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens))
+        return y

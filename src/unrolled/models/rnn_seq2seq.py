@@ -19,6 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
 from unrolled.ops.precision import without_autocast
+from unrolled.recurrent import Bidirectional
 from unrolled.recurrent.gru import GRUState
 from unrolled.recurrent.gru_reset_before import GRUResetBefore
 
@@ -68,8 +69,7 @@ class RNNSeq2Seq(Seq2Seq):
     def __init__(self, config: RNNSeq2SeqConfig) -> None:
         super().__init__(config)
         width, hidden = config.d_model, config.hidden_size
-        self.left_to_right = GRUResetBefore(width, hidden)
-        self.right_to_left = GRUResetBefore(width, hidden)
+        self.encoder = Bidirectional(GRUResetBefore(width, hidden), GRUResetBefore(width, hidden))
         self.first = nn.Linear(hidden, hidden)
         self.attention = make_attention(config, 2 * hidden)
         self.cell = GRUResetBefore(width + 2 * hidden, hidden)
@@ -91,12 +91,8 @@ class RNNSeq2Seq(Seq2Seq):
     def encode(self, source: Tensor, key_padding_mask: Tensor) -> RNNSeq2SeqState:
         """Read the source from both sides."""
         x = self.dropout(self.source_embedding(source))
-        rightward, leftward = self.left_to_right, self.right_to_left
-        forth, _ = rightward.prefill(x, rightward.init_state(len(x)), key_padding_mask=key_padding_mask)
-        back, (last,) = leftward.prefill(
-            x.flip(1), leftward.init_state(len(x)), key_padding_mask=key_padding_mask.flip(1)
-        )
-        memory = torch.cat([forth, back.flip(1)], -1)
+        memory, ends = self.encoder.read(x, key_padding_mask=key_padding_mask)
+        (last,) = ends.right_to_left
         s = torch.tanh(self.first(last.to(x.dtype))).to(last.dtype)
         return RNNSeq2SeqState(s, self.attention.init_state(memory, key_padding_mask=key_padding_mask))
 

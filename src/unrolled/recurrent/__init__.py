@@ -1,10 +1,25 @@
-"""One file per recurrent cell or memory: the directory is the registry, and a file's name is the cell's."""
+"""One file per recurrent cell or memory: the directory is the registry, and a file's name is the cell's.
+
+`Stacked` puts layers of them on top of each other, and `Bidirectional` side by side, one from each end.
+"""
 
 import importlib
 import inspect
 import pkgutil
 
+from unrolled.recurrent._bidirectional import Bidirectional, BidirectionalState
 from unrolled.recurrent._layer import RecurrentLayer
+from unrolled.recurrent._stacked import Stacked, StackedState
+
+__all__ = [
+    "Bidirectional",
+    "BidirectionalState",
+    "RecurrentLayer",
+    "Stacked",
+    "StackedState",
+    "load",
+    "names",
+]
 
 
 def names() -> list[str]:

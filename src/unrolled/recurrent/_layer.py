@@ -99,7 +99,7 @@ class RecurrentLayer(ChecksOptions, nn.Module):
         """
         if key is not None or value is not None or attn_mask is not None:
             raise UnsupportedError(
-                f"{self._name} is recurrent: it reads one sequence from left to right, without attn_mask"
+                f"{self._name} is recurrent: it reads one sequence, and takes no attn_mask"
             )
         self._check_input("x", x, 3)
         if cu_seqlens is None:
@@ -165,6 +165,12 @@ class RecurrentLayer(ChecksOptions, nn.Module):
             raise ValueError(
                 f"{name} is {x.dtype}, but the weights are {self._weight.dtype}: convert one, or use autocast"
             )
+
+
+def check_layer(name: str, layer: object) -> None:
+    """Require a recurrent layer."""
+    if not isinstance(layer, RecurrentLayer):
+        raise ValueError(f"{name} is a {type(layer).__name__}, but must be a RecurrentLayer")
 
 
 def unroll(

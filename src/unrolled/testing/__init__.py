@@ -4,7 +4,7 @@
 
     check_mechanism("linear")                        # a mechanism of this library
     check_mechanism(MyAttention, my_option=3)        # any class that follows the contract
-    check_cell("lstm")                               # a recurrent layer: what causal attention owes
+    check_cell("lstm")                               # a recurrent layer: what attention owes
     check_memory_attention("bahdanau")               # attention from single queries to a memory
 
 A mechanism is an `nn.Module` with `forward`, a class attribute `supports`, and, where that claims a
@@ -167,7 +167,7 @@ def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> lis
 
 
 def check_cell(name_or_class: str | type[nn.Module], **options: Any) -> list[str]:
-    """Run every check that the claims of a recurrent layer call for: those of a causal mechanism.
+    """Run every check that the claims of a recurrent layer call for, as of a mechanism with these claims.
 
     Args:
         name_or_class: a name in `unrolled.recurrent`, or any class that follows `RecurrentLayer`.

@@ -58,17 +58,22 @@ class Maker:
 
 @dataclass(frozen=True)
 class CellMaker(Maker):
-    """Builds a recurrent layer, `d_model` wide on both sides, which has neither heads nor a direction."""
+    """Builds a recurrent layer, `d_model` wide on both sides. Which way it reads is no option of it."""
 
     def __call__(
         self, *, causal: bool, dtype: torch.dtype | None = None, seed: int = 0, **overrides: Any
     ) -> Any:
         """Construct the layer; `overrides` are options of attention, and refused."""
-        if not causal or overrides:
-            raise UnsupportedError("a recurrent layer reads from left to right and takes no such option")
-        return noisy(
+        if overrides:
+            raise UnsupportedError("a recurrent layer takes no such option")
+        module: Any = noisy(
             lambda: self.mechanism(self.d_model, self.d_model, **self.options), dtype or self.dtype, seed
         )
+        if not (module.supports.causal if causal else module.supports.bidirectional):
+            raise UnsupportedError(
+                f"{self.mechanism.__name__} has one way to read a sequence, which is another"
+            )
+        return module
 
 
 def noisy(construct: Callable[[], nn.Module], dtype: torch.dtype, seed: int) -> nn.Module:

@@ -1,0 +1,104 @@
+"""Translations: what a beam search finds after the sources that an encoder-decoder has read."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.generation._mode import drawing_mode
+from unrolled.generation.beam import Hypothesis, Steps, beam_search
+
+MORE_THAN_SOURCE = 50  # tokens that a translation may be longer than its source (Vaswani et al., section 6.1)
+
+
+class Translates(Steps, Protocol):
+    """What `translate` needs of a model; its `config` has `vocab_size`, the id of the start symbol."""
+
+    def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
+        """Read the sources [B, S]; return the state before the first token of their translations."""
+
+
+def translate(model: Translates, sources: Sequence[Tensor | Sequence[int]], **options: Any) -> list[Tensor]:
+    """Translate each source by the best hypothesis of a beam search.
+
+    Args:
+        model: see `n_best`.
+        sources: see `n_best`.
+        options: the keyword arguments of `n_best`.
+
+    Returns:
+        the tokens [T] of each translation, int64 on the CPU, with the stop, unless the length ran out; none
+        where there is no hypothesis.
+
+    Raises:
+        ValueError: as `n_best`.
+    """
+    found = n_best(model, sources, **options)
+    return [best[0].tokens if best else torch.empty(0, dtype=torch.long) for best in found]
+
+
+def n_best(
+    model: Translates,
+    sources: Sequence[Tensor | Sequence[int]],
+    *,
+    max_new_tokens: int | None = None,
+    batch_size: int = 32,
+    **options: Any,
+) -> list[list[Hypothesis]]:
+    """Translate each source by all hypotheses of a beam search.
+
+    Args:
+        model: an encoder-decoder, such as an `EncoderDecoder`.
+        sources: sequences of token ids, of any lengths but 0; with the end symbol, if the model was trained
+            with it.
+        max_new_tokens: the most tokens of a translation; by default 50 more than its source has.
+        batch_size: sources searched at a time, those of about one length together.
+        options: the other keyword arguments of `beam_search`, such as `beam_size` and `stop`.
+
+    Returns:
+        for each source up to `beam_size` hypotheses with their scores, the best first.
+
+    Raises:
+        ValueError: a source is empty or no sequence of ids, or as `beam_search`.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}, but must be at least 1")
+    given = [_source(index, source) for index, source in enumerate(sources)]
+    nothing = torch.empty(0, model.config.vocab_size)  # a search that refuses wrong options before any work
+    beam_search(
+        model, nothing, None, max_new_tokens=[] if max_new_tokens is None else max_new_tokens, **options
+    )
+    order = sorted(range(len(given)), key=lambda index: len(given[index]))
+    found: dict[int, list[Hypothesis]] = {}
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        lengths = [len(given[index]) for index in chosen]
+        limits = [n + MORE_THAN_SOURCE if max_new_tokens is None else max_new_tokens for n in lengths]
+        with drawing_mode(model):
+            logits, state = _begin(model, [given[index] for index in chosen])
+        hypotheses = beam_search(model, logits, state, max_new_tokens=limits, **options)
+        found |= dict(zip(chosen, hypotheses, strict=True))
+    return [found[index] for index in range(len(given))]
+
+
+def _begin(model: Translates, sources: list[Tensor]) -> tuple[Tensor, Any]:
+    """Read the sources and the start symbol: logits [B, V] of the first token, and the state."""
+    device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
+    lengths = torch.tensor([len(source) for source in sources], device=device)
+    ids = nn.utils.rnn.pad_sequence(sources, batch_first=True).to(device)
+    padding = torch.arange(ids.shape[1], device=device) >= lengths.unsqueeze(1)
+    state = model.init_state(ids, key_padding_mask=padding if padding.any() else None)
+    start = torch.full((len(sources),), int(model.config.vocab_size), device=device)
+    return model.step(start, state)
+
+
+def _source(index: int, source: Tensor | Sequence[int]) -> Tensor:
+    ids = torch.as_tensor(source, device="cpu") if len(source) else torch.empty(0, dtype=torch.long)
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"sources[{index}] is {ids.dtype} of shape {list(ids.shape)}, but must be whole numbers [S]"
+        )
+    if not len(ids):
+        raise ValueError(f"sources[{index}] is empty, but must have at least one token")
+    return ids.long()

@@ -1,0 +1,118 @@
+"""A recurrent layer from the left and one from the right, side by side."""
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.recurrent._layer import RecurrentLayer, check_layer
+
+
+class BidirectionalState(NamedTuple):
+    """Where both directions ended: at the last token of each row that is no padding, and at the first."""
+
+    left_to_right: Any
+    right_to_left: Any
+
+
+class Bidirectional(RecurrentLayer):
+    """Reads a sequence from both sides: `[B,T,input_size]` to `[B,T,hidden_size]`, the sum of both widths.
+
+        y_t = [left_to_right(x)_t; reversed(right_to_left(reversed(x)))_t]
+
+    Schuster and Paliwal 1997, "Bidirectional recurrent neural networks". Of two layers of one cell and size
+    it is torch's layer of that cell, with `bidirectional=True`. What comes later reaches every output, so
+    there is no state to go on from: it has `forward` and `read` only.
+
+    Args:
+        left_to_right: the layer that reads from the first token to the last, of any cell.
+        right_to_left: the one that reads from the last token to the first, of the same `input_size`.
+
+    Raises:
+        ValueError: one is no recurrent layer, or the input sizes differ.
+        UnsupportedError: one is bidirectional itself.
+    """
+
+    def __init__(self, left_to_right: RecurrentLayer, right_to_left: RecurrentLayer):
+        directions = {"left_to_right": left_to_right, "right_to_left": right_to_left}
+        for name, layer in directions.items():
+            check_layer(name, layer)
+            if not layer.supports.causal:
+                raise UnsupportedError(
+                    f"{name} is a {type(layer).__name__}, which reads both ways already; "
+                    "stack bidirectional layers with Stacked"
+                )
+        if left_to_right.input_size != right_to_left.input_size:
+            raise ValueError(
+                f"right_to_left has input_size {right_to_left.input_size}, but must have "
+                f"{left_to_right.input_size}, that of left_to_right"
+            )
+        super().__init__(left_to_right.input_size, left_to_right.hidden_size + right_to_left.hidden_size)
+        self.left_to_right, self.right_to_left = left_to_right, right_to_left
+        self.supports = Supports(
+            causal=False,
+            bidirectional=True,
+            cross=False,
+            padding=True,
+            packing=True,
+            recurrence="none",
+            dynamic_length=all(layer.supports.dynamic_length for layer in directions.values()),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        *others: Any,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        **masks: Any,
+    ) -> Tensor:
+        """Run both layers over whole sequences; see `RecurrentLayer.forward`."""
+        forth = self.left_to_right(
+            x, *others, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, **masks
+        )
+        back = self.right_to_left(
+            x.flip(1),
+            key_padding_mask=None if key_padding_mask is None else key_padding_mask.flip(1),
+            cu_seqlens=None if cu_seqlens is None else x.shape[1] - cu_seqlens.flip(0),
+        )
+        return torch.cat([forth, back.flip(1)], -1)
+
+    def read(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, BidirectionalState]:
+        """Run as `forward`, and return also where both layers ended.
+
+        Args:
+            x: `[B,T,input_size]`.
+            key_padding_mask: `[B,T]`, True = padding, on any side.
+
+        Returns:
+            `[B,T,hidden_size]`, and the last states of both layers.
+
+        Raises:
+            ValueError: an argument of another shape or type.
+        """
+        forth, last = _run(self.left_to_right, x, key_padding_mask)
+        turned = None if key_padding_mask is None else key_padding_mask.flip(1)
+        back, first = _run(self.right_to_left, x.flip(1), turned)
+        return torch.cat([forth, back.flip(1)], -1), BidirectionalState(last, first)
+
+    def init_state(self, batch_size: int) -> NoReturn:
+        """Not supported."""
+        raise UnsupportedError(
+            "a bidirectional layer reads what comes later too, so it has no state to go on from; "
+            "use forward over whole sequences"
+        )
+
+    def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> NoReturn:
+        """Not supported."""
+        self.init_state(0)
+
+    def step(self, x_t: Tensor, state: Any) -> NoReturn:
+        """Not supported."""
+        self.init_state(0)
+
+
+def _run(layer: RecurrentLayer, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Any]:
+    layer._check_input("x", x, 3)
+    return layer.prefill(x, layer.init_state(len(x)), key_padding_mask=key_padding_mask)

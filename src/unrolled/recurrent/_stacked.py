@@ -1,0 +1,111 @@
+"""Recurrent layers on top of each other."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from unrolled.contract import Supports
+from unrolled.recurrent._layer import RecurrentLayer, check_layer
+
+
+class StackedState(NamedTuple):
+    """What has been read so far: the state of each layer, the lowest first."""
+
+    layers: tuple[Any, ...]
+
+
+class Stacked(RecurrentLayer):
+    """Recurrent layers, each of which reads what the one below it gives.
+
+        y_0 = x        y_l = layer_l(dropout(y_(l-1))), without dropout for l = 1
+
+    Of layers of one cell and size it is torch's layer of that cell, with that `num_layers` and `dropout`. A
+    stack has the verbs that all of its layers have: with a `Bidirectional` among them, only `forward`.
+
+    Args:
+        layers: at least one, of any cells; each as wide as the one after it reads.
+        dropout: probability, in training, of a number between two layers to be 0.
+
+    Raises:
+        ValueError: there is no layer, widths do not fit, or dropout is no probability.
+    """
+
+    def __init__(self, layers: Sequence[RecurrentLayer], *, dropout: float = 0.0):
+        if not isinstance(layers, Sequence):
+            raise ValueError(f"layers is {layers!r}, but must be a sequence of recurrent layers")
+        if not layers:
+            raise ValueError("layers is empty, but must have at least one layer")
+        for i, layer in enumerate(layers):
+            check_layer(f"layers[{i}]", layer)
+            if i and layer.input_size != layers[i - 1].hidden_size:
+                raise ValueError(
+                    f"layers[{i}] has input_size {layer.input_size}, but must have "
+                    f"{layers[i - 1].hidden_size}, the hidden_size of the layer before"
+                )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is {dropout}, but must be a probability in [0, 1)")
+        super().__init__(layers[0].input_size, layers[-1].hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.dropout = nn.Dropout(dropout)
+        self.supports = _shared([layer.supports for layer in layers])
+
+    def init_state(self, batch_size: int) -> StackedState:
+        """Make the states of the layers, of `batch_size` sequences that have not begun."""
+        return StackedState(tuple(layer.init_state(batch_size) for layer in self._layers()))
+
+    def forward(self, x: Tensor, *others: Any, **masks: Any) -> Tensor:
+        """Run all layers over whole sequences; see `RecurrentLayer.forward`."""
+        for i, layer in enumerate(self._layers()):
+            x = layer(self.dropout(x) if i else x, *others, **masks)
+        return x
+
+    def prefill(
+        self, x: Tensor, state: StackedState, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, StackedState]:
+        """Run all layers over `x [B,T,input_size]` from `state`; see `RecurrentLayer.prefill`."""
+        after = []
+        for i, (layer, before) in enumerate(zip(self._layers(), self._states(state), strict=True)):
+            x, now = layer.prefill(self.dropout(x) if i else x, before, key_padding_mask=key_padding_mask)
+            after.append(now)
+        return x, StackedState(tuple(after))
+
+    def step(self, x_t: Tensor, state: StackedState) -> tuple[Tensor, StackedState]:
+        """Run one token `x_t [B,input_size]` through all layers: `[B,hidden_size]` and the new state."""
+        after = []
+        for i, (layer, before) in enumerate(zip(self._layers(), self._states(state), strict=True)):
+            x_t, now = layer.step(self.dropout(x_t) if i else x_t, before)
+            after.append(now)
+        return x_t, StackedState(tuple(after))
+
+    def _layers(self) -> list[RecurrentLayer]:
+        return cast("list[RecurrentLayer]", list(self.layers))
+
+    def _states(self, state: StackedState) -> tuple[Any, ...]:
+        """Check how many states there are, whatever they are; the layers check their own."""
+        if self.supports.recurrence == "none":
+            self.init_state(0)  # which says why
+        n = len(self.layers)
+        if not isinstance(state, StackedState) or len(state.layers) != n:
+            kind = type(state).__name__
+            found = f"{kind} of {len(state.layers)} layers" if isinstance(state, StackedState) else kind
+            raise ValueError(
+                f"state is a {found}, but must be a StackedState of {n} layers, "
+                "from init_state or prefill of this stack"
+            )
+        return state.layers
+
+
+def _shared(claims: list[Supports]) -> Supports:
+    """Return what layers with these claims can do one after the other."""
+    causal = all(claim.causal for claim in claims)
+    found = {claim.recurrence for claim in claims}
+    return Supports(
+        causal=causal,
+        bidirectional=not causal,
+        cross=False,
+        padding=True,
+        packing=True,
+        recurrence="none" if not causal else "growing" if "growing" in found else "constant",
+        dynamic_length=all(claim.dynamic_length for claim in claims),
+    )
