@@ -89,6 +89,7 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
         ("data.name=null", "data.name is missing: choose one of adding, associative_recall, babi, copy,"),
         ("data.name=nope", "'nope', but the data sets are adding, associative_recall, babi, copy,"),
         ("run_dir=", "run_dir is missing"),
+        ("run_dir=3.5", "run_dir is 3.5, but must be the name of a folder"),
         ("model=3", "model must be a section of keys and values, not 3"),
         ("train.lr=fast", "lr is 'fast', but must be a number above 0"),
         ("model.attention=5", "attention is 5, wanted a name or a list of names"),

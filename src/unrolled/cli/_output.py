@@ -42,7 +42,7 @@ def drawn_by(file: Path, command: str) -> Callable[[], bool]:
 
 
 def check_picture(file: Path, command: str, force: bool) -> None:
-    """Refuse a name that is not one of a PNG, and a file that is no picture of this command; see `check_file`."""
+    """Refuse a name without .png, and a file that is no picture of this command; see `check_file`."""
     from unrolled.training._outputs import check_file
 
     if file.suffix.lower() != ".png":

@@ -130,8 +130,13 @@ def resolve(values: Mapping[str, Any]) -> Run:
         if not isinstance(section, dict):
             raise ValueError(f"{name} must be a section of keys and values, not {section!r}")
     _check_keys("train.", sections["train"], [field.name for field in fields(TrainConfig)])
-    if not isinstance(values.get("run_dir"), str) or not values["run_dir"]:
+    run_dir = values.get("run_dir")
+    if run_dir in (None, ""):
         raise ValueError("run_dir is missing: name the folder of the run, as in run_dir=runs/first")
+    if not isinstance(run_dir, str):
+        raise ValueError(
+            f"run_dir is {run_dir!r}, but must be the name of a folder; a name like 3.5 needs quotes"
+        )
     options = dict(sections["data"])
     name = options.pop("name", None)
     if name is None:
