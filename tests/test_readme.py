@@ -9,6 +9,8 @@ from unrolled.cli.mechanisms import cells_table, markdown_table
 
 README = ROOT / "README.md"
 
+pytestmark = pytest.mark.checkout
+
 
 def test_the_python_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
