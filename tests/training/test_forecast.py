@@ -43,7 +43,7 @@ def test_what_is_not_trained_has_no_gradient_and_no_moments():
 
 
 def test_the_weights_are_those_of_the_run_after_as_many_steps(tmp_path):
-    short, whole = StandIn(), StandIn()
+    short, whole = StandIn().eval(), StandIn()  # which dropout tells from a model in train mode
     forecast(short, steps=30, schedule="constant")
     run(tmp_path, model=whole, steps=10, schedule="constant")
     for a, b in zip(short.state_dict().values(), whole.state_dict().values(), strict=True):
@@ -112,7 +112,7 @@ def test_time_is_that_of_the_steps_and_of_the_evaluations():
     found = forecast(Slow(), steps=1000, eval_every=300, accumulate=2, batch_size=4)
     assert 0.04 <= found.step_seconds < 0.2
     assert found.evaluations == 4  # after 300, 600, 900 and 1,000
-    assert 3 * 0.05 <= found.evaluation_seconds < 0.6  # three batches
+    assert 3 * 0.05 <= found.evaluation_seconds < 1  # three batches
     assert found.seconds == pytest.approx(1000 * found.step_seconds + 4 * found.evaluation_seconds)
     assert forecast(Slow(), steps=1, eval_batches=2).evaluation_seconds < found.evaluation_seconds
 
@@ -121,10 +121,10 @@ def test_a_first_step_that_is_slow_does_not_count():
     class Warms(StandIn):
         def loss(self, inputs, targets):
             if self.calls == 0:
-                time.sleep(1.0)
+                time.sleep(2.0)  # a mean of ten would have 0.2 of it
             return super().loss(inputs, targets)
 
-    assert forecast(Warms(), steps=1000).step_seconds < 0.5
+    assert forecast(Warms(), steps=1000).step_seconds < 0.15
 
 
 @pytest.mark.parametrize(("steps", "eval_every"), [(7, 3), (6, 3), (2, 3), (1, 1)])
