@@ -153,7 +153,7 @@ def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:
         "model": f"{run.kind.model_name}, {f.parameters:,} parameters",
         "memory": " + ".join(f"{size(x)} {name}" for name, x in memory.items()),
     }
-    if f.peak_bytes is not None:
+    if f.measured and f.peak_bytes is not None:
         holder = "the whole process" if device.type == "cpu" else "torch on the GPU"
         lines["peak"] = f"{size(f.peak_bytes)}, {holder} in {f.measured} steps"
     if f.measured:
