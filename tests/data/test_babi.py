@@ -13,7 +13,7 @@ from unrolled.cli import run_config
 from unrolled.data import babi
 from unrolled.data.babi import BabiDataset, parse, split_words
 from unrolled.models import MemN2N, MemN2NConfig, MemNNConfig
-from unrolled.training import TrainConfig, train
+from unrolled.training import TrainConfig, dry_run, train
 
 FIRST = (
     "1 Mary moved to the bathroom.\n2 John went to the hallway.\n3 Where is Mary? \tbathroom\t1\n"
@@ -240,6 +240,12 @@ def test_what_is_written_is_parsed(sentences):
 def test_a_line_without_a_number_is_refused():
     with pytest.raises(ValueError, match=r"the line 'Mary is here.' does not begin with a number"):
         parse(b"1 John is here.\nMary is here.\n")
+
+
+def test_a_dry_run_counts_an_answer_for_each_question(folder):
+    dataset = BabiDataset([1], memory_size=4, data_dir=folder)
+    model = MemN2N(MemN2NConfig(vocab_size=19, memory_size=4, d_model=8, n_hops=1))
+    assert dry_run(model, dataset, TrainConfig(batch_size=5)).tokens == 5
 
 
 def test_a_run_on_them_has_a_memory_network_that_learns(folder, tmp_path):

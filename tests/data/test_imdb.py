@@ -11,7 +11,7 @@ from unrolled.cli import run_config
 from unrolled.data import imdb
 from unrolled.data.imdb import ImdbDataset, read_reviews
 from unrolled.models import Encoder, EncoderConfig
-from unrolled.training import TrainConfig, train
+from unrolled.training import TrainConfig, dry_run, train
 
 REVIEWS = {
     f"aclImdb/{part}/{label}/{number}_{stars}.txt": f"{part} {label} {number} ".encode() * length
@@ -94,6 +94,12 @@ def test_an_encoder_trains_on_them(folder, tmp_path):
     )
     assert result.steps == 3
     assert result.last_val < 1.0
+
+
+def test_a_dry_run_counts_a_label_for_each_review(folder):
+    dataset = ImdbDataset(length=16, data_dir=folder)
+    model = Encoder(EncoderConfig(256, n_classes=2, d_model=16, n_layers=1, n_heads=2, max_length=16))
+    assert dry_run(model, dataset, TrainConfig(batch_size=4)).tokens == 4
 
 
 def test_a_run_on_them_has_an_encoder(folder):

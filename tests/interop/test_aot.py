@@ -1,5 +1,8 @@
 """A step compiled ahead of time gives what the model gives."""
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -16,6 +19,9 @@ def model(attention: str) -> Decoder:
     return Decoder(DecoderConfig(7, d_model=8, n_layers=1, n_heads=2, attention=attention, max_length=32))
 
 
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="AOTInductor needs a C++ compiler"
+)
 def test_the_package_is_the_model(tmp_path):
     made = model("linear")
     export(made, tmp_path)

@@ -174,7 +174,7 @@ def test_the_bar_shows_loss_speed_and_time_left(tmp_path, capfd):
 
 def test_tensorboard_is_an_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'unrolled\[tensorboard\]'"):
+    with pytest.raises(UnsupportedError, match=r"run pip install '\.\[tensorboard\]' in a clone"):
         run(tmp_path, tensorboard=True)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unrolled.cli._output import Force, check_picture, software, write_file
+from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +53,7 @@ def attend(
     from unrolled import models
 
     if find_spec("matplotlib") is None:
-        raise ValueError("matplotlib is missing: pip install 'unrolled[plot]'")
+        raise ValueError(f"matplotlib is missing: {how_to_install('plot')}")
     from unrolled.cli import plots
 
     check_picture(out, "attend", force)

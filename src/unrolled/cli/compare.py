@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from unrolled.cli._output import Force, is_report
+from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     from unrolled.cli.comparison import Row, Settings
@@ -139,7 +140,7 @@ def _write(rows: "Sequence[Row]", settings: dict[str, Any], text: str, out: Path
     found = {"settings": settings, "rows": [asdict(row) for row in rows]}
     files = {"comparison.json": json.dumps(found, indent=1).encode(), "comparison.md": text.encode() + b"\n"}
     if find_spec("matplotlib") is None:
-        typer.echo("no plots: matplotlib is missing, pip install 'unrolled[plot]'", err=True)
+        typer.echo(f"no plots: matplotlib is missing: {how_to_install('plot')}", err=True)
     else:
         files |= _plots(rows)
     with writing_folder(out) as folder:

@@ -18,6 +18,7 @@ from rich.progress import Progress
 
 from unrolled.cli._output import DEMO, Force, check_demo
 from unrolled.cli.web import demo_page, serve
+from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     from unrolled.data.digits import DigitsDataset
@@ -123,7 +124,7 @@ def _require(*packages: str) -> None:
     """Refuse before the work rather than after it."""
     for package in packages:
         if find_spec(package) is None:
-            raise ImportError(f"the demo needs {package}, which is missing: pip install 'unrolled[demo]'")
+            raise ImportError(f"the demo needs {package}, which is missing: {how_to_install('demo')}")
 
 
 def _report(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unrolled.cli._output import Force, write_file
+from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     import torch
@@ -135,9 +136,7 @@ def scorer() -> Any:
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ImportError as error:
-        raise ImportError(
-            "BLEU needs sacrebleu, which is missing: pip install 'unrolled[translate]'"
-        ) from error
+        raise ImportError(f"BLEU needs sacrebleu, which is missing: {how_to_install('translate')}") from error
     metric = BLEU()
 
     def score(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from unrolled.cli._output import Force, check_picture, software, write_file
+from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,7 +191,7 @@ def _draw_sheet(
     try:
         from matplotlib.image import imsave
     except ImportError as error:
-        raise ImportError("images need matplotlib, which is missing: pip install 'unrolled[plot]'") from error
+        raise ImportError(f"images need matplotlib, which is missing: {how_to_install('plot')}") from error
     import numpy as np
     from rich.console import Console
     from rich.progress import Progress

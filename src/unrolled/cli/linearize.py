@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unrolled.cli._output import Force
+from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     from unrolled.training import TrainConfig
@@ -48,7 +49,7 @@ def linearize(
     try:
         from unrolled.interop.hf.recipe import Recipe, run
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error.name} is missing: pip install 'unrolled[hf]'") from error
+        raise ImportError(f"{error.name} is missing: {how_to_install('hf')}") from error
 
     options = _options(option or [])
     if feature_map is not None or attention == "linear":

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unrolled.cli._output import Force, check_picture, software, write_file
+from unrolled.extras import how_to_install
 
 
 def mechanisms(
@@ -150,7 +151,7 @@ def pattern_image(pattern: Any) -> bytes:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        raise ValueError("matplotlib is missing, pip install 'unrolled[plot]'")
+        raise ValueError(f"matplotlib is missing: {how_to_install('plot')}")
     from unrolled.cli import plots
 
     heads: dict[str, Any] = {}

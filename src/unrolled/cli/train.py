@@ -1,11 +1,17 @@
 """`unrolled train`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unrolled.cli._output import Force
+
+if TYPE_CHECKING:
+    import torch
+
+    from unrolled.cli.run_config import Run
+    from unrolled.training import Forecast
 
 
 def train(
@@ -25,6 +31,10 @@ def train(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Make ten steps in memory, tell what the run takes, write nothing."),
+    ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
     force: Force = False,
 ) -> None:
@@ -52,6 +62,10 @@ def train(
     From a file, with settings changed:
       unrolled train --config book.yaml train.lr=3e-4 run_dir=runs/slower
       unrolled train --config book.yaml "model.attention=\\[linear, softmax]"
+
+    \b
+    What memory and time it will take:
+      unrolled train --dry-run --config book.yaml
 
     \b
     The file:
@@ -90,9 +104,14 @@ def train(
     check_folder(run.run_dir, "a run of unrolled train with its checkpoint", made_before, force=force)
     torch.manual_seed(run.train.seed)  # the initial weights
     model: Any = run.kind(run.model)
-    model.to(choose(device))
+    where = choose(device)
+    model.to(where)
     vocabulary = Vocabulary.of(run.dataset)
     vocabulary.attach(model)
+
+    if dry_run:
+        _print(training.dry_run(model, run.dataset, run.train, run.run_dir, resume=resume), run, where)
+        return
 
     def start(resumed: bool) -> None:
         run.save()
@@ -119,3 +138,36 @@ def train(
         return
     prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""
     typer.echo(f"draw from it: unrolled generate {run.run_dir}{prompt}", err=True)
+
+
+def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:
+    """Write what a dry run found, a line for each quantity."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from unrolled.cli._units import brief_time, duration, size
+
+    memory = {"weights": f.weight_bytes, "gradients": f.gradient_bytes, "optimiser": f.optimizer_bytes}
+    lines = {
+        "model": f"{run.kind.model_name}, {f.parameters:,} parameters",
+        "memory": " + ".join(f"{size(x)} {name}" for name, x in memory.items()),
+    }
+    if f.measured and f.peak_bytes is not None:
+        holder = "the whole process" if device.type == "cpu" else "torch on the GPU"
+        lines["peak"] = f"{size(f.peak_bytes)}, {holder} in {f.measured} steps"
+    if f.measured:
+        count = f"{f.steps - f.step:,} to go, {f.step:,} done," if f.step else f"{f.steps:,}"
+        examples = run.train.batch_size * run.train.accumulate
+        unit = "tokens" if run.dataset.task in ("tokens", "translation") else "targets"
+        speed = f"{brief_time(f.step_seconds)} each, {f.tokens / f.step_seconds:,.0f} {unit}/s"
+        lines["steps"] = f"{count} of {examples:,} examples, {f.tokens:,.0f} {unit}: {speed}"
+        lines["evaluations"] = f"{f.evaluations:,} of {brief_time(f.evaluation_seconds)}"
+        lines["time"] = duration(f.seconds)
+    else:
+        lines["steps"] = f"{f.steps:,}, all done"
+    lines["folder"] = f"{run.run_dir}, where nothing was written"
+    table = Table.grid(padding=(0, 2))
+    for name, line in lines.items():
+        table.add_row(name, Text(line))
+    Console().print(table)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unrolled.extras import how_to_install
+
 END = "</s>"
 END_ID = 0
 SMALLEST = 257  # the end symbol and the bytes
@@ -108,6 +110,6 @@ def _library() -> Any:
         import tokenizers.trainers
     except ImportError as error:
         raise ImportError(
-            "byte pairs need the library tokenizers, which is missing: pip install 'unrolled[translate]'"
+            f"byte pairs need the library tokenizers, which is missing: {how_to_install('translate')}"
         ) from error
     return tokenizers

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unrolled.data import Split
 from unrolled.data._images import ImageDataset
+from unrolled.extras import how_to_install
 
 TRAIN_SIZE = 1_500
 
@@ -32,7 +33,7 @@ class DigitsDataset(ImageDataset):
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise ImportError(
-                "the digits come with scikit-learn, which is not installed: pip install 'unrolled[demo]'"
+                f"the digits come with scikit-learn, which is not installed: {how_to_install('demo')}"
             ) from error
         images = torch.from_numpy(load_digits().images.astype(np.uint8))
         # Drawn rather than cut: the order of the file may follow its writers.

@@ -21,6 +21,7 @@ from typing import Any
 
 import unrolled
 from unrolled import models
+from unrolled.extras import how_to_install
 from unrolled.files import write_atomically
 from unrolled.training._outputs import writing_folder
 
@@ -195,7 +196,7 @@ def _notices() -> list[Path]:
     """Find the licences of ONNX Runtime, which its Python package carries."""
     spec = find_spec("onnxruntime")
     if spec is None or spec.origin is None:
-        raise ImportError("a web page needs onnxruntime, which is missing: pip install 'unrolled[onnx]'")
+        raise ImportError(f"a web page needs onnxruntime, which is missing: {how_to_install('onnx')}")
     return [Path(spec.origin).with_name(name) for name in LICENCES]
 
 

@@ -3,7 +3,17 @@
 from unrolled.training.checkpoint import read_metadata
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluate
+from unrolled.training.forecast import Forecast, dry_run
 from unrolled.training.log import read_log
 from unrolled.training.loop import TrainResult, train
 
-__all__ = ["TrainConfig", "TrainResult", "evaluate", "read_log", "read_metadata", "train"]
+__all__ = [
+    "Forecast",
+    "TrainConfig",
+    "TrainResult",
+    "dry_run",
+    "evaluate",
+    "read_log",
+    "read_metadata",
+    "train",
+]

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from unrolled.contract import UnsupportedError
+from unrolled.extras import how_to_install
 from unrolled.ops.options import is_number
 from unrolled.training._files import replacing_files
 
@@ -106,6 +107,6 @@ def _summary_writer(folder: Path, after: int | None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UnsupportedError(
-            "tensorboard=True needs the package tensorboard: run pip install 'unrolled[tensorboard]'"
+            f"tensorboard=True needs the package tensorboard: {how_to_install('tensorboard')}"
         ) from error
     return SummaryWriter(str(folder / "tensorboard"), purge_step=0 if after is None else after + 1)

@@ -7,20 +7,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from unrolled.contract import IGNORED, UnsupportedError
-from unrolled.ops.random_features import Projection
 from unrolled.training import checkpoint
 from unrolled.training._files import make_folder, remove_staging, replacing_files
 from unrolled.training._outputs import held
 from unrolled.training._session import Interrupted, SignalFlag, cpu_threads, interrupt_flag, own_random_state
+from unrolled.training._steps import (
+    CHECKPOINT,
+    begin,
+    device_of,
+    go_back,
+    identity_of,
+    recompute_activations,
+    update,
+)
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
-from unrolled.training.evaluation import EvaluationStoppedError, batch_loss, count_targets, evaluate
+from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable, TrainingData
 from unrolled.training.log import RunLog, open_log, progress_bar
-from unrolled.training.optim import Schedule, build_optimizer
 
 
 @dataclass(frozen=True)
@@ -86,20 +90,16 @@ def train(
         UnsupportedError: TensorBoard is not installed, or the model cannot recompute activations.
     """
     run_dir = Path(run_dir)
-    _recompute_activations(model, config)
-    device = next(model.named_parameters())[1].device
-    with own_random_state(device), cpu_threads(config.threads), interrupt_flag() as interrupted:
-        identity = _identity(
-            model, dataset, config
-        )  # draws a batch, so that an impossible one makes no folder
+    recompute_activations(model, config)
+    with own_random_state(device_of(model)), cpu_threads(config.threads), interrupt_flag() as interrupted:
+        # draws a batch, so that an impossible one makes no folder
+        identity = identity_of(model, dataset, config)
         make_folder(run_dir)
         with held(run_dir):
             remove_staging(run_dir)
-            torch.manual_seed(config.seed)
-            optimizer = build_optimizer(model.named_parameters(), config)
-            state = TrainState(model, optimizer, Schedule(config), device)
+            state = begin(model, config)
             run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), interrupted)
-            resumed = resume and run.resume()
+            resumed = resume and go_back(run.checkpoint, state, identity, config)
             on_start(resumed)
             run.go(resumed, progress=progress, tensorboard=tensorboard)
     model.eval()
@@ -121,17 +121,7 @@ class _Run:
 
     @property
     def checkpoint(self) -> Path:
-        return self.run_dir / "last.safetensors"
-
-    def resume(self) -> bool:
-        """Go back to the checkpoint, if there is one that fits."""
-        if not self.checkpoint.exists():
-            return False
-        free = frozenset(f"train.{x}" for x in self.config.free_on_resume())
-        resumed = checkpoint.load(self.checkpoint, self.state, self.identity, free)
-        if (step := self.state.progress.step) > self.config.steps:
-            raise ValueError(f"steps is {self.config.steps}, but {self.checkpoint} is already at step {step}")
-        return resumed
+        return self.run_dir / CHECKPOINT
 
     def go(self, resumed: bool, *, progress: bool, tensorboard: bool) -> None:
         """Train to the end, or to a signal, and write a checkpoint."""
@@ -170,7 +160,7 @@ class _Run:
         p, config = self.state.progress, self.config
         began = time.perf_counter()
         lr = self.state.schedule.lr(p.step)
-        loss, grad_norm, tokens = _update(self.state, self.dataset, config, lr)
+        loss, grad_norm, tokens = update(self.state, self.dataset, config, lr)
         p.step += 1
         p.recent.add(loss, tokens, time.perf_counter() - began)
         if p.step % config.log_every == 0:
@@ -198,65 +188,3 @@ class _Run:
                 state.model.save(folder)
         p.evaluated = p.step
         log.write("eval", p.step, loss=p.last_val, bits=p.last_val / math.log(2), best=p.best_val)
-
-
-def _recompute_activations(model: Trainable, config: TrainConfig) -> None:
-    if config.gradient_checkpointing:
-        if not hasattr(model, "gradient_checkpointing"):
-            name = type(model).__name__
-            raise UnsupportedError(f"{name} cannot recompute activations: use gradient_checkpointing=False")
-        model.gradient_checkpointing = True
-
-
-def _update(
-    state: TrainState, dataset: TrainingData, config: TrainConfig, lr: float
-) -> tuple[float, float, int]:
-    """Make one optimiser step; return the loss, the norm of the gradient and the number of targets."""
-    step = state.progress.step
-    if config.redraw_every is not None:
-        _redraw(state.model, step, config.redraw_every)
-    batches = [
-        dataset.batch("train", step=micro_step, batch_size=config.batch_size, seed=config.seed)
-        for micro_step in range(step * config.accumulate, (step + 1) * config.accumulate)
-    ]
-    counts = [count_targets(batch) for batch in batches]
-    targets = sum(counts)
-    if targets == 0:
-        raise ValueError(f"the training batch of step {step + 1} has no target to predict: all are {IGNORED}")
-    state.optimizer.zero_grad()  # before, since a caller may bring a model with gradients on it
-    parts = []
-    for batch, count in zip(batches, counts, strict=True):
-        if count:
-            # weighed by targets, the sum is the mean over the large batch that is accumulated
-            loss = batch_loss(state.model, batch, config, state.device) * (count / targets)
-            loss.backward()  # type: ignore[no-untyped-call]
-            parts.append(loss.detach())
-    total = torch.stack(parts).sum()
-    parameters = [x for group in state.optimizer.param_groups for x in group["params"]]
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
-    if not math.isfinite(total) or not math.isfinite(grad_norm):
-        raise FloatingPointError(
-            f"the loss of step {step + 1} is {total:g} with a gradient of norm {grad_norm:g} at lr {lr:g}: "
-            "lower lr, raise warmup_steps or set clip_norm"
-        )
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
-    state.optimizer.step()
-    return total.item(), grad_norm.item(), targets
-
-
-def _redraw(model: Trainable, step: int, every: int) -> None:
-    """Draw the rows of random features again, if it is time; which ones follows from their saved seeds."""
-    projections = [module for module in model.modules() if isinstance(module, Projection)]
-    if not projections:
-        raise ValueError("redraw_every is set, but the model has no random features: use performer or rfa")
-    if step and step % every == 0:
-        for projection in projections:
-            projection.redraw()
-
-
-def _identity(model: Trainable, dataset: TrainingData, config: TrainConfig) -> dict[str, Any]:
-    """Describe what must be the same for a checkpoint to be resumed; the data by their first batch."""
-    first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
-    data = {"first_batch": checkpoint.fingerprint(first.inputs, first.targets)}
-    return {"train": config.identity(), "model": asdict(model.config), "data": data}

@@ -86,4 +86,7 @@ except ImportError as error:
     print(error)
 """
     result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert result.stdout == "unrolled.interop.hf needs transformers: pip install 'unrolled[hf]'\n"
+    assert (
+        result.stdout
+        == "unrolled.interop.hf needs transformers: run pip install '.[hf]' in a clone of unrolled\n"
+    )

@@ -290,7 +290,7 @@ def test_big_bird_draws_other_blocks_in_each_layer():
 
 def test_without_transformers_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'unrolled\[hf\]'"):
+    with pytest.raises(ImportError, match=r"run pip install '\.\[hf\]' in a clone of unrolled"):
         import_weights("somewhere")
 
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from unrolled.cli._output import Force, is_report
+from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     from unrolled.cli.bench.case import Case, Settings
@@ -100,7 +101,7 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
         found = report.Report(machine.describe(settings), asdict(limits), asdict(settings))
         typer.echo(report.machine_text(found))
         if find_spec("matplotlib") is None:
-            typer.echo("no plots: matplotlib is missing, pip install 'unrolled[plot]'", err=True)
+            typer.echo(f"no plots: matplotlib is missing: {how_to_install('plot')}", err=True)
         for case in chosen:
             rows, remarks = runner.run_case(case, settings, limits, status.update)
             found.rows.extend(rows)

@@ -5,6 +5,8 @@ Importing this package tells transformers of the classes below, so that its `Aut
 this library with such an effect.
 """
 
+from unrolled.extras import how_to_install
+
 try:
     from transformers import (
         AutoConfig,
@@ -14,7 +16,7 @@ try:
         AutoModelForSequenceClassification,
     )
 except ImportError as error:
-    raise ImportError("unrolled.interop.hf needs transformers: pip install 'unrolled[hf]'") from error
+    raise ImportError(f"unrolled.interop.hf needs transformers: {how_to_install('hf')}") from error
 
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.causal_lm import UnrolledForCausalLM

@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from unrolled.contract import UnsupportedError
+from unrolled.extras import how_to_install
 from unrolled.interop.hf import bert, perceiver
 from unrolled.interop.hf.families import class_name
 from unrolled.models import Encoder, PerceiverIO
@@ -60,7 +61,7 @@ def _load(source: str | Path) -> Any:
     try:
         transformers = import_module("transformers")
     except ImportError as error:
-        raise ImportError("reading models needs transformers: pip install 'unrolled[hf]'") from error
+        raise ImportError(f"reading models needs transformers: {how_to_install('hf')}") from error
     config = _attempt(source, lambda: transformers.AutoConfig.from_pretrained(str(source)))
     named = class_name(config.architectures)
     if config.model_type not in FAMILIES or not hasattr(transformers, named):

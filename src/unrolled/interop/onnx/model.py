@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import UnsupportedError
+from unrolled.extras import how_to_install
 from unrolled.interop.onnx.manifest import Manifest, is_position
 from unrolled.models.checks import check_ids
 from unrolled.ops.checks import check_key_padding_mask
@@ -191,7 +192,7 @@ def open_session(content: bytes, threads: int = 1) -> Any:
         import onnxruntime
     except ImportError as error:
         raise ImportError(
-            "running an exported model needs onnxruntime, which is missing: pip install 'unrolled[onnx]'"
+            f"running an exported model needs onnxruntime, which is missing: {how_to_install('onnx')}"
         ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from unrolled.contract import UnsupportedError
+from unrolled.extras import how_to_install
 from unrolled.interop.onnx import forms
 from unrolled.interop.onnx.graph import Length, Recurrence, exported, quiet
 from unrolled.interop.onnx.model import open_session
@@ -128,7 +129,7 @@ def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"exporting needs {error.name}, which is missing: pip install 'unrolled[onnx]'"
+            f"exporting needs {error.name}, which is missing: {how_to_install('onnx')}"
         ) from error
     names = [leaf.name for leaf in recurrence.leaves]
     outputs = ["logits", *(f"next.{name}" for name in names), *probe_names(recurrence)]

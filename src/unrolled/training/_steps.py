@@ -1,0 +1,105 @@
+"""The parts of a run that write nothing: how it begins, goes back to a checkpoint and makes a step."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.ops.random_features import Projection
+from unrolled.training import checkpoint
+from unrolled.training.checkpoint import TrainState
+from unrolled.training.config import TrainConfig
+from unrolled.training.evaluation import batch_loss, count_targets
+from unrolled.training.interfaces import Trainable, TrainingData
+from unrolled.training.optim import Schedule, build_optimizer
+
+CHECKPOINT = "last.safetensors"
+
+
+def begin(model: Trainable, config: TrainConfig) -> TrainState:
+    """Make the optimiser and the schedule, and seed torch's random generators."""
+    torch.manual_seed(config.seed)
+    optimizer = build_optimizer(model.named_parameters(), config)
+    return TrainState(model, optimizer, Schedule(config), device_of(model))
+
+
+def device_of(model: Trainable) -> torch.device:
+    """Return the device of the first parameter."""
+    return next(model.named_parameters())[1].device
+
+
+def go_back(path: Path, state: TrainState, identity: dict[str, Any], config: TrainConfig) -> bool:
+    """Go back to the checkpoint, if there is one that fits."""
+    if not path.exists():
+        return False
+    free = frozenset(f"train.{x}" for x in config.free_on_resume())
+    resumed = checkpoint.load(path, state, identity, free)
+    if (step := state.progress.step) > config.steps:
+        raise ValueError(f"steps is {config.steps}, but {path} is already at step {step}")
+    return resumed
+
+
+def recompute_activations(model: Trainable, config: TrainConfig) -> None:
+    """Turn it on where the config asks for it."""
+    if config.gradient_checkpointing:
+        if not hasattr(model, "gradient_checkpointing"):
+            name = type(model).__name__
+            raise UnsupportedError(f"{name} cannot recompute activations: use gradient_checkpointing=False")
+        model.gradient_checkpointing = True
+
+
+def update(
+    state: TrainState, dataset: TrainingData, config: TrainConfig, lr: float
+) -> tuple[float, float, int]:
+    """Make one optimiser step; return the loss, the norm of the gradient and the number of targets."""
+    step = state.progress.step
+    if config.redraw_every is not None:
+        _redraw(state.model, step, config.redraw_every)
+    batches = [
+        dataset.batch("train", step=micro_step, batch_size=config.batch_size, seed=config.seed)
+        for micro_step in range(step * config.accumulate, (step + 1) * config.accumulate)
+    ]
+    counts = [count_targets(batch) for batch in batches]
+    targets = sum(counts)
+    if targets == 0:
+        raise ValueError(f"the training batch of step {step + 1} has no target to predict: all are {IGNORED}")
+    state.optimizer.zero_grad()  # before, since a caller may bring a model with gradients on it
+    parts = []
+    for batch, count in zip(batches, counts, strict=True):
+        if count:
+            # weighed by targets, the sum is the mean over the large batch that is accumulated
+            loss = batch_loss(state.model, batch, config, state.device) * (count / targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            parts.append(loss.detach())
+    total = torch.stack(parts).sum()
+    parameters = [x for group in state.optimizer.param_groups for x in group["params"]]
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
+    if not math.isfinite(total) or not math.isfinite(grad_norm):
+        raise FloatingPointError(
+            f"the loss of step {step + 1} is {total:g} with a gradient of norm {grad_norm:g} at lr {lr:g}: "
+            "lower lr, raise warmup_steps or set clip_norm"
+        )
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    state.optimizer.step()
+    return total.item(), grad_norm.item(), targets
+
+
+def _redraw(model: Trainable, step: int, every: int) -> None:
+    """Draw the rows of random features again, if it is time; which ones follows from their saved seeds."""
+    projections = [module for module in model.modules() if isinstance(module, Projection)]
+    if not projections:
+        raise ValueError("redraw_every is set, but the model has no random features: use performer or rfa")
+    if step and step % every == 0:
+        for projection in projections:
+            projection.redraw()
+
+
+def identity_of(model: Trainable, dataset: TrainingData, config: TrainConfig) -> dict[str, Any]:
+    """Describe what must be the same for a checkpoint to be resumed; the data by their first batch."""
+    first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
+    data = {"first_batch": checkpoint.fingerprint(first.inputs, first.targets)}
+    return {"train": config.identity(), "model": asdict(model.config), "data": data}

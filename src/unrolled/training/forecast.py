@@ -1,0 +1,161 @@
+"""What a run will take, from its first steps, which are made in memory and thrown away."""
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+from torch import Tensor
+
+from unrolled.training._session import cpu_threads, own_random_state
+from unrolled.training._steps import (
+    CHECKPOINT,
+    begin,
+    device_of,
+    go_back,
+    identity_of,
+    recompute_activations,
+    update,
+)
+from unrolled.training.config import TrainConfig
+from unrolled.training.evaluation import evaluate
+from unrolled.training.interfaces import Trainable, TrainingData
+
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run holds in memory and how long it will take.
+
+    Attributes:
+        parameters: numbers that the model has, those shared between layers once.
+        weight_bytes: of these.
+        gradient_bytes: of the gradients, which parameters that are not trained do not have.
+        optimizer_bytes: of what the optimiser keeps between steps.
+        peak_bytes: most memory that was held, activations included: on a CPU by the whole process, with
+            Python, torch and the data set; on CUDA by torch. None where the system does not tell.
+        step: where the run begins; above 0 where there is a checkpoint to go on from.
+        steps: where it ends.
+        measured: how many steps were made.
+        tokens: targets of a step, a mean over the steps that were made.
+        step_seconds: time of a step, the median; 0 if none is left to make.
+        evaluations: how many are left to make.
+        evaluation_seconds: time of one, its first batch times the number of batches.
+    """
+
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int | None
+    step: int
+    steps: int
+    measured: int
+    tokens: float
+    step_seconds: float
+    evaluations: int
+    evaluation_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of all steps and evaluations that are left; writing checkpoints comes on top."""
+        steps_left = self.steps - self.step
+        return steps_left * self.step_seconds + self.evaluations * self.evaluation_seconds
+
+
+def dry_run(
+    model: Trainable,
+    dataset: TrainingData,
+    config: TrainConfig,
+    run_dir: str | Path | None = None,
+    *,
+    resume: bool = True,
+) -> Forecast:
+    """Make the first ten steps that `train` would make, and one batch of an evaluation; write nothing.
+
+    The model is left with the weights of the last of these steps, in eval mode.
+
+    Args:
+        model: as for `train`.
+        dataset: as for `train`.
+        config: as for `train`.
+        run_dir: the folder of the run, to begin from its checkpoint if it has one. It is only read.
+        resume: False begins from step 0 all the same.
+
+    Raises:
+        ValueError: the checkpoint is damaged or belongs to another model, config or data set, or a batch has
+            nothing to predict.
+        FloatingPointError: a loss or the gradient is not finite.
+        UnsupportedError: the model cannot recompute activations.
+    """
+    recompute_activations(model, config)
+    device = device_of(model)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with own_random_state(device), cpu_threads(config.threads):
+        identity = identity_of(model, dataset, config)
+        state = begin(model, config)
+        if resume and run_dir is not None:
+            go_back(Path(run_dir) / CHECKPOINT, state, identity, config)
+        first, left = state.progress.step, config.steps - state.progress.step
+        seconds, targets = [], []
+        model.train()
+        for _ in range(min(STEPS, left)):
+            began = time.perf_counter()
+            _, _, count = update(state, dataset, config, state.schedule.lr(state.progress.step))
+            seconds.append(time.perf_counter() - began)
+            targets.append(count)
+            state.progress.step += 1
+        model.eval()
+        evaluation_seconds = _evaluation_seconds(model, dataset, config) if left else 0.0
+    parameters = [x for _, x in model.named_parameters()]
+    kept = [x for values in state.optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
+    return Forecast(
+        parameters=sum(x.numel() for x in parameters),
+        weight_bytes=_nbytes(parameters),
+        gradient_bytes=_nbytes(x for x in parameters if x.requires_grad),
+        optimizer_bytes=_nbytes(kept),
+        peak_bytes=_peak_bytes(device),
+        step=first,
+        steps=config.steps,
+        measured=len(seconds),
+        tokens=mean(targets or [0]),
+        step_seconds=median(seconds or [0.0]),
+        evaluations=_evaluations(first, config),
+        evaluation_seconds=evaluation_seconds,
+    )
+
+
+def _evaluations(step: int, config: TrainConfig) -> int:
+    """Count the evaluations after a step: at every multiple of `eval_every`, and at the end."""
+    if step == config.steps:
+        return 0
+    multiples = config.steps // config.eval_every - step // config.eval_every
+    return multiples + (config.steps % config.eval_every != 0)
+
+
+def _evaluation_seconds(model: Trainable, dataset: TrainingData, config: TrainConfig) -> float:
+    batches = sum(1 for _ in islice(dataset.eval_batches(config.batch_size), config.eval_batches))
+    began = time.perf_counter()
+    evaluate(model, dataset, replace(config, eval_batches=1))
+    return (time.perf_counter() - began) * batches
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu" or sys.platform == "win32":
+        return None
+    import resource  # which Windows lacks
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,93 @@
+"""`unrolled train --dry-run` as a user meets it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from multi30k_files import write_multi30k
+from typer.testing import CliRunner
+
+from unrolled.cli import app
+
+SMALL = ["train.batch_size=4", "train.steps=300"]
+COPY = ["data.name=copy", "data.length=8", "model.d_model=16", "model.n_layers=1", *SMALL]
+TASKS = {
+    "copy": ("data.length=8", "model.d_model=16"),
+    "copy_bits": ("model.hidden_size=16",),
+    "adding": ("data.length=8", "model.hidden_size=16"),
+    "multi30k": ("data.vocab_size=300", "model.d_model=16"),
+}
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(x) for x in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def error(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(x) for x in arguments])
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_it_tells_memory_and_time_and_writes_nothing(tmp_path: Path) -> None:
+    told = run("train", "--dry-run", *COPY, "run_dir=runs/x")
+    lines = dict(line.rstrip().split(maxsplit=1) for line in told.splitlines())
+    assert list(lines) == ["model", "memory", "peak", "steps", "evaluations", "time", "folder"]
+    parameters = int(re.fullmatch(r"decoder, ([\d,]+) parameters", lines["model"])[1].replace(",", ""))
+    weights, gradients, optimizer = (float(x) for x in re.findall(r"([\d.]+) kB", lines["memory"]))
+    assert weights == gradients == pytest.approx(parameters * 4 / 1000, rel=5e-3)
+    assert optimizer == pytest.approx(2 * weights, rel=2e-2)
+    assert lines["steps"].startswith("300 of 4 examples, ")
+    assert lines["evaluations"].startswith("2 of ")
+    assert lines["folder"] == "runs/x, where nothing was written"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_it_works_for_every_task(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNROLLED_DATA", str(tmp_path))
+    if name == "multi30k":
+        write_multi30k(tmp_path, monkeypatch)
+    before = sorted(tmp_path.rglob("*"))
+    told = run("train", "--dry-run", f"data.name={name}", *TASKS[name], *SMALL, "run_dir=runs/x")
+    assert "tokens/s" in told or "targets/s" in told
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_is_gone_on_from_or_begun_afresh() -> None:
+    settings = [*COPY, "train.schedule=constant", "run_dir=runs/x"]
+    run("train", *settings, "train.steps=20")
+    assert re.search(r"steps +280 to go, 20 done, of 4 examples", run("train", "--dry-run", *settings))
+    assert re.search(r"steps +300 of 4 examples", run("train", "--dry-run", "--fresh", *settings))
+    done = run("train", "--dry-run", *settings, "train.steps=20")
+    assert re.search(r"steps +20, all done", done)
+    assert "peak" not in done
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["model.attention=nothing"],
+        ["train.steps=0"],
+        ["train.setps=5"],
+        ["data.length=x"],
+        ["train.lr=1e30", "train.warmup_steps=0"],
+        ["run_dir=full"],
+        ["--device", "nowhere"],
+    ],
+)
+def test_what_train_refuses_is_refused_in_the_same_words(wrong: list[str], tmp_path: Path) -> None:
+    Path("full").mkdir()
+    Path("full/mine.txt").write_text("mine")
+    settings = ["train", *COPY, "run_dir=runs/x", *wrong]
+    refused = error(*settings, "--dry-run")
+    assert not Path("runs").exists()
+    assert error(*settings).splitlines()[-1] == refused.splitlines()[-1]
+    assert refused.splitlines()[-1].startswith("error: ")

@@ -1,0 +1,165 @@
+"""A dry run tells what the run will hold and take, makes the steps that the run would make, and writes nothing."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from unrolled.contract import UnsupportedError
+from unrolled.training import dry_run, read_log, train
+
+from .standin import VOCAB, Cycles, StandIn, config, run
+
+WIDTH = 16
+TIED = VOCAB * WIDTH  # the embedding and the head share it
+SHAPES = [TIED, 2 * WIDTH * WIDTH, WIDTH, WIDTH, WIDTH, VOCAB]  # hidden, its bias, the norm, the head's bias
+PARAMETERS = sum(SHAPES)
+
+
+def forecast(model=None, data=None, run_dir=None, *, resume=True, **options):
+    return dry_run(model or StandIn(), data or Cycles(), config(**options), run_dir, resume=resume)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "radam"])
+def test_memory_is_that_of_the_definition(optimizer):
+    """Both keep two moments of each number, and a counter of four bytes for each tensor."""
+    found = forecast(optimizer=optimizer)
+    assert found.parameters == PARAMETERS
+    assert found.weight_bytes == found.gradient_bytes == 4 * PARAMETERS
+    assert found.optimizer_bytes == 2 * 4 * PARAMETERS + 4 * len(SHAPES)
+
+
+def test_what_is_not_trained_has_no_gradient_and_no_moments():
+    model = StandIn()
+    model.hidden.requires_grad_(False)
+    found = forecast(model)
+    trained = PARAMETERS - 2 * WIDTH * WIDTH - WIDTH
+    assert found.weight_bytes == 4 * PARAMETERS
+    assert found.gradient_bytes == 4 * trained
+    assert found.optimizer_bytes == 2 * 4 * trained + 4 * (len(SHAPES) - 2)
+
+
+def test_the_weights_are_those_of_the_run_after_as_many_steps(tmp_path):
+    short, whole = StandIn().eval(), StandIn()  # which dropout tells from a model in train mode
+    forecast(short, steps=30, schedule="constant")
+    run(tmp_path, model=whole, steps=10, schedule="constant")
+    for a, b in zip(short.state_dict().values(), whole.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_is_written_and_the_callers_state_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    forecast(run_dir=tmp_path / "run", threads=threads + 1)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_folder_is_gone_on_from_as_train_would_and_stays_as_it_is(tmp_path):
+    run(tmp_path, steps=4, schedule="constant")
+    before = {x.name: (x.read_bytes(), x.stat().st_mtime_ns) for x in tmp_path.iterdir()}
+    short, whole = StandIn(), StandIn()
+    found = forecast(short, run_dir=tmp_path, steps=9, schedule="constant")
+    assert (found.step, found.measured) == (4, 5)
+    assert {x.name: (x.read_bytes(), x.stat().st_mtime_ns) for x in tmp_path.iterdir()} == before
+    train(whole, Cycles(), config(steps=9, schedule="constant"), tmp_path, progress=False)
+    for a, b in zip(short.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b)
+    done = forecast(run_dir=tmp_path, steps=9, schedule="constant")
+    assert (done.step, done.measured, done.evaluations, done.seconds) == (9, 0, 0, 0)
+    assert forecast(run_dir=tmp_path, resume=False, steps=9).step == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 2e-2}, r"cannot be resumed: train\.lr was 0\.01 and is now 0\.02"),
+        ({"model": StandIn(width=8)}, "is a checkpoint of another model"),
+        ({"schedule": "constant", "steps": 2}, "steps is 2, but .* is already at step 4"),
+    ],
+)
+def test_a_checkpoint_that_train_would_refuse_is_refused(options, message, tmp_path):
+    run(tmp_path, steps=4, schedule="constant")
+    settings = {"steps": 4, "schedule": "constant"} | options
+    for attempt in (forecast, run):
+        with pytest.raises(ValueError, match=message):
+            attempt(run_dir=tmp_path, **settings)
+
+
+def test_what_train_refuses_is_refused():
+    with pytest.raises(FloatingPointError, match=r"the loss of step 2 is .*: lower lr"):
+        forecast(lr=1e30, warmup_steps=0, clip_norm=None)
+    model = StandIn()
+    del model.gradient_checkpointing
+    with pytest.raises(UnsupportedError, match="StandIn cannot recompute activations"):
+        forecast(model, gradient_checkpointing=True)
+
+
+class Slow(StandIn):
+    """Takes 20 ms for each batch to train on, and 50 ms for each to evaluate."""
+
+    def loss(self, inputs, targets):
+        time.sleep(0.02 if self.training else 0.05)
+        return super().loss(inputs, targets)
+
+
+def test_time_is_that_of_the_steps_and_of_the_evaluations():
+    found = forecast(Slow(), steps=1000, eval_every=300, accumulate=2, batch_size=4)
+    assert 0.04 <= found.step_seconds < 0.2
+    assert found.evaluations == 4  # after 300, 600, 900 and 1,000
+    assert 3 * 0.05 <= found.evaluation_seconds < 1  # three batches
+    assert found.seconds == pytest.approx(1000 * found.step_seconds + 4 * found.evaluation_seconds)
+    assert forecast(Slow(), steps=1, eval_batches=2).evaluation_seconds < found.evaluation_seconds
+
+
+def test_a_first_step_that_is_slow_does_not_count():
+    class Warms(StandIn):
+        def loss(self, inputs, targets):
+            if self.calls == 0:
+                time.sleep(2.0)  # a mean of ten would have 0.2 of it
+            return super().loss(inputs, targets)
+
+    assert forecast(Warms(), steps=1000).step_seconds < 0.15
+
+
+@pytest.mark.parametrize(("steps", "eval_every"), [(7, 3), (6, 3), (2, 3), (1, 1)])
+def test_evaluations_are_as_many_as_the_run_makes(tmp_path, steps, eval_every):
+    run(tmp_path, steps=steps, eval_every=eval_every)
+    made = [x for x in read_log(tmp_path / "log.jsonl") if x["event"] == "eval"]
+    assert forecast(steps=steps, eval_every=eval_every).evaluations == len(made)
+
+
+def test_tokens_are_the_targets_of_a_step():
+    data = Cycles()
+    batches = [data.batch("train", step=i, batch_size=4, seed=0) for i in range(20)]
+    counts = [int((x.targets != -100).sum()) for x in batches]
+    assert forecast(data=data, accumulate=2, steps=50).tokens == sum(counts) / 10
+
+
+PEAK = """
+import torch
+from training.standin import Cycles, StandIn, config
+from unrolled.training import dry_run
+
+class Large(StandIn):
+    def loss(self, inputs, targets):
+        torch.ones({nbytes}, dtype=torch.uint8)
+        return super().loss(inputs, targets)
+
+print(dry_run(Large(), Cycles(), config()).peak_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the system does not tell the peak of a process")
+def test_the_peak_has_what_a_step_allocates():
+    def peak(nbytes):
+        command = [sys.executable, "-c", PEAK.format(nbytes=nbytes)]
+        tests = Path(__file__).parent.parent
+        return int(subprocess.run(command, cwd=tests, capture_output=True, check=True).stdout)
+
+    assert peak(2**28) - peak(1) == pytest.approx(2**28, rel=0.1)
