@@ -230,6 +230,7 @@ def seeded_bigbird_attention(
     v: Tensor,
     layout: Layout,
     seed: Tensor,
+    redraws: Tensor,
     *,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
@@ -245,7 +246,7 @@ def seeded_bigbird_attention(
         check_key_padding_mask(padding, B, T)
         n = (~padding).sum(1)
     n_rows = -(-max(0, T - layout.global_tokens) // layout.block_size)
-    drawn = draw_blocks(layout, seed, H, layout.count_blocks(n), n_rows)
+    drawn = draw_blocks(layout, torch.stack([seed, redraws]), H, layout.count_blocks(n), n_rows)
     return bigbird_attention(q, k, v, layout, drawn, key_padding_mask=padding)
 
 
@@ -308,7 +309,9 @@ class BigBirdAttention(MultiHeadAttention):
             return attend_packed(self.attend, heads, masks.cu_seqlens)
         (q, k), v = heads.rotated(), heads.v
         padding = masks.key_padding_mask
-        return seeded_bigbird_attention(q, k, v, self.layout, self._seeds, key_padding_mask=padding)
+        return seeded_bigbird_attention(
+            q, k, v, self.layout, self.seed, self.redraws, key_padding_mask=padding
+        )
 
     def redraw(self) -> None:
         """Draw other blocks; which ones follows from the seed and the number of redraws."""
@@ -317,13 +320,11 @@ class BigBirdAttention(MultiHeadAttention):
     def pattern(self, length: int) -> Tensor:
         """Count how often query i reads key j: `[H,length,length]`, 0 or 1."""
         n_blocks = self.layout.count_blocks(torch.full((1,), length, device=self.seed.device))
-        drawn = draw_blocks(self.layout, self._seeds, self.n_heads, n_blocks, int(n_blocks))
+        drawn = draw_blocks(
+            self.layout, torch.stack([self.seed, self.redraws]), self.n_heads, n_blocks, int(n_blocks)
+        )
         return bigbird_pattern(self.layout, drawn[0], length).long()
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""
         return ", ".join(f"{name}={value}" for name, value in vars(self.layout).items())
-
-    @property
-    def _seeds(self) -> Tensor:
-        return torch.stack([self.seed, self.redraws])

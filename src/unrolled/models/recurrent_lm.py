@@ -153,7 +153,7 @@ class RecurrentLM(SavedModel):
         Returns:
             logits [B, T, vocab_size] and the new state.
         """
-        check_ids("tokens", tokens, self.n_ids)
+        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *tokens.shape)
         self._check_state(state)
@@ -167,9 +167,9 @@ class RecurrentLM(SavedModel):
     def step(self, token: Tensor, state: RecurrentLMState) -> tuple[Tensor, RecurrentLMState]:
         """Read one token [B] per row; return logits [B, vocab_size] and the new state.
 
-        The ids are not checked against the vocabulary here.
+        On a CPU, ids outside the vocabulary raise ValueError; elsewhere reading them would stall the queue.
         """
-        check_token(token)
+        check_token(token, self.n_ids, self.embedding.weight)
         self._check_state(state)
         x, after = self.dropout(self.embedding(token)), []
         for layer, before in zip(self._cells(), state.layers, strict=True):
@@ -179,7 +179,7 @@ class RecurrentLM(SavedModel):
         return self.head(x), RecurrentLMState(tuple(after))
 
     def _hidden(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        check_ids("tokens", tokens, self.n_ids)
+        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *tokens.shape)
         x: Tensor = self.dropout(self.embedding(tokens))
