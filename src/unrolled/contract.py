@@ -27,8 +27,8 @@ class Supports:
             tokens seen, or "none" where the mechanism cannot run as a recurrence.
         attn_mask: an arbitrary mask of query-key pairs is honoured exactly.
         global_mask: `forward` takes a mask of the tokens that read all others and are read by them.
-        dynamic_length: `torch.export` of `forward` takes a length that is not fixed; with other options
-            than the default ones it may need a fixed one.
+        dynamic_length: `torch.export` of `forward` takes a length that is not fixed, from 8 tokens on, and
+            the graph agrees at each; without masks, and for inference.
     """
 
     causal: bool

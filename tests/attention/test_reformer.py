@@ -1,5 +1,6 @@
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -242,6 +243,18 @@ def test_its_blocks_compile_whole(causal):
     x = torch.randn(1, 20, 12, dtype=F64)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), attention(x))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor wants a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
+def test_inductor_takes_a_causal_training_step():
+    attention, x = module(causal=True, chunk=2, n_buckets=4, n_rounds=1), torch.randn(1, 40, 12, dtype=F64)
+    x.requires_grad_()
+    wanted = attention(x)
+    found = torch.compile(attention, fullgraph=True)(x)
+    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_state_is_no_longer_than_what_can_be_read():

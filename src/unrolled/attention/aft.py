@@ -22,7 +22,8 @@ Cost for d = n_heads head_dim elements: "full" time O(T^2 d), memory O(T^2 + T d
 given window, time and memory O(T d). Per generated token: "full" O(T d), the others O(window d).
 Cannot: attend by query and key together. "full" and "local" have biases for `max_length` positions. "local"
 and "conv" cannot read another sequence, for two sequences have no distances. Only "full" takes an
-`attn_mask`, at the price of memory O(B T S d).
+`attn_mask`, at the price of memory O(B T S d). `torch.export` takes one length only, since how often pairs of
+positions are halved depends on it.
 Equals softmax attention: never. It is softmax attention with d heads one element wide and scores k_j + w_tj.
 """
 

@@ -37,6 +37,7 @@ from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.softmax import softmax_attention
@@ -222,6 +223,33 @@ def bigbird_attention(
     return o if places is None else reorder(o, places.argsort(1))
 
 
+@one_node(like_attention)
+def seeded_bigbird_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    seed: Tensor,
+    redraws: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Draw the random blocks as `draw_blocks` does, and attend as `bigbird_attention` does.
+
+    Sequences in which every block reads all get softmax attention.
+    """
+    (B, T, H, _), padding = q.shape, key_padding_mask
+    if layout.reads_all(T):
+        return softmax_attention(q, k, v, key_padding_mask=padding)
+    n = torch.full((1,), T, device=q.device)
+    if padding is not None:
+        check_key_padding_mask(padding, B, T)
+        n = (~padding).sum(1)
+    n_rows = -(-max(0, T - layout.global_tokens) // layout.block_size)
+    drawn = draw_blocks(layout, torch.stack([seed, redraws]), H, layout.count_blocks(n), n_rows)
+    return bigbird_attention(q, k, v, layout, drawn, key_padding_mask=padding)
+
+
 class BigBirdAttention(MultiHeadAttention):
     """Multi-head BigBird attention, for encoders.
 
@@ -281,15 +309,9 @@ class BigBirdAttention(MultiHeadAttention):
             return attend_packed(self.attend, heads, masks.cu_seqlens)
         (q, k), v = heads.rotated(), heads.v
         padding = masks.key_padding_mask
-        if self.layout.reads_all(q.shape[1]):
-            return softmax_attention(q, k, v, key_padding_mask=padding)
-        if padding is None:
-            n = torch.full((1,), q.shape[1], device=q.device)
-        else:
-            check_key_padding_mask(padding, *q.shape[:2])
-            n = (~padding).sum(1)
-        drawn = self._draw(n, q.shape[1])
-        return bigbird_attention(q, k, v, self.layout, drawn, key_padding_mask=padding)
+        return seeded_bigbird_attention(
+            q, k, v, self.layout, self.seed, self.redraws, key_padding_mask=padding
+        )
 
     def redraw(self) -> None:
         """Draw other blocks; which ones follows from the seed and the number of redraws."""
@@ -297,17 +319,12 @@ class BigBirdAttention(MultiHeadAttention):
 
     def pattern(self, length: int) -> Tensor:
         """Count how often query i reads key j: `[H,length,length]`, 0 or 1."""
-        drawn = self._draw(torch.full((1,), length, device=self.seed.device), length)
+        n_blocks = self.layout.count_blocks(torch.full((1,), length, device=self.seed.device))
+        drawn = draw_blocks(
+            self.layout, torch.stack([self.seed, self.redraws]), self.n_heads, n_blocks, int(n_blocks)
+        )
         return bigbird_pattern(self.layout, drawn[0], length).long()
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""
         return ", ".join(f"{name}={value}" for name, value in vars(self.layout).items())
-
-    def _draw(self, n: Tensor, length: int) -> Tensor:
-        """Draw the blocks of sequences of `n [B]` tokens, of which the longest may have `length`."""
-        n_blocks = self.layout.count_blocks(n)
-        n_rows = -(-max(0, length - self.layout.global_tokens) // self.layout.block_size)
-        return draw_blocks(
-            self.layout, torch.stack([self.seed, self.redraws]), self.n_heads, n_blocks, n_rows
-        )

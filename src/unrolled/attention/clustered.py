@@ -38,6 +38,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
+from unrolled.ops.node import any_length, like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder
 from unrolled.ops.positions import positions_from_padding
@@ -113,6 +114,7 @@ def clustered_reference(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, n_keys
     return torch.stack(rows)
 
 
+@one_node(like_attention)
 def clustered_attention(
     q: Tensor,
     k: Tensor,
@@ -245,7 +247,7 @@ class ClusteredAttention(MultiHeadAttention):
         """Attend in parallel."""
         itself, padding = heads.positions is not None, masks.key_padding_mask
         q, k = heads.rotated() if self.rotary else (heads.q, heads.k)
-        if self.n_clusters >= q.shape[1] or self.n_keys >= k.shape[1]:
+        if not any_length(q) and (self.n_clusters >= q.shape[1] or self.n_keys >= k.shape[1]):
             return softmax_attention(q, k, heads.v, key_padding_mask=padding)
         q_padding = padding if itself else None
         return clustered_attention(

@@ -53,6 +53,7 @@ from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear_chunked import LOWEST_GATE, decay_between
 from unrolled.ops.masks import without_padding
+from unrolled.ops.node import one_node
 from unrolled.ops.options import check_finite
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.positions import rotary
@@ -66,6 +67,16 @@ class DeltaNetState(NamedTuple):
     position: Tensor
 
 
+def _like_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
+) -> tuple[Tensor, Tensor]:
+    rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    after = k.new_empty(rows, *k.shape[2:], v.shape[3], dtype=dtype)
+    return v.new_empty(*q.shape[:3], v.shape[3]), after
+
+
+@one_node(_like_delta_rule)
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -284,7 +295,6 @@ class DeltaNet(MultiHeadAttention):
         padding=True,
         packing=True,
         recurrence="constant",
-        dynamic_length=False,
     )
 
     def __init__(

@@ -217,7 +217,6 @@ class EfficientAttention(MultiHeadAttention):
         padding=True,
         packing=True,
         recurrence="constant",
-        dynamic_length=False,
     )
     independent_queries = True
 

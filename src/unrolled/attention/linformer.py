@@ -12,6 +12,7 @@ their linear layers, biases included (fairseq's code projects the input before t
 Cost per head: time O((T+S) k (D+M)), memory O((T+S) (D+M) + k n); k n parameters for each matrix.
 Cannot: be causal (each slot mixes all positions, so no mask can take the future out), read more than n keys,
 or honour an arbitrary `attn_mask`. The slots of a short sequence hold shorter sums: nothing rescales them.
+Where slots are made of windows, `torch.export` takes one length only, which says how many windows there are.
 Equals softmax attention: at k = n with E = F = 1.
 
 With `rotary`, queries and keys are rotated by their positions before the keys are projected.
@@ -19,6 +20,7 @@ With `rotary`, queries and keys are rotated by their positions before the keys a
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -253,6 +255,8 @@ class LinformerAttention(MultiHeadAttention):
         if sharing not in SHARING:
             raise ValueError(f"sharing is {sharing!r}, but must be one of {', '.join(SHARING)}")
         self.sharing = sharing
+        linear = projection == "linear" or isinstance(projection, LinearProjection)
+        self.supports = replace(self.supports, dynamic_length=linear)
         self.value_projection = None
         if isinstance(projection, Projection):
             self._check_given(projection, rank, max_length)

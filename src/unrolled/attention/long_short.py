@@ -19,7 +19,8 @@ relative positions of its own: `rotary` rotates the queries and keys of the wind
 Cost per head: bidirectional, time O(T (2w + r) (D + M)); causal, time O(T (w + T r / l) (D + M)), and a state
 of O((w + l + T r / l) (D + M)), which is the time per generated token; memory of both O(T (D + M + r)).
 Cannot: generate at a constant cost, since landmarks gather, one set per chunk (with `rank=0`, there are
-none, and it can); honour an arbitrary `attn_mask`. Reading another sequence, it has no window, so that this
+none, and it can); honour an arbitrary `attn_mask`. `torch.export` takes one length only, since how
+many segments and chunks there are depends on it. Reading another sequence, it has no window, so that this
 wants `window=None`: landmarks alone.
 Equals softmax attention: with `rank=0`, `dual_norm=False` and a window that reaches everything.
 """

@@ -90,6 +90,12 @@ def _checked(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
     raise ValueError(f"global_tokens is {chosen!r}, but must be a number of tokens or a list of positions")
 
 
+def _tokens_at(places: Tensor, x: Tensor) -> Tensor:
+    """`x [B,T,...]` at `places [B,g]`: `[B,g,...]`. In `take_along_dim`, an exported graph has one length."""
+    index = places.reshape(*places.shape, *[1] * (x.dim() - 2))
+    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+
 Projected = tuple[Tensor, Tensor, Tensor]
 
 
@@ -138,7 +144,6 @@ class LongformerAttention(SlidingWindow):
         packing=True,
         recurrence="constant",
         global_mask=True,
-        dynamic_length=False,
     )
     global_proj: Linear | None
 
@@ -256,7 +261,7 @@ class LongformerAttention(SlidingWindow):
         places = valid_first(~is_global)[:, :n_global]
         missing = torch.arange(n_global, device=q.device) >= is_global.sum(1, keepdim=True)
         hidden = is_global if padding is None else is_global | padding
-        global_k, global_v = (torch.take_along_dim(y, places[:, :, None, None], 1) for y in (k, v))
+        global_k, global_v = _tokens_at(places, k), _tokens_at(places, v)
         far = window_attention(
             q, global_k, global_v, window_size=(-1, -1), key_padding_mask=missing, return_lse=True
         )
@@ -276,7 +281,7 @@ class LongformerAttention(SlidingWindow):
         bias = self.global_proj.bias
         b_q, b_kv = (None, None) if bias is None else torch.split(bias, [of_q, of_kv])
         (B, T, _), g = x.shape, places.shape[1]
-        q = linear(torch.take_along_dim(x, places.unsqueeze(-1), 1), w_q, b_q)
+        q = linear(_tokens_at(places, x), w_q, b_q)
         k, v = torch.split(linear(x, w_kv, b_kv), self._widths[1:], -1)
         q = q.reshape(B, g, self.n_heads, self.head_dim)
         k = k.reshape(B, T, self.n_kv_heads, self.head_dim)

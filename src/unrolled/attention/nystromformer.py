@@ -32,6 +32,7 @@ from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
+from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.positions import positions_from_padding, rotary
@@ -127,6 +128,7 @@ def nystrom_reference(
     return kernel(q, means(k)) @ inverse @ kernel(means(q), k) @ v
 
 
+@one_node(like_attention)
 def nystrom_attention(
     q: Tensor,
     k: Tensor,

@@ -70,7 +70,6 @@ class SparseTransformerAttention(MultiHeadAttention):
         padding=True,
         packing=True,
         recurrence="growing",
-        dynamic_length=False,
     )
     growing = STATE_GROWS
 

@@ -39,6 +39,7 @@ from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.grid import Axes, Part, axes, distances_in, grouped, near, read_by_groups, ungrouped, volume
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_booleans, check_finite
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -117,7 +118,7 @@ def spatiotemporal_attention(
         ValueError: an argument of another shape or type.
     """
     check_qkv(q, k, v)
-    (B, T, H, D), (S, G) = q.shape, v.shape[1:3]
+    (B, T), S = q.shape[:2], v.shape[1]
     if S != T:
         raise ValueError(f"k has {S} places and q has {T}, but both must be of the same video")
     if key_padding_mask is not None:
@@ -125,9 +126,29 @@ def spatiotemporal_attention(
     _check_sizes("height and width", (height, width), 1)
     if radius is None and stride is not None:
         raise ValueError(f"stride is {stride} without a radius, but wants one: 0 for no cube")
+    return attend_in_grid(q, k, v, height, width, radius, stride, key_padding_mask, scale, relative or [])
+
+
+@one_node(like_attention)
+def attend_in_grid(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    height: int,
+    width: int,
+    radius: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    key_padding_mask: Tensor | None,
+    scale: float | None,
+    relative: Sequence[Tensor],
+) -> Tensor:
+    """Do what `spatiotemporal_attention` says, once its arguments are checked."""
+    (T, H, D), G = q.shape[1:], v.shape[2]
     size = (-(-T // (height * width)), height, width)
-    parts = line_parts(size) if radius is None else cube_parts(size, radius, stride)
-    if relative is not None:
+    parts = line_parts(size)
+    if radius is not None:
+        parts = cube_parts(size, axes(radius), None if stride is None else axes(stride))
+    if relative:
         _check_relative(relative, size, D)
     if T == 0:  # nothing, and yet something that autograd can go through
         return torch.einsum("bthd,bshd,bshm->bthm", q, *(x.repeat_interleave(H // G, 2) for x in (k, v)))
@@ -143,20 +164,20 @@ def spatiotemporal_attention(
         q = q.to(dtype) * (D**-0.5 if scale is None else scale)
         k, v = (x.to(dtype).repeat_interleave(H // G, dim=2) for x in (k, v))
         q, k, v = (volume(x, size) for x in (q, k, v))
-        tables = None if relative is None else [r.to(dtype) - r[len(r) // 2].to(dtype) for r in relative]
+        tables = [r.to(dtype) - r[len(r) // 2].to(dtype) for r in relative]
         o, _ = merge_softmax([_attend(q, k, v, part, exists, tables) for part in parts])
     o = o.flatten(2, 4)[:, :, :T].transpose(1, 2)
     return (o if places is None else reorder(o, places.argsort(1))).to(out_dtype)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, part: Part, exists: Tensor | None, tables: list[Tensor] | None
+    q: Tensor, k: Tensor, v: Tensor, part: Part, exists: Tensor | None, tables: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Attend in each group of the volumes `[B,H,*size,W]`: o, such a volume, and lse `[B,H,*size]`."""
     size = axes(q.shape[2:5])
     queries, distances = grouped(q, part), distances_in(part, q.device)
     scores = queries @ read_by_groups(k, part).mT
-    if tables is not None:  # from their centres, which cannot matter: every key of a query has these added
+    if tables:  # from their centres, which cannot matter: every key of a query has these added
         scores = scores + _relative_scores(queries, part, tables)
     if part.within is not None:
         scores.masked_fill_(~near(distances, part.within), -torch.inf)
@@ -232,7 +253,6 @@ class SpatiotemporalAttention(MultiHeadAttention):
         padding=True,
         packing=False,
         recurrence="none",
-        dynamic_length=False,
     )
     relative: nn.ParameterList | None
 

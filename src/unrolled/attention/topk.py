@@ -37,6 +37,7 @@ from unrolled.ops.checks import (
     check_step,
 )
 from unrolled.ops.masks import without_padding
+from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -66,6 +67,7 @@ def topk_reference(q: Tensor, k: Tensor, v: Tensor, n_keys: int) -> Tensor:
     return torch.stack(rows)
 
 
+@one_node(like_attention)
 def topk_attention(
     q: Tensor,
     k: Tensor,
@@ -227,7 +229,6 @@ class TopkAttention(MultiHeadAttention):
         padding=True,
         packing=True,
         recurrence="growing",
-        dynamic_length=False,
         attn_mask=True,
     )
     growing = CACHE_GROWS

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED
-from unrolled.ops.checks import check_tensor
+from unrolled.ops.checks import check_device, check_tensor, may_read
 from unrolled.ops.options import check_integers_only
 
 
-def check_ids(name: str, ids: Tensor, n_ids: int) -> None:
-    """Raise ValueError unless `ids` is [B, T] long and, on a CPU, within [0, n_ids).
+def check_ids(name: str, ids: Tensor, n_ids: int, table: Tensor | None = None) -> None:
+    """Raise ValueError unless `ids` is [B, T] long, where its table is, and, on a CPU, within [0, n_ids).
 
     On other devices reading the values would stall the queue, and a compiled graph cannot: there the
     embedding table's own assertion has to do.
@@ -19,6 +19,8 @@ def check_ids(name: str, ids: Tensor, n_ids: int) -> None:
     check_tensor(name, ids)
     if ids.dim() != 2 or ids.dtype != torch.long:
         raise ValueError(f"{name} is {ids.dtype} of the shape {list(ids.shape)}, wanted [B, T] of torch.long")
+    if table is not None:
+        check_device(name, ids, table)
     if ids.device.type == "cpu" and ids.numel() > 0 and not torch.compiler.is_compiling():
         low, high = (int(x) for x in ids.aminmax())
         if low < 0 or high >= n_ids:
@@ -32,11 +34,14 @@ def check_size(name: str, value: object, low: int = 1) -> None:
     check_integers_only(**{name: value})
 
 
-def check_token(token: Tensor) -> None:
-    """Raise ValueError unless `token` is one id per row, [B] long."""
+def check_token(token: Tensor, n_ids: int, table: Tensor) -> None:
+    """Raise ValueError unless `token` is one id per row, as `check_ids` wants them of [B, T]."""
     check_tensor("token", token)
     if token.dim() != 1 or token.dtype != torch.long:
         raise ValueError(f"token is {token.dtype} of the shape {list(token.shape)}, wanted torch.long of [B]")
+    check_device("token", token, table)
+    if may_read(token) and (ids := token.tolist()) and not 0 <= min(ids) <= max(ids) < n_ids:
+        raise ValueError(f"token holds ids from {min(ids)} to {max(ids)}, wanted ids in [0, {n_ids})")
 
 
 def check_targets(targets: Tensor, shape: Sequence[int], levels: int) -> None:
@@ -56,17 +61,21 @@ def check_targets(targets: Tensor, shape: Sequence[int], levels: int) -> None:
             )
 
 
-def check_story(inputs: Tensor, padding: Tensor | None, n_words: int, memory_size: int | None) -> Tensor:
+def check_story(
+    inputs: Tensor, padding: Tensor | None, n_words: int, memory_size: int | None, table: Tensor
+) -> Tensor:
     """Return where a story has no word, `[B,M+1,J]` bool.
 
     Raises:
         ValueError: `inputs` is not [B, M + 1, J] long with M of at least 1 and, unless that is None, at most
-            `memory_size`; on a CPU, its ids are not within [0, n_words); or the mask is not as large.
+            `memory_size`; it is not where the table of words is; on a CPU, its ids are not within
+            [0, n_words); or the mask is not as large.
     """
     check_tensor("inputs", inputs)
     found = list(inputs.shape)
     if inputs.dim() != 3 or inputs.dtype != torch.long:
         raise ValueError(f"inputs is {inputs.dtype} of the shape {found}, wanted [B, M + 1, J] of torch.long")
+    check_device("inputs", inputs, table)
     if found[1] < 2:
         raise ValueError(
             f"inputs has the shape {found}: a memory of length 0, wanted at least one sentence before "

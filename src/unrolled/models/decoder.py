@@ -85,7 +85,7 @@ class Decoder(SavedModel):
         self.n_ids = config.vocab_size + config.start_token
         table = None
         if config.inputs == "pixels":
-            self.embedding: nn.Module = PixelEmbedding(
+            self.embedding: nn.Embedding | PixelEmbedding = PixelEmbedding(
                 config.vocab_size, config.d_model, start_token=config.start_token
             )
         else:
@@ -165,7 +165,7 @@ class Decoder(SavedModel):
         Returns:
             logits [B, T, vocab_size] and the new state.
         """
-        check_ids("tokens", tokens, self.n_ids)
+        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *tokens.shape)
         self._check_state(state, tokens.shape[0])
@@ -177,16 +177,16 @@ class Decoder(SavedModel):
     def step(self, token: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """Read one token [B] per row; return logits [B, vocab_size] and the new state.
 
-        The ids are not checked against the vocabulary here.
+        On a CPU, ids outside the vocabulary raise ValueError; elsewhere reading them would stall the queue.
         """
-        check_token(token)
+        check_token(token, self.n_ids, self.embedding.weight)
         self._check_state(state, token.shape[0])
         x = self.positions.at(self.embedding(token), state.position)
         hidden, layers = self.stack.step(self.dropout(x), state.layers)
         return self.head(hidden), DecoderState(state.position + 1, layers)
 
     def _hidden(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        check_ids("tokens", tokens, self.n_ids)
+        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *tokens.shape)
         if cu_seqlens is not None and key_padding_mask is not None:

@@ -218,7 +218,7 @@ class Encoder(SavedModel):
     ) -> Tensor:
         """What leaves the last block, [B, T, d_model]; the arguments are those of `forward`."""
         if self.config.vocab_size is not None:
-            check_ids("x", x, self.config.vocab_size)
+            check_ids("x", x, self.config.vocab_size, self.embedding.weight)
         elif x.dim() != 3 or x.shape[-1] != self.config.input_dim:
             raise ValueError(
                 f"x has the shape {list(x.shape)}, wanted [B, T, input_dim = {self.config.input_dim}]"
@@ -242,7 +242,7 @@ class Encoder(SavedModel):
             return y + self.segments.weight[0]
         if segments.shape != y.shape[:2]:
             raise ValueError(f"segments has the shape {list(segments.shape)}, wanted {list(y.shape[:2])}")
-        check_ids("segments", segments, self.config.n_segments)
+        check_ids("segments", segments, self.config.n_segments, self.segments.weight)
         return y + cast(Tensor, self.segments(segments))
 
     def _pool(self, y: Tensor, key_padding_mask: Tensor | None) -> Tensor:

@@ -33,7 +33,7 @@ from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.saving import SavedModel
 from unrolled.models.stack import Stack
 from unrolled.models.targets import shifted
-from unrolled.ops.checks import check_key_padding_mask, may_read
+from unrolled.ops.checks import check_device, check_key_padding_mask, may_read
 
 Mechanisms = str | list[str]
 
@@ -223,15 +223,16 @@ class EncoderDecoder(SavedModel):
         Raises:
             ValueError: a source has no token, or ids or mask are not as `forward` wants them.
         """
-        check_ids("source", source, self.n_source_ids)
+        table = self.source_embedding or self.embedding
+        check_ids("source", source, self.n_source_ids, table.weight)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *source.shape)
+            check_device("key_padding_mask", key_padding_mask, source, "the source is")
         empty = key_padding_mask is not None and may_read(source) and key_padding_mask.all(1).any()
         if source.shape[1] == 0 or empty:
             raise ValueError(
                 f"source, of the shape {list(source.shape)}, has a row without any token, wanted one at least"
             )
-        table = self.source_embedding or self.embedding
         x = table(source).to(table.weight.dtype)  # autocast must not narrow the residual stream
         x = self.dropout(self.source_positions(x, key_padding_mask=key_padding_mask))
         recompute = self.gradient_checkpointing and self.training
@@ -258,7 +259,7 @@ class EncoderDecoder(SavedModel):
 
         `state` is not changed.
         """
-        check_ids("tokens", tokens, self.config.vocab_size + 1)
+        check_ids("tokens", tokens, self.config.vocab_size + 1, self.embedding.weight)
         self._check_state(state, tokens.shape[0])
         x = self.dropout(self.positions(self.embedding(tokens), start=state.position))
         layers = []
@@ -271,9 +272,9 @@ class EncoderDecoder(SavedModel):
     def step(self, token: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
         """Read one token [B] of each target; return logits [B, V] and the new state.
 
-        The ids are not checked against the vocabulary here.
+        On a CPU, ids outside the vocabulary raise ValueError; elsewhere reading them would stall the queue.
         """
-        check_token(token)
+        check_token(token, self.config.vocab_size + 1, self.embedding.weight)
         self._check_state(state, token.shape[0])
         x = self.dropout(self.positions.at(self.embedding(token), state.position))
         layers = []
@@ -306,7 +307,7 @@ class EncoderDecoder(SavedModel):
         return cast(Tensor, self.norm(x))
 
     def _embed(self, target: Tensor, rows: int) -> Tensor:
-        check_ids("target", target, self.config.vocab_size + 1)
+        check_ids("target", target, self.config.vocab_size + 1, self.embedding.weight)
         if target.shape[0] != rows:
             raise ValueError(f"target has {target.shape[0]} rows, wanted {rows}, as the source has")
         x = self.embedding(target).to(self.embedding.weight.dtype)

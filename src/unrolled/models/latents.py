@@ -125,7 +125,7 @@ class InputArray(nn.Module):
     def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """`[B, S]` ids, `[B, S, input_dim]` or `[B, *axes, input_dim]` -> `[B, S, array_width]`."""
         if self.embedding is not None:
-            check_ids("x", x, self.embedding.num_embeddings)
+            check_ids("x", x, self.embedding.num_embeddings, self.embedding.weight)
             x = self.embedding(x)
         else:
             x = self._continuous(x)

@@ -174,7 +174,8 @@ class MemNN(SavedModel):
         return summed.reshape(*words.shape[:-1], table.shape[1])
 
     def _check(self, inputs: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        return check_story(inputs, key_padding_mask, self.config.vocab_size, self.config.memory_size)
+        vocab_size, memory_size = self.config.vocab_size, self.config.memory_size
+        return check_story(inputs, key_padding_mask, vocab_size, memory_size, self.U_O)
 
 
 def ranking(scores: Tensor, right: Tensor, margin: float, candidates: Tensor | None = None) -> Tensor:

@@ -202,7 +202,7 @@ class MemN2N(SavedModel):
 
     def _read(self, inputs: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         most = self.config.memory_size if self.config.temporal else None
-        padding = check_story(inputs, key_padding_mask, self.config.vocab_size, most)
+        padding = check_story(inputs, key_padding_mask, self.config.vocab_size, most, self.words[0])
         absent, linear = padding[:, :-1].all(-1), self.linear
         if self.training:
             self.batches += 1

@@ -130,9 +130,9 @@ class NTMNumbers(_Layers):
         Raises:
             ValueError: `x` has length 0.
         """
-        if x.dim() == 3 and x.shape[1] == 0:
-            raise ValueError(f"x has shape {shape(x)}, but must have at least one step")
         hidden = self.hidden(x, key_padding_mask=key_padding_mask)
+        if x.shape[1] == 0:
+            raise ValueError(f"x has shape {shape(x)}, but must have at least one step")
         if key_padding_mask is None:
             last = hidden[:, -1]
         else:

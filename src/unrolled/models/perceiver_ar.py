@@ -193,7 +193,7 @@ class PerceiverAR(Decoder):
         return cast(ReadingBlock, self.stack.blocks[0])
 
     def _at_the_right(self, tokens: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        check_ids("tokens", tokens, self.n_ids)
+        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         if key_padding_mask is None:
             return tokens, None
         check_key_padding_mask(key_padding_mask, *tokens.shape)

@@ -146,7 +146,7 @@ class RecurrentLM(SavedModel):
         Returns:
             logits [B, T, vocab_size] and the new state.
         """
-        check_ids("tokens", tokens, self.n_ids)
+        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *tokens.shape)
         x = self.dropout(self.embedding(tokens))
@@ -156,14 +156,14 @@ class RecurrentLM(SavedModel):
     def step(self, token: Tensor, state: StackedState) -> tuple[Tensor, StackedState]:
         """Read one token [B] per row; return logits [B, vocab_size] and the new state.
 
-        The ids are not checked against the vocabulary here.
+        On a CPU, ids outside the vocabulary raise ValueError; elsewhere reading them would stall the queue.
         """
-        check_token(token)
+        check_token(token, self.n_ids, self.embedding.weight)
         x, after = self.stack.step(self.dropout(self.embedding(token)), state)
         return self.head(self.dropout(x)), after
 
     def _hidden(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        check_ids("tokens", tokens, self.n_ids)
+        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *tokens.shape)
         x = self.dropout(self.embedding(tokens))

@@ -13,7 +13,7 @@ from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.models.checks import check_ids, check_size, check_token
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
-from unrolled.ops.checks import check_key_padding_mask, may_read
+from unrolled.ops.checks import check_device, check_key_padding_mask, may_read
 from unrolled.ops.state import leaves
 
 
@@ -139,10 +139,11 @@ class Seq2Seq(SavedModel):
 
     def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
         """Read a source; return all that decoding needs, batch first. Arguments as of `forward`."""
-        check_ids("source", source, self.n_source_ids)
+        check_ids("source", source, self.n_source_ids, self.source_embedding.weight)
         if key_padding_mask is None:
             key_padding_mask = torch.zeros_like(source, dtype=torch.bool)
         check_key_padding_mask(key_padding_mask, *source.shape)
+        check_device("key_padding_mask", key_padding_mask, source, "the source is")
         if source.shape[1] == 0:
             raise ValueError(f"source has shape {list(source.shape)}, wanted sentences of at least one token")
         if may_read(key_padding_mask) and bool(key_padding_mask.all(1).any()):
@@ -152,21 +153,21 @@ class Seq2Seq(SavedModel):
 
     def prefill(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Read several tokens `[B,T]` of the target: logits `[B,T,vocab_size]` and the new state."""
-        check_ids("tokens", tokens, self.n_ids)
+        check_ids("tokens", tokens, self.n_ids, self.target_embedding.weight)
         self._check_state(state, len(tokens))
         hidden, _, state = self.decode(tokens, state)
         return self.logits(hidden), state
 
     def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Read one token `[B]` of the target: logits `[B,vocab_size]` and the new state."""
-        check_token(token)
+        check_token(token, self.n_ids, self.target_embedding.weight)
         self._check_state(state, len(token))
         hidden, _, state = self.decode(token.unsqueeze(1), state)
         return self.logits(hidden.squeeze(1)), state
 
     def attend(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """How much each place of the target reads each of the source: `[B,T,S]`; arguments as `forward`."""
-        check_ids("target", target, self.n_ids)
+        check_ids("target", target, self.n_ids, self.target_embedding.weight)
         state = self.init_state(source, key_padding_mask=key_padding_mask)
         self._check_state(state, len(target))
         return self.decode(target, state)[1]

@@ -28,6 +28,7 @@ from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.window import window_attention
@@ -114,6 +115,7 @@ def factorized_pattern(layout: Layout, length: int) -> Tensor:
     return layout.allows(i, j).transpose(0, 1)
 
 
+@one_node(like_attention)
 def factorized_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, key_padding_mask: Tensor | None = None
 ) -> Tensor:

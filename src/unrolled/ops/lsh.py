@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 ABSENT = -1  # the bucket of what is no token
@@ -42,6 +43,7 @@ def hash_buckets(rotated: Tensor, factors: Sequence[int]) -> Tensor:
     return bucket
 
 
+@one_node(like_attention)
 def lsh_attention(
     q: Tensor,
     k: Tensor,
@@ -98,6 +100,7 @@ def lsh_attention(
     return _by_token(_attend(tokens, sets, layout, scale), q.shape[0]).to(v.dtype)
 
 
+@one_node(like_attention)
 def causal_lsh_attention(
     q: Tensor,
     k: Tensor,
@@ -246,7 +249,8 @@ def _all_pairs(tokens: Tokens, sets: Sets, scale: float) -> tuple[Tensor, Tensor
 def _round(tokens: Tokens, sets: Sets, layout: Layout, r: int, scale: float) -> tuple[Tensor, Tensor]:
     """The softmax of one round, in which a key that N rounds read weighs 1/N: `o [N,T,M]`, `lse [N,T]`."""
     block, other = layout.tokens[:, r], layout.other[:, r]
-    beside = _take(block, other.clamp(min=0)).masked_fill((other == ABSENT).unsqueeze(-1), ABSENT)
+    # Any block stands for none. Not by `clamp`: Inductor fails on the index that one makes of an `arange`.
+    beside = _take(block, other % other.shape[-1]).masked_fill((other == ABSENT).unsqueeze(-1), ABSENT)
     readable = torch.cat([beside, block], -1)
     i, j = block.clamp(min=0), readable.clamp(min=0)
     count = torch.zeros((), dtype=torch.int16, device=i.device)

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from unrolled.ops.node import one_node
 
+
+@one_node(lambda a, b: torch.empty_like(b))
 def linear_scan(a: Tensor, b: Tensor) -> Tensor:
     """x_t = a_t x_{t-1} + b_t along axis 1, from x_{-1} = 0; `a` broadcasts to `b`.
 

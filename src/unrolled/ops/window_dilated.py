@@ -10,15 +10,17 @@ Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), section 3.1.
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.checks import check_cu_seqlens, check_qkv
+from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens
+from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.window import window_attention
 
 
@@ -112,6 +114,18 @@ def _of_one_dilation(
         )
     if cu_seqlens is not None:
         return _packed(q, k, v, window_size, d, key_padding_mask, cu_seqlens)
+    return dilated_window(q, k, v, window_size, d, key_padding_mask)
+
+
+def _like_window(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return like_attention(q, k, v), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+@one_node(_like_window)
+def dilated_window(
+    q: Tensor, k: Tensor, v: Tensor, window_size: Sequence[int], d: int, key_padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Do what `dilated_window_attention` says for one dilation of more than 1, once arguments are checked."""
     B, T, S = *q.shape[:2], k.shape[1]
     left, right = window_size
     unread = max(0, S - T - left * d)  # what is left before the first query is a multiple of d
@@ -124,7 +138,7 @@ def _of_one_dilation(
         key_padding_mask = _classes(key_padding_mask, d, filler=True)
     o, lse = window_attention(
         *(_classes(x, d) for x in (q, k, v)),
-        window_size=window_size,
+        window_size=(left, right),
         key_padding_mask=key_padding_mask,
         return_lse=True,
     )

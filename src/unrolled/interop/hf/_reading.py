@@ -8,7 +8,6 @@ from torch import Tensor
 from unrolled.interop.hf._model import key_padding_mask, without_padding
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.models import Decoder, DecoderState
-from unrolled.models.checks import check_ids
 from unrolled.ops.state import leaves
 
 
@@ -52,7 +51,6 @@ class ReadsTokens:
     def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
         state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
         if tokens.shape[1] == 1 and padding is None:
-            check_ids("input_ids", tokens, self.model.n_ids)  # `step` leaves that to its caller
             out, state = self.model.step(tokens[:, 0], state)
             out = out.unsqueeze(1)
         else:

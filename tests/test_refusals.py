@@ -1,0 +1,81 @@
+"""Every public verb names the argument that is wrong, says what it is, and what it must be."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from public_calls import Call, cell, mechanism, model
+from small_models import FIELDS
+from torch import Tensor
+
+from unrolled import attention, recurrent
+from unrolled.contract import UnsupportedError
+from unrolled.generation import generate
+
+OWNERS = [
+    *((mechanism, name) for name in attention.names()),
+    *((cell, name) for name in recurrent.names()),
+    *((model, kind) for kind in FIELDS),
+]
+SAYS_WHAT_IS_WANTED = re.compile(r"\b(must|wanted|wants?|convert one|move one)\b")
+
+
+def wrong(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """What may not stand where `x` does."""
+    if not isinstance(x, Tensor):
+        if name == "batch_size":
+            yield from (("-1", -1), ("a list", [2]), ("a text", "2"), ("a fraction", 2.5))
+        return
+    yield from (("a list", x.tolist()), ("None", None), ("an array", x.numpy()), ("a text", "x"))
+    yield "on meta", x.to("meta")
+    yield "a scalar", x.flatten()[0]
+    yield "of an axis more", x[None, None]
+    yield "complex", x.to(torch.complex64)
+    if x.is_floating_point():
+        yield "of integers", x.long()
+    elif x.dtype == torch.long:
+        yield from (("of fractions", x.float()), ("negative", x - 100), ("out of range", x + 100))
+
+
+def optional(function: Any, name: str) -> bool:
+    taken = inspect.signature(getattr(function, "forward", function)).parameters
+    return name in taken and taken[name].default is None
+
+
+@pytest.mark.parametrize(("make", "name"), OWNERS, ids=[name for _, name in OWNERS])
+def test_a_wrong_argument_is_refused_by_name(make: Any, name: str) -> None:
+    torch.manual_seed(0)
+    calls: dict[str, Call] = make(name)
+    found = []
+    for label, (function, arguments) in calls.items():
+        if inspect.isclass(function):
+            with pytest.raises(TypeError, match="no_such_option"):
+                function(**arguments, no_such_option=1)
+            continue
+        if function is generate:
+            continue  # of another room; its lists of prompts are right
+        with torch.no_grad():
+            function(**arguments)
+        has_weights = any(True for _ in getattr(function, "__self__", function).parameters())
+        for argument, right in arguments.items():
+            for what, value in wrong(argument, right):
+                if value is None and optional(function, argument):
+                    continue
+                if what == "on meta" and not has_weights:
+                    continue  # which may compute there
+                case = f"{label}: {argument} is {what}"
+                try:
+                    with torch.no_grad():
+                        function(**arguments | {argument: value})
+                except (ValueError, TypeError, UnsupportedError) as error:
+                    told = str(error)
+                    if argument not in told or not SAYS_WHAT_IS_WANTED.search(told):
+                        found.append(f"{case}: {told!r}")
+                except Exception as error:
+                    found.append(f"{case}: {type(error).__name__}: {error}")
+                else:
+                    found.append(f"{case}: was accepted")
+    assert not found, "\n".join([f"{len(found)} calls", *found])
