@@ -102,4 +102,4 @@ def identity_of(model: Trainable, dataset: TrainingData, config: TrainConfig) ->
     """Describe what must be the same for a checkpoint to be resumed; the data by their first batch."""
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
     data = {"first_batch": checkpoint.fingerprint(first.inputs, first.targets)}
-    return {"train": config.identity(), "model": asdict(model.config), "data": data}
+    return {"train": asdict(config), "model": asdict(model.config), "data": data}

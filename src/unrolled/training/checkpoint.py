@@ -21,13 +21,10 @@ from torch import Tensor
 
 from unrolled.files import DIGEST_KEY, load_tensors, read_header, save_tensors
 from unrolled.training._files import replacing_files
-from unrolled.training.config import NEWER
 from unrolled.training.interfaces import Trainable
 from unrolled.training.optim import Schedule, ScheduleState
 
 JSON_KEY = "unrolled.training"
-NEWER_OF_MODELS = {"reversible": False, "norm_eps": 1e-5, "n_segments": 0, "embedding_norm": False}
-"""Fields of models' configs that the first checkpoints do not have, with what they were made with."""
 START_OVER = "(to start over: resume=False, or --fresh)"
 
 
@@ -217,9 +214,7 @@ def _kind(x: Tensor) -> str:
 
 
 def _check_identity(path: Path, found: Any, wanted: Any, free: frozenset[str]) -> None:
-    unsaid = {f"train.{name}": default for name, default in NEWER.items()}
-    unsaid |= {f"model.{name}": default for name, default in NEWER_OF_MODELS.items()}
-    before, now = unsaid | _flatten(found), unsaid | _flatten(json.loads(json.dumps(wanted)))
+    before, now = _flatten(found), _flatten(json.loads(json.dumps(wanted)))
     for name in sorted((before.keys() | now.keys()) - free):
         if before.get(name) != now.get(name):
             raise ValueError(

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Optimizer = Literal["radam", "adamw"]
-NEWER = {"eps": 1e-8}  # fields that the first checkpoints do not have
 MOST = 2**63 - 1  # that torch and islice take
 MOST_THREADS = 1024  # beyond, the system refuses to start them, in the middle of the work
 Decay = Literal["cosine", "plateau", "constant", "inverse_sqrt"]
@@ -97,14 +96,6 @@ class TrainConfig:
         for beta in self.betas:
             _number("betas", beta, "two numbers from 0 to below 1", lambda x: 0 <= x < 1)
         object.__setattr__(self, "betas", tuple(self.betas))  # a list in YAML and JSON
-
-    def identity(self) -> dict[str, Any]:
-        """Return the fields, without the newer ones where they hold their default.
-
-        Checkpoints from before such a field was there were made with its default, and must go on.
-        """
-        fields = asdict(self)
-        return {name: x for name, x in fields.items() if NEWER.get(name, ...) != x}
 
     def free_on_resume(self) -> frozenset[str]:
         """Name the fields that a resumed run may change, since they do not change what the weights become.
