@@ -35,8 +35,8 @@ NEW = {
     "export": ["export", "{made}/run", "{out}"],
     "compare": ["compare", "linear", *TINY, "--out", "{out}"],
     "bench": ["bench", "linear-forward", "--quick", "--out", "{out}"],
-    "list": ["list", "--draw", "window", "--set", "window=4", "--out", "{out}"],
-    "generate": ["generate", "{made}/images", "--num-samples", "1", "--out", "{out}"],
+    "list": ["list", "--draw", "window", "--set", "window=4", "--out", "{out}.png"],
+    "generate": ["generate", "{made}/images", "--num-samples", "1", "--out", "{out}.png"],
 }
 
 

@@ -60,6 +60,7 @@ OPTIONS = {
         "--config": (["{world}/run/run.yaml"], ["{world}/none", "{world}/model", "{world}/text.txt", ""]),
         "--data-dir": (["{world}"], []),
         "--resume": FLAG,
+        "--dry-run": FLAG,
         "--device": DEVICE,
         "--tensorboard": FLAG,
         "--force": FLAG,

@@ -155,7 +155,9 @@ def _peak_bytes(device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu" or sys.platform == "win32":
         return None
+    if sys.platform == "linux":  # where `ru_maxrss` begins with what the parent process held
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
     import resource  # which Windows lacks
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
