@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import yaml
 
+from unrolled.bench.report import table
+from unrolled.bench.units import duration
 from unrolled.cli import run_config
-from unrolled.cli._units import duration
-from unrolled.cli.bench.report import table
 from unrolled.data import LabelledBatch
 from unrolled.data.babi import BabiDataset
 from unrolled.models.memory_network import MemN2N, MemN2NConfig

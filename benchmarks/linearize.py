@@ -23,8 +23,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from unrolled import data
-from unrolled.cli._units import brief_time, size
-from unrolled.cli.bench.report import table
+from unrolled.bench.report import table
+from unrolled.bench.units import brief_time, size
 from unrolled.interop.hf import load_linearized
 from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.recipe import Recipe, train_linearized

@@ -18,7 +18,7 @@ import torch
 from matplotlib.figure import Figure
 
 from unrolled import models
-from unrolled.cli.bench.report import table
+from unrolled.bench.report import table
 from unrolled.data._bits import BitsBatch
 from unrolled.data.copy_bits import CopyBitsDataset
 from unrolled.models import NTMModel, NTMModelConfig

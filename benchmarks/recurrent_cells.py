@@ -22,8 +22,8 @@ import torch
 from matplotlib.figure import Figure
 
 from unrolled import data, recurrent
-from unrolled.cli._units import brief_time
-from unrolled.cli.bench.report import table
+from unrolled.bench.report import table
+from unrolled.bench.units import brief_time
 from unrolled.models import RecurrentLM, RecurrentLMConfig
 from unrolled.ops.state import leaves
 from unrolled.training import TrainConfig, train

@@ -21,8 +21,8 @@ import torch
 from matplotlib.figure import Figure
 
 from unrolled import attention, data
-from unrolled.cli._units import brief_time
-from unrolled.cli.bench.report import table
+from unrolled.bench.report import table
+from unrolled.bench.units import brief_time
 from unrolled.contract import UnsupportedError
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.training import TrainConfig, train

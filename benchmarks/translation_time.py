@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unrolled import models
-from unrolled.cli.measure import Contender, cost_per_token, stepping
+from unrolled.bench.measure import Contender, cost_per_token, stepping
 
 POSITIONS = (16, 64, 256, 1024, 4096)
 SOURCE = 16

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 import unrolled
 from unrolled import attention, cli
-from unrolled.cli.mechanisms import markdown_table, pattern_image, pattern_of
+from unrolled.cli.list import markdown_table, pattern_image, pattern_of
 from unrolled.contract import UnsupportedError
 
 DOCS = Path(__file__).parent

@@ -10,7 +10,7 @@ import torch
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from unrolled.cli.web import make_server
+from unrolled.cli._page import make_server
 from unrolled.generation import generate
 
 CHARACTERS = sorted("\n abcdefghijklmnopqrstuvwxyzKINGWé")

@@ -17,8 +17,8 @@ ROOMS = [
     {"models"},
     {"data", "training", "generation"},
     {"interop"},
-    {"serve"},
-    {"cli", "testing"},
+    {"bench", "testing"},
+    {"cli"},
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

@@ -9,7 +9,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from unrolled import models
-from unrolled.cli import app, attention_plots, plots, run_config
+from unrolled.bench import attention_plots, plots
+from unrolled.cli import app, run_config
 from unrolled.cli._vocabulary import Vocabulary
 from unrolled.cli.attend import alignment, words
 from unrolled.data import babi

@@ -356,7 +356,9 @@ def test_more_samples_than_a_call_can_draw_are_refused_at_once(trained: Path) ->
 
 def test_table_refuses_lengths_that_are_none() -> None:
     for wrong in ("x", "512", "1.5,2"):
-        assert f"--lengths is '{wrong}', wanted two or more numbers" in error("table", "--lengths", wrong)
+        assert f"--lengths is '{wrong}', but must be two or more positive integers" in error(
+            "table", "--lengths", wrong
+        )
 
 
 def test_debug_shows_the_traceback(trained: Path) -> None:

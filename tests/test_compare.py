@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from unrolled.attention.linear import LinearAttention
 from unrolled.attention.softmax import SoftmaxAttention
+from unrolled.bench.comparison import Settings, compare
 from unrolled.cli import app
-from unrolled.cli.comparison import Settings, compare
 from unrolled.contract import Supports, UnsupportedError
 
 SMALL = {"d_model": 16, "n_heads": 2, "seconds": 0.0}
@@ -75,7 +75,7 @@ def test_the_command_writes_a_report(tmp_path):
         (["linear", "--set", "linear.nope=1"], "the options of linear do not fit"),
         (["linear", "--set", "softmax=1"], "wanted NAME.KEY=VALUE"),
         (["linear", "--set", "performer.seed=1"], "options are given for performer"),
-        (["linear", "--lengths", "0"], "--lengths is '0', wanted positive integers"),
+        (["linear", "--lengths", "0"], "--lengths is '0', but must be positive integers"),
         (["linear", "--n-heads", "7"], "must be a multiple of n_heads = 7"),
     ],
 )

@@ -15,8 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from unrolled.cli import app, measure, plots
-from unrolled.cli._units import brief_time, duration, size
+from unrolled.bench import measure, plots
+from unrolled.bench.units import brief_time, duration, size
+from unrolled.cli import app
 from unrolled.cli.run_config import read, resolve
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
@@ -39,7 +40,7 @@ def run_demo(out: Path, *arguments: str) -> Result:
         patch.setattr(demo_module, "REREAD_POSITIONS", (4, 8))
         patch.setattr(demo_module, "COMPARED_AT", (4, 16))
         patch.setattr(demo_module, "REPEATS", 2)
-        patch.setattr("unrolled.cli.plots.DPI", 40)
+        patch.setattr("unrolled.bench.plots.DPI", 40)
         return CliRunner().invoke(app, ["demo", "--out", str(out), "--steps", "10", *arguments])
 
 
@@ -195,8 +196,8 @@ def test_an_interrupt_leaves_no_report(when, tmp_path, monkeypatch):
     name = {
         "training": "unrolled.training.loop.update",
         "drawing": "unrolled.cli._digits.draw",
-        "measuring": "unrolled.cli.measure.cost_per_token",
-        "building": "unrolled.cli.report.build",
+        "measuring": "unrolled.bench.measure.cost_per_token",
+        "building": "unrolled.cli._demo_report.build",
     }[when]
     monkeypatch.setattr(name, interrupt)
     assert run_demo(tmp_path).exit_code == 130

@@ -8,7 +8,7 @@ from documents import ROOT, broken_links, check_command, commands, run
 from typer.testing import CliRunner
 
 from unrolled import cli
-from unrolled.cli.mechanisms import cells_table, markdown_table
+from unrolled.cli.list import cells_table, markdown_table
 from unrolled.data.text import KNOWN
 
 README = ROOT / "README.md"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from unrolled.attention import topk
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.topk import TopkAttention, topk_attention, topk_reference
-from unrolled.cli.measure import PeakBytes
+from unrolled.bench.measure import PeakBytes
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import Maker, check_compiles, check_half_precision, checks
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unrolled import linear_attention
-from unrolled.cli.bench import flops
+from unrolled.bench import flops
 from unrolled.models import Decoder, DecoderConfig
 
 N, D, M = 5, 3, 2

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from unrolled.cli.bench import cases, peers, runner
-from unrolled.cli.bench.case import Settings
-from unrolled.cli.bench.machine import Limits
+from unrolled.bench import cases, peers, runner
+from unrolled.bench.case import Settings
+from unrolled.bench.machine import Limits
 
 SETTINGS = Settings(seconds=0.0, quick=True)
 LIMITS = Limits(flops=None, flops_missing="", copying=1e9, reading=1e9)

@@ -5,10 +5,10 @@ import json
 import pytest
 from typer.testing import CliRunner, Result
 
+from unrolled.bench import cases
+from unrolled.bench.case import Settings
+from unrolled.bench.report import Report
 from unrolled.cli import app
-from unrolled.cli.bench import cases
-from unrolled.cli.bench.case import Settings
-from unrolled.cli.bench.report import Report
 
 
 def run(*arguments: object) -> Result:
@@ -45,7 +45,7 @@ def test_lengths_replace_lengths_and_nothing_else():
 
 def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     """Every case runs, and every contender that is here is right."""
-    monkeypatch.setattr("unrolled.cli.plots.DPI", 40)
+    monkeypatch.setattr("unrolled.bench.plots.DPI", 40)
     result = run("--quick", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     report = Report.from_json((tmp_path / "results.json").read_text())
@@ -66,10 +66,10 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
         (["nothing"], "there is no case 'nothing'; the cases are linear-forward, "),
         (
             ["step", "--lengths", "ten"],
-            "--lengths is 'ten', wanted positive integers with commas, as in 256,1024",
+            "--lengths is 'ten', but must be positive integers with commas, as in 256,1024",
         ),
-        (["step", "--lengths", "0,5"], "--lengths is '0,5', wanted positive"),
-        (["step", "--lengths", ","], "--lengths is ',', wanted positive"),
+        (["step", "--lengths", "0,5"], "--lengths is '0,5', but must be positive"),
+        (["step", "--lengths", ","], "--lengths is ',', but must be positive"),
         (
             ["step", "--device", "meta"],
             "--device is meta, but tensors there hold no values",

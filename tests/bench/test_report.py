@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from unrolled.cli.bench.fits import exponent
-from unrolled.cli.bench.report import Report, Row, case_text, markdown
+from unrolled.bench.fits import exponent
+from unrolled.bench.report import Report, Row, case_text, markdown
 
 MACHINE = {
     "date": "2026-01-01 00:00:00+0000",
@@ -119,8 +119,8 @@ def test_an_exponent_needs_two_points_that_are_positive(sizes, costs):
 
 
 def test_plots_name_contenders_with_their_exponents(report):
-    figures = pytest.importorskip("unrolled.cli.bench.figures")
-    plots = pytest.importorskip("unrolled.cli.plots")
+    figures = pytest.importorskip("unrolled.bench.figures")
+    plots = pytest.importorskip("unrolled.bench.plots")
     drawn = {}
 
     def against_size(theme, title, axis, lines, tick, strong):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from unrolled.cli import app
-from unrolled.cli.bench import cases, machine, memory, runner
-from unrolled.cli.bench.case import (
+from unrolled.bench import cases, machine, memory, runner
+from unrolled.bench.case import (
     Case,
     Contender,
     Definition,
@@ -20,7 +19,8 @@ from unrolled.cli.bench.case import (
     Settings,
     tolerance,
 )
-from unrolled.cli.bench.machine import Limits
+from unrolled.bench.machine import Limits
+from unrolled.cli import app
 from unrolled.contract import UnsupportedError
 
 LIMITS = Limits(flops=1e9, flops_missing="", copying=2e9, reading=1e9)

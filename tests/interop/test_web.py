@@ -16,8 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import unrolled
-from unrolled.cli import app
-from unrolled.cli import web as cli_web
+from unrolled.cli import _page, app
 from unrolled.interop import web
 from unrolled.interop.onnx import load
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
@@ -280,7 +279,7 @@ def test_models_of_one_vocabulary_stand_side_by_side():
 def test_the_server_is_for_this_machine_and_knows_modules(tmp_path):
     (tmp_path / "a.mjs").write_text("")
     (tmp_path / "a.wasm").write_text("")
-    with cli_web.make_server(tmp_path) as server:
+    with _page.make_server(tmp_path) as server:
         assert server.server_address[0] == "127.0.0.1"
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
         for name, kind in {"a.mjs": "text/javascript", "a.wasm": "application/wasm"}.items():

@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from unrolled.cli.measure import PeakBytes
+from unrolled.bench.measure import PeakBytes
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.models.perceiver import PerceiverConfig
 from unrolled.models.perceiver_ar import PerceiverARConfig

@@ -9,7 +9,6 @@ from typer.core import TyperGroup
 from unrolled.cli.attend import attend
 from unrolled.cli.bench import bench
 from unrolled.cli.compare import compare
-from unrolled.cli.complexity import table
 from unrolled.cli.convert import convert
 from unrolled.cli.demo import demo
 from unrolled.cli.evaluate import evaluate
@@ -17,7 +16,8 @@ from unrolled.cli.export import export
 from unrolled.cli.generate import generate
 from unrolled.cli.info import info
 from unrolled.cli.linearize import linearize
-from unrolled.cli.mechanisms import mechanisms
+from unrolled.cli.list import mechanisms
+from unrolled.cli.table import table
 from unrolled.cli.train import train
 from unrolled.cli.translate import translate
 

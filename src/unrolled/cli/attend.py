@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
+    from unrolled.bench.attention_plots import Alignment
     from unrolled.cli._vocabulary import Vocabulary
-    from unrolled.cli.attention_plots import Alignment
 
 
 def attend(
@@ -54,7 +54,7 @@ def attend(
 
     if find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is missing: {how_to_install('plot')}")
-    from unrolled.cli import plots
+    from unrolled.bench import plots
 
     check_picture(out, "attend", force)
     lines = list(text or []) + (_lines(file) if file is not None else [])
@@ -98,7 +98,7 @@ def alignment(
     """
     import torch
 
-    from unrolled.cli.attention_plots import Alignment
+    from unrolled.bench.attention_plots import Alignment
     from unrolled.generation import translate
 
     source = vocabulary.encode(sentence)
@@ -134,9 +134,9 @@ def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tup
 
 
 def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -> "Figure":
-    from unrolled.cli import plots
+    from unrolled.bench import plots
+    from unrolled.bench.attention_plots import alignments
     from unrolled.cli._vocabulary import Vocabulary
-    from unrolled.cli.attention_plots import alignments
 
     if not lines:
         raise ValueError("--text is missing: this model translates a sentence, as in --text 'A man sleeps.'")
@@ -150,8 +150,8 @@ def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -
 def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: Path | None) -> "Figure":
     import torch
 
-    from unrolled.cli import plots
-    from unrolled.cli.attention_plots import hops
+    from unrolled.bench import plots
+    from unrolled.bench.attention_plots import hops
 
     dataset = _dataset(run_dir, data_dir)
     batch = dataset.encode(lines) if lines else _example(dataset.test_batches(1), example)
@@ -171,8 +171,8 @@ def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: 
 def _trace(model: Any, run_dir: Path, example: int, data_dir: Path | None) -> "Figure":
     import torch
 
-    from unrolled.cli import plots
-    from unrolled.cli.attention_plots import heads
+    from unrolled.bench import plots
+    from unrolled.bench.attention_plots import heads
 
     batch = _example(_dataset(run_dir, data_dir).eval_batches(1), example)
     with torch.inference_mode():

@@ -12,7 +12,7 @@ from unrolled.cli._output import Force, is_report
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
-    from unrolled.cli.comparison import Row, Settings
+    from unrolled.bench.comparison import Row, Settings
 
 
 def compare(
@@ -62,15 +62,14 @@ def compare(
     from dataclasses import asdict
 
     from unrolled import attention
-    from unrolled.cli import comparison
-    from unrolled.cli.bench import _lengths as parse_lengths
+    from unrolled.bench import comparison
+    from unrolled.cli._lengths import parse_lengths
     from unrolled.ops.options import check_finite
     from unrolled.training._outputs import check_folder
     from unrolled.training._session import cpu_threads
 
     check_finite(seconds=seconds)
     sizes = parse_lengths(lengths)
-    assert sizes is not None
     if not 0 < spread < float("inf"):
         raise ValueError(f"--spread is {spread}, wanted a number above 0")
     report = out / "comparison.json"
@@ -101,8 +100,8 @@ def _by_mechanism(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _markdown(rows: "Sequence[Row]", settings: "Settings") -> str:
-    from unrolled.cli._units import brief_time, size
-    from unrolled.cli.bench.report import table
+    from unrolled.bench.report import table
+    from unrolled.bench.units import brief_time, size
 
     base = {row.length: row for row in rows if row.mechanism == settings.against}
 
@@ -149,8 +148,8 @@ def _write(rows: "Sequence[Row]", settings: dict[str, Any], text: str, out: Path
 
 
 def _plots(rows: "Sequence[Row]") -> dict[str, bytes]:
-    from unrolled.cli import plots
-    from unrolled.cli._units import brief_time, size
+    from unrolled.bench import plots
+    from unrolled.bench.units import brief_time, size
 
     def draw(title: str, quantity: str, tick: Any) -> bytes | None:
         lines = []

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from unrolled.cli._output import DEMO, Force, check_demo
-from unrolled.cli.web import demo_page, serve
+from unrolled.cli._page import demo_page, serve
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ def _report(
     model: "Decoder", dataset: "DigitsDataset", config: "TrainConfig", training_seconds: float, out: Path
 ) -> None:
     """Draw and measure, and only then write the files, so that an interrupt leaves the earlier ones whole."""
-    from unrolled.cli import _digits, measure, plots, report
+    from unrolled.bench import measure, plots
+    from unrolled.cli import _demo_report, _digits
     from unrolled.training._outputs import writing_folder
 
     times = [time.perf_counter()]
@@ -175,11 +176,11 @@ def _report(
     pictures = plots.of_report(figures, real.numpy(), samples.numpy(), completed.numpy())
     files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
     files["figures.json"] = json.dumps(figures, indent=1).encode()
-    files["report.html"] = report.build(figures, pictures).encode()
+    files["report.html"] = _demo_report.build(figures, pictures).encode()
     with writing_folder(out) as folder:
         for name, content in files.items():
             (folder / name).write_bytes(content)
-    typer.echo(report.summary(figures))
+    typer.echo(_demo_report.summary(figures))
     typer.echo(f"The report: {out / 'report.html'}")
 
 

@@ -49,8 +49,8 @@ def export(
     A graph reads tokens and a state and gives logits and the next state, for any batch and any length.
     """
     from unrolled.cli._models import load_for
+    from unrolled.cli._page import write_page
     from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
-    from unrolled.cli.web import write_page
     from unrolled.interop import onnx
     from unrolled.training._outputs import check_folder, writing_folder
 

@@ -146,7 +146,7 @@ def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from unrolled.cli._units import brief_time, duration, size
+    from unrolled.bench.units import brief_time, duration, size
 
     memory = {"weights": f.weight_bytes, "gradients": f.gradient_bytes, "optimiser": f.optimizer_bytes}
     lines = {

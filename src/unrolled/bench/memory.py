@@ -1,4 +1,4 @@
-"""Peak memory of a contender, in a process of its own: python -m unrolled.cli.bench.memory QUESTION
+"""Peak memory of a contender, in a process of its own: python -m unrolled.bench.memory QUESTION
 
 It is what the process held at most while the job ran, less what it held just before: inputs and weights are
 not counted, outputs are. On CUDA it is what torch allocated, likewise.
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from unrolled.cli.bench import cases
-from unrolled.cli.bench.case import Case, Settings
+from unrolled.bench import cases
+from unrolled.bench.case import Case, Settings
 
 WARM_UP = 64  # the length of a first run, which brings in what is loaded once
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

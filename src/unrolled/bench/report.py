@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from unrolled.cli._units import brief_time, size
-from unrolled.cli.bench.fits import exponent
+from unrolled.bench.fits import exponent
+from unrolled.bench.units import brief_time, size
 
 UNDISTURBED = 0.97  # of the time; less, and a reader is warned
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from unrolled.cli.bench import flops, peers
-from unrolled.cli.bench.attention import (
+from unrolled.bench import flops, peers
+from unrolled.bench.attention import (
     DEVICES,
     WIDTH,
     Inputs,
@@ -15,7 +15,7 @@ from unrolled.cli.bench.attention import (
     loading,
     random_inputs,
 )
-from unrolled.cli.bench.case import (
+from unrolled.bench.case import (
     Case,
     Contender,
     Definition,

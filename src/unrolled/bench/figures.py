@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from unrolled.cli import plots
-from unrolled.cli._units import brief_time, size
-from unrolled.cli.bench.fits import exponent
-from unrolled.cli.bench.report import Report, Row
+from unrolled.bench import plots
+from unrolled.bench.fits import exponent
+from unrolled.bench.report import Report, Row
+from unrolled.bench.units import brief_time, size
 
 Cost = Callable[[Row], float | None]
 

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.cli import measure
-from unrolled.cli._units import brief_time, size
-from unrolled.cli.bench import definitions, flops
-from unrolled.cli.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
-from unrolled.cli.bench.machine import seconds_to_read
-from unrolled.cli.bench.peer_models import idiap_encoder, idiap_names
+from unrolled.bench import definitions, flops, measure
+from unrolled.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
+from unrolled.bench.machine import seconds_to_read
+from unrolled.bench.peer_models import idiap_encoder, idiap_names
+from unrolled.bench.units import brief_time, size
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
 

@@ -12,8 +12,8 @@ from unrolled.cli._output import Force, is_report
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
-    from unrolled.cli.bench.case import Case, Settings
-    from unrolled.cli.bench.report import Report
+    from unrolled.bench.case import Case, Settings
+    from unrolled.bench.report import Report
 
 
 def bench(
@@ -55,9 +55,10 @@ def bench(
       results.md      the same as tables
       *.png           time and peak memory against the length
     """
+    from unrolled.bench import cases as registry
+    from unrolled.bench.case import Settings
     from unrolled.cli._device import choose
-    from unrolled.cli.bench import cases as registry
-    from unrolled.cli.bench.case import Settings
+    from unrolled.cli._lengths import parse_lengths
     from unrolled.ops.options import check_finite
     from unrolled.training._outputs import check_folder
 
@@ -67,7 +68,8 @@ def bench(
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}, wanted cpu or cuda: the others have no clock here")
     words = () if only is None else tuple(only.split(","))
-    settings = Settings(str(where), threads, 0.0 if quick else seconds, _lengths(lengths), quick, words)
+    sizes = None if lengths is None else parse_lengths(lengths)
+    settings = Settings(str(where), threads, 0.0 if quick else seconds, sizes, quick, words)
     if list_cases:
         for case in chosen:
             typer.echo(f"{case.name:24} {case.about}")
@@ -77,23 +79,11 @@ def bench(
     _run(chosen, settings, out)
 
 
-def _lengths(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        found = tuple(sorted({int(word) for word in text.split(",")}))
-    except ValueError:
-        found = ()
-    if not found or found[0] < 1:
-        raise ValueError(f"--lengths is {text!r}, wanted positive integers with commas, as in 256,1024")
-    return found
-
-
 def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
     """Measure case by case, and write what there is after each, so that an interrupt loses only the last."""
     from dataclasses import asdict
 
-    from unrolled.cli.bench import machine, report, runner
+    from unrolled.bench import machine, report, runner
 
     console = Console(stderr=True)
     with console.status("measuring the machine's limits") as status:
@@ -116,7 +106,7 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
 
 
 def _write(found: "Report", case: "Case", abouts: dict[str, tuple[str, str]], out: Path) -> None:
-    from unrolled.cli.bench import report
+    from unrolled.bench import report
     from unrolled.training._outputs import writing_folder
 
     files = {
@@ -124,7 +114,7 @@ def _write(found: "Report", case: "Case", abouts: dict[str, tuple[str, str]], ou
         "results.md": report.markdown(found, abouts).encode(),
     }
     if find_spec("matplotlib") is not None:
-        from unrolled.cli.bench import figures
+        from unrolled.bench import figures
 
         files |= figures.draw(found, case.name, case.axis)
     with writing_folder(out) as folder:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from numpy.typing import NDArray
 
-from unrolled.cli.plots import DPI, FONT_SIZE, Theme
+from unrolled.bench.plots import DPI, FONT_SIZE, Theme
 
 CELL = 0.27  # inches of a row or column with a name
 MOST_LETTERS = 60  # of a name, before its middle is left out

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.cli.bench import definitions
-from unrolled.cli.bench.case import (
+from unrolled.bench import definitions
+from unrolled.bench.case import (
     Contender,
     Definition,
     MissingError,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled import attention
-from unrolled.cli.bench.case import (
+from unrolled.bench.case import (
     LAMBDA,
     Case,
     Contender,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.cli.bench.case import MissingError, NotMeasuredError
+from unrolled.bench.case import MissingError, NotMeasuredError
 
 Function = Callable[[], Tensor]
 """Attention bound to its inputs."""

@@ -1,7 +1,7 @@
 """The registry: every case of the benchmark, by name."""
 
-from unrolled.cli.bench import linear, mechanisms, models, variations, window
-from unrolled.cli.bench.case import Case
+from unrolled.bench import linear, mechanisms, models, variations, window
+from unrolled.bench.case import Case
 
 CASES: dict[str, Case] = {
     case.name: case

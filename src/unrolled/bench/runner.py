@@ -10,8 +10,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from unrolled.cli.bench import machine, memory
-from unrolled.cli.bench.case import (
+from unrolled.bench import machine, memory
+from unrolled.bench.case import (
     Case,
     Contender,
     Definition,
@@ -20,9 +20,9 @@ from unrolled.cli.bench.case import (
     Problem,
     Settings,
 )
-from unrolled.cli.bench.machine import Limits
-from unrolled.cli.bench.report import Row
-from unrolled.cli.measure import take_turns
+from unrolled.bench.machine import Limits
+from unrolled.bench.measure import take_turns
+from unrolled.bench.report import Row
 from unrolled.contract import UnsupportedError
 from unrolled.training._session import cpu_threads
 

@@ -79,10 +79,12 @@ def table(
     A measured exponent p says that the time of a forward pass grows as n^p over the larger half of the
     lengths, on one thread; small layers spend time on what does not grow.
     """
+    from unrolled.cli._lengths import parse_lengths
+
     times: dict[str, float] | None = None
-    chosen = _lengths(lengths)
+    chosen = list(parse_lengths(lengths, least=2))
     if measure:
-        from unrolled.cli import layer_times
+        from unrolled.bench import layer_times
 
         times = {x.name: layer_times.growth(x.module, chosen) for x in LAYERS if x.module is not None}
     header, *rows = cells(times)
@@ -110,15 +112,3 @@ def cells(times: dict[str, float] | None = None) -> list[list[str]]:
         for row, layer in zip(rows, LAYERS, strict=True):
             row += [layer.exponent, f"{times[layer.name]:.2f}" if layer.name in times else "-"]
     return [header, *rows]
-
-
-def _lengths(given: str) -> list[int]:
-    try:
-        lengths = [int(n) for n in given.split(",")]
-    except ValueError:
-        lengths = []
-    if len(set(lengths)) < 2 or min(lengths) < 1:
-        raise ValueError(
-            f"--lengths is {given!r}, wanted two or more numbers with commas, as in 512,1024,2048"
-        )
-    return sorted(set(lengths))

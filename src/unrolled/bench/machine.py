@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import unrolled
-from unrolled.cli.bench.case import MissingError, Settings
-from unrolled.cli.measure import take_turns
+from unrolled.bench.case import MissingError, Settings
+from unrolled.bench.measure import take_turns
 from unrolled.ops.kernels import native
 from unrolled.training._session import cpu_threads
 

@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unrolled.cli.bench import peers
-from unrolled.cli.bench.attention import contender, random_inputs
-from unrolled.cli.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
-from unrolled.cli.bench.linear import define_all, ours
+from unrolled.bench import peers
+from unrolled.bench.attention import contender, random_inputs
+from unrolled.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
+from unrolled.bench.linear import define_all, ours
 from unrolled.ops.kernels import linear as door
 from unrolled.ops.linear import linear_attention
 

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from unrolled.cli.bench import flops, peers
-from unrolled.cli.bench.attention import (
+from unrolled.bench import flops, peers
+from unrolled.bench.attention import (
     DEVICES,
     WIDTH,
     Function,
@@ -12,7 +12,7 @@ from unrolled.cli.bench.attention import (
     loading,
     random_inputs,
 )
-from unrolled.cli.bench.case import (
+from unrolled.bench.case import (
     Case,
     Contender,
     NotMeasuredError,

@@ -152,7 +152,7 @@ def pattern_image(pattern: Any) -> bytes:
 
     if find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is missing: {how_to_install('plot')}")
-    from unrolled.cli import plots
+    from unrolled.bench import plots
 
     heads: dict[str, Any] = {}
     for head, reads in enumerate(pattern):

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
-from unrolled.cli._units import brief_time, size
+from unrolled.bench.units import brief_time, size
 
 DPI = 200
 FONT_SIZE = 10

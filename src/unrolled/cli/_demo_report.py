@@ -9,8 +9,8 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from unrolled.cli._units import brief_time, duration, size
-from unrolled.cli.plots import NAMES
+from unrolled.bench.plots import NAMES
+from unrolled.bench.units import brief_time, duration, size
 from unrolled.cli.run_config import JOBS
 from unrolled.models import DecoderConfig
 from unrolled.training import TrainConfig

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled import attention
-from unrolled.cli.bench.fits import exponent
+from unrolled.bench.fits import exponent
 from unrolled.training._session import cpu_threads
 
 D_MODEL, N_HEADS, KERNEL = 64, 4, 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled import attention
-from unrolled.cli.measure import PeakBytes, take_turns
+from unrolled.bench.measure import PeakBytes, take_turns
 from unrolled.contract import UnsupportedError
 
 

@@ -7,7 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from unrolled import attention
-from unrolled.cli import app, complexity, layer_times
+from unrolled.bench import layer_times
+from unrolled.cli import app
+from unrolled.cli.table import COUNTED, LAYERS, SYMBOLS, cells
 
 
 def printed(*arguments):
@@ -17,7 +19,7 @@ def printed(*arguments):
 
 
 def test_the_rows_of_the_published_table_are_there():
-    rows = {row[0]: row[1:] for row in complexity.cells()}
+    rows = {row[0]: row[1:] for row in cells()}
     assert rows["full attention"][:3] == ["n² d", "O(1)", "O(1)"]
     assert rows["recurrent (LSTM)"][:3] == ["n d²", "O(n)", "O(n)"]
     assert rows["convolution"][:3] == ["k n d²", "O(1)", "O(n / k)"]
@@ -27,32 +29,32 @@ def test_the_rows_of_the_published_table_are_there():
 
 
 def test_symbols_are_explained():
-    told = set(re.findall(r"(\w) [a-z]", complexity.SYMBOLS))
-    used = {letter for x in complexity.LAYERS for letter in re.findall(r"\b[a-zA-Z]\b", x.cost + x.state)}
+    told = set(re.findall(r"(\w) [a-z]", SYMBOLS))
+    used = {letter for x in LAYERS for letter in re.findall(r"\b[a-zA-Z]\b", x.cost + x.state)}
     assert used <= told
 
 
 def test_text_and_markdown_have_the_same_cells():
     text, markdown = printed(), printed("--markdown")
-    for row in complexity.cells():
+    for row in cells():
         assert f"| {' | '.join(row)} |" in markdown
         assert any(re.split(r"\s{2,}", line) == row for line in text.splitlines())
-    assert complexity.COUNTED in text
-    assert complexity.SYMBOLS in markdown
+    assert COUNTED in text
+    assert SYMBOLS in markdown
 
 
 def test_measured_exponents_stand_beside_the_formulas(monkeypatch):
     asked = []
     monkeypatch.setattr(layer_times, "growth", lambda name, lengths: asked.append((name, lengths)) or 1.25)
     text = printed("--measure", "--lengths", "64,16,32")
-    assert asked == [(x.module, [16, 32, 64]) for x in complexity.LAYERS if x.module is not None]
+    assert asked == [(x.module, [16, 32, 64]) for x in LAYERS if x.module is not None]
     lines = {re.split(r"\s{2,}", line)[0]: line for line in text.splitlines()}
     assert re.search(r"\s2\s+1\.25$", lines["full attention"])
     assert re.search(r"\s2\s+-$", lines["LSTMN"])
     assert "at 16, 32, 64 tokens" in text
 
 
-@pytest.mark.parametrize("name", [x.module for x in complexity.LAYERS if x.module is not None])
+@pytest.mark.parametrize("name", [x.module for x in LAYERS if x.module is not None])
 def test_every_layer_that_is_measured_runs(name):
     assert name in layer_times.OTHERS or name in attention.names()
     module = layer_times.layer(name, 100)
@@ -76,4 +78,4 @@ def test_the_stride_of_the_sparse_transformer_grows_with_the_length():
 def test_lengths_that_tell_nothing_are_refused(lengths):
     result = CliRunner().invoke(app, ["table", "--measure", "--lengths", lengths])
     assert result.exit_code == 2
-    assert f"--lengths is '{lengths}', wanted two or more numbers" in result.stderr
+    assert f"--lengths is '{lengths}', but must be two or more positive integers" in result.stderr
