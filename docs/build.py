@@ -40,7 +40,8 @@ EQUATIONS = tomllib.loads((DOCS / "equations.toml").read_text(encoding="utf-8"))
 BLOCK = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)  # an indented block of a docstring
 LATEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 NEEDS_NPM = {"web_page.py"}
-INTERNAL = {"checks", "state_checks"}  # modules that serve the library alone
+# Modules that serve the library alone.
+INTERNAL = {"checks", "extras", "files", "folders", "state_checks", "threads"}
 DRAWN = {  # options that make a pattern of 64 tokens worth looking at
     "bigbird": {"block_size": 4, "seed": 0},
     "longformer": {"window": 8, "global_tokens": [0, 30]},

@@ -11,7 +11,8 @@ import unrolled
 
 PACKAGE = Path(unrolled.__file__).parent
 ROOMS = [
-    {"contract", "extras", "files"},
+    {"contract", "extras", "files", "threads"},
+    {"folders"},
     {"ops"},
     {"attention", "recurrent"},
     {"models"},

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from unrolled.folders import STAGING, replacing_files
 from unrolled.training import read_metadata
-from unrolled.training._files import STAGING, replacing_files
 
 from .standin import Cycles, StandIn, run, weights
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unrolled.training._session import cpu_threads
+from unrolled.threads import cpu_threads
 
 LAMBDA = 8.0
 """With this, the probability that rounding alone exceeds a `tolerance` is about 1e-14 per number."""

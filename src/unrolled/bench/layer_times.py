@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unrolled import attention
 from unrolled.bench.fits import exponent
-from unrolled.training._session import cpu_threads
+from unrolled.threads import cpu_threads
 
 D_MODEL, N_HEADS, KERNEL = 64, 4, 3
 WINDOW = 64  # tokens on each side

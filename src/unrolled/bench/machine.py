@@ -15,7 +15,7 @@ import unrolled
 from unrolled.bench.case import MissingError, Settings
 from unrolled.bench.measure import take_turns
 from unrolled.ops.kernels import native
-from unrolled.training._session import cpu_threads
+from unrolled.threads import cpu_threads
 
 BUFFER = 1 << 28  # bytes, far more than the last cache holds
 PEERS = ("pytorch-fast-transformers", "fla-core", "onnxruntime", "triton", "numpy")

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
-from unrolled.training._session import cpu_threads
+from unrolled.threads import cpu_threads
 
 Key = TypeVar("Key")
 

@@ -24,7 +24,7 @@ from unrolled.bench.machine import Limits
 from unrolled.bench.measure import take_turns
 from unrolled.bench.report import Row
 from unrolled.contract import UnsupportedError
-from unrolled.training._session import cpu_threads
+from unrolled.threads import cpu_threads
 
 LEAST = 3  # timings of each, however long one takes
 

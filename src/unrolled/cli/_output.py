@@ -18,8 +18,8 @@ DEMO = {"made_by": "unrolled demo"}
 
 def check_demo(out: Path, force: bool) -> None:
     """Refuse a folder that is neither empty nor a demo's; see `check_folder`."""
+    from unrolled.folders import check_folder
     from unrolled.training import read_metadata
-    from unrolled.training._outputs import check_folder
 
     def made_before() -> bool:
         try:
@@ -43,7 +43,7 @@ def drawn_by(file: Path, command: str) -> Callable[[], bool]:
 
 def check_picture(file: Path, command: str, force: bool) -> None:
     """Refuse a name without .png, and a file that is no picture of this command; see `check_file`."""
-    from unrolled.training._outputs import check_file
+    from unrolled.folders import check_file
 
     if file.suffix.lower() != ".png":
         raise ValueError(f"--out is {str(file)!r}, but must end in .png")

@@ -39,8 +39,8 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
     """
     from unrolled.cli._models import load_for
     from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.folders import check_folder
     from unrolled.interop.web import is_page_of, write_site
-    from unrolled.training._outputs import check_folder
 
     named: dict[str, Path] = {}
     for run in runs:

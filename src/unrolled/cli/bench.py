@@ -59,8 +59,8 @@ def bench(
     from unrolled.bench.case import Settings
     from unrolled.cli._device import choose
     from unrolled.cli._lengths import parse_lengths
+    from unrolled.folders import check_folder
     from unrolled.ops.options import check_finite
-    from unrolled.training._outputs import check_folder
 
     chosen = [registry.find(name) for name in cases or registry.CASES]
     check_finite(seconds=seconds)
@@ -107,7 +107,7 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
 
 def _write(found: "Report", case: "Case", abouts: dict[str, tuple[str, str]], out: Path) -> None:
     from unrolled.bench import report
-    from unrolled.training._outputs import writing_folder
+    from unrolled.folders import writing_folder
 
     files = {
         "results.json": found.to_json().encode(),

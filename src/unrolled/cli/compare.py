@@ -64,9 +64,9 @@ def compare(
     from unrolled import attention
     from unrolled.bench import comparison
     from unrolled.cli._lengths import parse_lengths
+    from unrolled.folders import check_folder
     from unrolled.ops.options import check_finite
-    from unrolled.training._outputs import check_folder
-    from unrolled.training._session import cpu_threads
+    from unrolled.threads import cpu_threads
 
     check_finite(seconds=seconds)
     sizes = parse_lengths(lengths)
@@ -134,7 +134,7 @@ def _write(rows: "Sequence[Row]", settings: dict[str, Any], text: str, out: Path
     import json
     from dataclasses import asdict
 
-    from unrolled.training._outputs import writing_folder
+    from unrolled.folders import writing_folder
 
     found = {"settings": settings, "rows": [asdict(row) for row in rows]}
     files = {"comparison.json": json.dumps(found, indent=1).encode(), "comparison.md": text.encode() + b"\n"}

@@ -32,8 +32,8 @@ def convert(
       unrolled generate runs/book-again --prompt "Once upon"
     """
     from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import hf  # says what to install where transformers is missing
-    from unrolled.training._outputs import check_folder, writing_folder
 
     import_module("transformers.utils.logging").disable_progress_bar()
     if out.resolve() == source.resolve():

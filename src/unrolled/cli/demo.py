@@ -133,7 +133,7 @@ def _report(
     """Draw and measure, and only then write the files, so that an interrupt leaves the earlier ones whole."""
     from unrolled.bench import measure, plots
     from unrolled.cli import _demo_report, _digits
-    from unrolled.training._outputs import writing_folder
+    from unrolled.folders import writing_folder
 
     times = [time.perf_counter()]
     with _bar("drawing", SAMPLES * dataset.length) as advance:

@@ -57,7 +57,7 @@ def evaluate(
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
     from unrolled.cli.translate import one_line
-    from unrolled.training._outputs import check_file
+    from unrolled.folders import check_file
 
     settings = run_dir / run_config.FILE_NAME
     if not settings.exists():

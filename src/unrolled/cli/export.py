@@ -51,8 +51,8 @@ def export(
     from unrolled.cli._models import load_for
     from unrolled.cli._page import write_page
     from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import onnx
-    from unrolled.training._outputs import check_folder, writing_folder
 
     sampling = {
         "temperature": temperature,

@@ -90,8 +90,8 @@ def train(
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
     from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.folders import check_folder, contents
     from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
-    from unrolled.training._outputs import check_folder, contents
 
     if data_dir is not None:
         overrides = [*(overrides or []), f"data.data_dir={str(data_dir)!r}"]

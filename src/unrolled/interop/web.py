@@ -23,7 +23,7 @@ import unrolled
 from unrolled import models
 from unrolled.extras import how_to_install
 from unrolled.files import write_atomically
-from unrolled.training._outputs import writing_folder
+from unrolled.folders import writing_folder
 
 PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
 BUILDS = {

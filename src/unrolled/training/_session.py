@@ -16,18 +16,6 @@ def own_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def cpu_threads(count: int | None) -> Iterator[None]:
-    """Run the block on so many CPU threads; None leaves them as they are."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class Interrupted(KeyboardInterrupt):
     """A run was ended by a signal and can go on; `signal` is its number."""
 

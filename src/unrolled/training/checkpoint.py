@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unrolled.files import DIGEST_KEY, load_tensors, read_header, save_tensors
-from unrolled.training._files import replacing_files
+from unrolled.folders import replacing_files
 from unrolled.training.interfaces import Trainable
 from unrolled.training.optim import Schedule, ScheduleState
 

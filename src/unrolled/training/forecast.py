@@ -11,7 +11,8 @@ from statistics import mean, median
 import torch
 from torch import Tensor
 
-from unrolled.training._session import cpu_threads, own_random_state
+from unrolled.threads import cpu_threads
+from unrolled.training._session import own_random_state
 from unrolled.training._steps import (
     CHECKPOINT,
     begin,

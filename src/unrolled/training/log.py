@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from unrolled.contract import UnsupportedError
 from unrolled.extras import how_to_install
+from unrolled.folders import replacing_files
 from unrolled.ops.options import is_number
-from unrolled.training._files import replacing_files
 
 
 class RunLog:

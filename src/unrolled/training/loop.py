@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from unrolled.folders import held, remove_staging, replacing_files
+from unrolled.threads import cpu_threads
 from unrolled.training import checkpoint
-from unrolled.training._files import make_folder, remove_staging, replacing_files
-from unrolled.training._outputs import held
-from unrolled.training._session import Interrupted, SignalFlag, cpu_threads, interrupt_flag, own_random_state
+from unrolled.training._session import Interrupted, SignalFlag, interrupt_flag, own_random_state
 from unrolled.training._steps import (
     CHECKPOINT,
     begin,
@@ -94,7 +94,7 @@ def train(
     with own_random_state(device_of(model)), cpu_threads(config.threads), interrupt_flag() as interrupted:
         # draws a batch, so that an impossible one makes no folder
         identity = identity_of(model, dataset, config)
-        make_folder(run_dir)
+        _make_folder(run_dir)
         with held(run_dir):
             remove_staging(run_dir)
             state = begin(model, config)
@@ -188,3 +188,15 @@ class _Run:
                 state.model.save(folder)
         p.evaluated = p.step
         log.write("eval", p.step, loss=p.last_val, bits=p.last_val / math.log(2), best=p.best_val)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a run, if there is none.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"run_dir {folder} cannot be written to: {error.strerror}") from error

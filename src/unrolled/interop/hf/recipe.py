@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from unrolled.files import write_atomically
+from unrolled.folders import check_folder, writing_folder
 from unrolled.interop.hf import digest
 from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
 from unrolled.training import TrainConfig
-from unrolled.training._outputs import check_folder, writing_folder
 from unrolled.training.checkpoint import fingerprint
 from unrolled.training.evaluation import evaluate
 from unrolled.training.interfaces import TrainingData

@@ -1,12 +1,15 @@
-"""Where a command may write: it overwrites nothing that it did not make, and no folder that is in use."""
+"""Folders written whole or left as they were, by one process at a time, never over what others made."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from unrolled.training._files import remove_staging, replacing_files
+from unrolled.files import system_errors
 
 LOCK = ".lock"
+STAGING = ".unrolled-staging"
 
 
 def check_folder(folder: Path, wanted: str, made_before: Callable[[], bool], *, force: bool = False) -> None:
@@ -45,12 +48,6 @@ def check_file(file: Path, made_before: Callable[[], bool] = lambda: False, *, f
         raise ValueError(
             f"{file} exists and is not from this command: name another file, or replace it with --force"
         )
-
-
-def _check_above(path: Path) -> None:
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise ValueError(f"{path} cannot be written to: {above} is not a folder")
 
 
 def contents(folder: Path) -> set[str]:
@@ -98,3 +95,71 @@ def writing_folder(folder: Path) -> Iterator[Path]:
         remove_staging(folder)
         with replacing_files(folder) as staging:
             yield staging
+
+
+@contextmanager
+def replacing_files(folder: Path) -> Iterator[Path]:
+    """Yield a staging folder; when the block ends well, each file in it replaces its namesake in `folder`.
+
+    Each replacement is atomic, and a folder that did not exist appears whole. A process killed inside leaves
+    the old files, and a staging folder that `remove_staging` removes. It is a folder, since what is called to
+    write may make temporaries of its own.
+
+    Raises:
+        OSError: a file cannot be written, as on a full disk; `folder` is as it was, unless it was the
+            replacing itself that failed.
+    """
+    new = not folder.exists()
+    # Beside a folder that does not exist, others may stage another of that name.
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}{STAGING}") if new else folder / STAGING
+    with system_errors(folder):
+        staging.mkdir(parents=new)
+        try:
+            yield staging
+            _sync(staging)
+            if new:
+                os.replace(staging, folder)  # noqa: PTH105 - the call that is atomic on every system
+                _sync_folder(folder.parent)
+            else:
+                _move(staging, folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def remove_staging(folder: Path) -> None:
+    """Remove what a killed process left half-written in a folder that nobody else writes to."""
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
+
+
+def _check_above(path: Path) -> None:
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"{path} cannot be written to: {above} is not a folder")
+
+
+def _sync(staging: Path) -> None:
+    mode = staging.stat().st_mode & 0o666  # as the umask has it; safetensors makes its files private
+    for file in sorted(staging.rglob("*")):
+        if file.is_file():
+            file.chmod(mode)
+            with file.open("r+b") as written:
+                os.fsync(written.fileno())
+
+
+def _move(staging: Path, folder: Path) -> None:
+    for file in sorted(staging.rglob("*")):
+        target = folder / file.relative_to(staging)
+        if file.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            os.replace(file, target)  # noqa: PTH105 - the call that is atomic on every system
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable without
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
