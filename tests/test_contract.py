@@ -14,6 +14,7 @@ from unrolled.testing import (
     check_compiles,
     check_dynamic_length,
     check_half_precision,
+    check_padding_content,
     check_rejects_other_states,
     checks,
 )
@@ -22,7 +23,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PATHS = ["triton"] if INTERPRETED else ["plain", *native.instruction_sets()]
 NAMES = ["linear"] if INTERPRETED else attention.layers()  # which has all that Triton does here, slowly
 ONE_KERNEL_EACH = ("linear", "softmax", "window")  # the others reach these, or none
-ON_ANY_PATH = (check_compiles, check_dynamic_length, check_rejects_other_states)  # they ask no kernel
+# No kernel changes what these find: padding is zeroed before any of them.
+ON_ANY_PATH = (check_compiles, check_dynamic_length, check_padding_content, check_rejects_other_states)
 SLOW = (check_half_precision,)  # runs once, but for the mechanisms that have a kernel of their own
 CASES = [
     pytest.param(path, name, check, id=f"{path}-{name}-{check.__name__.removeprefix('check_')}")
