@@ -146,6 +146,7 @@ def test_list_draws_what_a_mechanism_reads(tmp_path: Path) -> None:
     assert "the options of window do not fit" in error("list", "--draw", "window", "--set", "size=4")
     assert "the options of window do not fit" in error("list", "--draw", "window", "--set", "causal=true")
     assert "name its mechanism with --draw" in error("list", "--set", "window=4")
+    assert "name its mechanism with --draw" in error("list", "--cells", "--length", 64)
     assert "window is 3, but must be even" in error("list", "--draw", "window", "--set", "window=3")
 
 

@@ -147,6 +147,14 @@ def test_a_linearized_model_of_another_one_is_left_alone(made: Path, tmp_path: P
     refused(filled(FOLDERS["linearize"], made, out), out)
 
 
+def test_a_model_that_cannot_be_linearized_leaves_no_folder(made: Path, tmp_path: Path) -> None:
+    command = ["linearize", made / "hf", tmp_path / "out", *filled(LINEARIZE, made, tmp_path)]
+    result = run(*command)
+    assert result.exit_code == 2, result.output
+    assert "has no attention to replace" in result.stderr
+    assert everything(tmp_path) == {}
+
+
 def test_a_finished_run_without_its_checkpoint_is_not_trained_over(made: Path, tmp_path: Path) -> None:
     words = filled(FOLDERS["train"], made, tmp_path)
     works(*words)

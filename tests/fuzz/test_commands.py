@@ -257,11 +257,13 @@ def command_line(random: Random) -> tuple[list[str], bool]:
                 words.append(f"{name}={word}")
         if random.random() < 0.1:
             other = random.choice([*chain.from_iterable(OPTIONS.values()), "--none", "-z"])
-            if other not in OPTIONS[command]:
+            also_right = other == "--fresh" and "--resume" in OPTIONS[command]
+            if other not in OPTIONS[command] and not also_right:
                 words, refused = [*words, other], True
-        if refused or command not in ONLY_REFUSED:
+        forced = "--force" in words and any(word.endswith("{world}/model") for word in words)  # is not wrong
+        if not forced and (refused or command not in ONLY_REFUSED):
             return words, refused
-        words = [command]
+        words, refused = [command], False
 
 
 def test_every_option_is_drawn() -> None:

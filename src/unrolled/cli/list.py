@@ -20,7 +20,7 @@ def mechanisms(
     draw: Annotated[
         str | None, typer.Option(metavar="NAME", help="Draw which keys a sparse mechanism reads.")
     ] = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of the drawing.")] = 64,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of the drawing; 64 by default.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Draw the causal form.")] = False,
     options: Annotated[
         list[str] | None,
@@ -43,6 +43,7 @@ def mechanisms(
 
         path = Path(f"{draw}.png") if out is None else out
         check_picture(path, "list", force)
+        length = 64 if length is None else length
         pattern = pattern_of(draw, length, run_config.read(None, options or []), causal=causal)
         image = pattern_image(pattern)
         write_file(path, lambda file: file.write_bytes(image))
@@ -53,9 +54,9 @@ def mechanisms(
                 "every query reads all that it may: try a larger --length, or options by --set", err=True
             )
         return
-    if options or causal or force or out is not None:
+    if options or causal or force or out is not None or length is not None:
         raise ValueError(
-            "--set, --causal, --out and --force are for a drawing: name its mechanism with --draw"
+            "--set, --causal, --length, --out and --force are for a drawing: name its mechanism with --draw"
         )
     if markdown:
         typer.echo(cells_table() if cells else markdown_table())

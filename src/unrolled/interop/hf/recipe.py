@@ -106,8 +106,11 @@ def train_linearized(
 
     Stage 1 is left out where the mechanism has no parameters of its own.
     """
-    out.mkdir(parents=True, exist_ok=True)
     settings = recipe.finetune or recipe.transfer or TrainConfig()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = linearize(copy.deepcopy(teacher), recipe.attention, recipe.layers, **recipe.options)
+    out.mkdir(parents=True, exist_ok=True)  # only now, since `linearize` may refuse the model or the recipe
     known, evaluated = (_known(out / name) if resume else {} for name in (LOSSES_FILE, EVALUATED_FILE))
     losses: dict[str, float] = {}
     batch = next(iter(data.eval_batches(settings.batch_size)), None)
@@ -124,9 +127,6 @@ def train_linearized(
             write_atomically(out / file, partial(Path.write_bytes, data=content))
 
     note("before", teacher)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        model = linearize(copy.deepcopy(teacher), recipe.attention, recipe.layers, **recipe.options)
     note("right after", model)
     if recipe.transfer is not None and new_parameters(model):
         result = transfer(model, teacher, data, recipe.transfer, out / "transfer", resume=resume)
