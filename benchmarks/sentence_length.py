@@ -14,9 +14,9 @@ from typing import Any
 
 from matplotlib import pyplot
 
-from unrolled import generation, models
+from unrolled import models
 from unrolled.cli import run_config
-from unrolled.cli.evaluate import scorer
+from unrolled.cli.evaluate import scorer, translations_of
 
 BOUNDS = (
     0,
@@ -52,14 +52,8 @@ def scores(run_dir: Path, limit: int | None) -> Iterator[tuple[float, float]]:
     ]
     for group in groups(pairs):
         sources, references = zip(*group, strict=True)
-        found = generation.translate(
-            model,
-            [data.encode(text) for text in sources],
-            beam_size=BEAM,
-            length_penalty=LENGTH_PENALTY,
-            stop=data.stop,
-        )
-        bleu, _ = scorer()([data.decode(ids) for ids in found], list(references))
+        found = translations_of(model, data, sources, BEAM, LENGTH_PENALTY)
+        bleu, _ = scorer()(found, references)
         yield sum(len(text.split()) for text in sources) / len(sources), bleu
 
 

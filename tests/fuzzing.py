@@ -93,8 +93,3 @@ def check_refusal(error: BaseException, what: str) -> str:
     if not told or "\n" in told or "alloc_cpu" in told:
         raise BrokenError(f"{what}: {type(error).__name__} is not one sentence: {told!r}"[:600])
     return "refused"
-
-
-def everything(folder: Path) -> dict[str, bytes | None]:
-    """Read a folder: the bytes of each file, None for a folder."""
-    return {str(x.relative_to(folder)): x.read_bytes() if x.is_file() else None for x in folder.rglob("*")}

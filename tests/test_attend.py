@@ -5,12 +5,12 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from commands import run, works
 from torch import nn
-from typer.testing import CliRunner
 
 from unrolled import models
 from unrolled.bench import attention_plots, plots
-from unrolled.cli import app, run_config
+from unrolled.cli import run_config
 from unrolled.cli._vocabulary import Vocabulary
 from unrolled.cli.attend import alignment, words
 from unrolled.data import babi
@@ -20,16 +20,6 @@ from unrolled.models import Decoder, DecoderConfig, EncoderDecoder, EncoderDecod
 from unrolled.models.saving import SavedModel
 
 STORY = "1 Mary moved to the bathroom.\n2 John went to the hallway.\n3 Where is Mary? \tbathroom\t1\n"
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def works(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def error(*arguments):

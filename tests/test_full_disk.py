@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import everything, filled, run, works
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner, Result
 
-from unrolled.cli import app
 from unrolled.cli._vocabulary import Vocabulary
 from unrolled.interop.hf import character_tokenizer
 from unrolled.models import Decoder, DecoderConfig
@@ -53,26 +52,12 @@ def full_at(nbytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def works(*arguments: object) -> Result:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
-
-
 def fails(words: list[str], nbytes: int) -> None:
     with full_at(nbytes):
         result = run(*words)
     assert result.exit_code == 2, (nbytes, result.output, result.exception)
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "File too large" in result.stderr.splitlines()[-1]
-
-
-def everything(folder: Path) -> dict[str, bytes | None]:
-    return {str(x.relative_to(folder)): x.read_bytes() if x.is_file() else None for x in folder.rglob("*")}
 
 
 def limits(folder: Path) -> list[int]:
@@ -98,10 +83,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(root / "llama")
     (root / "text.txt").write_text("a bad cafe\n" * 60)
     return root
-
-
-def filled(words: list[str], made: Path, out: Path) -> list[str]:
-    return [word.format(made=made, out=out) for word in words]
 
 
 @pytest.mark.parametrize("command", NEW)

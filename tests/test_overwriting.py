@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import everything, filled, run, works
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner, Result
 
-from unrolled.cli import app
 from unrolled.cli._vocabulary import Vocabulary
 from unrolled.interop.hf import character_tokenizer
 from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqConfig
@@ -16,16 +15,6 @@ from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqCo
 CHARACTERS = list("\n abcdefgh")
 SMALL = ["model.d_model=8", "model.n_layers=1", "model.n_heads=2", "train.batch_size=2", "train.steps=2"]
 TINY = ["--lengths", "8", "--d-model", "8", "--n-heads", "2", "--seconds", "0"]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def works(*arguments: object) -> Result:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def a_run(folder: Path, seed: int) -> Path:
@@ -72,14 +61,6 @@ FILES = {
     "list": ["list", "--draw", "window", "--set", "window=4", "--out", "{out}"],
     "attend": ["attend", "{made}/luong", "--text", "3 4", "--out", "{out}"],
 }
-
-
-def filled(words: list[str], made: Path, out: Path) -> list[str]:
-    return [word.format(made=made, out=out) for word in words]
-
-
-def everything(folder: Path) -> dict[str, bytes | None]:
-    return {str(x.relative_to(folder)): x.read_bytes() if x.is_file() else None for x in folder.rglob("*")}
 
 
 def refused(words: list[str], folder: Path) -> str:

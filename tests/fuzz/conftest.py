@@ -6,22 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from commands import works
 from small_models import small_model
-from typer.testing import CliRunner
 
 from unrolled import models
-from unrolled.cli import app
 from unrolled.cli._vocabulary import Vocabulary
 from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqConfig
 from unrolled.ops import state as states
 
 CHARACTERS = list("\n abcdefgh")
 TEXT = "a bad cafe\nhad a cab\n" * 60
-
-
-def works(*arguments: object) -> None:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, (result.output, result.exception)
 
 
 @pytest.fixture(scope="session")

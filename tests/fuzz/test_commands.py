@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 import typer
-from fuzzing import BrokenError, Case, blocks, everything, run
+from commands import everything
+from fuzzing import BrokenError, Case, blocks, run
 from typer.testing import CliRunner
 
 from unrolled.cli import app

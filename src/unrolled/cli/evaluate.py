@@ -74,7 +74,7 @@ def evaluate(
     model = model.to(where).eval()
     if task == "translation":  # what may be missing or wrong, before the work
         score, (sources, references) = scorer(), run.dataset.sentences(part or TEST_PART)
-        _translations(model, run.dataset, [], beam_size, length_penalty)
+        translations_of(model, run.dataset, [], beam_size, length_penalty)
         if out is not None:
             check_file(out, force=force)
     loss = training.evaluate(model, run.dataset, replace(run.train, eval_batches=None))
@@ -88,7 +88,7 @@ def evaluate(
                 name = "validation" if split == "eval" else split
                 typer.echo(f"{name} split: {right:,} of {count:,} right, {right / count:.2%}")
     if task == "translation":
-        translations = _translations(model, run.dataset, sources, beam_size, length_penalty)
+        translations = translations_of(model, run.dataset, sources, beam_size, length_penalty)
         if out is not None:
             text = "".join(f"{one_line(translation)}\n" for translation in translations)
             write_file(out, lambda file: file.write_text(text, encoding="utf-8"))
@@ -112,9 +112,10 @@ def count_right(model: Any, batches: Iterable[Any], device: "torch.device") -> t
     return right, count
 
 
-def _translations(
+def translations_of(
     model: Any, dataset: Any, sources: Sequence[str], beam_size: int, length_penalty: float
 ) -> list[str]:
+    """Translate sentences by a beam search, from text to text."""
     from unrolled import generation
 
     found = generation.translate(
