@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from unrolled.contract import UnsupportedError
+
 FEW = int(os.environ.get("FUZZ_CASES", "100"))
 BLOCK = max(25, FEW // 200)  # cases of one test: what pytest-xdist hands out at once
 SHOWN = 12  # failures of one block, at most
@@ -87,7 +89,7 @@ def bounded(seconds: float) -> Iterator[None]:
 
 def check_refusal(error: BaseException, what: str) -> str:
     """Require one sentence of a kind that callers expect, and return that kind."""
-    if not isinstance(error, ValueError | NotImplementedError):
+    if not isinstance(error, ValueError | UnsupportedError):
         raise BrokenError(f"{what}: {type(error).__name__}: {error}"[:600])
     told = str(error)
     if not told or "\n" in told or "alloc_cpu" in told:

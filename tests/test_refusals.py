@@ -14,6 +14,7 @@ from torch import Tensor
 from unrolled import attention, recurrent
 from unrolled.contract import UnsupportedError
 from unrolled.generation import generate
+from unrolled.ops.state import leaves, map_tensors
 
 OWNERS = [
     *((mechanism, name) for name in attention.names()),
@@ -79,3 +80,31 @@ def test_a_wrong_argument_is_refused_by_name(make: Any, name: str) -> None:
                 else:
                     found.append(f"{case}: was accepted")
     assert not found, "\n".join([f"{len(found)} calls", *found])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FIELDS if f"{kind} step" in model(kind)])
+def test_a_state_with_one_wrong_tensor_is_refused(kind: str) -> None:
+    function, arguments = model(kind)[f"{kind} step"]
+    state, found = arguments["state"], []
+    count = len(leaves(state))
+    changes: dict[str, Any] = {
+        "None": lambda x: None,
+        "a list": Tensor.tolist,
+        "of another type": lambda x: x.to(torch.complex64),
+        "of a row more": lambda x: torch.cat([x, x[:1]]),
+        "of an axis more": lambda x: x[None],
+    }
+    for at in range(count):
+        for what, change in changes.items():
+            numbers = iter(range(count))
+            spoiled = map_tensors(lambda x, c=change, n=numbers, a=at: c(x) if next(n) == a else x, state)
+            try:
+                function(**arguments | {"state": spoiled})
+            except ValueError as error:
+                if not str(error).startswith(("state", "memory")) or not SAYS_WHAT_IS_WANTED.search(str(error)):
+                    found.append(f"tensor {at} is {what}: {str(error)!r}")
+            except Exception as error:
+                found.append(f"tensor {at} is {what}: {type(error).__name__}: {error}")
+            else:
+                found.append(f"tensor {at} is {what}: was accepted")
+    assert not found, "\n".join(found)

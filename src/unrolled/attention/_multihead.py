@@ -45,6 +45,10 @@ class MemoryHeads(NamedTuple):
     gates: Any  # of the memory; () for none
 
 
+MEMORY_GROWS: Growing = dict.fromkeys(MemoryHeads._fields, (1, "S"))
+"""Every field of `MemoryHeads` is as long as the memory."""
+
+
 class Masks(NamedTuple):
     """Which keys may be read; see `MultiHeadAttention.forward`. What a mechanism does not support is None."""
 
@@ -281,6 +285,15 @@ class MultiHeadAttention(ChecksOptions, nn.Module):
         Equal to `forward(query, that sequence)`, however the queries are cut into calls.
         """
         self._check_input("query", query)
+        check_state(
+            self,
+            memory,
+            query.shape[0],
+            self.out_proj.weight,
+            lambda: self.read(self.out_proj.weight.new_empty(0, 0, self.d_model)),
+            name="memory",
+            growing=MEMORY_GROWS,
+        )
         q, _, _ = self._project(query, query[:, :0], None)
         o = self._recall(q, memory)
         return self.merge_heads(o, query)
@@ -322,8 +335,6 @@ class MultiHeadAttention(ChecksOptions, nn.Module):
     def _recall(self, q: Tensor, memory: Any) -> Tensor:
         """Attend from `q [B,T,H,D]` to a memory that `read` has prepared: `[B,T,H,M]`."""
         k, v, padding, gates = memory
-        if k.shape[0] != q.shape[0]:
-            raise ValueError(f"memory is that of {k.shape[0]} rows, but the query has {q.shape[0]}")
         heads = Heads(q, k, v, None, gates if isinstance(gates, Tensor) or gates else None)
         return self.attend(heads, Masks(padding))
 

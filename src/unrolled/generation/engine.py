@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from unrolled.generation import sampling
 from unrolled.generation._mode import drawing_mode
 from unrolled.generation._stops import Stop, stop_sequences
+from unrolled.ops.checks import on_cpu
 from unrolled.ops.options import check_integers
 from unrolled.ops.state import leaves, select
 
@@ -171,7 +172,7 @@ def _prompts(
     for index, given in enumerate(prompt_ids):
         if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
             raise ValueError(f"prompt_ids[{index}] must be a sequence of token ids, found {given!r}")
-        prompt = torch.as_tensor(given, device="cpu") if len(given) else torch.empty(0, dtype=torch.long)
+        prompt = on_cpu(f"prompt_ids[{index}]", given)
         if prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise ValueError(
                 f"prompt_ids[{index}] must be a 1-D sequence of whole numbers, "

@@ -1,6 +1,7 @@
 """Refusing wrong input with a sentence that says what was wanted."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,24 @@ def check_token(token: Tensor, n_ids: int, table: Tensor) -> None:
     check_device("token", token, table)
     if may_read(token) and (ids := token.tolist()) and not 0 <= min(ids) <= max(ids) < n_ids:
         raise ValueError(f"token holds ids from {min(ids)} to {max(ids)}, wanted ids in [0, {n_ids})")
+
+
+def check_layer_states(state: Any, kind: type, rows: int, n_layers: int, table: Tensor) -> None:
+    """Raise ValueError unless `state` is a `kind` for that many rows and layers; layers check their own."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state is a {type(state).__name__}, wanted the {kind.__name__} of init_state or prefill"
+        )
+    position, layers = state.position, state.layers
+    check_tensor("state.position", position)
+    check_device("state.position", position, table)
+    if position.shape != (rows,) or position.dtype != torch.long:
+        raise ValueError(
+            f"state.position is {position.dtype} of the shape {list(position.shape)}, "
+            f"wanted torch.long of [{rows}]"
+        )
+    if not isinstance(layers, tuple) or len(layers) != n_layers:
+        raise ValueError(f"state.layers is {layers!r:.80}, wanted a tuple of {n_layers}")
 
 
 def check_targets(targets: Tensor, shape: Sequence[int], levels: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from unrolled.contract import IGNORED
 from unrolled.models.blocks import init_weights
-from unrolled.models.checks import check_ids, check_targets, check_token
+from unrolled.models.checks import check_ids, check_layer_states, check_targets, check_token
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture, mean_nll
@@ -201,12 +201,4 @@ class Decoder(SavedModel):
         return hidden
 
     def _check_state(self, state: DecoderState, batch_size: int) -> None:
-        if not isinstance(state, DecoderState):
-            raise ValueError(
-                f"state is a {type(state).__name__}, wanted the DecoderState of init_state or prefill"
-            )
-        if state.position.shape != (batch_size,) or len(state.layers) != self.config.n_layers:
-            raise ValueError(
-                f"state is for {list(state.position.shape)} rows and {len(state.layers)} layers, "
-                f"wanted [{batch_size}] and {self.config.n_layers}"
-            )
+        check_layer_states(state, DecoderState, batch_size, self.config.n_layers, self.embedding.weight)

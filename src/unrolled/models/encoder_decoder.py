@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from unrolled.attention._multihead import MultiHeadAttention
 from unrolled.contract import IGNORED
 from unrolled.models.blocks import FeedForward, make_norm, tie_layers
-from unrolled.models.checks import check_ids, check_token
+from unrolled.models.checks import check_ids, check_layer_states, check_token
 from unrolled.models.config import Activation, Norm, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
@@ -317,15 +317,9 @@ class EncoderDecoder(SavedModel):
         return cast("list[DecoderBlock]", list(self.blocks))
 
     def _check_state(self, state: EncoderDecoderState, batch_size: int) -> None:
-        if not isinstance(state, EncoderDecoderState):
-            raise ValueError(
-                f"state is a {type(state).__name__}, wanted the EncoderDecoderState of init_state or prefill"
-            )
-        if state.position.shape != (batch_size,) or len(state.layers) != self.config.n_layers:
-            raise ValueError(
-                f"state is for {list(state.position.shape)} rows and {len(state.layers)} layers, "
-                f"wanted [{batch_size}] and {self.config.n_layers}"
-            )
+        check_layer_states(state, EncoderDecoderState, batch_size, len(self.blocks), self.embedding.weight)
+        if not isinstance(state.memory, tuple) or len(state.memory) != len(self.blocks):
+            raise ValueError(f"state.memory is {state.memory!r:.80}, wanted a tuple of {len(self.blocks)}")
 
 
 def init_xavier(model: nn.Module) -> None:

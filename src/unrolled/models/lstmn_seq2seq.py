@@ -80,12 +80,12 @@ class LSTMNSeq2Seq(_LSTMNSeq2Seq):
     model_name = "lstmn_seq2seq"
     config_type = LSTMNSeq2SeqConfig
     config: LSTMNSeq2SeqConfig
-    state_type = LSTMNSeq2SeqState
 
     def __init__(self, config: LSTMNSeq2SeqConfig) -> None:
         super().__init__(config)
         self.attention = make_attention(config, config.hidden_size)
         self.cell = LSTMN(config.d_model + config.hidden_size, config.hidden_size)
+        self.growing = {"tape": self.cell.growing, "attention": self.attention.growing}
 
     def encode(self, source: Tensor, key_padding_mask: Tensor) -> LSTMNSeq2SeqState:
         """Read the source from left to right."""
@@ -123,11 +123,11 @@ class DeepLSTMNSeq2Seq(_LSTMNSeq2Seq):
     model_name = "deep_lstmn_seq2seq"
     config_type = DeepLSTMNSeq2SeqConfig
     config: DeepLSTMNSeq2SeqConfig
-    state_type = DeepFusionState
 
     def __init__(self, config: DeepLSTMNSeq2SeqConfig) -> None:
         super().__init__(config)
         self.decoder = DeepFusionLSTMN(config.d_model, config.hidden_size)
+        self.growing = self.decoder.growing
 
     def encode(self, source: Tensor, key_padding_mask: Tensor) -> DeepFusionState:
         """Read the source from left to right."""

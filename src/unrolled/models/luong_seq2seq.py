@@ -54,7 +54,6 @@ class LuongSeq2Seq(Seq2Seq):
     model_name = "luong_seq2seq"
     config_type = LuongSeq2SeqConfig
     config: LuongSeq2SeqConfig
-    state_type = LuongSeq2SeqState
 
     def __init__(self, config: LuongSeq2SeqConfig) -> None:
         super().__init__(config)
@@ -62,6 +61,7 @@ class LuongSeq2Seq(Seq2Seq):
         between = config.dropout if layers > 1 else 0.0
         self.encoder = nn.LSTM(width, hidden, layers, batch_first=True, dropout=between)
         self.attention = make_attention(config, hidden)
+        self.growing = self.attention.growing
         inputs = [width + hidden] + (layers - 1) * [hidden]
         self.cells = nn.ModuleList(nn.LSTMCell(n, hidden) for n in inputs)
         self.combine = nn.Linear(2 * hidden, hidden, bias=False)

@@ -64,7 +64,6 @@ class RNNSeq2Seq(Seq2Seq):
     model_name = "rnn_seq2seq"
     config_type = RNNSeq2SeqConfig
     config: RNNSeq2SeqConfig
-    state_type = RNNSeq2SeqState
 
     def __init__(self, config: RNNSeq2SeqConfig) -> None:
         super().__init__(config)
@@ -72,6 +71,7 @@ class RNNSeq2Seq(Seq2Seq):
         self.encoder = Bidirectional(GRUResetBefore(width, hidden), GRUResetBefore(width, hidden))
         self.first = nn.Linear(hidden, hidden)
         self.attention = make_attention(config, 2 * hidden)
+        self.growing = self.attention.growing
         self.cell = GRUResetBefore(width + 2 * hidden, hidden)
         size = max(1, hidden // 2) if config.readout_size is None else config.readout_size
         self.readout = nn.Linear(hidden + width + 2 * hidden, 2 * size)

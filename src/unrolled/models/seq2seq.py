@@ -14,7 +14,7 @@ from unrolled.models.checks import check_ids, check_size, check_token
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
 from unrolled.ops.checks import check_device, check_key_padding_mask, may_read
-from unrolled.ops.state import leaves
+from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
 
 @dataclass
@@ -78,11 +78,12 @@ class AttentiveSeq2SeqConfig(Seq2SeqConfig):
 class Seq2Seq(SavedModel):
     """Reads a source sentence, then predicts each token of its translation from those before it.
 
-    A model derives from this class and defines `encode` and `decode`; `state_type` is what they hand on.
+    A model derives from this class and defines `encode` and `decode`; `growing` says which fields of the state
+    that they hand on are as long as the source, or grow.
     """
 
     config: Any
-    state_type: Any
+    growing: Growing = CONSTANT
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__(config)
@@ -172,13 +173,14 @@ class Seq2Seq(SavedModel):
         self._check_state(state, len(target))
         return self.decode(target, state)[1]
 
-    def _check_state(self, state: Any, batch_size: int) -> None:
-        if not isinstance(state, self.state_type):
-            raise ValueError(
-                f"state is a {type(state).__name__}, wanted the {self.state_type.__name__} of init_state"
-            )
-        if (rows := len(next(iter(leaves(state).values())))) != batch_size:
-            raise ValueError(f"state is for {rows} rows, wanted {batch_size}")
+    def _check_state(self, state: Any, rows: int) -> None:
+        check_state(self, state, rows, self.target_embedding.weight, self._empty_state)
+
+    def _empty_state(self) -> Any:
+        """Read no source of one token."""
+        source = torch.zeros(0, 1, dtype=torch.long, device=self.source_embedding.weight.device)
+        with torch.no_grad():
+            return self.encode(source, source.bool())
 
 
 def make_attention(config: AttentiveSeq2SeqConfig, memory_dim: int) -> MemoryAttention:

@@ -1,6 +1,6 @@
 """Checks of the arguments that the attention functions share. Each failure is one sentence."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -45,6 +45,13 @@ def check_tensor(name: str, x: object) -> None:
     """Require a tensor, of any shape and type."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor")
+
+
+def on_cpu(name: str, ids: Tensor | Sequence[int]) -> Tensor:
+    """Copy ids to the CPU; a tensor on the meta device has none."""
+    if isinstance(ids, Tensor) and ids.is_meta:
+        raise ValueError(f"{name} is on meta, but must hold ids")
+    return torch.as_tensor(ids, device="cpu") if len(ids) else torch.empty(0, dtype=torch.long)
 
 
 def check_device(name: str, x: Tensor, weight: Tensor, others: str = "the weights are") -> None:

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from unrolled.ops.checks import shape
 
-Growing = Mapping[str, tuple[int, str]]
-"""Fields that are longer after more tokens: along which axis, and a letter for those of one length."""
+Growing = Mapping[str, Any]
+"""Fields that are longer after more tokens: along which axis, and a letter for those of one length.
+
+Of a field that is a state of its own, the `Growing` of that state; without it, this one holds for it too.
+"""
 
 CONSTANT: Growing = {}
 """Of a state that does not grow."""
@@ -50,26 +53,34 @@ class Wanted(NamedTuple):
     """What a state must be; some of its parts may be states of their own."""
 
     kind: type
-    parts: tuple[Any, ...]  # each a Field, or its name and what it must be
+    parts: tuple[Any, ...]  # each a Field, or its name, what it must be, and whether its letters are its own
 
 
 def check_state(
-    module: Any, state: Any, rows: int, like: Tensor, empty: Callable[[], Any] | None = None
+    module: Any,
+    state: Any,
+    rows: int,
+    like: Tensor,
+    empty: Callable[[], Any] | None = None,
+    *,
+    name: str = "state",
+    growing: Growing | None = None,
 ) -> None:
     """Require a state of `module` for `rows` rows, on the device of its weight `like`.
 
-    `module.growing` says which fields grow. What else is wanted is read off a state of no rows, which `empty`
-    makes, by default `init_state(0)`: once for each type of weights. No values are read.
+    `growing`, by default `module.growing`, says which fields grow. What else is wanted is read off a state of
+    no rows, which `empty` makes, by default `init_state(0)`: once for each type of weights. No values are read.
 
     Raises:
         ValueError: a state of another type, or tensors of another number, type, shape or device.
     """
-    known: dict[torch.dtype, Wanted] = {}
+    known: dict[tuple[str, torch.dtype], Wanted] = {}
     if not torch.compiler.is_compiling():  # where what is made and not used costs nothing
         known = module.__dict__.setdefault("_wanted_states", known)
-    if like.dtype not in known:
-        known[like.dtype] = _wanted(module.init_state(0) if empty is None else empty(), module.growing)
-    _check(state, known[like.dtype], rows, like.device, "state", {})
+    if (key := (name, like.dtype)) not in known:
+        made = module.init_state(0) if empty is None else empty()
+        known[key] = _wanted(made, module.growing if growing is None else growing)
+    _check(state, known[key], rows, like.device, name, {})
 
 
 def _wanted(state: Any, growing: Growing) -> Wanted:
@@ -80,7 +91,8 @@ def _wanted(state: Any, growing: Growing) -> Wanted:
             axis, letter = growing.get(name, (0, ""))
             parts.append(Field(str(name), x.dtype, tuple(x.shape[1:]), axis, letter))
         else:
-            parts.append((str(name), _wanted(x, growing)))
+            own = growing.get(name)
+            parts.append((str(name), _wanted(x, growing if own is None else own), own is not None))
     return Wanted(type(state), tuple(parts))
 
 
@@ -96,7 +108,8 @@ def _check(
         )
     for x, part in zip(given, parts, strict=True):
         if not isinstance(part, Field):
-            _check(x, part[1], rows, device, f"{name}.{part[0]}", lengths)
+            field, inner, apart = part
+            _check(x, inner, rows, device, f"{name}.{field}", {} if apart else lengths)
         elif not part.fits(x, rows, device, lengths):
             found = f"{x.dtype} {shape(x)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
             this_layer = part.told(rows, device, lengths)

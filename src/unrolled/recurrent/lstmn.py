@@ -224,6 +224,8 @@ class DeepFusionLSTMN(nn.Module):
     def __init__(self, input_size: int, hidden_size: int, **options: int | None):
         super().__init__()
         self.cell = LSTMN(input_size, hidden_size, **options)
+        grows: Growing = dict.fromkeys(("source", "keys", "filled"), (1, "S"))
+        self.growing: Growing = {**grows, "own": self.cell.growing}
         N, A = hidden_size, self.cell.score_size
         self.input_proj = nn.Linear(input_size, N + A)  # of the gate r, then of the query
         self.recurrent = nn.Parameter(torch.empty(N, N))
@@ -265,9 +267,9 @@ class DeepFusionLSTMN(nn.Module):
         Raises:
             ValueError: `x_t` is of another shape or type, or not of the rows of the state.
         """
-        own, dtype = state.own, state.source.dtype
         self.cell._check_input("x_t", x_t, 2)
-        check_state(self.cell, own, len(x_t), self.cell.recurrent)
+        check_state(self, state, len(x_t), self.recurrent, self._empty_state)
+        own, dtype = state.own, state.source.dtype
         sums, fusing = self.cell.project(x_t), self.input_proj(x_t)
         with without_autocast(x_t.device):
             gate, query = torch.split(fusing.to(dtype), [self.cell.hidden_size, self.cell.score_size], -1)
@@ -295,3 +297,9 @@ class DeepFusionLSTMN(nn.Module):
             outputs.append(h)
             weights.append(p)
         return torch.stack(outputs, 1), torch.stack(weights, 1), state
+
+    def _empty_state(self) -> DeepFusionState:
+        """Begin to read tapes of no rows."""
+        tape = self.recurrent.new_empty(0, 1, self.cell.hidden_size)
+        with torch.no_grad():
+            return self.init_state(tape, tape)
