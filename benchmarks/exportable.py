@@ -29,7 +29,7 @@ def outcome(model) -> str:
 
 
 print("| | tokens in a call |\n| --- | --- |")
-for name in attention.layers():
+for name in attention.names():
     supports = attention.load(name).supports
     if supports.causal and supports.recurrence != "none":
         torch.manual_seed(0)

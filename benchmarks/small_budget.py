@@ -53,7 +53,7 @@ def main() -> None:
         settings = TASKS[task]
         options = {"length": settings["length"], "data_dir": chosen.data_dir}
         dataset: Any = data.load("text" if task == "shakespeare" else task, **options)
-        for mechanism in chosen.mechanisms or attention.layers():
+        for mechanism in chosen.mechanisms or attention.names():
             if not (OUT / mechanism / task / "result.json").exists():
                 run(task, mechanism, dataset)
     tell()
@@ -100,7 +100,7 @@ def right(model: Encoder, dataset: Any) -> float:
 def tell() -> None:
     """Print and keep the table and the plot."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for mechanism in attention.layers():
+    for mechanism in attention.names():
         files = {task: OUT / mechanism / task / "result.json" for task in TASKS}
         found[mechanism] = {
             task: json.loads(file.read_text()) for task, file in files.items() if file.exists()

@@ -84,7 +84,7 @@ def write_mechanisms() -> None:
         markdown_table(link="{}.md"),
         "The columns are explained in [The contract](../guide/contract.md#what-a-mechanism-declares).",
         "## What all share",
-        directive("unrolled.attention._multihead.MultiHeadAttention", level=3),
+        directive("unrolled.attention.base.MultiHeadAttention", level=3),
         directive("unrolled.attention.names", level=3),
         directive("unrolled.attention.load", level=3),
     )

@@ -8,7 +8,7 @@ import torch
 from small_models import FIELDS, small_model
 from torch import Tensor
 
-from unrolled import attention, recurrent
+from unrolled import alignment, attention, recurrent
 from unrolled.contract import UnsupportedError
 from unrolled.generation import generate
 
@@ -45,16 +45,16 @@ def verbs(name: str, module: Any, x: Tensor, first: str) -> dict[str, Call]:
 
 
 def mechanism(name: str) -> dict[str, Call]:
-    made: Any = attention.load(name)
-    if name not in attention.layers():
+    if name in alignment.names():
+        made: Any = alignment.load(name)
         module, memory = made(WIDTH, WIDTH) if "hidden" not in name else made(WIDTH), normal(B, T, WIDTH)
-        state, query = module.init_state(memory), normal(B, 3, WIDTH)
+        state, query = module.read(memory), normal(B, 3, WIDTH)
         return {
             f"{name} forward": (module, {"query": query, "memory": memory, "key_padding_mask": padding()}),
-            f"{name} init_state": (module.init_state, {"memory": memory}),
-            f"{name} prefill": (module.prefill, {"query": query, "state": state}),
-            f"{name} step": (module.step, {"query": query[:, 0], "state": state}),
+            f"{name} read": (module.read, {"memory": memory}),
+            f"{name} recall": (module.recall, {"query": query, "state": state}),
         }
+    made = attention.load(name)
     options = {"d_model": WIDTH, "n_heads": 2, "causal": bool(made.supports.causal)}
     module = made(**options).eval()
     found = {f"{name}()": (made, options | {"bias": True})}

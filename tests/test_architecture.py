@@ -11,10 +11,10 @@ import unrolled
 
 PACKAGE = Path(unrolled.__file__).parent
 ROOMS = [
-    {"contract", "extras", "files", "threads"},
+    {"contract", "extras", "files", "registry", "threads"},
     {"folders"},
     {"ops"},
-    {"attention", "recurrent"},
+    {"alignment", "attention", "recurrent"},
     {"models"},
     {"data", "training", "generation"},
     {"interop"},

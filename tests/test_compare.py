@@ -71,7 +71,7 @@ def test_the_command_writes_a_report(tmp_path):
     ("arguments", "message"),
     [
         (["nope"], "attention is 'nope', but must be one of"),
-        (["linear", "--against", "luong"], "luong attention reads a memory, so it is no layer to compare"),
+        (["linear", "--against", "luong"], "attention is 'luong', but must be one of"),
         (["linear", "--set", "linear.nope=1"], "the options of linear do not fit"),
         (["linear", "--set", "softmax=1"], "wanted NAME.KEY=VALUE"),
         (["linear", "--set", "performer.seed=1"], "options are given for performer"),

@@ -21,7 +21,7 @@ from unrolled.testing import (
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PATHS = ["triton"] if INTERPRETED else ["plain", *native.instruction_sets()]
-NAMES = ["linear"] if INTERPRETED else attention.layers()  # which has all that Triton does here, slowly
+NAMES = ["linear"] if INTERPRETED else attention.names()  # which has all that Triton does here, slowly
 ONE_KERNEL_EACH = ("linear", "softmax", "window")  # the others reach these, or none
 # No kernel changes what these find: padding is zeroed before any of them.
 ON_ANY_PATH = (check_compiles, check_dynamic_length, check_padding_content, check_rejects_other_states)

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from unrolled import attention, recurrent
+from unrolled import alignment, attention, recurrent
 from unrolled.models import KINDS
 
 WRONG = {bool: ["no", 1, "-"], int: [1.5, "x", True, math.nan], float: ["x", math.nan, True]}
@@ -53,12 +53,10 @@ def required(made: Any) -> dict[str, Any]:
 def everything() -> Iterator[Any]:
     for name in attention.names():
         mechanism: Any = attention.load(name)
-        one_way = (
-            {}
-            if not hasattr(mechanism.supports, "causal") or mechanism.supports.bidirectional
-            else {"causal": True}
-        )
+        one_way = {} if mechanism.supports.bidirectional else {"causal": True}
         yield name, mechanism, required(mechanism) | one_way
+    for name in alignment.names():
+        yield name, alignment.load(name), required(alignment.load(name))
     for name in recurrent.names():
         yield f"cell {name}", recurrent.load(name), required(recurrent.load(name))
     for name, kind in KINDS.items():

@@ -11,13 +11,13 @@ from public_calls import Call, cell, mechanism, model
 from small_models import FIELDS
 from torch import Tensor
 
-from unrolled import attention, recurrent
+from unrolled import alignment, attention, recurrent
 from unrolled.contract import UnsupportedError
 from unrolled.generation import generate
 from unrolled.ops.state import leaves, map_tensors
 
 OWNERS = [
-    *((mechanism, name) for name in attention.names()),
+    *((mechanism, name) for name in [*attention.names(), *alignment.names()]),
     *((cell, name) for name in recurrent.names()),
     *((model, kind) for kind in FIELDS),
 ]
@@ -101,7 +101,9 @@ def test_a_state_with_one_wrong_tensor_is_refused(kind: str) -> None:
             try:
                 function(**arguments | {"state": spoiled})
             except ValueError as error:
-                if not str(error).startswith(("state", "memory")) or not SAYS_WHAT_IS_WANTED.search(str(error)):
+                if not str(error).startswith(("state", "memory")) or not SAYS_WHAT_IS_WANTED.search(
+                    str(error)
+                ):
                     found.append(f"tensor {at} is {what}: {str(error)!r}")
             except Exception as error:
                 found.append(f"tensor {at} is {what}: {type(error).__name__}: {error}")

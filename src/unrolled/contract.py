@@ -1,7 +1,7 @@
 """What every sequence layer promises: the capabilities it declares and the error for all others."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 IGNORED = -100
 """A target of this value is not predicted and not counted, as in `torch.nn.functional.cross_entropy`."""
@@ -29,6 +29,13 @@ class Supports:
         global_mask: `forward` takes a mask of the tokens that read all others and are read by them.
         dynamic_length: `torch.export` of `forward` takes a length that is not fixed, from 8 tokens on, and
             the graph agrees at each; without masks, and for inference.
+        weights: an output is a weighted mean of the values, and `weights` returns the weights.
+        single_queries: what one query reads does not depend on the others, so that `read` and `recall` serve
+            queries that come one after another.
+        max_length: the constructor takes `max_length`, and longer sequences raise ValueError.
+        positions: the mechanism uses the position of each token, and its state counts the tokens.
+        reads_input: the mechanism reads more from its input than queries, keys and values, so that their
+            projections alone do not determine its output.
     """
 
     causal: bool
@@ -40,3 +47,12 @@ class Supports:
     attn_mask: bool = False
     global_mask: bool = False
     dynamic_length: bool = True
+    weights: bool = False
+    single_queries: bool = False
+    max_length: bool = False
+    positions: bool = False
+    reads_input: bool = False
+
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)

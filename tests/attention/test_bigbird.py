@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from unrolled.attention._multihead import Heads, Masks
+from unrolled.attention.base import Heads, Masks
 from unrolled.attention.bigbird import BigBirdAttention, Layout, bigbird_attention, draw_blocks
 from unrolled.contract import UnsupportedError
 from unrolled.ops.softmax import softmax_attention
@@ -45,7 +45,7 @@ def module_of(layout, n_heads=4, **options):
 def test_equals_the_definition(layout, length, grouped, seed):
     module = module_of(layout, n_kv_heads=2 if grouped else 4, value_dim=3, seed=seed)
     x = draw(2, length, 16)
-    q, k, v = module._project(x, None, None)
+    q, k, v = module.project(x)
     wanted, _ = counted_attention(q, k, v, module.pattern(length)) if length else (q[..., :3], None)
     assert_same([module.attend(Heads(q, k, v), Masks())], [wanted], [x])
 
@@ -58,7 +58,7 @@ def test_each_row_has_the_pattern_of_its_own_length(layout, seed):
     )
     module = module_of(layout, seed=seed)
     x = draw(3, 30, 16)
-    q, k, v = module._project(x, None, None)
+    q, k, v = module.project(x)
     found = module.attend(Heads(q, k, v), Masks(key_padding_mask=padding))
     for row, keep in enumerate(~padding):
         if keep.any():

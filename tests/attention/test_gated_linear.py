@@ -47,7 +47,7 @@ def test_the_layer_is_the_equations_of_the_paper():
 
 def test_memory_is_long_at_the_beginning():
     module, x, _ = layer()
-    assert module.gates(x).exp().mean() > 0.95  # sigmoid(0)^(1/16) is 0.958
+    assert module.read_input(x).log_alpha.exp().mean() > 0.95  # sigmoid(0)^(1/16) is 0.958
 
 
 def test_gates_far_from_0_keep_their_digits():
@@ -55,7 +55,7 @@ def test_gates_far_from_0_keep_their_digits():
     module.decay_up.weight.data.zero_()
     for bias, log_sigmoid in ((-1000.0, -1000.0), (30.0, -math.exp(-30.0))):
         module.decay_up.bias.data.fill_(bias)
-        assert module.gates(x)[0, 0, 0, 0].item() == pytest.approx(log_sigmoid / 16, rel=1e-12)
+        assert module.read_input(x).log_alpha[0, 0, 0, 0].item() == pytest.approx(log_sigmoid / 16, rel=1e-12)
 
 
 def test_equal_constant_gates_give_retention():

@@ -42,7 +42,7 @@ def defined(longformer, x, is_global):
             projected = [
                 tuple(
                     y.unflatten(-1, (-1, 4))[:, h if i == 0 else h // P]
-                    for i, y in enumerate(proj(row).split(longformer._widths, -1))
+                    for i, y in enumerate(proj(row).split(longformer.widths, -1))
                 )
                 for proj in (longformer.qkv_proj, longformer.global_proj)
             ]

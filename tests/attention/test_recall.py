@@ -9,7 +9,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.ops.state import nbytes, select
 
 OPTIONS = {"linformer": {"max_length": 16}, "topk": {"n_keys": 3}}
-ABLE = [name for name in attention.names() if getattr(attention.load(name), "independent_queries", False)]
+ABLE = [name for name in attention.names() if attention.load(name).supports.single_queries]
 
 
 def make(name: str, **options) -> torch.nn.Module:
@@ -78,7 +78,7 @@ def test_weights_are_those_that_the_output_is_made_with(name):
     assert weights.shape == (3, 4, 5, 7)
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 4, 5, dtype=torch.float64))
     assert (weights.masked_select(mask[:, None, None].expand_as(weights)) == 0).all()
-    values = module._project(query, memory, None)[2].repeat_interleave(2, 2)
+    values = module.project(query, memory)[2].repeat_interleave(2, 2)
     mean = torch.einsum("bhts,bshm->bthm", weights, values)
     torch.testing.assert_close(
         module.out_proj(mean.flatten(-2)), module(query, memory, key_padding_mask=mask), atol=1e-10, rtol=0

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unrolled.attention._multihead import Heads
+from unrolled.attention.base import Heads
 from unrolled.attention.reformer import ReformerAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.lsh import causal_lsh_attention, hash_buckets, lsh_attention, unit_keys
@@ -304,7 +304,7 @@ def test_rounding_to_half_precision_moves_no_token_to_another_bucket():
 
 def buckets_of(attention, x):
     x = x.to(attention.out_proj.weight.dtype)
-    return attention._hashed(Heads(*attention._project(x, None, None), None, attention.gates(x)))[2]
+    return attention._hashed(Heads(*attention.project(x), None, attention.read_input(x)))[2]
 
 
 def test_hashing():

@@ -157,7 +157,7 @@ def test_positions_turn_the_scaled_vectors():
 
 def test_gates_begin_between_090_and_099():
     module = RandomFeatureAttention(16, 4, causal=True, gate=True)
-    g = torch.sigmoid(module.gates(torch.randn(2, 5, 16)))
+    g = torch.sigmoid(module.read_input(torch.randn(2, 5, 16)).logits)
     torch.testing.assert_close(g[0, 0], 1 - torch.tensor([0.1, 0.1 ** (4 / 3), 0.1 ** (5 / 3), 0.01]))
     torch.testing.assert_close(g, g[0, 0].expand_as(g))
 

@@ -195,7 +195,7 @@ def test_symmetric_attention_ties_queries_to_keys(causal):
     x = double(2, 5, 8)
     torch.testing.assert_close(symmetric(x), plain(x))
     torch.testing.assert_close(symmetric(x[:, :2], x, x.flip(1)), plain(x[:, :2], x, x.flip(1)))
-    q, k, _ = symmetric._project(x, None, None)
+    q, k, _ = symmetric.project(x)
     kernel = symmetric.similarity(q, k).exponent
     torch.testing.assert_close(kernel, kernel.mT)
 

@@ -13,7 +13,7 @@ from public_calls import B, Call, D, H, T, cell, heads, mechanism, model, normal
 from small_models import FIELDS
 from torch import Tensor
 
-from unrolled import attention, recurrent
+from unrolled import alignment, attention, recurrent
 from unrolled.generation import sampling
 from unrolled.ops.feature_maps import FEATURE_MAPS, make_feature_map
 from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
@@ -95,7 +95,7 @@ def calls(group: str) -> dict[str, Call]:
 
 GROUPS = [
     *["operations"] * 10,
-    *(f"mechanism {name}" for name in attention.names()),
+    *(f"mechanism {name}" for name in [*attention.names(), *alignment.names()]),
     *(f"cell {name}" for name in recurrent.names()),
     *(f"model {kind}" for kind in FIELDS),
     *(f"map {name}" for name in FEATURE_MAPS),

@@ -246,7 +246,6 @@ def test_every_mechanism_computes_what_its_own_module_does_or_is_refused(name):
     ("call", "error", "message"),
     [
         (lambda: MultiheadAttention(16, 4, dropout=0.1), UnsupportedError, "dropout is 0.1"),
-        (lambda: MultiheadAttention(16, 4, attention="bahdanau"), UnsupportedError, "other projections than torch's"),
         (lambda: MultiheadAttention(16, 4, attention="linear", n_kv_heads=2), UnsupportedError, "other projections than torch's"),
         (lambda: MultiheadAttention(16, 4, attention="linear", causal=True, add_bias_kv=True), UnsupportedError, "add_bias_kv=False"),
         (lambda: MultiheadAttention(16, 4, attention="longformer", kdim=8), UnsupportedError, "reads its input"),

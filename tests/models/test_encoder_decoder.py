@@ -376,7 +376,9 @@ def test_wrong_input_is_named():
         model.loss(source, targets[:2])
     with pytest.raises(ValueError, match="state is a tuple, wanted the EncoderDecoderState"):
         model.step(target[:, 0], ())
-    with pytest.raises(ValueError, match=r"state is for \[3\] rows and 2 layers, wanted \[2\] and 2"):
+    with pytest.raises(
+        ValueError, match=r"state.position is torch.int64 of the shape \[3\], wanted torch.long of \[2\]"
+    ):
         model.step(target[:2, 0], model.init_state(source))
 
 

@@ -4,12 +4,19 @@ import pytest
 import torch
 from small_models import FIELDS, small_model
 
-from unrolled import attention, models, recurrent
+from unrolled import alignment, attention, models, recurrent
 from unrolled.contract import UnsupportedError
 
 B, T = 2, 5
+
+
+def named_by(kind):
+    """The mechanisms that a model's `attention` names."""
+    return alignment.names() if kind.endswith("seq2seq") else attention.names()
+
+
 PARTS = [
-    *((kind, "attention", name) for kind in FIELDS for name in attention.names()),
+    *((kind, "attention", name) for kind in FIELDS for name in named_by(kind)),
     *(
         ("encoder_decoder", f"{part}_attention", n)
         for part in ("decoder", "cross")

@@ -91,7 +91,7 @@ def test_padding():
 
 def published(ours, x):
     """The causal form of the paper, which our module has no name for."""
-    from unrolled.attention._multihead import Heads
+    from unrolled.attention.base import Heads
 
     heads = Heads(*ours._project(x, None, None))
     q, k, buckets = ours._hashed(heads)

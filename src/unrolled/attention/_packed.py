@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unrolled.attention._multihead import Heads, Masks
+from unrolled.attention.base import Heads, Inputs, Masks
 from unrolled.ops.checks import check_cu_seqlens
 from unrolled.ops.packing import length_buckets
 
 
-def attend_packed(attend: Callable[[Heads, Masks], Tensor], heads: Heads, cu_seqlens: Tensor) -> Tensor:
+def attend_packed(
+    attend: Callable[[Heads[Inputs], Masks], Tensor], heads: Heads[Inputs], cu_seqlens: Tensor
+) -> Tensor:
     """Attend in each sequence of a pack by itself: `[1,T,H,M]`.
 
     Each is padded on the right to less than twice its length. The offsets are looked at, for which a GPU has
@@ -19,7 +21,7 @@ def attend_packed(attend: Callable[[Heads, Masks], Tensor], heads: Heads, cu_seq
 
     Args:
         attend: attends in a batch with a `key_padding_mask`.
-        heads: those of the only row; so are the tensors in its gates.
+        heads: those of the only row; so are the tensors in its inputs.
         cu_seqlens: int32 `[N+1]` offsets.
     """
     check_cu_seqlens(cu_seqlens, heads.q, heads.k)

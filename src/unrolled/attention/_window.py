@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unrolled.attention._multihead import Heads, MultiHeadAttention
+from unrolled.attention.base import Heads, Inputs, MultiHeadAttention
 from unrolled.ops.window_dilated import dilated_window_attention
 from unrolled.ops.window_state import WindowState, empty_window, window_prefill, window_step
 
@@ -54,7 +54,7 @@ def dilation_per_head(dilation: int | Sequence[int], n_heads: int) -> tuple[int,
     return tuple(given)
 
 
-class SlidingWindow(MultiHeadAttention):
+class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
     """Multi-head attention with a window, whose causal form reads that window alone.
 
     Args:
@@ -106,13 +106,13 @@ class SlidingWindow(MultiHeadAttention):
     def init_state(self, batch_size: int) -> WindowState:
         """Make the state of `batch_size` sequences that have not begun: a window with nothing in it."""
         if self.supports.recurrence == "none":
-            return super().init_state(batch_size)  # type: ignore[no-any-return]
+            return super().init_state(batch_size)
         reach = self.window_size[0] * max(self.dilation)
-        like = self.out_proj.weight.new_empty(0, dtype=self._state_dtype)
+        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return empty_window(batch_size, reach, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def prefill_heads(
-        self, heads: Heads, state: WindowState, key_padding_mask: Tensor | None
+        self, heads: Heads[Inputs], state: WindowState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, WindowState]:
         """Attend in parallel, from a state to a state."""
         return window_prefill(
@@ -124,6 +124,6 @@ class SlidingWindow(MultiHeadAttention):
             key_padding_mask=key_padding_mask,
         )
 
-    def step_heads(self, heads: Heads, state: WindowState) -> tuple[Tensor, WindowState]:
+    def step_heads(self, heads: Heads[Inputs], state: WindowState) -> tuple[Tensor, WindowState]:
         """Attend from one token to the window before it."""
         return window_step(*heads.rotated(), heads.v, state, left=self.window_size[0], dilation=self.dilation)

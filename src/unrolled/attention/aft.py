@@ -47,7 +47,7 @@ from unrolled.attention._aft import (
     average_reference,
     with_old,
 )
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_attn_mask, check_key_padding_mask, may_read, shape
 from unrolled.ops.masks import causal_mask, without_padding
@@ -73,7 +73,7 @@ class AFTState(NamedTuple):
     position: Tensor
 
 
-class AFT(MultiHeadAttention):
+class AFT(MultiHeadAttention[AFTState, None]):
     """AFT-full, -local, -simple and -conv.
 
     Args:
@@ -95,6 +95,8 @@ class AFT(MultiHeadAttention):
         recurrence="growing",
         attn_mask=True,
         dynamic_length=False,
+        max_length=True,
+        positions=True,
     )
 
     def __init__(
@@ -112,15 +114,11 @@ class AFT(MultiHeadAttention):
             raise ValueError(f"position_bias is {position_bias!r}, but must be one of {', '.join(KINDS)}")
         self.position_bias = position_bias
         full, simple = position_bias == "full", position_bias == "simple"
-        self.supports = Supports(
-            causal=True,
-            bidirectional=True,
+        self.supports = self.supports.but(
             cross=full or simple,
-            padding=True,
-            packing=True,
             recurrence="growing" if full else "constant",
             attn_mask=full,
-            dynamic_length=False,
+            max_length=position_bias in ("full", "local"),
         )
         self.growing = {"k": (1, "W"), "v": (1, "W")} if full else CONSTANT
         super().__init__(d_model, n_heads, **shared)
@@ -139,7 +137,6 @@ class AFT(MultiHeadAttention):
         if window is not None:
             check_integers(1, window=window)
         window = WINDOWS.get(position_bias, 0) if window is None else window
-        self.positional = True
         self.max_length = max_length if position_bias in ("full", "local") else None
         self.bias: Bias | None = None
         if position_bias == "conv":
@@ -157,7 +154,7 @@ class AFT(MultiHeadAttention):
         """Widths per head of queries, keys and values."""
         return self.head_dim, 1 if self.position_bias == "conv" else self.head_dim, self.head_dim
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k, v, positions, _ = heads
         if masks.cu_seqlens is None:
@@ -242,7 +239,7 @@ class AFT(MultiHeadAttention):
         """Make the state of `batch_size` sequences that have not begun: no keys, and sums over nothing."""
         like, (_, K, M) = self.out_proj.weight, self.head_widths()
         W = 0 if self.position_bias == "full" else max(0, self.window - 1)
-        v = like.new_zeros(batch_size, W, self.n_heads, M, dtype=self._state_dtype)
+        v = like.new_zeros(batch_size, W, self.n_heads, M, dtype=self.state_dtype)
         k = v.new_zeros(batch_size, W, self.n_heads, K)
         return AFTState(k, v, *self._nothing_old(k, v), like.new_zeros(batch_size, dtype=torch.long))
 
@@ -251,7 +248,7 @@ class AFT(MultiHeadAttention):
         return OldSums(k.new_full((B, H, K), LOWEST), v.new_zeros(B, H, 2, M))
 
     def prefill_heads(
-        self, heads: Heads, state: AFTState, key_padding_mask: Tensor | None
+        self, heads: Heads[None], state: AFTState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, AFTState]:
         """Attend in parallel to the state and to the new tokens."""
         q, k, v, _, _ = heads
@@ -287,7 +284,7 @@ class AFT(MultiHeadAttention):
         state = AFTState(_pick(keys.k, recent), _pick(keys.v, recent), k_max, sums, state.position + seen)
         return self._gated(q, heads.v, average), state
 
-    def step_heads(self, heads: Heads, state: AFTState) -> tuple[Tensor, AFTState]:
+    def step_heads(self, heads: Heads[None], state: AFTState) -> tuple[Tensor, AFTState]:
         """Average the sums, the keys in the window and the new one."""
         q, k, v = (x.unsqueeze(1) for x in heads[:3])
         k, v = k.to(state.k.dtype), v.to(state.k.dtype)
@@ -336,10 +333,10 @@ class AFT(MultiHeadAttention):
         W = state.k.shape[1] if self.position_bias == "full" else max(0, self.window - 1)
         wanted = ((B, W, H, K), (B, W, H, M), (B, H, K), (B, H, 2, M))
         for name, x, sizes in zip(AFTState._fields, state, wanted, strict=False):
-            if x.shape != sizes or x.dtype != self._state_dtype:
+            if x.shape != sizes or x.dtype != self.state_dtype:
                 raise ValueError(
                     f"state.{name} is {x.dtype} of shape {shape(x)}, but these inputs want "
-                    f"{self._state_dtype} {list(sizes)}"
+                    f"{self.state_dtype} {list(sizes)}"
                 )
 
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.attention._packed import attend_packed
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
@@ -250,7 +250,7 @@ def seeded_bigbird_attention(
     return bigbird_attention(q, k, v, layout, drawn, key_padding_mask=padding)
 
 
-class BigBirdAttention(MultiHeadAttention):
+class BigBirdAttention(MultiHeadAttention[None, None]):
     """Multi-head BigBird attention, for encoders.
 
     Args:
@@ -303,7 +303,7 @@ class BigBirdAttention(MultiHeadAttention):
         self.register_buffer("seed", torch.tensor(seed))
         self.register_buffer("redraws", torch.tensor(0))
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)

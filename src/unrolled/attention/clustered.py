@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
@@ -193,7 +193,7 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index.flatten()).reshape(*index.shape, x.shape[1])
 
 
-class ClusteredAttention(MultiHeadAttention):
+class ClusteredAttention(MultiHeadAttention[None, None]):
     """Multi-head clustered attention.
 
     Args:
@@ -211,7 +211,13 @@ class ClusteredAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=False, bidirectional=True, cross=True, padding=True, packing=False, recurrence="none"
+        causal=False,
+        bidirectional=True,
+        cross=True,
+        padding=True,
+        packing=False,
+        recurrence="none",
+        positions=True,
     )
 
     def __init__(
@@ -241,9 +247,8 @@ class ClusteredAttention(MultiHeadAttention):
         if seed is not None:
             check_integers(0, seed=seed)
         self.hash = Projection(1, bits, self.head_dim + 1, "independent", seed)
-        self.positional = True  # what has positions here is self-attention, even without rotary
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         itself, padding = heads.positions is not None, masks.key_padding_mask
         q, k = heads.rotated() if self.rotary else (heads.q, heads.k)

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.checks import (
     check_cu_seqlens,
@@ -278,7 +278,14 @@ def _check_rule(
         )
 
 
-class DeltaNet(MultiHeadAttention):
+class Rates(NamedTuple):
+    """The learning rates b and, of the gated form, the logarithm of the decays a: `[...,G]` each."""
+
+    beta: Tensor
+    log_decay: Tensor | None
+
+
+class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
     """DeltaNet and Gated DeltaNet.
 
     Args:
@@ -295,6 +302,7 @@ class DeltaNet(MultiHeadAttention):
         padding=True,
         packing=True,
         recurrence="constant",
+        reads_input=True,
     )
 
     def __init__(
@@ -315,14 +323,14 @@ class DeltaNet(MultiHeadAttention):
             begin = torch.empty(self.n_kv_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
             self.decay_bias = nn.Parameter(begin.expm1().log())
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read_input(self, x: Tensor) -> Rates:
         """Read the rates b and the logarithm of the decays a, `[...,G]` each."""
         dtype = accumulation_dtype(x.dtype)
         beta = self.max_beta * self.beta_proj(x).to(dtype).sigmoid()
         if not self.gated:
-            return beta, None
+            return Rates(beta, None)
         pace = self.log_pace.to(dtype).exp()
-        return beta, -pace * softplus(self.decay_proj(x).to(dtype) + self.decay_bias.to(dtype))
+        return Rates(beta, -pace * softplus(self.decay_proj(x).to(dtype) + self.decay_bias.to(dtype)))
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, gate it, and project back."""
@@ -331,7 +339,7 @@ class DeltaNet(MultiHeadAttention):
             o = o * silu(self.gate_proj(x).unflatten(-1, o.shape[-2:]))
         return super().merge_heads(o, x)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[Rates], masks: Masks) -> Tensor:
         """Run over whole sequences."""
         q, k, v, beta, log_decay = self._rule(heads)
         padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
@@ -341,11 +349,11 @@ class DeltaNet(MultiHeadAttention):
     def init_state(self, batch_size: int) -> DeltaNetState:
         """Make the state of `batch_size` sequences that have not begun: zeros."""
         like, sizes = self.out_proj.weight, (self.n_kv_heads, self.head_dim, self.value_dim)
-        kv = like.new_zeros(batch_size, *sizes, dtype=self._state_dtype)
+        kv = like.new_zeros(batch_size, *sizes, dtype=self.state_dtype)
         return DeltaNetState(kv, like.new_zeros(batch_size, dtype=torch.long))
 
     def prefill_heads(
-        self, heads: Heads, state: DeltaNetState, key_padding_mask: Tensor | None
+        self, heads: Heads[Rates], state: DeltaNetState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, DeltaNetState]:
         """Run over whole sequences, from a state to a state."""
         q, k, v, beta, log_decay = self._rule(heads)
@@ -355,13 +363,13 @@ class DeltaNet(MultiHeadAttention):
         seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
         return o, DeltaNetState(kv, state.position + seen)
 
-    def step_heads(self, heads: Heads, state: DeltaNetState) -> tuple[Tensor, DeltaNetState]:
+    def step_heads(self, heads: Heads[Rates], state: DeltaNetState) -> tuple[Tensor, DeltaNetState]:
         """Run one step of the recurrence."""
         q, k, v, beta, log_decay = self._rule(heads)
         o, kv = delta_rule_step(q, k, v, beta, state.kv, log_decay=log_decay)
         return o, DeltaNetState(kv, state.position + 1)
 
-    def _rule(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _rule(self, heads: Heads[Rates]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """What the rule is given: queries and keys of length 1, values in the type of the sums, and gates."""
         q, k, v, positions, (beta, log_decay) = heads
         q, k = _unit(q), _unit(k)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, check_step, shape
 from unrolled.ops.linear import check_state, linear_attention
@@ -204,7 +204,7 @@ def _softmax_in_segments(k: Tensor, segment: Tensor, n_segments: int) -> Tensor:
     return (k / torch.zeros_like(lowest).index_add(0, segment, k)[segment]).unsqueeze(0)
 
 
-class EfficientAttention(MultiHeadAttention):
+class EfficientAttention(MultiHeadAttention[EfficientState, None]):
     """Multi-head efficient attention; the arguments are those of `MultiHeadAttention`, without `rotary`.
 
     The paper's module adds its input to the output; here, as for every mechanism, that is left to the block.
@@ -217,15 +217,15 @@ class EfficientAttention(MultiHeadAttention):
         padding=True,
         packing=True,
         recurrence="constant",
+        single_queries=True,
     )
-    independent_queries = True
 
     def __init__(self, d_model: int, n_heads: int, **shared: Any):
         super().__init__(d_model, n_heads, **shared)
         if self.rotary:
             raise UnsupportedError("rotated probabilities may be negative; use other positions than rotary")
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k, v, padding, cu_seqlens = *heads[:3], masks.key_padding_mask, masks.cu_seqlens
         if not self.causal:
@@ -237,14 +237,14 @@ class EfficientAttention(MultiHeadAttention):
     def init_state(self, batch_size: int) -> EfficientState:
         """Make the state of `batch_size` sequences that have not begun."""
         k = self.out_proj.weight.new_empty(batch_size, 0, self.n_kv_heads, self.head_dim)
-        return empty_state(k, k.new_empty(0, self.value_dim), self._state_dtype)
+        return empty_state(k, k.new_empty(0, self.value_dim), self.state_dtype)
 
     def prefill_heads(
-        self, heads: Heads, state: EfficientState, key_padding_mask: Tensor | None
+        self, heads: Heads[None], state: EfficientState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, EfficientState]:
         """Attend in parallel, from a state to a state."""
         return causal_efficient_attention(*heads[:3], key_padding_mask=key_padding_mask, state=state)
 
-    def step_heads(self, heads: Heads, state: EfficientState) -> tuple[Tensor, EfficientState]:
+    def step_heads(self, heads: Heads[None], state: EfficientState) -> tuple[Tensor, EfficientState]:
         """Run one step of the recurrence."""
         return causal_efficient_attention_step(*heads[:3], state)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
@@ -37,7 +37,13 @@ class GatedLinearState(NamedTuple):
     kv: Tensor
 
 
-class GatedLinearAttention(MultiHeadAttention):
+class Decay(NamedTuple):
+    """log alpha `[...,G,D]`, the logarithm of how much of the state remains."""
+
+    log_alpha: Tensor
+
+
+class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
     """Multi-head gated linear attention, behind a swish gate.
 
     Widths are those of the other mechanisms by default, so that a model keeps its shape when its attention
@@ -51,7 +57,13 @@ class GatedLinearAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
+        causal=True,
+        bidirectional=False,
+        cross=False,
+        padding=True,
+        packing=True,
+        recurrence="constant",
+        reads_input=True,
     )
 
     def __init__(
@@ -85,17 +97,22 @@ class GatedLinearAttention(MultiHeadAttention):
         self.head_norm = HeadRMSNorm(n_heads, self.value_dim)
         self.gate_proj = Linear(d_model, n_heads * self.value_dim, bias=self.qkv_proj.bias is not None)
 
-    def gates(self, x: Tensor) -> Tensor:
+    def read_input(self, x: Tensor) -> Decay:
         """Compute log alpha `[...,G,D]`, in fp32 at least."""
         z = self.decay_up(self.decay_down(x))
         log_alpha = logsigmoid(z.to(accumulation_dtype(z.dtype))) / self.temperature
-        return log_alpha.reshape(*x.shape[:-1], self.n_kv_heads, self.head_dim)
+        return Decay(log_alpha.reshape(*x.shape[:-1], self.n_kv_heads, self.head_dim))
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[Decay], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k, v = self._scaled(heads)
         return diagonal_linear_attention(
-            q, k, v, heads.gates, key_padding_mask=masks.key_padding_mask, cu_seqlens=masks.cu_seqlens
+            q,
+            k,
+            v,
+            heads.inputs.log_alpha,
+            key_padding_mask=masks.key_padding_mask,
+            cu_seqlens=masks.cu_seqlens,
         )
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
@@ -106,25 +123,31 @@ class GatedLinearAttention(MultiHeadAttention):
     def init_state(self, batch_size: int) -> GatedLinearState:
         """Make the state of `batch_size` sequences that have not begun: zeros."""
         size = (batch_size, self.n_kv_heads, self.head_dim, self.value_dim)
-        return GatedLinearState(self.out_proj.weight.new_zeros(size, dtype=self._state_dtype))
+        return GatedLinearState(self.out_proj.weight.new_zeros(size, dtype=self.state_dtype))
 
     def prefill_heads(
-        self, heads: Heads, state: GatedLinearState, key_padding_mask: Tensor | None
+        self, heads: Heads[Decay], state: GatedLinearState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, GatedLinearState]:
         """Attend in parallel, from a state to a state."""
         q, k, v = self._scaled(heads)
         o, kv = diagonal_linear_attention(
-            q, k, v, heads.gates, key_padding_mask=key_padding_mask, state=state.kv, return_state=True
+            q,
+            k,
+            v,
+            heads.inputs.log_alpha,
+            key_padding_mask=key_padding_mask,
+            state=state.kv,
+            return_state=True,
         )
         return o, GatedLinearState(kv)
 
-    def step_heads(self, heads: Heads, state: GatedLinearState) -> tuple[Tensor, GatedLinearState]:
+    def step_heads(self, heads: Heads[Decay], state: GatedLinearState) -> tuple[Tensor, GatedLinearState]:
         """Run one step of the recurrence."""
         q, k, v = self._scaled(heads)
-        o, kv = diagonal_linear_attention_step(q, k, v, heads.gates, state.kv)
+        o, kv = diagonal_linear_attention_step(q, k, v, heads.inputs.log_alpha, state.kv)
         return o, GatedLinearState(kv)
 
-    def _scaled(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    def _scaled(self, heads: Heads[Decay]) -> tuple[Tensor, Tensor, Tensor]:
         """In fp32 at least: fp16 may have no room for a sum without a denominator."""
         dtype = accumulation_dtype(heads.q.dtype)
         return heads.q.to(dtype) * self.head_dim**-0.5, heads.k.to(dtype), heads.v.to(dtype)

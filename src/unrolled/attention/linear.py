@@ -24,13 +24,12 @@ square, and scaled by learned weights. A small denominator makes gradients large
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.feature_maps import FeatureMap, make_feature_map
 from unrolled.ops.head_norm import HeadRMSNorm
@@ -95,7 +94,7 @@ def rotary_linear_attention(
     return safe_divide(num, den).to(out_dtype), LinearState(numerator_state.kv, denominator_state.k_sum)
 
 
-class LinearAttention(MultiHeadAttention):
+class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
     """Multi-head linear attention.
 
     Args:
@@ -107,9 +106,15 @@ class LinearAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
+        causal=True,
+        bidirectional=True,
+        cross=True,
+        padding=True,
+        packing=True,
+        recurrence="constant",
+        single_queries=True,
+        weights=True,
     )
-    independent_queries = True
 
     def __init__(
         self,
@@ -140,14 +145,14 @@ class LinearAttention(MultiHeadAttention):
                 f"rotary wants an even number of features, but the map gives {feature_map.feature_dim}"
             )
         self.feature_map = feature_map
-        self.normalize = self.has_weights = normalizer == "sum"
+        self.normalize = normalizer == "sum"
         if not self.normalize:
+            self.supports = self.supports.but(weights=False)
             self.head_norm = HeadRMSNorm(n_heads, self.value_dim)
         if feature_map.positional:  # there is no distance between tokens of two sequences
-            self.positional = True
-            self.supports = replace(self.supports, cross=False)
+            self.supports = self.supports.but(positions=True, cross=False)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
         o, _ = self._attend(heads, None, causal=self.causal, key_padding_mask=padding, cu_seqlens=cu_seqlens)
@@ -156,12 +161,12 @@ class LinearAttention(MultiHeadAttention):
     def init_state(self, batch_size: int) -> LinearAttentionState:
         """Make the state of `batch_size` sequences that have not begun: zeros."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
-        kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self._state_dtype)
-        k_sum = like.new_zeros(batch_size, self.n_kv_heads, R, dtype=self._state_dtype)
+        kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
+        k_sum = like.new_zeros(batch_size, self.n_kv_heads, R, dtype=self.state_dtype)
         return LinearAttentionState(kv, k_sum, like.new_zeros(batch_size, dtype=torch.long))
 
     def prefill_heads(
-        self, heads: Heads, state: LinearAttentionState, key_padding_mask: Tensor | None
+        self, heads: Heads[None], state: LinearAttentionState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, LinearAttentionState]:
         """Attend in parallel, from a state to a state."""
         before = LinearState(state.kv, state.k_sum)
@@ -169,12 +174,15 @@ class LinearAttention(MultiHeadAttention):
         seen = heads.q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
         return o, LinearAttentionState(*after, state.position + seen)
 
-    def step_heads(self, heads: Heads, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
+    def step_heads(
+        self, heads: Heads[None], state: LinearAttentionState
+    ) -> tuple[Tensor, LinearAttentionState]:
         """Run one step of the recurrence."""
         q, k, v, positions, _ = heads
         kv, k_sum, position = state
         if self.rotary and positions is not None:
-            token = Heads(*(x.unsqueeze(1) for x in (q, k, v, positions)))
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+            token: Heads[None] = Heads(q, k, v, positions.unsqueeze(1))
             o, (kv, k_sum) = self._attend(token, LinearState(kv, k_sum), causal=True)
             o = o.squeeze(1)
         else:
@@ -190,12 +198,14 @@ class LinearAttention(MultiHeadAttention):
 
     def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> LinearState:
         """Sum up `memory [B,S,d_model]` as S `[B,G,R,M]` and z `[B,G,R]`, all that queries read of it."""
-        k, v, key_padding_mask, _ = self._read(memory, key_padding_mask)
-        heads = Heads(k.new_empty(k.shape[0], 0, self.n_heads, self.head_dim), k, v)
+        k, v, key_padding_mask = self._read(memory, key_padding_mask)
+        q = k.new_empty(k.shape[0], 0, self.n_heads, self.head_dim)
+        heads: Heads[None] = Heads(q, k, v)
         _, state = self._attend(heads, None, causal=False, key_padding_mask=key_padding_mask)
         return state
 
-    def _recall(self, q: Tensor, memory: LinearState) -> Tensor:
+    def recall_heads(self, q: Tensor, memory: LinearState) -> Tensor:
+        """Attend to the sums."""
         k = q.new_empty(q.shape[0], 0, self.n_kv_heads, self.head_dim)
         v = q.new_empty(q.shape[0], 0, self.n_kv_heads, self.value_dim)
         o, _ = self._attend(Heads(q, k, v), memory, causal=False)
@@ -207,7 +217,7 @@ class LinearAttention(MultiHeadAttention):
 
     def _attend(
         self,
-        heads: Heads,
+        heads: Heads[None],
         state: LinearState | None,
         *,
         causal: bool,
@@ -241,7 +251,7 @@ class LinearAttention(MultiHeadAttention):
             normalize=self.normalize,
         )
 
-    def _features(self, heads: Heads) -> tuple[Tensor, Tensor]:
+    def _features(self, heads: Heads[None]) -> tuple[Tensor, Tensor]:
         phi, positions = self.feature_map, heads.positions
         return phi.phi_q(heads.q, positions), phi.phi_k(heads.k, positions)
 

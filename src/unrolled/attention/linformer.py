@@ -20,13 +20,12 @@ With `rotary`, queries and keys are rotated by their positions before the keys a
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
@@ -209,7 +208,7 @@ def linformer_attention(
     return softmax_attention(q, project_k(k, padding), project_v(v, padding), key_padding_mask=empty)
 
 
-class LinformerAttention(MultiHeadAttention):
+class LinformerAttention(MultiHeadAttention[None, None]):
     """Multi-head Linformer attention.
 
     Args:
@@ -228,9 +227,15 @@ class LinformerAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=False, bidirectional=True, cross=True, padding=True, packing=False, recurrence="none"
+        causal=False,
+        bidirectional=True,
+        cross=True,
+        padding=True,
+        packing=False,
+        recurrence="none",
+        single_queries=True,
+        max_length=True,
     )
-    independent_queries = True
     projection: Projection
     value_projection: Projection | None
 
@@ -256,7 +261,7 @@ class LinformerAttention(MultiHeadAttention):
             raise ValueError(f"sharing is {sharing!r}, but must be one of {', '.join(SHARING)}")
         self.sharing = sharing
         linear = projection == "linear" or isinstance(projection, LinearProjection)
-        self.supports = replace(self.supports, dynamic_length=linear)
+        self.supports = self.supports.but(dynamic_length=linear)
         self.value_projection = None
         if isinstance(projection, Projection):
             self._check_given(projection, rank, max_length)
@@ -291,7 +296,7 @@ class LinformerAttention(MultiHeadAttention):
             del layer.projection
             layer.__dict__["projection"] = first.projection  # not as a sub-module of this layer too
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k = heads.rotated()
         project_v = self.projection if self.value_projection is None else self.value_projection

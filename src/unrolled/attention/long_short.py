@@ -27,15 +27,14 @@ Equals softmax attention: with `rank=0`, `dual_norm=False` and a window that rea
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, pad
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.attention._packed import attend_packed
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.dense import Linear
@@ -137,6 +136,12 @@ def _pad(x: Tensor, before: int, after: int) -> Tensor:
     return pad(x, (0, 0, 0, 0, before, after))
 
 
+class Pooling(NamedTuple):
+    """Logits of P `[...,G,r]`."""
+
+    logits: Tensor
+
+
 def _missing(count: Tensor, n: int) -> Tensor:
     """Which of n places hold nothing if the last `count [B]` of them are taken: `[B,n]`."""
     return torch.arange(n, device=count.device) < n - count.unsqueeze(1)
@@ -147,13 +152,13 @@ def _last(x: Tensor, end: Tensor, n: int) -> Tensor:
     return reorder(x, end.unsqueeze(1) - n + torch.arange(n, device=x.device))
 
 
-def _reorder(heads: Heads, places: Tensor, padding: Tensor) -> Heads:
+def _reorder(heads: Heads[Pooling], places: Tensor, padding: Tensor) -> Heads[Pooling]:
     """Put tokens in another order, and zeros for padding."""
     q, k, v, logits = (
-        reorder(without_padding(x, padding), places) for x in (heads.q, heads.k, heads.v, heads.gates)
+        reorder(without_padding(x, padding), places) for x in (heads.q, heads.k, heads.v, heads.inputs.logits)
     )
     positions = None if heads.positions is None else reorder(heads.positions, places)
-    return Heads(q, k, v, positions, logits)
+    return Heads(q, k, v, positions, Pooling(logits))
 
 
 def _normalised(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
@@ -166,7 +171,7 @@ def _normalised(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
     return y.reshape(x.shape).to(x.dtype)
 
 
-class LongShortAttention(MultiHeadAttention):
+class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
     """Multi-head long-short attention.
 
     Args:
@@ -191,6 +196,7 @@ class LongShortAttention(MultiHeadAttention):
         packing=True,
         recurrence="growing",
         dynamic_length=False,
+        reads_input=True,
     )
     growing: Growing = {"landmark_k": (1, "n"), "landmark_v": (1, "n")} | dict.fromkeys(
         ("chunk_k", "chunk_v", "chunk_logits"), (1, "l")
@@ -215,7 +221,7 @@ class LongShortAttention(MultiHeadAttention):
         check_integers(1, chunk=chunk)
         check_booleans(dual_norm=dual_norm)
         if window is None:
-            self.supports = replace(self.supports, causal=False, cross=True, recurrence="none")
+            self.supports = self.supports.but(causal=False, cross=True, recurrence="none")
         super().__init__(d_model, n_heads, causal=causal, **shared)
         self.window, self.chunk = window, chunk
         self.rank = (1 if causal else 32) if rank is None else rank
@@ -229,7 +235,7 @@ class LongShortAttention(MultiHeadAttention):
         if window == 0 and causal:
             raise ValueError("window is 0, but must be at least 1 where causal: the token itself")
         if self.rank == 0:
-            self.supports, self.growing = replace(self.supports, recurrence="constant"), CONSTANT
+            self.supports, self.growing = self.supports.but(recurrence="constant"), CONSTANT
         if window is None and self.rotary:
             raise ValueError(
                 "rotary is True, but landmarks have no position, and window=None leaves nothing else"
@@ -244,12 +250,12 @@ class LongShortAttention(MultiHeadAttention):
         self.window_norm = nn.LayerNorm(width) if dual_norm else None
         self.landmark_norm = nn.LayerNorm(width) if dual_norm and self.rank else None
 
-    def gates(self, x: Tensor) -> Tensor:
+    def read_input(self, x: Tensor) -> Pooling:
         """Logits of P, `[...,G,r]`."""
         logits = x[..., :0] if self.pool_proj is None else self.pool_proj(x)
-        return logits.unflatten(-1, (self.n_kv_heads, self.rank))  # type: ignore[no-any-return]
+        return Pooling(logits.unflatten(-1, (self.n_kv_heads, self.rank)))
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[Pooling], masks: Masks) -> Tensor:
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)
@@ -258,17 +264,17 @@ class LongShortAttention(MultiHeadAttention):
         if padding is not None:
             check_key_padding_mask(padding, *heads.k.shape[:2])
         if self.window is None:
-            return self._read_landmarks(heads.q, heads.k, heads.v, heads.gates, padding)[0]
+            return self._read_landmarks(heads.q, heads.k, heads.v, heads.inputs.logits, padding)[0]
         if padding is None:
             return self._attend(heads, None)
         places = valid_first(padding)
         moved = _reorder(heads, places, padding)
         return reorder(self._attend(moved, reorder(padding, places)), places.argsort(1))
 
-    def _attend(self, heads: Heads, padding: Tensor | None) -> Tensor:
+    def _attend(self, heads: Heads[Pooling], padding: Tensor | None) -> Tensor:
         """Attend where the padding, if any, is last."""
         assert self.window is not None
-        q, k, v, _, logits = heads
+        q, k, v, _, (logits,) = heads
         near_q, near_k = self._window_heads(heads)
         near_v = _normalised(v, self.window_norm)
         if not self.causal:
@@ -285,7 +291,7 @@ class LongShortAttention(MultiHeadAttention):
         o = merge_softmax(parts)[0]
         return o if padding is None else without_padding(o, padding)
 
-    def _window_heads(self, heads: Heads) -> tuple[Tensor, Tensor]:
+    def _window_heads(self, heads: Heads[Pooling]) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet in the window: the keys normalised, then both rotated."""
         return heads._replace(k=_normalised(heads.k, self.window_norm)).rotated()
 
@@ -319,8 +325,8 @@ class LongShortAttention(MultiHeadAttention):
         Without landmarks, no tokens of a chunk are kept, and the size of the state is constant.
         """
         if self.window is None:
-            return super().init_state(batch_size)  # type: ignore[no-any-return]
-        zero = self.out_proj.weight.new_zeros((), dtype=self._state_dtype)
+            return super().init_state(batch_size)
+        zero = self.out_proj.weight.new_zeros((), dtype=self.state_dtype)
         B, G, l = batch_size, self.n_kv_heads, self.chunk if self.rank else 0  # noqa: E741 the paper's letter
         sizes = [(1, self.rank, G), (self.window, G), (l, G)]
         k_and_v = [zero.new_zeros(B, *size, x) for size in sizes for x in (self.head_dim, self.value_dim)]
@@ -329,7 +335,7 @@ class LongShortAttention(MultiHeadAttention):
         return LongShortState._make((*k_and_v, logits, position))
 
     def prefill_heads(
-        self, heads: Heads, state: LongShortState, key_padding_mask: Tensor | None
+        self, heads: Heads[Pooling], state: LongShortState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, LongShortState]:
         """Attend in parallel, from a state to a state."""
         self._check_state(state)
@@ -340,7 +346,7 @@ class LongShortAttention(MultiHeadAttention):
             check_key_padding_mask(key_padding_mask, B, T)
             padding = key_padding_mask
         places = valid_first(padding)
-        q, k, v, positions, logits = _reorder(heads, places, padding)
+        q, k, v, positions, (logits,) = _reorder(heads, places, padding)
         padding, back = reorder(padding, places), places.argsort(1)
         q, k, v, logits = (x.to(dtype) for x in (q, k, v, logits))
 
@@ -378,12 +384,12 @@ class LongShortAttention(MultiHeadAttention):
         o = without_padding(merge_softmax(parts)[0].to(out_dtype), padding)
         return reorder(o, back), LongShortState._make((*slots, *window, *chunk, state.position + seen))
 
-    def step_heads(self, heads: Heads, state: LongShortState) -> tuple[Tensor, LongShortState]:
+    def step_heads(self, heads: Heads[Pooling], state: LongShortState) -> tuple[Tensor, LongShortState]:
         """Read the window and all landmarks; a token that is the last of its chunk then makes new ones."""
         self._check_state(state)
         assert self.window is not None
         l, dtype = self.chunk, state.window_k.dtype  # noqa: E741
-        q, k, v, logits = (x.unsqueeze(1).to(dtype) for x in (heads.q, heads.k, heads.v, heads.gates))
+        q, k, v, logits = (x.unsqueeze(1).to(dtype) for x in (heads.q, heads.k, heads.v, heads.inputs.logits))
         positions = None if heads.positions is None else heads.positions.unsqueeze(1)
         near_q, near_k = self._window_heads(Heads(q, k, v, positions))
         near_k = torch.cat([state.window_k[:, 1:], near_k], 1)

@@ -25,15 +25,14 @@ With `rotary`, queries and keys of both kinds are rotated by their positions bef
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._multihead import Heads, Masks
 from unrolled.attention._packed import attend_packed
 from unrolled.attention._window import SlidingWindow
+from unrolled.attention.base import Heads, Masks
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, shape
 from unrolled.ops.dense import Linear, linear
@@ -121,7 +120,7 @@ def longformer_reference(local: Projected, global_: Projected, is_global: Tensor
     return torch.where(is_global.unsqueeze(1), far, near)
 
 
-class LongformerAttention(SlidingWindow):
+class LongformerAttention(SlidingWindow[Globals]):
     """Multi-head Longformer attention.
 
     Args:
@@ -144,6 +143,7 @@ class LongformerAttention(SlidingWindow):
         packing=True,
         recurrence="constant",
         global_mask=True,
+        reads_input=True,
     )
     global_proj: Linear | None
 
@@ -164,9 +164,9 @@ class LongformerAttention(SlidingWindow):
             global_tokens = 0 if causal else 1
         self.global_tokens = _checked(global_tokens)
         if given and self.global_tokens:
-            self.supports = replace(self.supports, causal=False, recurrence="none")
+            self.supports = self.supports.but(causal=False, recurrence="none")
         if causal:
-            self.supports = replace(self.supports, global_mask=False)
+            self.supports = self.supports.but(global_mask=False)
         self.global_proj = None
         if causal and self.global_tokens:
             raise UnsupportedError(
@@ -175,7 +175,7 @@ class LongformerAttention(SlidingWindow):
             )
         if not causal:
             bias = self.qkv_proj.bias is not None
-            self.global_proj = Linear(d_model, sum(self._widths), bias=bias)
+            self.global_proj = Linear(d_model, sum(self.widths), bias=bias)
             nn.init.normal_(self.global_proj.weight, std=INIT_STD)
             if bias:
                 nn.init.zeros_(self.global_proj.bias)
@@ -211,18 +211,18 @@ class LongformerAttention(SlidingWindow):
         masks = Masks(key_padding_mask, attn_mask, cu_seqlens)
         return self._forward(query, key, value, masks, global_mask=global_mask)
 
-    def gates(self, x: Tensor, global_mask: Tensor | None = None) -> Globals:
+    def read_input(self, x: Tensor, global_mask: Tensor | None = None) -> Globals:
         """Keep the input, which the global projections read, and say which of its tokens are global."""
         if global_mask is not None:
             self._check_global_mask(global_mask, x)
         return Globals(x, global_mask)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[Globals], masks: Masks) -> Tensor:
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)
         (q, k), v = heads.rotated(), heads.v
-        x, global_mask = heads.gates
+        x, global_mask = heads.inputs
         B, T = q.shape[:2]
         padding, back = masks.key_padding_mask, None
         if padding is not None:
@@ -276,13 +276,13 @@ class LongformerAttention(SlidingWindow):
     def _global_heads(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Global queries of the global tokens only, `[B,g,H,D]`, and global keys and values of all tokens."""
         assert self.global_proj is not None  # or there are no global tokens
-        of_q, of_kv = self._widths[0], sum(self._widths[1:])
+        of_q, of_kv = self.widths[0], sum(self.widths[1:])
         w_q, w_kv = torch.split(self.global_proj.weight, [of_q, of_kv])
         bias = self.global_proj.bias
         b_q, b_kv = (None, None) if bias is None else torch.split(bias, [of_q, of_kv])
         (B, T, _), g = x.shape, places.shape[1]
         q = linear(_tokens_at(places, x), w_q, b_q)
-        k, v = torch.split(linear(x, w_kv, b_kv), self._widths[1:], -1)
+        k, v = torch.split(linear(x, w_kv, b_kv), self.widths[1:], -1)
         q = q.reshape(B, g, self.n_heads, self.head_dim)
         k = k.reshape(B, T, self.n_kv_heads, self.head_dim)
         v = v.reshape(B, T, self.n_kv_heads, self.value_dim)

@@ -22,13 +22,12 @@ With `rotary`, queries and keys are rotated by their positions before the means 
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
@@ -179,7 +178,7 @@ def nystrom_attention(
         return softmax_attention(q, k_means, values, key_padding_mask=empty).to(out_dtype)
 
 
-class NystromformerAttention(MultiHeadAttention):
+class NystromformerAttention(MultiHeadAttention[None, None]):
     """Multi-head Nyströmformer attention.
 
     Args:
@@ -198,7 +197,13 @@ class NystromformerAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=False, bidirectional=True, cross=True, padding=True, packing=False, recurrence="none"
+        causal=False,
+        bidirectional=True,
+        cross=True,
+        padding=True,
+        packing=False,
+        recurrence="none",
+        positions=True,
     )
     conv: nn.Conv2d | None
 
@@ -224,16 +229,15 @@ class NystromformerAttention(MultiHeadAttention):
             check_integers(1, iterations=iterations)
             _check_iterations(iterations, torch.float32)
         self.n_landmarks, self.iterations, self.conv = n_landmarks, iterations, None
-        self.positional = True  # what has positions here is self-attention, even without rotary
         if conv_width is not None:
             check_integers(1, conv_width=conv_width)
             if conv_width % 2 == 0:
                 raise ValueError(f"conv_width is {conv_width}, but must be odd")
             G = self.n_kv_heads
             self.conv = nn.Conv2d(G, G, (conv_width, 1), padding="same", groups=G, bias=False)
-            self.supports = replace(self.supports, cross=False)
+            self.supports = self.supports.but(cross=False)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k = self._rotated(heads)
         o = nystrom_attention(
@@ -258,8 +262,8 @@ class NystromformerAttention(MultiHeadAttention):
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, B, T)
             x = without_padding(x, key_padding_mask)
-        positions = self._positions(x, key_padding_mask, None)
-        q, k = self._rotated(Heads(*self._project(x, None, None), positions))
+        positions = self.positions_of(x, Masks(key_padding_mask))
+        q, k = self._rotated(Heads(*self.project(x), positions))
         padding = x.new_zeros(B, T, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
         dtype = accumulation_dtype(q.dtype)
         with without_autocast(q.device):
@@ -268,7 +272,7 @@ class NystromformerAttention(MultiHeadAttention):
             residual = pinv_residual(a, _inverse(a, self.iterations))
         return residual.masked_fill(((~padding).sum(1) <= self.n_landmarks).unsqueeze(1), 0)
 
-    def _rotated(self, heads: Heads) -> tuple[Tensor, Tensor]:
+    def _rotated(self, heads: Heads[None]) -> tuple[Tensor, Tensor]:
         if heads.positions is None or not self.rotary:
             return heads.q, heads.k
         return rotary(heads.q, heads.positions), rotary(heads.k, heads.positions)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_qkv, shape
 from unrolled.ops.dense import Linear, linear
@@ -106,7 +106,7 @@ def perceiver_attention_reference(
     return torch.einsum("bhtn,bnhm->bthm", scores.softmax(-1), z)
 
 
-class PerceiverAttention(MultiHeadAttention):
+class PerceiverAttention(MultiHeadAttention[None, None]):
     """Multi-head perceiver attention; the other arguments are those of `MultiHeadAttention`.
 
     Args:
@@ -141,7 +141,7 @@ class PerceiverAttention(MultiHeadAttention):
         self.latents = nn.Parameter(torch.randn(n_latents, n_heads, self.head_dim))
         self.memory_proj = Linear(n_heads * self.value_dim, n_heads * self.head_dim, bias=False)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel; packed sequences are laid side by side for it."""
         q, k, v, *_ = heads
         if masks.cu_seqlens is None:

@@ -43,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
 from unrolled.ops.linear import LinearState, check_state, linear_attention, linear_attention_step
@@ -266,7 +266,7 @@ def _log_decay(previous: Tensor, running: Tensor) -> Tensor:
     return (previous - running).masked_fill(previous == LOWEST, 0)
 
 
-class PerformerAttention(MultiHeadAttention):
+class PerformerAttention(MultiHeadAttention[PerformerState, None]):
     """Multi-head attention by random features of the softmax kernel, or of another.
 
     Args:
@@ -281,9 +281,14 @@ class PerformerAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
+        causal=True,
+        bidirectional=True,
+        cross=True,
+        padding=True,
+        packing=True,
+        recurrence="constant",
+        single_queries=True,
     )
-    independent_queries = True
 
     def __init__(
         self,
@@ -330,7 +335,7 @@ class PerformerAttention(MultiHeadAttention):
             raise UnsupportedError("identity rows are not drawn; use random ones, as rows='orthogonal'")
         self.feature_map.projection.redraw()
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k = heads.rotated()
         padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
@@ -343,7 +348,7 @@ class PerformerAttention(MultiHeadAttention):
     def init_state(self, batch_size: int) -> PerformerState:
         """Make the state of `batch_size` sequences that have not begun: nothing summed, no maximum."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
-        kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self._state_dtype)
+        kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
         log_scale = kv.new_full(kv.shape[:2], LOWEST)
         position = kv.new_zeros(batch_size, dtype=torch.long)
         projection = self.feature_map.projection
@@ -351,7 +356,7 @@ class PerformerAttention(MultiHeadAttention):
         return PerformerState(kv, kv.new_zeros(kv.shape[:3]), log_scale, position, draw)
 
     def prefill_heads(
-        self, heads: Heads, state: PerformerState, key_padding_mask: Tensor | None
+        self, heads: Heads[None], state: PerformerState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, PerformerState]:
         """Attend in parallel, from a state to a state."""
         before = self._before(state, heads.q.shape[0])
@@ -362,7 +367,7 @@ class PerformerAttention(MultiHeadAttention):
         seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
         return self._unless_redrawn(o, state), PerformerState(*after, state.position + seen, state.draw)
 
-    def step_heads(self, heads: Heads, state: PerformerState) -> tuple[Tensor, PerformerState]:
+    def step_heads(self, heads: Heads[None], state: PerformerState) -> tuple[Tensor, PerformerState]:
         """Run one step of the recurrence."""
         before = self._before(state, heads.q.shape[0])
         q, k = heads.rotated()
@@ -371,7 +376,7 @@ class PerformerAttention(MultiHeadAttention):
 
     def _before(self, state: PerformerState, batch: int) -> FavorState:
         check_state(
-            state, (batch, self.n_kv_heads, self.feature_map.feature_dim, self.value_dim), self._state_dtype
+            state, (batch, self.n_kv_heads, self.feature_map.feature_dim, self.value_dim), self.state_dtype
         )
         return FavorState(state.kv, state.k_sum, state.log_scale)
 

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention, Projected
 from unrolled.contract import Supports
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear, linear
@@ -84,7 +84,13 @@ def causal_lsh_step(
         return torch.where(lse == -torch.inf, v.to(dtype), o.squeeze(2)).to(v.dtype)
 
 
-class ReformerAttention(MultiHeadAttention):
+class HashQueries(NamedTuple):
+    """Queries in fp32 `[...,H,D]`, where the heads are narrower."""
+
+    q: Tensor
+
+
+class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
     """Multi-head Reformer attention; what `causal` means here is told above.
 
     Args:
@@ -100,7 +106,13 @@ class ReformerAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=True, cross=False, padding=True, packing=True, recurrence="growing"
+        causal=True,
+        bidirectional=True,
+        cross=False,
+        padding=True,
+        packing=True,
+        recurrence="growing",
+        reads_input=True,
     )
     growing = dict.fromkeys(("k", "v", "buckets"), (1, "S"))
 
@@ -132,22 +144,22 @@ class ReformerAttention(MultiHeadAttention):
             check_integers(0, seed=seed)
         self.chunk, self.n_rounds, self.same_bucket, self.scale = chunk, n_rounds, same_bucket, scale
         self.n_buckets = math.prod(self.factors)
-        self.qkv_proj = Linear(d_model, sum(self._widths[1:]), bias=self.qkv_proj.bias is not None)
+        self.qkv_proj = Linear(d_model, sum(self.widths[1:]), bias=self.qkv_proj.bias is not None)
         rows = n_rounds * sum(self.factors) // 2
         self.rotations = Projection(n_heads, rows, self.head_dim, "independent", seed)
 
-    def gates(self, x: Tensor) -> Tensor | None:
+    def read_input(self, x: Tensor) -> HashQueries | None:
         """Project to queries in fp32 where they come narrower, so that rounding decides about no bucket."""
         dtype = accumulation_dtype(x.dtype)
         if x.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
             return None
-        width, bias = self._widths[0], self.qkv_proj.bias
+        width, bias = self.widths[0], self.qkv_proj.bias
         with torch.no_grad(), without_autocast(x.device):
             b = None if bias is None else bias[:width].to(dtype)
             q = linear(x.to(dtype), self.qkv_proj.weight[:width].to(dtype), b)
-        return torch.unflatten(q, -1, (self.n_heads, self.head_dim))
+        return HashQueries(torch.unflatten(q, -1, (self.n_heads, self.head_dim)))
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[HashQueries | None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         (q, k, buckets), v = self._hashed(heads), heads.v
         if masks.cu_seqlens is None:
@@ -164,7 +176,7 @@ class ReformerAttention(MultiHeadAttention):
 
     def init_state(self, batch_size: int) -> ReformerState:
         """Make the state of `batch_size` sequences that have not begun: no tokens."""
-        like = self.out_proj.weight.new_empty(0, dtype=self._state_dtype)
+        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return ReformerState(
             like.new_empty(batch_size, 0, self.n_heads, self.head_dim),
             like.new_empty(batch_size, 0, self.n_heads, self.value_dim),
@@ -174,7 +186,7 @@ class ReformerAttention(MultiHeadAttention):
         )
 
     def prefill_heads(
-        self, heads: Heads, state: ReformerState, key_padding_mask: Tensor | None
+        self, heads: Heads[HashQueries | None], state: ReformerState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, ReformerState]:
         """Attend in parallel to the tokens of the state and to the new ones, which join them."""
         q, k, buckets = self._hashed(heads)
@@ -190,24 +202,25 @@ class ReformerAttention(MultiHeadAttention):
         o = self.rotations.unless_redrawn(o.to(heads.v.dtype), state.draw)
         return o, self._readable(joined)
 
-    def step_heads(self, heads: Heads, state: ReformerState) -> tuple[Tensor, ReformerState]:
+    def step_heads(
+        self, heads: Heads[HashQueries | None], state: ReformerState
+    ) -> tuple[Tensor, ReformerState]:
         """Attend from one token to those of the state, which it then joins."""
         q, k, buckets = self._hashed(heads)
         joined = self._joined(state, k.unsqueeze(1), heads.v.unsqueeze(1), buckets.unsqueeze(1), 1)
         o = causal_lsh_step(q, heads.v, buckets, state, window=self.chunk, scale=self.scale)
         return self.rotations.unless_redrawn(o, state.draw), self._readable(joined)
 
-    def _project(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, v = self.qkv_proj(query).split_with_sizes(self._widths[1:], -1)
+    def project(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Projected:
+        """Project to queries, which are the keys too, and values."""
+        q, v = self.qkv_proj(query).split_with_sizes(self.widths[1:], -1)
         q = q.unflatten(-1, (self.n_heads, self.head_dim))
         return q, q, v.unflatten(-1, (self.n_heads, self.value_dim))
 
-    def _hashed(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    def _hashed(self, heads: Heads[HashQueries | None]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, in the accumulation type, and their buckets `[...,H,R]`."""
         q, positions = heads.q.to(accumulation_dtype(heads.q.dtype)), heads.positions
-        wide = q if heads.gates is None else heads.gates
+        wide = q if heads.inputs is None else heads.inputs.q
         if positions is not None:
             q, wide = rotary(q, positions), rotary(wide, positions)
 

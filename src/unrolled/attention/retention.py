@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_qkv, shape
 from unrolled.ops.dense import Linear
@@ -143,7 +143,7 @@ def _without_denominator(kv: Tensor) -> LinearState:
     return LinearState(kv, kv.new_zeros(kv.shape[:3]))
 
 
-class Retention(MultiHeadAttention):
+class Retention(MultiHeadAttention[RetentionState, None]):
     """Multi-scale retention: heads of different rates of forgetting, each normalised, behind a swish gate.
 
     Values are as wide as queries by default, so that a model keeps its shape when its attention changes; the
@@ -187,7 +187,7 @@ class Retention(MultiHeadAttention):
         self.head_norm = HeadRMSNorm(n_heads, self.value_dim, eps)
         self.gate_proj = Linear(d_model, n_heads * self.value_dim, bias=self.qkv_proj.bias is not None)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k, v, positions, _ = heads
         rates = log_gamma(self.n_kv_heads, q.device)
@@ -206,11 +206,11 @@ class Retention(MultiHeadAttention):
         """Make the state of `batch_size` sequences that have not begun: zeros."""
         like = self.out_proj.weight
         size = (batch_size, self.n_kv_heads, self.head_dim, self.value_dim)
-        kv = like.new_zeros(size, dtype=self._state_dtype)
+        kv = like.new_zeros(size, dtype=self.state_dtype)
         return RetentionState(kv, like.new_zeros(batch_size, dtype=torch.long))
 
     def prefill_heads(
-        self, heads: Heads, state: RetentionState, key_padding_mask: Tensor | None
+        self, heads: Heads[None], state: RetentionState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, RetentionState]:
         """Attend in parallel, from a state to a state."""
         q, k, v, positions, _ = heads
@@ -228,7 +228,7 @@ class Retention(MultiHeadAttention):
         seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
         return o, RetentionState(kv, state.position + seen)
 
-    def step_heads(self, heads: Heads, state: RetentionState) -> tuple[Tensor, RetentionState]:
+    def step_heads(self, heads: Heads[None], state: RetentionState) -> tuple[Tensor, RetentionState]:
         """Run one step of the recurrence (eq. 6)."""
         q, k, v, position, _ = heads
         rates = log_gamma(self.n_kv_heads, q.device)

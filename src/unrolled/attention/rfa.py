@@ -30,14 +30,13 @@ of s^2 u_q . u_k.
 
 import math
 import warnings
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear
@@ -233,7 +232,13 @@ def _weights(gate_logits: Tensor, state: RfaSums | None, common: dict[str, Any])
     return w.squeeze(-1), after.k_sum.squeeze(-1)
 
 
-class RandomFeatureAttention(MultiHeadAttention):
+class Gate(NamedTuple):
+    """Logits of g `[...,G]`."""
+
+    logits: Tensor
+
+
+class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
     """Multi-head random feature attention.
 
     Args:
@@ -246,9 +251,14 @@ class RandomFeatureAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True, bidirectional=True, cross=True, padding=True, packing=True, recurrence="constant"
+        causal=True,
+        bidirectional=True,
+        cross=True,
+        padding=True,
+        packing=True,
+        recurrence="constant",
+        single_queries=True,
     )
-    independent_queries = True
 
     def __init__(
         self,
@@ -264,7 +274,7 @@ class RandomFeatureAttention(MultiHeadAttention):
         **shared: Any,
     ):
         if gate:
-            self.supports = replace(self.supports, bidirectional=False, cross=False)
+            self.supports = self.supports.but(bidirectional=False, cross=False)
             if not causal:
                 raise UnsupportedError(
                     "the gate of rfa forgets in one direction: use causal=True or gate=False"
@@ -279,9 +289,9 @@ class RandomFeatureAttention(MultiHeadAttention):
                 self.gate_proj.weight.zero_()
                 self.gate_proj.bias.copy_(-torch.logit(forgotten))
 
-    def gates(self, x: Tensor) -> Tensor | None:
+    def read_input(self, x: Tensor) -> Gate | None:
         """Logits of the gates `[...,G]`."""
-        return None if self.gate_proj is None else self.gate_proj(x)
+        return None if self.gate_proj is None else Gate(self.gate_proj(x))
 
     def redraw(self) -> None:
         """Draw the rows again, between two sequences of the recurrence; nothing else ever does.
@@ -291,7 +301,7 @@ class RandomFeatureAttention(MultiHeadAttention):
         """
         self.feature_map.projection.redraw()
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[Gate | None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k = self._features(heads)
         padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
@@ -300,7 +310,7 @@ class RandomFeatureAttention(MultiHeadAttention):
             k,
             heads.v,
             signed=self.feature_map.signed,
-            gate_logits=heads.gates,
+            gate_logits=None if heads.inputs is None else heads.inputs.logits,
             causal=self.causal,
             key_padding_mask=padding,
             cu_seqlens=cu_seqlens,
@@ -310,13 +320,13 @@ class RandomFeatureAttention(MultiHeadAttention):
     def init_state(self, batch_size: int) -> RfaState:
         """Make the state of `batch_size` sequences that have not begun."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
-        kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self._state_dtype)
+        kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
         draw = self.feature_map.projection.redraws.expand(batch_size).clone()
         weight = kv.new_full(kv.shape[:2], 1.0 if self.gate_proj is None else 0.0)
         return RfaState(kv, kv.new_zeros(kv.shape[:3]), weight, torch.zeros_like(draw), draw)
 
     def prefill_heads(
-        self, heads: Heads, state: RfaState, key_padding_mask: Tensor | None
+        self, heads: Heads[Gate | None], state: RfaState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, RfaState]:
         """Attend in parallel, from a state to a state."""
         q, k = self._features(heads)
@@ -325,7 +335,7 @@ class RandomFeatureAttention(MultiHeadAttention):
             k,
             heads.v,
             signed=self.feature_map.signed,
-            gate_logits=heads.gates,
+            gate_logits=None if heads.inputs is None else heads.inputs.logits,
             causal=True,
             key_padding_mask=key_padding_mask,
             state=RfaSums(*state[:3]),
@@ -334,20 +344,26 @@ class RandomFeatureAttention(MultiHeadAttention):
         o = self.feature_map.projection.unless_redrawn(o, state.draw)
         return o, RfaState(*after, state.position + seen, state.draw)
 
-    def step_heads(self, heads: Heads, state: RfaState) -> tuple[Tensor, RfaState]:
+    def step_heads(self, heads: Heads[Gate | None], state: RfaState) -> tuple[Tensor, RfaState]:
         """Run one step of the recurrence."""
         q, k = self._features(heads)
         o, after = rfa_attention_step(
-            q, k, heads.v, RfaSums(*state[:3]), signed=self.feature_map.signed, gate_logits=heads.gates
+            q,
+            k,
+            heads.v,
+            RfaSums(*state[:3]),
+            signed=self.feature_map.signed,
+            gate_logits=None if heads.inputs is None else heads.inputs.logits,
         )
         o = self.feature_map.projection.unless_redrawn(o, state.draw)
         return o, RfaState(*after, state.position + 1, state.draw)
 
-    def _features(self, heads: Heads) -> tuple[Tensor, Tensor]:
+    def _features(self, heads: Heads[Gate | None]) -> tuple[Tensor, Tensor]:
         self.feature_map.warn_if_sharp()
         return self.feature_map(heads.q, heads.positions), self.feature_map(heads.k, heads.positions)
 
-    def _refuse(self, capability: str, given: Tensor | None, what: str) -> None:
+    def refuse(self, capability: str, given: Tensor | None, what: str) -> None:
+        """Refuse as usual; and another sequence, where there is a gate."""
         if self.gate_proj is not None and capability == "cross" and given is not None:
             raise UnsupportedError(f"the gate of rfa is read from one sequence; use gate=False for {what}")
-        super()._refuse(capability, given, what)
+        super().refuse(capability, given, what)

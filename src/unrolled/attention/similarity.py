@@ -31,7 +31,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention, Projected
 from unrolled.contract import Supports
 from unrolled.ops.checks import (
     check_attn_mask,
@@ -189,7 +189,7 @@ def similarity_attention(
         return o.transpose(1, 2).to(v.dtype)
 
 
-class SimilarityAttention(MultiHeadAttention):
+class SimilarityAttention(MultiHeadAttention[SimilarityState, None]):
     """Multi-head similarity attention.
 
     Args:
@@ -207,9 +207,9 @@ class SimilarityAttention(MultiHeadAttention):
         packing=True,
         recurrence="growing",
         attn_mask=True,
+        single_queries=True,
     )
     growing = dict.fromkeys(("k", "v", "padding"), (1, "S"))
-    independent_queries = True
 
     def __init__(
         self,
@@ -241,16 +241,16 @@ class SimilarityAttention(MultiHeadAttention):
             if self.n_kv_heads != n_heads:
                 found = self.n_kv_heads
                 raise ValueError(f"n_kv_heads is {found}, but symmetric attention wants n_heads = {n_heads}")
-            self.qkv_proj = Linear(d_model, sum(self._widths[1:]), bias=self.qkv_proj.bias is not None)
+            self.qkv_proj = Linear(d_model, sum(self.widths[1:]), bias=self.qkv_proj.bias is not None)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k = heads.rotated()
         return similarity_attention(q, k, heads.v, self.similarity, causal=self.causal, **masks._asdict())
 
     def init_state(self, batch_size: int) -> SimilarityState:
         """Make the state of `batch_size` sequences that have not begun: no tokens."""
-        like = self.out_proj.weight.new_empty(0, dtype=self._state_dtype)
+        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return SimilarityState(
             like.new_empty(batch_size, 0, self.n_kv_heads, self.head_dim),
             like.new_empty(batch_size, 0, self.n_kv_heads, self.value_dim),
@@ -259,14 +259,14 @@ class SimilarityAttention(MultiHeadAttention):
         )
 
     def prefill_heads(
-        self, heads: Heads, state: SimilarityState, key_padding_mask: Tensor | None
+        self, heads: Heads[None], state: SimilarityState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, SimilarityState]:
         """Attend in parallel to all tokens seen and to the new ones, which join them."""
         q, k = heads.rotated()
         v, (B, T), dtype = heads.v, k.shape[:2], state.k.dtype
         for name, found, new in (("k", state.k, k), ("v", state.v, v)):
-            if found.shape[2:] != new.shape[2:] or found.dtype != self._state_dtype:
-                wanted = f"{self._state_dtype} [{B}, S, {new.shape[2]}, {new.shape[3]}]"
+            if found.shape[2:] != new.shape[2:] or found.dtype != self.state_dtype:
+                wanted = f"{self.state_dtype} [{B}, S, {new.shape[2]}, {new.shape[3]}]"
                 raise ValueError(
                     f"state.{name} is {found.dtype} of shape {shape(found)}, but these inputs want {wanted}"
                 )
@@ -283,19 +283,20 @@ class SimilarityAttention(MultiHeadAttention):
         )
         return o.to(v.dtype), after
 
-    def step_heads(self, heads: Heads, state: SimilarityState) -> tuple[Tensor, SimilarityState]:
+    def step_heads(self, heads: Heads[None], state: SimilarityState) -> tuple[Tensor, SimilarityState]:
         """Do the same for one token."""
         positions = None if heads.positions is None else heads.positions.unsqueeze(1)
-        token = Heads(heads.q.unsqueeze(1), heads.k.unsqueeze(1), heads.v.unsqueeze(1), positions)
+        token: Heads[None] = Heads(
+            heads.q.unsqueeze(1), heads.k.unsqueeze(1), heads.v.unsqueeze(1), positions
+        )
         o, state = self.prefill_heads(token, state, None)
         return o.squeeze(1), state
 
-    def _project(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Projected:
+        """Project; symmetric similarities have the queries' projection for the keys too."""
         if not self.symmetric:
-            return super()._project(query, key, value)
-        bias, widths = self.qkv_proj.bias, self._widths[1:]
+            return super().project(query, key, value)
+        bias, widths = self.qkv_proj.bias, self.widths[1:]
         w_k, w_v = torch.split(self.qkv_proj.weight, widths)
         b_k, b_v = (None, None) if bias is None else torch.split(bias, widths)
         key = query if key is None else key

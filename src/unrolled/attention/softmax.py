@@ -16,7 +16,7 @@ eq. 34), and the cache holds rotated keys.
 
 from torch import Tensor
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.softmax import (
     CACHE_GROWS,
@@ -28,7 +28,7 @@ from unrolled.ops.softmax import (
 )
 
 
-class SoftmaxAttention(MultiHeadAttention):
+class SoftmaxAttention(MultiHeadAttention[KVCache, None]):
     """Multi-head softmax attention; the arguments are those of `MultiHeadAttention`."""
 
     supports = Supports(
@@ -39,29 +39,29 @@ class SoftmaxAttention(MultiHeadAttention):
         packing=True,
         recurrence="growing",
         attn_mask=True,
+        single_queries=True,
+        weights=True,
     )
     growing = CACHE_GROWS
-    independent_queries = True
-    has_weights = True
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k = heads.rotated()
         return softmax_attention(q, k, heads.v, causal=self.causal, **masks._asdict())
 
     def init_state(self, batch_size: int) -> KVCache:
         """Make the cache of `batch_size` sequences that have not begun: empty."""
-        like = self.out_proj.weight.new_empty(0, dtype=self._state_dtype)
+        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return empty_cache(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def prefill_heads(
-        self, heads: Heads, state: KVCache, key_padding_mask: Tensor | None
+        self, heads: Heads[None], state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Attend in parallel to the cache and to the new tokens."""
         q, k = heads.rotated()
         return softmax_prefill(q, k, heads.v, state, key_padding_mask=key_padding_mask)
 
-    def step_heads(self, heads: Heads, state: KVCache) -> tuple[Tensor, KVCache]:
+    def step_heads(self, heads: Heads[None], state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend from one token to the whole cache."""
         q, k = heads.rotated()
         return softmax_step(q, k, heads.v, state)

@@ -30,8 +30,8 @@ from typing import Any
 
 from torch import Tensor
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
 from unrolled.attention._packed import attend_packed
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.factorized import Layout, factorized_attention, factorized_pattern
 from unrolled.ops.factorized_state import (
@@ -45,7 +45,7 @@ from unrolled.ops.options import check_integers
 from unrolled.ops.positions import rotary
 
 
-class SparseTransformerAttention(MultiHeadAttention):
+class SparseTransformerAttention(MultiHeadAttention[FactorizedState, None]):
     """Multi-head attention of the Sparse Transformer.
 
     Args:
@@ -64,12 +64,7 @@ class SparseTransformerAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=True,
-        bidirectional=True,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="growing",
+        causal=True, bidirectional=True, cross=False, padding=True, packing=True, recurrence="growing"
     )
     growing = STATE_GROWS
 
@@ -100,7 +95,7 @@ class SparseTransformerAttention(MultiHeadAttention):
             summary = stride if stride % 4 else stride // 4
         self.layout = Layout(causal, n_heads, kind, stride, window, summary, subblocks, reads)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)
@@ -109,17 +104,17 @@ class SparseTransformerAttention(MultiHeadAttention):
 
     def init_state(self, batch_size: int) -> FactorizedState:
         """Make the state of `batch_size` sequences that have not begun: no tokens."""
-        like = self.out_proj.weight.new_empty(0, dtype=self._state_dtype)
+        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return empty_state(self.layout, batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def prefill_heads(
-        self, heads: Heads, state: FactorizedState, key_padding_mask: Tensor | None
+        self, heads: Heads[None], state: FactorizedState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, FactorizedState]:
         """Attend in parallel to the state and to the new tokens."""
         q, k = self._rotated(heads)
         return factorized_prefill(q, k, heads.v, self.layout, state, key_padding_mask=key_padding_mask)
 
-    def step_heads(self, heads: Heads, state: FactorizedState) -> tuple[Tensor, FactorizedState]:
+    def step_heads(self, heads: Heads[None], state: FactorizedState) -> tuple[Tensor, FactorizedState]:
         """Attend from one token to the keys that it reads."""
         q, k, v, positions, _ = heads
         if positions is not None:
@@ -135,7 +130,7 @@ class SparseTransformerAttention(MultiHeadAttention):
         """Sizes, for `print(model)`."""
         return ", ".join(f"{name}={value!r}" for name, value in vars(self.layout).items())
 
-    def _rotated(self, heads: Heads) -> tuple[Tensor, Tensor]:
+    def _rotated(self, heads: Heads[None]) -> tuple[Tensor, Tensor]:
         if heads.positions is None:
             return heads.q, heads.k
         return rotary(heads.q, heads.positions), rotary(heads.k, heads.positions)

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.grid import Axes, Part, axes, distances_in, grouped, near, read_by_groups, ungrouped, volume
@@ -227,7 +227,7 @@ def _check_relative(relative: Sequence[Tensor], size: Axes, head_dim: int) -> No
             )
 
 
-class SpatiotemporalAttention(MultiHeadAttention):
+class SpatiotemporalAttention(MultiHeadAttention[None, None]):
     """Multi-head grid, or cube, attention over a video whose frames follow each other row by row.
 
     Args:
@@ -247,12 +247,7 @@ class SpatiotemporalAttention(MultiHeadAttention):
     """
 
     supports = Supports(
-        causal=False,
-        bidirectional=True,
-        cross=False,
-        padding=True,
-        packing=False,
-        recurrence="none",
+        causal=False, bidirectional=True, cross=False, padding=True, packing=False, recurrence="none"
     )
     relative: nn.ParameterList | None
 
@@ -288,7 +283,7 @@ class SpatiotemporalAttention(MultiHeadAttention):
         if relative:
             self.relative = nn.ParameterList(torch.zeros(2 * n - 1, self.head_dim) for n in self.shape)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         return spatiotemporal_attention(
             heads.q,

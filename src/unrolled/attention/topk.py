@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.checks import (
     check_attn_mask,
@@ -211,7 +211,7 @@ def topk_step(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, n_keys: int) -> t
     return o.reshape(B, H, M).to(v.dtype), cache
 
 
-class TopkAttention(MultiHeadAttention):
+class TopkAttention(MultiHeadAttention[KVCache, None]):
     """Multi-head top-k attention.
 
     Args:
@@ -230,33 +230,33 @@ class TopkAttention(MultiHeadAttention):
         packing=True,
         recurrence="growing",
         attn_mask=True,
+        single_queries=True,
     )
     growing = CACHE_GROWS
-    independent_queries = True
 
     def __init__(self, d_model: int, n_heads: int, *, n_keys: int = 32, **shared: Any):
         super().__init__(d_model, n_heads, **shared)
         check_integers(1, n_keys=n_keys)
         self.n_keys = n_keys
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k = heads.rotated()
         return topk_attention(q, k, heads.v, self.n_keys, causal=self.causal, **masks._asdict())
 
     def init_state(self, batch_size: int) -> KVCache:
         """Make the cache of `batch_size` sequences that have not begun: empty."""
-        like = self.out_proj.weight.new_empty(0, dtype=self._state_dtype)
+        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return empty_cache(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def prefill_heads(
-        self, heads: Heads, state: KVCache, key_padding_mask: Tensor | None
+        self, heads: Heads[None], state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Attend in parallel to the cache and to the new tokens."""
         q, k = heads.rotated()
         return topk_prefill(q, k, heads.v, state, self.n_keys, key_padding_mask=key_padding_mask)
 
-    def step_heads(self, heads: Heads, state: KVCache) -> tuple[Tensor, KVCache]:
+    def step_heads(self, heads: Heads[None], state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend from one token to the best of the cache."""
         q, k = heads.rotated()
         return topk_step(q, k, heads.v, state, self.n_keys)

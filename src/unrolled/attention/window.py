@@ -25,15 +25,15 @@ from typing import Any
 
 from torch import Tensor
 
-from unrolled.attention._multihead import Heads, Masks
 from unrolled.attention._window import SlidingWindow
+from unrolled.attention.base import Heads, Masks
 from unrolled.contract import Supports
 from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.window_dilated import window_pattern
 
 
-class WindowAttention(SlidingWindow):
+class WindowAttention(SlidingWindow[None]):
     """Multi-head window attention.
 
     Args:
@@ -63,7 +63,7 @@ class WindowAttention(SlidingWindow):
     ):
         super().__init__(d_model, n_heads, window=window, dilation=dilation, **shared)
 
-    def attend(self, heads: Heads, masks: Masks) -> Tensor:
+    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         (q, k), v = heads.rotated(), heads.v
         padding, back = masks.key_padding_mask, None

@@ -140,8 +140,6 @@ def _at(length: int, layers: Mapping[str, nn.Module | str], settings: Settings) 
 
 def _layer(name: str, settings: Settings) -> nn.Module:
     options = (settings.options or {}).get(name, {})
-    if name in attention.names() and name not in attention.layers():
-        raise UnsupportedError(f"{name} attention reads a memory, so it is no layer to compare")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:

@@ -1,6 +1,5 @@
 """Cases of whole layers: every mechanism by its name, as the length grows, or the window."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -102,13 +101,18 @@ def rounding(compute: Callable[[], Sequence[Tensor]], make: Callable[[], nn.Modu
 
 def layer(name: str, length: int, causal: bool, options: Mapping[str, Any]) -> nn.Module:
     """Make a layer of a mechanism for so many tokens; the same one every time."""
-    mechanism = attention.load(name)
-    bounded = "max_length" in inspect.signature(mechanism).parameters
+    mechanism: Any = attention.load(name)
+    bound = {"max_length": length} if mechanism.supports.max_length else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return mechanism(
-            D_MODEL, N_HEADS, causal=causal, **({"max_length": length} if bounded else {}), **options
+        module: nn.Module = mechanism(
+            D_MODEL,
+            N_HEADS,
+            causal=causal,
+            **bound,
+            **options,
         )
+        return module
 
 
 def run(module: nn.Module, x: Tensor) -> Sequence[Tensor]:

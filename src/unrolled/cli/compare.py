@@ -81,7 +81,7 @@ def compare(
     )
     console = Console(stderr=True)
     with cpu_threads(threads), console.status("measuring") as status:
-        rows = comparison.compare(mechanisms or attention.layers(), sizes, settings, status.update)
+        rows = comparison.compare(mechanisms or attention.names(), sizes, settings, status.update)
     typer.echo(text := _markdown(rows, settings))
     _write(rows, asdict(settings), text, out)
     typer.echo(f"\nThe report: {out / 'comparison.md'}")

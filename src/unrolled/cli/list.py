@@ -125,17 +125,11 @@ def pattern_of(name: str, length: int, options: Mapping[str, Any], *, causal: bo
 
     Raises:
         ValueError: the mechanism or one of its options does not exist.
-        UnsupportedError: what it reads depends on the data, or is everything, or a memory.
+        UnsupportedError: what it reads depends on the data, or is everything.
     """
     from unrolled import attention
-    from unrolled.contract import UnsupportedError
 
     mechanism: Any = attention.load(name)
-    if name not in attention.layers():
-        raise UnsupportedError(
-            f"{name} attention reads a memory by single queries, not a sequence: use one of "
-            f"{', '.join(attention.layers())}"
-        )
     try:
         module = mechanism(d_model=32, n_heads=4, causal=causal, **options)
     except TypeError as error:

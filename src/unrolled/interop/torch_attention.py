@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled import attention as mechanisms
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Masks, MultiHeadAttention, Projected
 from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear, linear
@@ -72,10 +72,9 @@ class MultiheadAttention(nn.Module):
         )
         # Torch's encoder layer would compute softmax attention by itself for modules that say True here.
         self._qkv_same_embed_dim = False
-        kind = mechanisms.load(attention)
-        if not issubclass(kind, MultiHeadAttention):
-            raise UnsupportedError(f"{attention!r} attention has other projections than torch's")
-        mechanism = kind(embed_dim, num_heads, causal=causal, bias=bias, **options)
+        mechanism: MultiHeadAttention[Any, Any] = mechanisms.load(attention)(
+            embed_dim, num_heads, causal=causal, bias=bias, **options
+        )
         if mechanism.qkv_proj.weight.shape != (3 * embed_dim, embed_dim):
             raise UnsupportedError(f"{attention!r} attention so made has other projections than torch's")
         self._make_parameters(bias, add_bias_kv)
@@ -109,15 +108,14 @@ class MultiheadAttention(nn.Module):
     def _check_extras(self) -> None:
         mechanism = self.mechanism
         if (self.bias_k is not None or self.add_zero_attn) and (
-            mechanism.causal or mechanism.positional or not mechanism.supports.cross
+            mechanism.causal or mechanism.supports.positions or not mechanism.supports.cross
         ):
             raise UnsupportedError(
-                f"{mechanism._name} attention so made cannot take keys that have no place in the sequence; "
+                f"{mechanism.name} attention so made cannot take keys that have no place in the sequence; "
                 "use add_bias_kv=False and add_zero_attn=False"
             )
-        reads_input = type(mechanism).gates is not MultiHeadAttention.gates
-        if reads_input and self.kdim != self.embed_dim:
-            raise UnsupportedError(f"{mechanism._name} attention reads its input; use kdim = embed_dim")
+        if mechanism.supports.reads_input and self.kdim != self.embed_dim:
+            raise UnsupportedError(f"{mechanism.name} attention reads its input; use kdim = embed_dim")
 
     def forward(
         self,
@@ -159,18 +157,19 @@ class MultiheadAttention(nn.Module):
             key = without_padding(key, padding)
             query, value = key if own else query, key if packed else without_padding(value, padding)
         masks = self._masks(padding, attn_mask, is_causal, (B, T, S))
-        q, k, v = self._heads(query, key, value, packed)
-        positions = None
-        if own and self.mechanism.positional:
-            positions = self.mechanism._positions(query, masks.key_padding_mask, None)
-        elif not own:
-            self.mechanism._refuse("cross", key, "a key that is another tensor than the query")
-        heads = Heads(q, k, v, positions, self.mechanism.gates(key))
+        if not own:
+            self.mechanism.refuse("cross", key, "a key that is another tensor than the query")
+        projected = self._heads(query, key, value, packed)
+        heads = self.mechanism.heads_of(projected, key, masks, cross=not own)
         y: Tensor = self.out_proj(self.mechanism.merge_heads(self.mechanism.attend(heads, masks), query))
         y = y if batched and self.batch_first else y.transpose(0, 1) if batched else y[0]
         if not need_weights:
             return y, None
-        weights = self._weights(heads, masks)
+        if not self.mechanism.supports.weights:
+            raise UnsupportedError(
+                f"{self.mechanism.name} attention has no weights to show; use need_weights=False"
+            )
+        weights = self.mechanism.weights_of(heads, masks)
         weights = weights.mean(1) if average_attn_weights else weights
         return y, weights if batched else weights[0]
 
@@ -192,7 +191,7 @@ class MultiheadAttention(nn.Module):
         if inputs[1].shape[1] != inputs[2].shape[1]:
             raise ValueError(f"value has the length {inputs[2].shape[1]}, wanted key's, {inputs[1].shape[1]}")
 
-    def _heads(self, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> list[Tensor]:
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> Projected:
         """Project to `[B,T,H,D]`, with the further keys and values that torch's has."""
         heads = list(self._projected(query, key, value, packed))
         for i, row in ((1, self.bias_k), (2, self.bias_v)):
@@ -200,7 +199,8 @@ class MultiheadAttention(nn.Module):
                 heads[i] = torch.cat([heads[i], row.expand(len(heads[i]), -1, -1)], dim=1)
             if self.add_zero_attn:
                 heads[i] = F.pad(heads[i], (0, 0, 0, 1))
-        return [x.view(*x.shape[:2], self.num_heads, -1) for x in heads]
+        q, k, v = (x.view(*x.shape[:2], self.num_heads, -1) for x in heads)
+        return q, k, v
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> Sequence[Tensor]:
         if packed and self.in_proj_weight is not None:
@@ -214,7 +214,7 @@ class MultiheadAttention(nn.Module):
 
     def _padding(self, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
         """Turn torch's padding mask into ours."""
-        self.mechanism._refuse("padding", mask, "key_padding_mask")
+        self.mechanism.refuse("padding", mask, "key_padding_mask")
         if mask is None:
             return None
         padding = _as_padding(mask)
@@ -237,9 +237,9 @@ class MultiheadAttention(nn.Module):
             attn_mask = None
         if is_causal and attn_mask is not None and not mechanism.supports.attn_mask:
             raise UnsupportedError(
-                f"{mechanism._name} attention cannot honour attn_mask; make it with causal=True"
+                f"{mechanism.name} attention cannot honour attn_mask; make it with causal=True"
             )
-        mechanism._refuse("attn_mask", attn_mask, "attn_mask")
+        mechanism.refuse("attn_mask", attn_mask, "attn_mask")
         if attn_mask is not None:
             if attn_mask.dim() == 3:
                 if attn_mask.shape != (B * self.num_heads, T, S):
@@ -254,16 +254,6 @@ class MultiheadAttention(nn.Module):
         if key_padding_mask is not None and further:
             key_padding_mask = F.pad(key_padding_mask, (0, further))
         return Masks(key_padding_mask, attn_mask)
-
-    def _weights(self, heads: Heads, masks: Masks) -> Tensor:
-        """`[B,H,T,S]`: a weighted mean of values that are one-hot shows its weights."""
-        if not self.mechanism.has_weights:
-            raise UnsupportedError(
-                f"{self.mechanism._name} attention has no weights to show; use need_weights=False"
-            )
-        one_each = torch.eye(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device)
-        one_each = one_each.unsqueeze(1).expand(*heads.k.shape[:3], -1)
-        return self.mechanism.attend(heads._replace(v=one_each), masks).transpose(1, 2)
 
 
 def _as_padding(mask: Tensor) -> Tensor:

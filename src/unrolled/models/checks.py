@@ -45,9 +45,10 @@ def check_token(token: Tensor, n_ids: int, table: Tensor) -> None:
         raise ValueError(f"token holds ids from {min(ids)} to {max(ids)}, wanted ids in [0, {n_ids})")
 
 
-def check_layer_states(state: Any, kind: type, rows: int, n_layers: int, table: Tensor) -> None:
+def check_layer_states(state: Any, kind: type[Any], rows: int, n_layers: int, table: Tensor) -> None:
     """Raise ValueError unless `state` is a `kind` for that many rows and layers; layers check their own."""
-    if not isinstance(state, kind):
+    found: object = state
+    if not isinstance(found, kind):
         raise ValueError(
             f"state is a {type(state).__name__}, wanted the {kind.__name__} of init_state or prefill"
         )

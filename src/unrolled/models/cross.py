@@ -77,7 +77,7 @@ def make_cross_attention(config: TransformerConfig, layer: int) -> nn.Module:
 
     def able(name: str) -> bool:
         mechanism: Any = attention.load(name)
-        return bool(mechanism.supports.cross and getattr(mechanism, "independent_queries", False))
+        return bool(mechanism.supports.cross and mechanism.supports.single_queries)
 
     if not able(name := config.layer_attention[layer]):
         others = [n for n in attention.names() if able(n)]

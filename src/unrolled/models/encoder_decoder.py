@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from unrolled.attention._multihead import MultiHeadAttention
+from unrolled.attention.base import MultiHeadAttention
 from unrolled.contract import IGNORED
 from unrolled.models.blocks import FeedForward, make_norm, tie_layers
 from unrolled.models.checks import check_ids, check_layer_states, check_token
@@ -337,8 +337,8 @@ def init_xavier(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
-            queries_are_keys = module.qkv_proj.out_features != sum(module._widths)
-            widths = module._widths[1:] if queries_are_keys else module._widths
+            queries_are_keys = module.qkv_proj.out_features != sum(module.widths)
+            widths = module.widths[1:] if queries_are_keys else module.widths
             draw(*torch.split(module.qkv_proj.weight, widths), bias=module.qkv_proj.bias)
             draw(module.out_proj.weight, bias=module.out_proj.bias)
         elif isinstance(module, FeedForward):

@@ -91,7 +91,7 @@ class LSTMNSeq2Seq(_LSTMNSeq2Seq):
         """Read the source from left to right."""
         hidden, _, entry = self.read(source, key_padding_mask)
         memory = hidden.to(self.out.weight.dtype)
-        attended = self.attention.init_state(memory, key_padding_mask=key_padding_mask)
+        attended = self.attention.read(memory, key_padding_mask=key_padding_mask)
         tape = self._begun(self.cell, entry)
         return LSTMNSeq2SeqState(tape, tape.tape[:, 0, : self.config.hidden_size], attended)
 
@@ -101,8 +101,8 @@ class LSTMNSeq2Seq(_LSTMNSeq2Seq):
         y = self.dropout(self.target_embedding(tokens))
         outputs, weights = [], []
         for now in y.unbind(1):
-            context, weight, attended = self.attention.step(s.to(y.dtype), attended)
-            inputs = self.cell.project(torch.cat([now, context], -1))
+            context, weight, attended = self.attention.recall(s.to(y.dtype).unsqueeze(1), attended)
+            inputs = self.cell.project(torch.cat([now, context.squeeze(1)], -1))
             with without_autocast(tokens.device):
                 s, tape = self.cell.advance(inputs.to(s.dtype), tape)
             outputs.append(s)
@@ -111,7 +111,7 @@ class LSTMNSeq2Seq(_LSTMNSeq2Seq):
             nothing = y.new_zeros(*tokens.shape, s.shape[-1])
             return nothing, y.new_zeros(*tokens.shape, attended.memory.shape[1]), state
         hidden = self.dropout(torch.stack(outputs, 1).to(y.dtype))
-        return hidden, torch.stack(weights, 1), LSTMNSeq2SeqState(tape, s, attended)
+        return hidden, torch.cat(weights, 1), LSTMNSeq2SeqState(tape, s, attended)
 
 
 class DeepLSTMNSeq2Seq(_LSTMNSeq2Seq):

@@ -81,7 +81,7 @@ class LuongSeq2Seq(Seq2Seq):
         else:  # which torch does not pack
             out, (h, c) = self.encoder(x)
         place = order.argsort(dim=1).unsqueeze(-1).expand(-1, -1, out.shape[-1])  # and back
-        attended = self.attention.init_state(out.gather(1, place), key_padding_mask=key_padding_mask)
+        attended = self.attention.read(out.gather(1, place), key_padding_mask=key_padding_mask)
         dtype = accumulation_dtype(x.dtype)
         h, c = (z.transpose(0, 1).to(dtype) for z in (h, c))
         return LuongSeq2SeqState(h, c, torch.zeros_like(h[:, 0]), attended)
@@ -109,15 +109,15 @@ class LuongSeq2Seq(Seq2Seq):
                 for i, (weight, bias) in enumerate(upper, 1):
                     below = torch.cat([self.dropout(hs[i - 1]), hs[i]], -1)
                     hs[i], cs[i] = lstm_step(F.linear(below, weight, bias), cs[i])
-                context, weight, attended = self.attention.step(hs[-1].to(dtype), attended)
-                v = torch.tanh(F.linear(torch.cat([context.to(kept), hs[-1]], -1), combine))
+                context, weight, attended = self.attention.recall(hs[-1].to(dtype).unsqueeze(1), attended)
+                v = torch.tanh(F.linear(torch.cat([context.squeeze(1).to(kept), hs[-1]], -1), combine))
                 vectors.append(v)
                 weights.append(weight)
         if not vectors:
             nothing = y.new_zeros(*tokens.shape, v.shape[-1])
             return nothing, y.new_zeros(*tokens.shape, attended.memory.shape[1]), state
         after = LuongSeq2SeqState(torch.stack(hs, 1), torch.stack(cs, 1), v, attended)
-        return self.dropout(torch.stack(vectors, 1).to(dtype)), torch.stack(weights, 1), after
+        return self.dropout(torch.stack(vectors, 1).to(dtype)), torch.cat(weights, 1), after
 
     def logits(self, hidden: Tensor) -> Tensor:
         """W_s v."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from unrolled.attention.base import Masks
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.models.blocks import Block, init_weights
@@ -241,7 +242,7 @@ class ReadingAttention(SoftmaxAttention):
 
     def last(self, x: Tensor, n: int, key_padding_mask: Tensor | None, hidden: Tensor | None) -> Tensor:
         """The last n of the outputs for `x` [B, T, d_model], with the inputs `hidden` [B, T] not read."""
-        q, k, v = self._last_heads(x, n, self._positions(x, key_padding_mask, None))
+        q, k, v = self._last_heads(x, n, self.positions_of(x, Masks(key_padding_mask)))
         padding = key_padding_mask if hidden is None else hidden
         if hidden is not None and key_padding_mask is not None:
             padding = hidden | key_padding_mask
@@ -252,14 +253,14 @@ class ReadingAttention(SoftmaxAttention):
         self, x: Tensor, n: int, state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """The last n of the outputs of `prefill`, and the state after it."""
-        positions = state.position.unsqueeze(1) + self._positions(x, key_padding_mask, None)
+        positions = state.position.unsqueeze(1) + self.positions_of(x, Masks(key_padding_mask))
         q, k, v = self._last_heads(x, n, positions)
         o, state = softmax_prefill(q, k, v, state, key_padding_mask=key_padding_mask)
         return self.merge_heads(o, x), state
 
     def _last_heads(self, x: Tensor, n: int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         start = x.shape[1] - n
-        q, k, v = self._project(x[:, start:], x if start else None, None)
+        q, k, v = self.project(x[:, start:], x if start else None)
         if self.rotary:
             q, k = rotary(q, positions[:, start:]), rotary(k, positions)
         return q, k, v

@@ -94,7 +94,7 @@ class RNNSeq2Seq(Seq2Seq):
         memory, ends = self.encoder.read(x, key_padding_mask=key_padding_mask)
         (last,) = ends.right_to_left
         s = torch.tanh(self.first(last.to(x.dtype))).to(last.dtype)
-        return RNNSeq2SeqState(s, self.attention.init_state(memory, key_padding_mask=key_padding_mask))
+        return RNNSeq2SeqState(s, self.attention.read(memory, key_padding_mask=key_padding_mask))
 
     def decode(self, tokens: Tensor, state: RNNSeq2SeqState) -> tuple[Tensor, Tensor, RNNSeq2SeqState]:
         """Run the decoder over tokens; returns t before W_o."""
@@ -107,8 +107,10 @@ class RNNSeq2Seq(Seq2Seq):
         states, contexts, weights = [s], [], []
         with without_autocast(tokens.device):
             for now in inputs.unbind(1):
-                context, weight, attended = self.attention.step(s.to(dtype), attended)
-                s, _ = self.cell.advance(now + F.linear(context.to(s.dtype), of_context), GRUState(s))
+                context, weight, attended = self.attention.recall(s.to(dtype).unsqueeze(1), attended)
+                s, _ = self.cell.advance(
+                    now + F.linear(context.squeeze(1).to(s.dtype), of_context), GRUState(s)
+                )
                 states.append(s)
                 contexts.append(context)
                 weights.append(weight)
@@ -116,9 +118,9 @@ class RNNSeq2Seq(Seq2Seq):
         if not contexts:
             nothing = y.new_zeros(*tokens.shape, self.out.in_features)
             return nothing, y.new_zeros(*tokens.shape, attended.memory.shape[1]), state
-        joined = torch.cat([torch.stack(read, 1).to(dtype), y, torch.stack(contexts, 1)], -1)
+        joined = torch.cat([torch.stack(read, 1).to(dtype), y, torch.cat(contexts, 1)], -1)
         pairs = self.readout(joined).unflatten(-1, (-1, 2))
-        return self.dropout(pairs.amax(-1)), torch.stack(weights, 1), RNNSeq2SeqState(s, attended)
+        return self.dropout(pairs.amax(-1)), torch.cat(weights, 1), RNNSeq2SeqState(s, attended)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """W_o t."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled import attention
-from unrolled.attention._memory import MemoryAttention
-from unrolled.contract import IGNORED, UnsupportedError
+from unrolled import alignment
+from unrolled.alignment.base import Alignment
+from unrolled.contract import IGNORED
 from unrolled.models.checks import check_ids, check_size, check_token
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
@@ -59,11 +59,11 @@ class AttentiveSeq2SeqConfig(Seq2SeqConfig):
     """The fields of an encoder-decoder whose attention is chosen by name; see `Seq2SeqConfig` for the others.
 
     Attributes:
-        attention: name of a mechanism that reads a memory: "bahdanau", "luong", "cosine", "hard", or "fixed",
-            which is none: all that it reads of the source is the last state of the encoder. A variant in the
-            same file is named as in "luong.LocalPredictiveAttention".
-            "hard" learns nothing of where to look by `loss`, unlike "hard.StraightThroughAttention".
-        attention_options: the further arguments of that mechanism.
+        attention: name of an alignment (see `unrolled.alignment.names()`): "bahdanau", "luong", "cosine",
+            "hard", or "fixed", the baseline without attention, which reads the encoder's last state only. A
+            variant in the same file is named as in "luong.LocalPredictiveAttention". The `loss` does not
+            train where "hard" looks; it trains that of "hard.StraightThroughAttention".
+        attention_options: the other arguments of that alignment.
     """
 
     attention: str = "bahdanau"
@@ -78,8 +78,8 @@ class AttentiveSeq2SeqConfig(Seq2SeqConfig):
 class Seq2Seq(SavedModel):
     """Reads a source sentence, then predicts each token of its translation from those before it.
 
-    A model derives from this class and defines `encode` and `decode`; `growing` says which fields of the state
-    that they hand on are as long as the source, or grow.
+    A model derives from this class and defines `encode` and `decode`; `growing` says which fields of their
+    state are as long as the source, or grow.
     """
 
     config: Any
@@ -183,19 +183,13 @@ class Seq2Seq(SavedModel):
             return self.encode(source, source.bool())
 
 
-def make_attention(config: AttentiveSeq2SeqConfig, memory_dim: int) -> MemoryAttention:
+def make_attention(config: AttentiveSeq2SeqConfig, memory_dim: int) -> Alignment:
     """The attention that the config asks for, with queries `hidden_size` wide.
 
     Raises:
-        UnsupportedError: the mechanism attends within a sequence, and has no memory.
-        ValueError: it does not exist, or does not take one of its options.
+        ValueError: there is no such alignment, or it does not take one of its options.
     """
-    mechanism = attention.load(config.attention)
-    if not issubclass(mechanism, MemoryAttention):
-        able = [n for n in attention.names() if issubclass(attention.load(n), MemoryAttention)]
-        raise UnsupportedError(
-            f"{config.attention!r} attention reads no memory by single queries; use one of {able} instead"
-        )
+    mechanism = alignment.load(config.attention)
     try:
         return mechanism(config.hidden_size, memory_dim, **config.attention_options)
     except TypeError as error:

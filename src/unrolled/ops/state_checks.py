@@ -68,8 +68,8 @@ def check_state(
 ) -> None:
     """Require a state of `module` for `rows` rows, on the device of its weight `like`.
 
-    `growing`, by default `module.growing`, says which fields grow. What else is wanted is read off a state of
-    no rows, which `empty` makes, by default `init_state(0)`: once for each type of weights. No values are read.
+    `growing`, by default `module.growing`, says which fields grow. Types and shapes are those of a state of
+    no rows, made by `empty`, by default `init_state(0)`, once per type of the weights. No values are read.
 
     Raises:
         ValueError: a state of another type, or tensors of another number, type, shape or device.

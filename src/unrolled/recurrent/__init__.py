@@ -3,13 +3,10 @@
 `Stacked` puts layers of them on top of each other, and `Bidirectional` side by side, one from each end.
 """
 
-import importlib
-import inspect
-import pkgutil
-
 from unrolled.recurrent._bidirectional import Bidirectional, BidirectionalState
 from unrolled.recurrent._layer import RecurrentLayer
 from unrolled.recurrent._stacked import Stacked, StackedState
+from unrolled.registry import Registry
 
 __all__ = [
     "Bidirectional",
@@ -22,21 +19,18 @@ __all__ = [
 ]
 
 
+_registry = Registry(__name__, RecurrentLayer, "cell")
+
+
 def names() -> list[str]:
     """List the cells, in alphabetical order."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return _registry.names()
 
 
 def load(name: str) -> type[RecurrentLayer]:
-    """Return the layer of a cell: the one class of its file that derives from `RecurrentLayer`.
+    """Return the layer of a cell.
 
     Raises:
         ValueError: there is no cell of that name.
     """
-    if name not in names():
-        raise ValueError(f"cell is {name!r}, but must be one of {', '.join(names())}")
-    module = importlib.import_module(f"{__name__}.{name}")
-    for _, found in inspect.getmembers(module, inspect.isclass):
-        if found.__module__ == module.__name__ and issubclass(found, RecurrentLayer):
-            return found
-    raise ValueError(f"{module.__name__} has no class that derives from RecurrentLayer")
+    return _registry.load(name)

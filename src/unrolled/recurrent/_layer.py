@@ -22,8 +22,8 @@ class RecurrentLayer(ChecksOptions, nn.Module):
     from inputs that are already projected; what its inputs alone decide it computes in `project`, for all
     tokens at once. One whose steps can run faster together overrides `scan`, and one for which there is a
     kernel from the inputs to the outputs `fused`, which is asked first where nothing is padded. States, and
-    the steps, are fp32 (fp64 for fp64 weights) whatever the type of the input. `torch.export` unrolls the loop
-    over the steps, so a graph holds for one length.
+    the steps, are fp32 (fp64 for fp64 weights) whatever the type of the input. `torch.export` unrolls the
+    loop over the steps, so a graph holds for one length.
 
     Args:
         input_size: width of the inputs.

@@ -5,7 +5,7 @@
     check_mechanism("linear")                        # a mechanism of this library
     check_mechanism(MyAttention, my_option=3)        # any class that follows the contract
     check_cell("lstm")                               # a recurrent layer: what attention owes
-    check_memory_attention("bahdanau")               # attention from single queries to a memory
+    check_alignment("bahdanau")                      # attention of a recurrent decoder to its source
 
 A mechanism is an `nn.Module` with `forward`, a class attribute `supports`, and, where that claims a
 recurrence, `init_state`, `prefill` and `step` (see `unrolled.contract`). Each claim is checked, and so is the
@@ -26,6 +26,7 @@ from unrolled import attention
 from unrolled import recurrent as cells
 from unrolled.contract import Supports
 from unrolled.testing._kit import CellMaker, Maker, recurrent
+from unrolled.testing.alignment import ALIGNMENT_CHECKS, AlignmentMaker, check_alignment
 from unrolled.testing.forms import (
     check_forms_agree,
     check_gradients_through_state,
@@ -39,7 +40,6 @@ from unrolled.testing.leaks import (
     check_prefix_invariance,
 )
 from unrolled.testing.masks import check_attn_mask, check_cross_attention, check_nothing_to_attend
-from unrolled.testing.memory import MEMORY_CHECKS, MemoryMaker, check_memory_attention
 from unrolled.testing.modules import (
     check_compiles,
     check_copies,
@@ -64,11 +64,12 @@ from unrolled.testing.states import (
 )
 
 __all__ = [
+    "ALIGNMENT_CHECKS",
     "CHECKS",
-    "MEMORY_CHECKS",
+    "AlignmentMaker",
     "CellMaker",
     "Maker",
-    "MemoryMaker",
+    "check_alignment",
     "check_attn_mask",
     "check_batch_independence",
     "check_cell",
@@ -86,7 +87,6 @@ __all__ = [
     "check_head_shapes",
     "check_interleaved_sequences",
     "check_mechanism",
-    "check_memory_attention",
     "check_no_future_leak",
     "check_nothing_to_attend",
     "check_packing",

@@ -171,7 +171,7 @@ UNGROUPED = {"aft"}  # takes as many heads of keys as of queries
 def recurrent():
     return [
         name
-        for name in attention.layers()
+        for name in attention.names()
         if attention.load(name).supports.recurrence != "none" and name != "reformer"
     ]
 

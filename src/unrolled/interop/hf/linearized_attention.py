@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.attention import load
-from unrolled.attention._multihead import Heads, Masks, MultiHeadAttention
+from unrolled.attention.base import Masks, MultiHeadAttention, Projected
 from unrolled.contract import UnsupportedError
 from unrolled.interop.hf.cache import StateLayer
 from unrolled.interop.hf.families import AttentionParts, copy_projections
 from unrolled.ops.masks import causal_mask, without_padding
-from unrolled.ops.positions import positions_from_padding
 
 
 class LinearizedAttention(nn.Module):
@@ -32,8 +31,8 @@ class LinearizedAttention(nn.Module):
 
     Raises:
         ValueError: an unknown mechanism or option.
-        UnsupportedError: a mechanism that has no heads, does not run in this direction, or has projections of
-            other shapes than softmax attention.
+        UnsupportedError: a mechanism that does not run in this direction, or has projections of other shapes
+            than softmax attention.
     """
 
     def __init__(self, parts: AttentionParts, attention: str, layer: int, options: dict[str, Any]) -> None:
@@ -71,44 +70,35 @@ class LinearizedAttention(nn.Module):
         padding = padding_of(attention_mask, x.shape[1], causal=mechanism.causal)
         if padding is not None and not mechanism.supports.padding:
             raise UnsupportedError(
-                f"{_name(mechanism)} attention cannot honour padding: give rows of one length"
+                f"{mechanism.name} attention cannot honour padding: give rows of one length"
             )
         if padding is not None:
             x = without_padding(x, padding)
-        q, k, v = self._project(x, position_embeddings)
+        projected = self._project(x, position_embeddings)
         if past_key_values is None:
-            positions = _positions(x, padding) if mechanism.positional else None
-            heads = Heads(q, k, v, positions, mechanism.gates(x))
-            o = mechanism.attend(heads, Masks(padding))
+            masks = Masks(padding)
+            o = mechanism.attend(mechanism.heads_of(projected, x, masks), masks)
         else:
-            o = self._continue(x, q, k, v, padding, self._entry(past_key_values))
+            o = self._continue(x, projected, padding, self._entry(past_key_values))
         y = mechanism.merge_heads(o, x)
         return (y if self.after is None else self.after(y, x)), None
 
-    def _continue(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, entry: StateLayer
-    ) -> Tensor:
+    def _continue(self, x: Tensor, projected: Projected, padding: Tensor | None, entry: StateLayer) -> Tensor:
         """Attend from the state of a cache, and put the next one there."""
         mechanism, (B, T) = self.mechanism, x.shape[:2]
         state = mechanism.init_state(B) if entry.state is None else entry.state
         if T == 1 and padding is None:
-            positions = state.position if mechanism.positional else None
-            gates = mechanism.gates(x[:, 0])
-            token = Heads(q[:, 0], k[:, 0], v[:, 0], positions, gates)
+            q, k, v = (heads[:, 0] for heads in projected)
+            token = mechanism.heads_of((q, k, v), x[:, 0], state=state)
             o, state = mechanism.step_heads(token, state)
             o = o.unsqueeze(1)
         else:
-            positions = None
-            if mechanism.positional:
-                positions = state.position.unsqueeze(1) + _positions(x, padding)
-            heads = Heads(q, k, v, positions, mechanism.gates(x))
+            heads = mechanism.heads_of(projected, x, Masks(padding), state=state)
             o, state = mechanism.prefill_heads(heads, state, padding)
         entry.put(state, T)
         return o
 
-    def _project(
-        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Projected:
         m = self.mechanism
         counts = (m.n_heads, m.n_kv_heads, m.n_kv_heads)
         q, k, v = m.qkv_proj(x).unflatten(-1, (sum(counts), m.head_dim)).split(counts, -2)
@@ -169,17 +159,13 @@ def padding_of(mask: Any, length: int, *, causal: bool) -> Tensor | None:
     return None if bool(tokens.all()) else ~tokens
 
 
-def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> MultiHeadAttention:
+def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> MultiHeadAttention[Any, Any]:
     kind: Any = load(attention)
-    if not (isinstance(kind, type) and issubclass(kind, MultiHeadAttention)):
-        raise UnsupportedError(
-            f"{attention} attention has no heads to fill; `unrolled list` shows which have"
-        )
     if options.get("rotary"):
         raise ValueError("rotary is True, but the model's own positions are kept: leave it out")
     weight = parts.out
     try:
-        mechanism = kind(
+        mechanism: MultiHeadAttention[Any, Any] = kind(
             weight.shape[0],
             parts.n_heads,
             causal=parts.causal,
@@ -203,13 +189,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs (x_i, x_(i + D/2)) of `[B,T,H,D]`, as Llama's classes pair them."""
     left, right = x.chunk(2, -1)
     return x * cos.unsqueeze(-2) + torch.cat([-right, left], -1) * sin.unsqueeze(-2)
-
-
-def _positions(x: Tensor, padding: Tensor | None) -> Tensor:
-    if padding is not None:
-        return positions_from_padding(padding)
-    return torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
-
-
-def _name(mechanism: nn.Module) -> str:
-    return type(mechanism).__module__.rpartition(".")[2]

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from unrolled.attention.bahdanau import BahdanauAttention
-from unrolled.attention.hard import (
+from unrolled.alignment.bahdanau import BahdanauAttention
+from unrolled.alignment.hard import (
     GatedSoftAttention,
     HardAttention,
     StraightThroughAttention,
@@ -44,8 +44,8 @@ def log_likelihood(context, target):
 def test_evaluation_reads_the_most_probable_place():
     module = made(HardAttention).eval()
     query, memory = inputs()
-    state = module.init_state(memory)
-    context, glimpse, _ = module.prefill(query, state)
+    state = module.read(memory)
+    context, glimpse, _ = module.recall(query, state)
     place = module.probabilities(query, state).argmax(-1)
     assert torch.equal(glimpse.argmax(-1), place)
     assert torch.equal(glimpse.sum(-1), torch.ones(B, T, dtype=torch.float64))
@@ -55,9 +55,9 @@ def test_evaluation_reads_the_most_probable_place():
 def test_probabilities_are_those_of_additive_attention():
     module = made(HardAttention)
     query, memory = inputs()
-    state, additive = module.init_state(memory), made(BahdanauAttention)
+    state, additive = module.read(memory), made(BahdanauAttention)
     additive.load_state_dict(module.state_dict() | {}, strict=False)
-    _, wanted, _ = additive.prefill(query, additive.init_state(memory))
+    _, wanted, _ = additive.recall(query, additive.read(memory))
     torch.testing.assert_close(module.probabilities(query, state), wanted, rtol=0, atol=0)
 
 
@@ -65,22 +65,22 @@ def test_probabilities_are_those_of_additive_attention():
 def test_what_is_drawn_depends_on_the_state_alone(kind):
     module = made(kind, seed=3).train()
     query, memory = inputs(4, 20, 6)
-    state = module.init_state(memory)
+    state = module.read(memory)
     before = torch.get_rng_state()
-    _, together, _ = module.prefill(query, state)
+    _, together, _ = module.recall(query, state)
     steps, carried = [], state
     for h in query.unbind(1):
-        _, glimpse, carried = module.step(h, carried)
+        _, glimpse, carried = module.recall(h.unsqueeze(1), carried)
         steps.append(glimpse)
-    torch.testing.assert_close(torch.stack(steps, 1), together, rtol=0, atol=1e-14)
+    torch.testing.assert_close(torch.cat(steps, 1), together, rtol=0, atol=1e-14)
     assert torch.equal(torch.get_rng_state(), before)
-    other = module.init_state(memory)  # another memory begun: other draws
-    assert not torch.equal(module.prefill(query, other)[1], together)
+    other = module.read(memory)  # another memory begun: other draws
+    assert not torch.equal(module.recall(query, other)[1], together)
     assert int(module.begun) == 2
     twin = made(kind, seed=3).train()  # the same from the beginning
-    torch.testing.assert_close(twin.prefill(query, twin.init_state(memory))[1], together, rtol=0, atol=0)
+    torch.testing.assert_close(twin.recall(query, twin.read(memory))[1], together, rtol=0, atol=0)
     differently = made(kind, seed=4).train()
-    assert not torch.equal(differently.prefill(query, differently.init_state(memory))[1], together)
+    assert not torch.equal(differently.recall(query, differently.read(memory))[1], together)
 
 
 def test_modules_of_other_seeds_never_draw_the_same():
@@ -88,7 +88,7 @@ def test_modules_of_other_seeds_never_draw_the_same():
     seeds = []
     for seed in range(4):
         module = made(HardAttention, seed=seed).train()
-        seeds += [tuple(module.init_state(memory).seed.tolist()) for _ in range(4)]
+        seeds += [tuple(module.read(memory).seed.tolist()) for _ in range(4)]
     assert len(set(seeds)) == 16
 
 
@@ -106,7 +106,7 @@ def test_places_are_drawn_by_their_probabilities():
 
 def expected(module, query, memory, target):
     """E[log p(y|c)] over all sequences of places, and for each: probability, places one-hot."""
-    state = module.init_state(memory)
+    state = module.read(memory)
     a = module.probabilities(query, state)
     total, cases = 0.0, []
     for places in product(range(S), repeat=T):
@@ -128,7 +128,7 @@ def test_the_mean_of_the_estimates_is_the_gradient_of_the_expectation():
     for baseline in (0.0, -1.7):
         mean = [torch.zeros_like(x) for x in of]
         for probability, glimpse in cases:
-            a = module.probabilities(query, module.init_state(memory))
+            a = module.probabilities(query, module.read(memory))
             for row in range(B):
                 likelihood = log_likelihood(glimpse @ memory, target)[row : row + 1]
                 loss = reinforce_loss(a[row : row + 1], glimpse[row : row + 1], likelihood, baseline)
@@ -150,8 +150,8 @@ def test_drawn_glimpses_give_it_within_chance():
     (wanted,) = torch.autograd.grad(exact, [module.v])
     n = 4000
     copies = [x.repeat(n, 1, 1) for x in (query, memory)]
-    state = module.init_state(copies[1])
-    context, glimpse, _ = module.prefill(copies[0], state)
+    state = module.read(copies[1])
+    context, glimpse, _ = module.recall(copies[0], state)
     with torch.no_grad():
         advantage = log_likelihood(context, target.repeat(n))
     # gradient of sum_t log a(s_t) by v, for each row: that of a linear function of v inside a softmax

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention.bahdanau import BahdanauAttention
+from unrolled.alignment.bahdanau import BahdanauAttention
 from unrolled.ops.precision import without_autocast
 
 
@@ -58,9 +58,9 @@ class HardAttention(BahdanauAttention):
         self.seed = seed
         self.register_buffer("begun", torch.zeros((), dtype=torch.long))
 
-    def init_state(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> HardState:
+    def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> HardState:
         """Project a memory, and give each row a seed: in training another one at each call."""
-        state = super().init_state(memory, key_padding_mask=key_padding_mask)
+        state = super().read(memory, key_padding_mask=key_padding_mask)
         rows = torch.arange(len(memory), device=memory.device)
         seed = scrambled(scrambled(scrambled(torch.full_like(rows, self.seed)) + self.begun) + rows)
         if self.training:
@@ -108,9 +108,9 @@ class GatedSoftAttention(BahdanauAttention):
         super().__init__(query_dim, memory_dim, **additive)
         self.gate_proj = nn.Linear(query_dim, 1)
 
-    def prefill(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+    def recall(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
         """As of additive attention, with the contexts gated; the weights are those before the gate."""
-        context, weights, state = super().prefill(query, state)
+        context, weights, state = super().recall(query, state)
         return context * torch.sigmoid(self.gate_proj(query)).to(context.dtype), weights, state
 
 

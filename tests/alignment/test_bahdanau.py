@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from unrolled.attention import _memory
-from unrolled.attention.bahdanau import BahdanauAttention
+from unrolled.alignment import base
+from unrolled.alignment.bahdanau import BahdanauAttention
 
 
 def noisy(module):
@@ -34,7 +34,7 @@ def written_out(module, query, memory, padding):
 
 @pytest.mark.parametrize("chunk", [1, 100, 2**22])
 def test_the_definition(monkeypatch, chunk):
-    monkeypatch.setattr(_memory, "CHUNK", chunk)
+    monkeypatch.setattr(base, "CHUNK", chunk)
     module = noisy(BahdanauAttention(3, 4, attention_dim=6).double())
     query, memory = inputs((2, 5, 3), (2, 7, 4))
     padding = torch.zeros(2, 7, dtype=torch.bool)
@@ -57,7 +57,7 @@ def test_the_definition(monkeypatch, chunk):
 def test_it_begins_with_equal_weights_and_small_projections():
     module = BahdanauAttention(300, 200)
     query, memory = (x.float().detach() for x in inputs((1, 2, 300), (1, 8, 200)))
-    _, weights, _ = module.prefill(query, module.init_state(memory))
+    _, weights, _ = module.recall(query, module.read(memory))
     torch.testing.assert_close(weights, torch.full_like(weights, 1 / 8))
     for layer in (module.query_proj, module.key_proj):
         assert abs(layer.weight.std() / 0.001 - 1) < 0.02
@@ -67,10 +67,10 @@ def test_it_begins_with_equal_weights_and_small_projections():
 def test_the_memory_is_projected_once(monkeypatch):
     module = noisy(BahdanauAttention(3).double())
     query, memory = inputs((2, 5, 3), (2, 7, 3))
-    _, _, state = module.step(query[:, 0], module.init_state(memory))
+    _, _, state = module.recall(query[:, :1], module.read(memory))
     monkeypatch.setattr(module, "project_memory", None)
     for h in query.unbind(1):
-        _, _, state = module.step(h, state)
+        _, _, state = module.recall(h.unsqueeze(1), state)
 
 
 @pytest.mark.parametrize("options", [{"query_dim": 0}, {"memory_dim": 0}, {"attention_dim": 0}])

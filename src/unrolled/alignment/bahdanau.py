@@ -18,17 +18,17 @@ Equals softmax attention: never; its scores are no dot products.
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._memory import MemoryAttention, MemoryState, additive_scores
+from unrolled.alignment.base import Alignment, MemoryState, additive_scores
 from unrolled.ops.options import at_least
 
 
-class BahdanauAttention(MemoryAttention):
+class BahdanauAttention(Alignment):
     """Additive attention, with the paper's beginning: W_a, U_a from N(0, 0.001^2), v_a and the bias 0.
 
     So every part of the memory weighs the same at first.
 
     Args:
-        query_dim, memory_dim: see `MemoryAttention`.
+        query_dim, memory_dim: see `Alignment`.
         attention_dim: K, the width of the hidden layer that scores; `query_dim` by default.
         bias: whether U_a comes with a bias.
     """

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from unrolled import attention
-from unrolled.attention.bahdanau import BahdanauAttention
-from unrolled.attention.luong import (
+from unrolled import alignment
+from unrolled.alignment.bahdanau import BahdanauAttention
+from unrolled.alignment.luong import (
     SCORES,
     FlooredPredictiveAttention,
     LocalMonotonicAttention,
@@ -74,7 +74,7 @@ def weights_written_out(module, name, query, memory, padding, window=lambda t, h
 
 
 def ask(module, query, memory, padding=PADDING):
-    context, weights, _ = module.prefill(query, module.init_state(memory, key_padding_mask=padding))
+    context, weights, _ = module.recall(query, module.read(memory, key_padding_mask=padding))
     return context, weights
 
 
@@ -240,7 +240,7 @@ def test_wrong_arguments_are_named(make, message):
 
 
 def test_variants_are_loaded_by_their_names():
-    assert attention.load("luong") is LuongAttention
-    assert attention.load("luong.LocalPredictiveAttention") is LocalPredictiveAttention
+    assert alignment.load("luong") is LuongAttention
+    assert alignment.load("luong.LocalPredictiveAttention") is LocalPredictiveAttention
     with pytest.raises(ValueError, match=r"attention is 'luong\.Nope', but luong has LuongAttention, Local"):
-        attention.load("luong.Nope")
+        alignment.load("luong.Nope")

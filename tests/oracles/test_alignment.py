@@ -6,9 +6,9 @@ import pytest
 import torch
 from agreement import assert_agree, gradients
 
-from unrolled.attention._memory import additive_scores
-from unrolled.attention.bahdanau import BahdanauAttention
-from unrolled.attention.luong import LuongAttention
+from unrolled.alignment.bahdanau import BahdanauAttention
+from unrolled.alignment.base import additive_scores
+from unrolled.alignment.luong import LuongAttention
 
 pytestmark = pytest.mark.oracles
 Q, M, B, T, S = 6, 10, 3, 4, 7
@@ -60,7 +60,7 @@ def test_joeynmt(name):
         theirs = joeynmt.LuongAttention(hidden_size=Q, key_size=M).double()
         theirs.key_layer.weight = ours.score.key_proj.weight
     context, weights = of_joeynmt(theirs, query, memory, padding)
-    found, shares, _ = ours.prefill(query, ours.init_state(memory, key_padding_mask=padding))
+    found, shares, _ = ours.recall(query, ours.read(memory, key_padding_mask=padding))
     assert_agree(found, context, f"{name} attention, contexts", tolerance=1e-12, library=library)
     assert_agree(shares, weights, f"{name} attention, weights", tolerance=1e-12, library=library)
     pairs = zip(gradients(found, [query, memory]), gradients(context, [query, memory]), strict=True)
@@ -83,7 +83,7 @@ def test_keras_additive_attention(keras):
     theirs.build([q.shape, memory.shape, k.shape])
     theirs.scale.assign(ours.v.detach())
     wanted, shares = theirs([q, memory, k], mask=[None, ~padding], return_attention_scores=True)
-    found, weights, _ = ours.prefill(query, ours.init_state(memory, key_padding_mask=padding))
+    found, weights, _ = ours.recall(query, ours.read(memory, key_padding_mask=padding))
     library = f"Keras {keras.__version__}"
     assert_agree(found, wanted, "additive attention, contexts", tolerance=1e-6, library=library)
     assert_agree(weights, shares, "additive attention, weights", tolerance=1e-12, library=library)

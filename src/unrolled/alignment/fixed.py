@@ -14,14 +14,14 @@ Equals softmax attention: to a memory of length 1.
 
 from torch import Tensor
 
-from unrolled.attention._memory import MemoryAttention, MemoryState
+from unrolled.alignment.base import Alignment, MemoryState
 
 
-class FixedAttention(MemoryAttention):
+class FixedAttention(Alignment):
     """Reads the last vector of the memory, whatever the query. It has no parameters.
 
     Args:
-        query_dim, memory_dim: see `MemoryAttention`.
+        query_dim, memory_dim: see `Alignment`.
     """
 
     def weigh(self, query: Tensor, state: MemoryState) -> Tensor:

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from unrolled.attention._memory import MemoryAttention, MemoryState
+from unrolled.alignment.base import Alignment, MemoryState
 from unrolled.ops.cosine import unit
 
 
-class CosineAttention(MemoryAttention):
+class CosineAttention(Alignment):
     """Content addressing by keys and strengths that linear layers make of the queries.
 
     Args:
-        query_dim, memory_dim: see `MemoryAttention`.
+        query_dim, memory_dim: see `Alignment`.
     """
 
     def __init__(self, query_dim: int, memory_dim: int | None = None):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention, softplus
 
-from unrolled.attention.cosine import CosineAttention
+from unrolled.alignment.cosine import CosineAttention
 from unrolled.ops.cosine import cosine_weights, unit
 
 
@@ -39,7 +39,7 @@ def test_the_module_makes_keys_and_strengths_of_queries():
     torch.manual_seed(0)
     module = CosineAttention(4, 5).double()
     query, memory = drawn(2, 3, 4), drawn(2, 7, 5, seed=1)
-    context, weights, _ = module.prefill(query, module.init_state(memory))
+    context, weights, _ = module.recall(query, module.read(memory))
     wanted = cosine_weights(module.key_proj(query), memory, softplus(module.strength_proj(query)).squeeze(-1))
     torch.testing.assert_close(weights, wanted, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(context, wanted @ memory, rtol=1e-12, atol=1e-13)

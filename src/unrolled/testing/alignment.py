@@ -1,4 +1,4 @@
-"""What attention to a memory owes: one function in three verbs, padding never read, states as values."""
+"""The contract of an alignment: one function in two forms, padding masked, states as values."""
 
 import copy
 import tempfile
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unrolled import attention
+from unrolled import alignment
 from unrolled.ops.state import leaves, load, map_tensors, save, select
 from unrolled.testing._kit import (
     TOLERANCE,
@@ -27,11 +27,11 @@ from unrolled.testing._kit import (
 
 B, T, S = 2, 4, 7
 PLANS: tuple[tuple[int, ...], ...] = ((1, 1, 1, 1), (4,), (1, 2, 1), (0, 3, 1))
-"""Numbers of queries that are asked in turn; 1 is a `step`, another a `prefill`."""
+"""Numbers of queries in consecutive calls of `recall`."""
 
 
 @dataclass(frozen=True)
-class MemoryMaker:
+class AlignmentMaker:
     """Builds the attention under test, the same one for the same arguments; see `Maker`."""
 
     mechanism: type[nn.Module]
@@ -58,11 +58,11 @@ class MemoryMaker:
         return query.to(dtype).requires_grad_(), memory.to(dtype).requires_grad_()
 
 
-def check_memory_attention(name_or_class: str | type[nn.Module], **options: Any) -> list[str]:
-    """Run every check of `MEMORY_CHECKS`.
+def check_alignment(name_or_class: str | type[nn.Module], **options: Any) -> list[str]:
+    """Run every check of `ALIGNMENT_CHECKS`.
 
     Args:
-        name_or_class: a name in `unrolled.attention`, or any class that follows `MemoryAttention`.
+        name_or_class: a name in `unrolled.alignment`, or any class that follows `Alignment`.
         options: passed to its constructor; `query_dim` (12) and `memory_dim` (10) may be given too.
 
     Returns:
@@ -72,27 +72,23 @@ def check_memory_attention(name_or_class: str | type[nn.Module], **options: Any)
         AssertionError: a promise is broken; the message says what differed and by how much.
         ValueError: there is no mechanism of that name.
     """
-    mechanism = attention.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
+    mechanism = alignment.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
     sizes = {name: options.pop(name) for name in ("query_dim", "memory_dim") if name in options}
-    make = MemoryMaker(mechanism, options, **sizes)
-    for check in MEMORY_CHECKS:
+    make = AlignmentMaker(mechanism, options, **sizes)
+    for check in ALIGNMENT_CHECKS:
         try:
             check(make)
         except Exception as error:
             error.add_note(f"in {check.__name__} of {mechanism.__name__}")
             raise
-    return [check.__name__ for check in MEMORY_CHECKS]
+    return [check.__name__ for check in ALIGNMENT_CHECKS]
 
 
 def ask(module: Any, query: Tensor, state: Any, plan: tuple[int, ...]) -> tuple[Tensor, Any]:
-    """Ask the queries as the plan says: contexts beside weights, `[B,T,memory_dim+S]`, and the state."""
+    """Recall with the queries in pieces of these lengths; return `[contexts, weights]` and the state."""
     outputs, at = [], 0
     for n in plan:
-        if n == 1:
-            context, weights, state = module.step(query[:, at], state)
-            context, weights = context.unsqueeze(1), weights.unsqueeze(1)
-        else:
-            context, weights, state = module.prefill(query[:, at : at + n], state)
+        context, weights, state = module.recall(query[:, at : at + n], state)
         outputs.append(torch.cat([context, weights], -1))
         at += n
     return torch.cat(outputs, 1), state
@@ -108,30 +104,30 @@ def paddings() -> dict[str, Tensor]:
     return found
 
 
-def check_verbs_agree(make: MemoryMaker) -> None:
-    """forward == prefill == steps, in contexts, weights and all gradients, with and without padding."""
+def check_verbs_agree(make: AlignmentMaker) -> None:
+    """forward == recall, of all queries and one by one, with all gradients, with and without padding."""
     module = make()
     for where, mask in {"no": None, **paddings()}.items():
         query, memory = make.inputs()
         inputs = {"query": query, "memory": memory}
         contexts = module(query, memory, key_padding_mask=mask)
-        together, _ = ask(module, query, module.init_state(memory, key_padding_mask=mask), (T,))
-        assert_close(contexts, together[..., : make.memory_dim], f"{where} padding: forward against prefill")
+        together, _ = ask(module, query, module.read(memory, key_padding_mask=mask), (T,))
+        assert_close(contexts, together[..., : make.memory_dim], f"{where} padding: forward against recall")
         wanted = with_gradients(module, together, **inputs)
         for plan in PLANS:
-            y, state = ask(module, query, module.init_state(memory, key_padding_mask=mask), plan)
+            y, state = ask(module, query, module.read(memory, key_padding_mask=mask), plan)
             found = with_gradients(module, y, **inputs)
             assert_close(found, wanted, f"{where} padding: queries in parts of {plan} against all at once")
             counted = state.position.tolist() == [T] * B
             require(counted, f"position after {T} queries is {state.position.tolist()}")
 
 
-def check_weights_are_shares(make: MemoryMaker) -> None:
+def check_weights_are_shares(make: AlignmentMaker) -> None:
     """Weights are at least 0, add up to at most 1, and are 0 at padding."""
     module = make()
     for where, mask in paddings().items():
         query, memory = make.inputs()
-        weights = module.prefill(query, module.init_state(memory, key_padding_mask=mask))[1].detach()
+        weights = module.recall(query, module.read(memory, key_padding_mask=mask))[1].detach()
         require(weights.shape == (B, T, S), f"weights have shape {list(weights.shape)}, not {[B, T, S]}")
         low, high = float(weights.min()), float(weights.sum(-1).max())
         allowed = 1 + TOLERANCE[weights.dtype]
@@ -140,7 +136,7 @@ def check_weights_are_shares(make: MemoryMaker) -> None:
         require(at_padding == 0, f"{where} padding gets a weight of {at_padding:.3g}, should be 0")
 
 
-def check_memory_padding(make: MemoryMaker) -> None:
+def check_memory_padding(make: AlignmentMaker) -> None:
     """Padding changes nothing, wherever it stands and whatever it holds, and gets no gradient."""
     module = make()
     for where, mask in paddings().items():
@@ -161,57 +157,57 @@ def check_memory_padding(make: MemoryMaker) -> None:
             assert_identical(again, y, f"{what} that holds {holds}")
 
 
-def check_nothing_to_read(make: MemoryMaker) -> None:
+def check_nothing_to_read(make: AlignmentMaker) -> None:
     """A memory of padding only gives context and weights 0, with zero gradients, and spoils no other row."""
     module = make()
     query, memory = make.inputs()
     mask = torch.tensor([[True] * S, [False] * S])
 
     def run() -> Tensor:
-        return ask(module, query, module.init_state(memory, key_padding_mask=mask), (T,))[0]
+        return ask(module, query, module.read(memory, key_padding_mask=mask), (T,))[0]
 
     for name, x in with_gradients(module, run()[:1], query=query, memory=memory).items():
         require(bool((x == 0).all()), f"a memory of padding only: {name} should be 0")
     assert_finite(with_gradients(module, run(), query=query, memory=memory), "a memory of padding only")
-    alone, _ = ask(module, query[1:], module.init_state(memory[1:]), (T,))
+    alone, _ = ask(module, query[1:], module.read(memory[1:]), (T,))
     assert_close(run()[1:], alone, "the row beside a memory of padding only")
 
 
-def check_rows_are_independent(make: MemoryMaker) -> None:
+def check_rows_are_independent(make: AlignmentMaker) -> None:
     """A row gives the same alone and in a batch, and a query the same whatever is asked later."""
     module = make()
     query, memory = make.inputs()
-    wanted, _ = ask(module, query, module.init_state(memory), (T,))
+    wanted, _ = ask(module, query, module.read(memory), (T,))
     other = module(query.flip(0), memory.flip(0)).flip(0)
     assert_close(other, wanted[..., : make.memory_dim], "the rows in another order")
     changed = query.detach().clone()
     changed[:, -1] *= -1e3
-    found, _ = ask(module, changed, module.init_state(memory), (T,))
+    found, _ = ask(module, changed, module.read(memory), (T,))
     assert_close(found[:, :-1], wanted[:, :-1], "the last query changed: the others")
 
 
-def check_memory_state_is_a_value(make: MemoryMaker) -> None:
-    """step and prefill leave the state as it was; sequences may take turns; nothing is kept on the module."""
+def check_memory_state_is_a_value(make: AlignmentMaker) -> None:
+    """recall leaves the state as it was; sequences may take turns; nothing is kept on the module."""
     module = make()
     query, memory = make.inputs()
     other_query, other_memory = make.inputs(seed=1)
     for autograd in (True, False):
         with torch.set_grad_enabled(autograd):
-            state = module.init_state(memory)
+            state = module.read(memory)
             before = map_tensors(torch.clone, state)
             wanted, _ = ask(module, query, state, (1, 3))
-            ask(module, other_query, module.init_state(other_memory), (2, 1, 1))
+            ask(module, other_query, module.read(other_memory), (2, 1, 1))
             assert_identical(leaves(state), leaves(before), "the state that was passed in")
             again, _ = ask(module, query, state, (1, 3))
             assert_identical(again, wanted, "the same state asked a second time")
 
 
-def check_memory_state_round_trip(make: MemoryMaker) -> None:
+def check_memory_state_round_trip(make: AlignmentMaker) -> None:
     """Rows of a state can be selected, and a saved state goes on identically in a twin module."""
     module = make()
     query, memory = make.inputs()
     mask = paddings()["scattered"]
-    _, state = ask(module, query, module.init_state(memory, key_padding_mask=mask), (1, 1))
+    _, state = ask(module, query, module.read(memory, key_padding_mask=mask), (1, 1))
     wanted, _ = ask(module, query, state, (1, 3))
     rows = [1, 0, 0]
     found, _ = ask(module, query[rows], select(state, rows), (1, 3))
@@ -219,18 +215,18 @@ def check_memory_state_round_trip(make: MemoryMaker) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.safetensors"
         save(state, path)
-        loaded = load(path, like=make().init_state(memory[:1]))
+        loaded = load(path, like=make().read(memory[:1]))
     assert_identical(leaves(loaded), leaves(state), "the state, saved and loaded")
     found, _ = ask(make(), query, loaded, (1, 3))
     assert_identical(found, wanted, "a twin module with the loaded state")
 
 
-def check_memory_dtypes(make: MemoryMaker) -> None:
+def check_memory_dtypes(make: AlignmentMaker) -> None:
     """Outputs have the type of the query, states are fp32 or fp64; half precision and autocast are finite."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         module, (query, memory) = make(dtype=dtype), make.inputs(dtype=dtype)
         kept = torch.float64 if dtype == torch.float64 else torch.float32
-        y, state = ask(module, query, module.init_state(memory), (1, 3))
+        y, state = ask(module, query, module.read(memory), (1, 3))
         require(y.dtype == dtype, f"queries of {dtype} give {y.dtype}")
         require(hasattr(state, "_fields"), f"the state is a {type(state).__name__}, should be a NamedTuple")
         for name, x in leaves(state).items():
@@ -245,7 +241,7 @@ def check_memory_dtypes(make: MemoryMaker) -> None:
     assert_finite(with_gradients(single, y, query=query, memory=memory), "fp32 under autocast")
 
 
-def check_memory_module(make: MemoryMaker) -> None:
+def check_memory_module(make: AlignmentMaker) -> None:
     """The state_dict is the whole function, copies are equal, and no global generator is touched."""
     module, other = make(), make(seed=1)
     query, memory = make.inputs()
@@ -258,7 +254,7 @@ def check_memory_module(make: MemoryMaker) -> None:
     assert_identical(copy.deepcopy(module)(query, memory), y, "a deep copy")
 
 
-def check_memory_sizes(make: MemoryMaker) -> None:
+def check_memory_sizes(make: AlignmentMaker) -> None:
     """A memory of 1, no queries, and an empty batch work, with gradients."""
     module = make()
     for batch, queries, length in ((2, 3, 1), (2, 0, 3), (0, 3, 4), (1, 1, 40)):
@@ -270,33 +266,31 @@ def check_memory_sizes(make: MemoryMaker) -> None:
         assert_finite(with_gradients(module, y, query=query, memory=memory), what)
 
 
-def check_memory_refusals(make: MemoryMaker) -> None:
+def check_memory_refusals(make: AlignmentMaker) -> None:
     """Arguments of a wrong shape or type, and a memory of length 0, raise ValueError."""
     module = make()
     query, memory = (x.detach() for x in make.inputs())
-    state = module.init_state(memory)
+    state = module.read(memory)
     wide = torch.cat([memory, memory[..., :1]], -1)
     masks = (torch.ones(B, S + 1).bool(), torch.ones(B, S), torch.ones(B, S, dtype=torch.long))
     for what, verb, *args in (
-        ("a memory of length 0", "init_state", memory[:, :0]),
-        ("a memory of another width", "init_state", wide),
-        ("a memory without a batch", "init_state", memory[0]),
-        ("a memory of whole numbers", "init_state", memory.long()),
-        ("a query of another width", "step", query[:, 0, 1:], state),
-        ("a query with a length", "step", query, state),
-        ("queries without a length", "prefill", query[:, 0], state),
-        ("a state of another batch", "step", query[:1, 0], state),
-        ("a state that is none", "step", query[:, 0], ()),
-        ("queries of another width", "prefill", query[..., 1:], state),
+        ("a memory of length 0", "read", memory[:, :0]),
+        ("a memory of another width", "read", wide),
+        ("a memory without a batch", "read", memory[0]),
+        ("a memory of whole numbers", "read", memory.long()),
+        ("queries without a length", "recall", query[:, 0], state),
+        ("a state of another batch", "recall", query[:1], state),
+        ("a state that is none", "recall", query, ()),
+        ("queries of another width", "recall", query[..., 1:], state),
     ):
         assert_raises(ValueError, what, module, verb, *args)
     for mask in masks:
         what = f"key_padding_mask {list(mask.shape)} of {mask.dtype}"
-        assert_raises(ValueError, what, module, "init_state", memory, key_padding_mask=mask)
+        assert_raises(ValueError, what, module, "read", memory, key_padding_mask=mask)
 
 
-def check_memory_compiles(make: MemoryMaker) -> None:
-    """`torch.compile(fullgraph=True)` takes forward and step, and gives the same values."""
+def check_alignment_compiles(make: AlignmentMaker) -> None:
+    """`torch.compile(fullgraph=True)` takes forward and recall, and gives the same values."""
     module = make()
     query, memory = make.inputs()
     mask = paddings()["left"]
@@ -307,18 +301,18 @@ def check_memory_compiles(make: MemoryMaker) -> None:
         wanted = with_gradients(module, module(query, memory, key_padding_mask=mask), **inputs)
         found = with_gradients(module, forward(query, memory, key_padding_mask=mask), **inputs)
         assert_close(found, wanted, "compiled forward")
-        step: Any = torch.compile(module.step, fullgraph=True, backend="aot_eager")
+        recall: Any = torch.compile(module.recall, fullgraph=True, backend="aot_eager")
         with torch.no_grad():
-            state = module.init_state(memory)
-            context, weights, _ = step(query[:, 0], state)
-            wanted_context, wanted_weights, _ = module.step(query[:, 0], state)
-        assert_close(context, wanted_context, "compiled step, context")
-        assert_close(weights, wanted_weights, "compiled step, weights")
+            state = module.read(memory)
+            found = recall(query[:, :1], state)
+            wanted = module.recall(query[:, :1], state)
+        for part, x, y in zip(("context", "weights"), found, wanted, strict=False):
+            assert_close(x, y, f"compiled recall, {part}")
     finally:
         torch.compiler.reset()
 
 
-def check_memory_dynamic_lengths(make: MemoryMaker) -> None:
+def check_alignment_dynamic_lengths(make: AlignmentMaker) -> None:
     """`torch.export` takes a `forward` of any number of queries and any length, and gives the same values."""
     module = make()
     lengths = [{1: torch.export.Dim(name, min=2, max=32)} for name in ("queries", "memory")]
@@ -333,7 +327,7 @@ def check_memory_dynamic_lengths(make: MemoryMaker) -> None:
         assert_close(exported(*inputs), module(*inputs), what)
 
 
-MEMORY_CHECKS: tuple[Callable[[MemoryMaker], None], ...] = (
+ALIGNMENT_CHECKS: tuple[Callable[[AlignmentMaker], None], ...] = (
     check_verbs_agree,
     check_weights_are_shares,
     check_memory_padding,
@@ -345,7 +339,7 @@ MEMORY_CHECKS: tuple[Callable[[MemoryMaker], None], ...] = (
     check_memory_module,
     check_memory_sizes,
     check_memory_refusals,
-    check_memory_compiles,
-    check_memory_dynamic_lengths,
+    check_alignment_compiles,
+    check_alignment_dynamic_lengths,
 )
-"""Every check, each of which can be run alone: `check(MemoryMaker(MyAttention, {"my_option": 3}))`."""
+"""Every check, each of which can be run alone: `check(AlignmentMaker(MyAttention, {"my_option": 3}))`."""

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._memory import (
-    MemoryAttention,
+from unrolled.alignment.base import (
+    Alignment,
     MemoryState,
     additive_scores,
     softmax_inside,
@@ -157,11 +157,11 @@ SCORES: dict[str, Any] = {
 """Scores by name."""
 
 
-class LuongAttention(MemoryAttention):
+class LuongAttention(Alignment):
     """Global attention.
 
     Args:
-        query_dim, memory_dim: see `MemoryAttention`.
+        query_dim, memory_dim: see `Alignment`.
         score: a name in `SCORES`.
         score_options: further arguments of the score: "concat" has `attention_dim`, "location" `max_length`.
     """

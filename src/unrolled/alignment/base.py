@@ -1,11 +1,10 @@
-"""What attention from one query at a time to a memory shares: the verbs, padding, and the checks."""
+"""The contract of an alignment: it reads a memory once, then recalls a part of it for each query."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.contract import Supports
 from unrolled.ops.checks import check_device, check_key_padding_mask, shape
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -17,7 +16,7 @@ CHUNK = 2**22
 
 
 class MemoryState(NamedTuple):
-    """A memory that can be asked: what is read, what it is found by, and the number of queries so far."""
+    """A memory, its keys, its padding, and the number of queries so far."""
 
     memory: Tensor  # [B,S,memory_dim], 0 at padding
     keys: Tensor  # [B,S,K], projected once
@@ -25,14 +24,16 @@ class MemoryState(NamedTuple):
     position: Tensor  # [B] long
 
 
-class MemoryAttention(ChecksOptions, nn.Module):
-    """Reads a memory by a query, which as a rule is the state of a recurrent network.
+class Alignment(ChecksOptions, nn.Module):
+    """Attends to a memory with one query at a time, as a rule the state of a recurrent decoder.
 
-    `init_state` projects the memory once; `step` asks it one query, `prefill` several in parallel, `forward`
-    all of them from the beginning. A mechanism derives from this class and defines `scores`, from projections
-    that it makes in `project_memory` and `project_query`; one that does more than a softmax of its scores
-    overrides `weigh`. Memory at padding is never read, wherever it stands; a row of nothing but padding gives
-    0. What is summed is fp32 (fp64 for fp64 weights); the outputs have the type of the query.
+        state = read(memory)                          projects the memory once
+        context, weights, state = recall(query, state)
+
+    A mechanism derives from this class and defines `scores`, from projections that it makes in
+    `project_memory` and `project_query`; one that does more than a softmax of its scores overrides `weigh`.
+    Padding of the memory is masked, wherever it is; a row of nothing but padding gives 0. Sums are taken in
+    fp32 (fp64 for fp64 weights); the outputs have the type of the query.
 
     Args:
         query_dim: width of the queries.
@@ -41,10 +42,6 @@ class MemoryAttention(ChecksOptions, nn.Module):
     Raises:
         ValueError: a size below 1.
     """
-
-    supports = Supports(
-        causal=False, bidirectional=False, cross=True, padding=True, packing=False, recurrence="none"
-    )
 
     growing: Growing = dict.fromkeys(("memory", "keys", "padding"), (1, "S"))
 
@@ -69,7 +66,7 @@ class MemoryAttention(ChecksOptions, nn.Module):
         """Compute the weights `[B,T,S]` of projected queries `[B,T,...]`: 0 at padding."""
         return softmax_inside(self.scores(query, state), ~state.padding.unsqueeze(1))
 
-    def init_state(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
+    def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
         """Project a memory `[B,S,memory_dim]`, S at least 1, for any number of queries.
 
         Args:
@@ -92,14 +89,8 @@ class MemoryAttention(ChecksOptions, nn.Module):
         dtype = self._state_dtype(memory)
         return MemoryState(memory.to(dtype), keys.to(dtype), key_padding_mask, position)
 
-    def step(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """Ask one query `[B,query_dim]`: context `[B,memory_dim]`, weights `[B,S]` and the new state."""
-        self._check("query", query, ["B", self.query_dim])
-        context, weights, state = self.prefill(query.unsqueeze(1), state)
-        return context.squeeze(1), weights.squeeze(1), state
-
-    def prefill(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """Ask T queries `[B,T,query_dim]` that do not depend on each other, in parallel.
+    def recall(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        """Attend with T queries `[B,T,query_dim]` that do not depend on each other, in parallel.
 
         Returns:
             contexts `[B,T,memory_dim]`, weights `[B,T,S]` and the new state; `state` is not changed.
@@ -118,8 +109,8 @@ class MemoryAttention(ChecksOptions, nn.Module):
         return context.to(query.dtype), weights.to(query.dtype), after
 
     def forward(self, query: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Ask all queries `[B,T,query_dim]` of a memory `[B,S,memory_dim]`: contexts `[B,T,memory_dim]`."""
-        return self.prefill(query, self.init_state(memory, key_padding_mask=key_padding_mask))[0]
+        """Attend with all queries `[B,T,query_dim]` to a memory `[B,S,memory_dim]`: `[B,T,memory_dim]`."""
+        return self.recall(query, self.read(memory, key_padding_mask=key_padding_mask))[0]
 
     def _empty_state(self, like: Tensor) -> Any:
         """Make a state of no rows and no places, which has seen no memory."""

@@ -1,0 +1,475 @@
+"""The contract of an attention mechanism over heads, and the module that projects to heads and back.
+
+A mechanism is a class that derives from `MultiHeadAttention[State, Inputs]`. `State` is the type of its
+recurrent state, and `Inputs` a NamedTuple of what it reads from the input besides queries, keys and values,
+such as the logarithm of a decay; each is None for a mechanism without. CONTRIBUTING.md adds one step by step.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, shape
+from unrolled.ops.dense import Linear
+from unrolled.ops.masks import without_padding
+from unrolled.ops.options import ChecksOptions
+from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, rotary
+from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.state_checks import CONSTANT, Growing, check_state
+
+State = TypeVar("State")
+Inputs = TypeVar("Inputs")
+Projected = tuple[Tensor, Tensor, Tensor]
+"""Queries `[B,T,H,D]`, keys `[B,S,G,D]` and values `[B,S,G,M]`; for one token without T and S."""
+
+
+class Heads(NamedTuple, Generic[Inputs]):
+    """What a mechanism attends with: `q [B,T,H,D]`, `k [B,S,G,D]`, `v [B,S,G,M]`; in a step, without T and S.
+
+    `positions [B,T]` is None in cross-attention, and unless `supports.positions` is true; `inputs` is what
+    `MultiHeadAttention.read_input` returned.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor | None = None
+    inputs: Inputs = None  # type: ignore[assignment]
+
+    def rotated(self) -> tuple[Tensor, Tensor]:
+        """Return q and k rotated by their positions, or as they are where there are none."""
+        if self.positions is None:
+            return self.q, self.k
+        return rotary(self.q, self.positions), rotary(self.k, self.positions)
+
+
+class Masks(NamedTuple):
+    """Which keys may be read; see `MultiHeadAttention.forward`. A mask that a mechanism refuses is None."""
+
+    key_padding_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+NO_MASKS = Masks()
+
+
+class Memory(NamedTuple):
+    """Another sequence, projected once for queries that come later: see `MultiHeadAttention.read`."""
+
+    k: Tensor  # [B,S,G,D]
+    v: Tensor  # [B,S,G,M]
+    padding: Tensor  # [B,S], True = padding
+
+
+MEMORY_GROWS: Growing = dict.fromkeys(Memory._fields, (1, "S"))
+"""Every field of `Memory` is as long as the memory."""
+
+
+class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
+    """Projects to heads, attends by the mechanism's own forms, and projects back.
+
+    A mechanism derives from this class, declares `supports` and defines `attend`. Where it applies:
+
+    - one that runs as a recurrence: `init_state`, `prefill_heads` and `step_heads`, and in `growing` which
+      fields of its state grow;
+    - one that reads more from its input than queries, keys and values: `read_input`;
+    - one whose output is normalised or gated: `merge_heads`.
+
+    Args:
+        d_model: width of the inputs and of the output.
+        n_heads: number of query heads H.
+        causal: position i reads positions up to i only.
+        n_kv_heads: number of key and value heads G, a divisor of H (grouped-query attention); H by default.
+        head_dim: width D of queries and keys per head; d_model / H by default.
+        value_dim: width M of values per head; D by default.
+        bias: give the projections a bias.
+        rotary: encode positions by rotating queries and keys; self-attention only.
+
+    Raises:
+        ValueError: sizes that do not divide.
+        UnsupportedError: the mechanism is not causal, or only causal.
+    """
+
+    supports: Supports  # of the class with its default options; an instance may have its own
+    growing: Growing = CONSTANT
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        causal: bool = False,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        bias: bool = True,
+        rotary: bool = False,
+    ):
+        super().__init__()
+        if not (self.supports.causal if causal else self.supports.bidirectional):
+            direction = "causal" if causal else "bidirectional"
+            raise UnsupportedError(
+                f"{self.name} attention is not {direction}; `unrolled list` shows which are"
+            )
+        if n_heads < 1 or (head_dim is None and d_model % n_heads):
+            raise ValueError(f"d_model is {d_model}, but must be a multiple of n_heads = {n_heads}")
+        self.d_model, self.n_heads, self.causal, self.rotary = d_model, n_heads, causal, rotary
+        if rotary:
+            self.supports = self.supports.but(positions=True)
+        self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if self.n_kv_heads < 1 or n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads is {n_kv_heads}, but must divide n_heads = {n_heads}")
+        self.head_dim = d_model // n_heads if head_dim is None else head_dim
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        if self.head_dim < 1 or self.value_dim < 1:
+            raise ValueError(f"head_dim is {head_dim} and value_dim {value_dim}, but both must be at least 1")
+        q_width, k_width, v_width = self.head_widths()
+        self.widths = [n_heads * q_width, self.n_kv_heads * k_width, self.n_kv_heads * v_width]
+        self.qkv_proj = Linear(d_model, sum(self.widths), bias=bias)
+        self.out_proj = Linear(n_heads * self.value_dim, d_model, bias=bias)
+
+    # ---- what a mechanism defines, over heads
+
+    def attend(self, heads: Heads[Inputs], masks: Masks) -> Tensor:
+        """Attend in parallel: `[B,T,H,M]`."""
+        raise NotImplementedError
+
+    def init_state(self, batch_size: int) -> State:
+        """Make the state of `batch_size` sequences before their first token."""
+        raise UnsupportedError(f"{self.name} attention has no recurrent form; call forward instead")
+
+    def prefill_heads(
+        self, heads: Heads[Inputs], state: State, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Attend causally to the state and to the new tokens: `[B,T,H,M]` and the new state."""
+        raise NotImplementedError
+
+    def step_heads(self, heads: Heads[Inputs], state: State) -> tuple[Tensor, State]:
+        """Do the same for one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `[B,H,M]`."""
+        raise NotImplementedError
+
+    def read_input(self, x: Tensor) -> Inputs:
+        """Compute from the input of the keys, `[...,d_model]`, what is needed besides; nothing by default."""
+        return None  # type: ignore[return-value]
+
+    def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
+        """Project the heads' outputs `o [...,H,M]` to the layer's; `x` is the queries' input."""
+        return self.out_proj(o.flatten(-2))  # type: ignore[no-any-return]
+
+    def head_widths(self) -> tuple[int, int, int]:
+        """Widths per head of queries, keys and values; the first two differ if they are never multiplied."""
+        return self.head_dim, self.head_dim, self.value_dim
+
+    @classmethod
+    def tie_layers(cls, layers: Sequence[Self]) -> None:
+        """Let the layers of one model, in their order, share what they have in common: by default nothing.
+
+        What is shared keeps the first layer's name in the `state_dict`, and has no other.
+        """
+
+    def pattern(self, length: int) -> Tensor:
+        """Count how often query i of a sequence reads key j: `[H,length,length]`, int64, 0 = never.
+
+        Of a sparse mechanism this is the definition: softmax attention in which key j counts that often.
+        """
+        raise UnsupportedError(f"{self.name} attention reads no fixed pattern of keys")
+
+    # ---- what a user calls
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from `query [B,T,d_model]` to `key`, `value [B,S,d_model]`, or to itself: `[B,T,d_model]`.
+
+        Args:
+            query: what the queries are projected from.
+            key: what the keys are projected from; the query itself by default.
+            value: what the values are projected from; the key by default.
+            key_padding_mask: `[B,S]`, True = padding.
+            attn_mask: broadcastable to `[B,H,T,S]`, boolean with True = attend, or floating point, which is
+                added to the scores, as in torch's `scaled_dot_product_attention`.
+            cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row.
+
+        Raises:
+            ValueError: an argument of another shape or type.
+            UnsupportedError: a mask, or a second sequence, that this mechanism cannot honour.
+        """
+        return self._forward(query, key, value, Masks(key_padding_mask, attn_mask, cu_seqlens))
+
+    def _forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, masks: Masks, **further: Any
+    ) -> Tensor:
+        """Do what `forward` says; a mechanism's own `forward` passes `further` on to its `read_input`."""
+        query, key, value = self._checked(query, key, value, masks)
+        projected = self.project(query, key, value)
+        heads = self.heads_of(
+            projected, query if key is None else key, masks, cross=key is not None, **further
+        )
+        return self.merge_heads(self.attend(heads, masks), query)
+
+    def prefill(
+        self, x: Tensor, state: State, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Run over `x [B,T,d_model]` in parallel, continuing from `state`: `[B,T,d_model]` and the new state.
+
+        Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) leave the state of their row as
+        it was. `state` is not changed, and prefill may be called again on what follows.
+        """
+        self._check_recurrent()
+        self._check_input("x", x)
+        check_state(self, state, x.shape[0], self.out_proj.weight)
+        self.refuse("padding", key_padding_mask, "key_padding_mask")
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *x.shape[:2])
+            x = without_padding(x, key_padding_mask)
+        heads = self.heads_of(self.project(x), x, Masks(key_padding_mask), state=state)
+        o, state = self.prefill_heads(heads, state, key_padding_mask)
+        return self.merge_heads(o, x), state
+
+    def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
+        """Run one token `x_t [B,d_model]`: `[B,d_model]` and the new state. `state` is not changed."""
+        self._check_recurrent()
+        self._check_input("x_t", x_t, ("B",))
+        check_state(self, state, x_t.shape[0], self.out_proj.weight)
+        heads = self.heads_of(self.project(x_t), x_t, state=state)
+        o, state = self.step_heads(heads, state)
+        return self.merge_heads(o, x_t), state
+
+    def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
+        """Project `memory [B,S,d_model]` once, for queries that come later: the state that `recall` takes.
+
+        By default its keys and values; a mechanism with a summary of constant size keeps that instead.
+
+        Args:
+            memory: what the queries will attend to.
+            key_padding_mask: `[B,S]`, True = padding.
+
+        Raises:
+            ValueError: an argument of another shape or type.
+            UnsupportedError: what one query reads depends on other queries, or the attention is causal.
+        """
+        k, v, key_padding_mask = self._read(memory, key_padding_mask)
+        if key_padding_mask is None:
+            key_padding_mask = torch.zeros(memory.shape[:2], dtype=torch.bool, device=memory.device)
+        return Memory(k, v, key_padding_mask)
+
+    def recall(self, query: Tensor, memory: Any) -> Tensor:
+        """Attend from `query [B,T,d_model]` to what `read` returned: `[B,T,d_model]`.
+
+        Equal to `forward(query, that sequence)`, however the queries are split into calls.
+        """
+        self._check_input("query", query)
+        weight = self.out_proj.weight
+        check_state(
+            self,
+            memory,
+            query.shape[0],
+            weight,
+            lambda: self.read(weight.new_empty(0, 0, self.d_model)),
+            name="memory",
+            growing=MEMORY_GROWS,
+        )
+        q, _, _ = self.project(query, query[:, :0])
+        return self.merge_heads(self.recall_heads(q, memory), query)
+
+    def recall_heads(self, q: Tensor, memory: Any) -> Tensor:
+        """Attend from `q [B,T,H,D]` to what `read` returned: `[B,T,H,M]`."""
+        k, v, padding = memory
+        return self.attend(Heads(q, k, v), Masks(padding))
+
+    def weights(self, query: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Weight of `memory [B,S,d_model]` at place j for query i of `query [B,T,d_model]`: `[B,H,T,S]`.
+
+        Raises:
+            UnsupportedError: the output is no weighted mean of the values.
+        """
+        self._check_input("query", query)
+        self._check_input("memory", memory)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *memory.shape[:2])
+            memory = without_padding(memory, key_padding_mask)
+        return self.weights_of(Heads(*self.project(query, memory)), Masks(key_padding_mask))
+
+    # ---- the path from projections to heads, which modules with other projections share
+
+    def project(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Projected:
+        """Project `[...,d_model]` to queries, keys and values; without `key`, all three from `query`."""
+        q_width, k_width, v_width = widths = self.head_widths()
+        if key is None:
+            qkv, counts = self.qkv_proj(query), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+            if q_width == k_width == v_width:  # one view, then the heads
+                q, k, v = qkv.unflatten(-1, (sum(counts), q_width)).split_with_sizes(counts, -2)
+                return q, k, v
+            q, k, v = qkv.split_with_sizes(self.widths, -1)
+        else:
+            bias = self.qkv_proj.bias
+            matrices = torch.split(self.qkv_proj.weight, self.widths)
+            biases = [None] * 3 if bias is None else torch.split(bias, self.widths)
+            inputs = (query, key, key if value is None else value)
+            q, k, v = (
+                nn.functional.linear(x, w, b) for x, w, b in zip(inputs, matrices, biases, strict=True)
+            )
+        return (
+            q.unflatten(-1, (self.n_heads, widths[0])),
+            k.unflatten(-1, (self.n_kv_heads, widths[1])),
+            v.unflatten(-1, (self.n_kv_heads, widths[2])),
+        )
+
+    def heads_of(
+        self,
+        projected: Projected,
+        x: Tensor,
+        masks: Masks = NO_MASKS,
+        *,
+        cross: bool = False,
+        state: Any = None,
+        **further: Any,
+    ) -> Heads[Inputs]:
+        """Complete queries, keys and values by their positions and by what the mechanism reads of the input.
+
+        Args:
+            projected: q, k and v, from `project` or from projections of another module.
+            x: the input of the keys, `[B,S,d_model]`, or `[B,d_model]` in a step; 0 at padding.
+            masks: as in `forward`.
+            cross: the queries are of another sequence, so that positions mean nothing.
+            state: what the sequence continues from, if it does not begin here.
+            further: other arguments of `read_input`.
+        """
+        positions = None
+        if self.supports.positions and not cross:
+            if x.dim() == 2:
+                positions = state.position
+            else:
+                positions = self.positions_of(x, masks)
+                positions = positions if state is None else state.position.unsqueeze(1) + positions
+        return Heads(*projected, positions, self.read_input(x, **further))
+
+    def positions_of(self, x: Tensor, masks: Masks = NO_MASKS) -> Tensor:
+        """Return the position of each token of `x [B,T,d_model]` in its sequence, `[B,T]`."""
+        B, T = x.shape[:2]
+        if masks.cu_seqlens is not None:
+            check_cu_seqlens(masks.cu_seqlens, x, x)
+            return positions_from_cu_seqlens(masks.cu_seqlens, T)
+        if masks.key_padding_mask is not None:
+            check_key_padding_mask(masks.key_padding_mask, B, T)
+            return positions_from_padding(masks.key_padding_mask)
+        return torch.arange(T, device=x.device).expand(B, T)
+
+    def weights_of(self, heads: Heads[Inputs], masks: Masks) -> Tensor:
+        """Weights `[B,H,T,S]` by which the queries read the keys.
+
+        Raises:
+            UnsupportedError: the output is no weighted mean of the values.
+        """
+        if not self.supports.weights:
+            raise UnsupportedError(f"{self.name} attention has no weights to show; softmax and linear have")
+        k = heads.k
+        one_hot = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)  # a mean of these shows its weights
+        v = one_hot.unsqueeze(1).expand(*k.shape[:3], -1)
+        return self.attend(heads._replace(v=v), masks).transpose(1, 2)
+
+    def refuse(self, capability: str, given: Tensor | None, what: str) -> None:
+        """Raise UnsupportedError if an argument is given that the mechanism cannot honour."""
+        if given is not None and not getattr(self.supports, capability):
+            raise UnsupportedError(
+                f"{self.name} attention cannot honour {what}; `unrolled list` shows which can"
+            )
+
+    @property
+    def name(self) -> str:
+        """The mechanism's name in the registry: that of its file."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The type of what a state sums up: fp32, or fp64 for fp64 weights."""
+        return accumulation_dtype(self.out_proj.weight.dtype)
+
+    # ---- checks
+
+    def _checked(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, masks: Masks
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Check what `forward` takes; return the inputs with zeros at padding."""
+        key_padding_mask, attn_mask, cu_seqlens = masks
+        self._check_input("query", query)
+        self.refuse("cross", key, "reading another sequence")
+        self.refuse("padding", key_padding_mask, "key_padding_mask")
+        self.refuse("packing", cu_seqlens, "cu_seqlens")
+        self.refuse("attn_mask", attn_mask, "attn_mask")
+        if key_padding_mask is not None and cu_seqlens is not None:
+            raise ValueError(
+                "key_padding_mask was given with cu_seqlens, but a pack has no padding: give one of them"
+            )
+        if key is None and value is not None:
+            raise ValueError("value was given without key, but only a key says what the value belongs to")
+        if key is not None:
+            self._check_input("key", key)
+            self._check_input("value", key if value is None else value)
+            if key.shape[0] != query.shape[0]:
+                raise ValueError(
+                    f"key has shape {shape(key)}, but must have the {query.shape[0]} rows of query"
+                )
+            if value is not None and value.shape != key.shape:
+                raise ValueError(f"value has shape {shape(value)}, but must be {shape(key)} like key")
+            if self.rotary:
+                raise UnsupportedError(
+                    "rotary positions mean nothing between two sequences; use rotary=False"
+                )
+        if key_padding_mask is None:
+            return query, key, value
+        # Zeros before a weight is applied, since a gradient of 0 times NaN would be NaN.
+        keys = query if key is None else key
+        check_key_padding_mask(key_padding_mask, *keys.shape[:2])
+        masked = without_padding(keys, key_padding_mask)
+        if key is None:
+            return masked, None, None
+        if value is not None:
+            value = masked if value is key else without_padding(value, key_padding_mask)
+        return (masked if query is key else query), masked, value
+
+    def _read(self, memory: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Check a memory; return its keys, values and mask."""
+        self.refuse("cross", memory, "reading another sequence")
+        self.refuse("padding", key_padding_mask, "key_padding_mask")
+        if not self.supports.single_queries or self.causal or self.rotary:
+            raise UnsupportedError(
+                f"{self.name} attention cannot read a memory query by query; use softmax or linear, with "
+                "causal=False and rotary=False"
+            )
+        self._check_input("memory", memory)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *memory.shape[:2])
+            memory = without_padding(memory, key_padding_mask)
+        _, k, v = self.project(memory[:, :0], memory)
+        return k, v, key_padding_mask
+
+    def _check_input(self, name: str, x: Tensor, axes: tuple[str, ...] = ("B", "T")) -> None:
+        if not isinstance(x, Tensor) or x.dim() != len(axes) + 1 or x.shape[-1] != self.d_model:
+            found = f"has shape {shape(x)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+            raise ValueError(f"{name} {found}, but must be [{', '.join(axes)}, {self.d_model}]")
+        check_device(name, x, self.qkv_proj.weight)
+        dtype = self.qkv_proj.weight.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"{name} is {x.dtype}, but the weights are {dtype}: convert one, or use autocast"
+            )
+
+    def _check_recurrent(self) -> None:
+        if self.supports.recurrence == "none":
+            raise UnsupportedError(f"{self.name} attention has no recurrent form; call forward instead")
+        if not self.causal:
+            raise UnsupportedError(
+                "only causal attention runs as a recurrence; construct it with causal=True"
+            )
