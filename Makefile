@@ -66,6 +66,7 @@ check: $(VENV)/installed
 	$(PYTEST) tests/test_architecture.py
 
 format: $(VENV)/installed
+	$(BIN)/python .ci/generate.py
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)

@@ -26,12 +26,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import unrolled
-from unrolled import attention, cli
+from unrolled import alignment, attention, cli
 from unrolled.cli.list import markdown_table, pattern_image, pattern_of
 from unrolled.contract import UnsupportedError
 
 DOCS = Path(__file__).parent
 MECHANISMS = DOCS / "attention"
+ALIGNMENTS = DOCS / "alignment"
 REFERENCE = DOCS / "reference"
 EXAMPLES = DOCS.parent / "examples"
 GALLERY = DOCS / "examples.md"
@@ -41,7 +42,7 @@ BLOCK = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)  # an indented block of a do
 LATEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 NEEDS_NPM = {"web_page.py"}
 # Modules that serve the library alone.
-INTERNAL = {"checks", "extras", "files", "folders", "state_checks", "threads"}
+INTERNAL = {"checks", "extras", "files", "folders", "registry", "state_checks", "threads"}
 DRAWN = {  # options that make a pattern of 64 tokens worth looking at
     "bigbird": {"block_size": 4, "seed": 0},
     "longformer": {"window": 8, "global_tokens": [0, 30]},
@@ -53,9 +54,10 @@ DRAWN = {  # options that make a pattern of 64 tokens worth looking at
 
 def main() -> int:
     """Write the generated pages and build everything; a broken link is an error."""
-    for folder in (MECHANISMS, REFERENCE, SITE):
+    for folder in (MECHANISMS, ALIGNMENTS, REFERENCE, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     write_mechanisms()
+    write_alignments()
     write_modules()
     write_commands()
     write_examples()
@@ -68,26 +70,47 @@ def main() -> int:
 
 
 def write_mechanisms() -> None:
-    """Write one page per file of `attention/`: what it can do, its docstring, its classes and functions."""
+    """Write one page per file of `attention/`, and an index with the table of what each can do."""
     for name in attention.names():
-        module = importlib.import_module(f"unrolled.attention.{name}")
-        title, body = title_and_body(module)
-        head, _, sentence = title.partition(": ")
-        sentence = sentence[:1].upper() + sentence[1:]
-        table = markdown_table([name], link="index.md")
-        parts = [sentence, table, drawn(name), enriched(with_latex(name, body)), *members(module)]
-        write(MECHANISMS / f"{name}.md", head, *parts)
+        write_file_of("attention", name, MECHANISMS, markdown_table([name], link="index.md"), drawn(name))
     write(
         MECHANISMS / "index.md",
         "Mechanisms",
         "One file each. Choose one by its name, with `unrolled.attention.load` or in a model's config.",
         markdown_table(link="{}.md"),
         "The columns are explained in [The contract](../guide/contract.md#what-a-mechanism-declares).",
-        "## What all share",
+        "## Shared by all",
         directive("unrolled.attention.base.MultiHeadAttention", level=3),
+        directive("unrolled.contract.Supports", level=3),
         directive("unrolled.attention.names", level=3),
-        directive("unrolled.attention.load", level=3),
     )
+
+
+def write_alignments() -> None:
+    """Write one page per file of `alignment/`, and an index."""
+    rows = ["| alignment | |", "| --- | --- |"]
+    for name in alignment.names():
+        sentence = write_file_of("alignment", name, ALIGNMENTS)
+        rows.append(f"| [{name}]({name}.md) | {sentence} |")
+    write(
+        ALIGNMENTS / "index.md",
+        "Alignments",
+        inspect.getdoc(alignment) or "",
+        "\n".join(rows),
+        "## Shared by all",
+        directive("unrolled.alignment.base.Alignment", level=3),
+        directive("unrolled.alignment.names", level=3),
+    )
+
+
+def write_file_of(room: str, name: str, folder: Path, *shown: str) -> str:
+    """Write the page of one file: its docstring, its classes and functions; return its first sentence."""
+    module = importlib.import_module(f"unrolled.{room}.{name}")
+    title, body = title_and_body(module)
+    head, _, sentence = title.partition(": ")
+    sentence = sentence[:1].upper() + sentence[1:]
+    write(folder / f"{name}.md", head, sentence, *shown, enriched(with_latex(name, body)), *members(module))
+    return sentence
 
 
 def drawn(name: str) -> str:
@@ -104,12 +127,12 @@ def drawn(name: str) -> str:
 
 
 def write_modules() -> None:
-    """Write one page per public module outside `attention/` and the command line, a folder per package."""
+    """Write one page per public module that has none yet, a folder per package."""
     rows = []
     for found in pkgutil.walk_packages(unrolled.__path__, "unrolled."):
         path = found.name.split(".")[1:]
         internal = any(part.startswith("_") or part in INTERNAL for part in path)
-        if internal or path[0] in ("attention", "cli"):
+        if internal or path[0] in ("alignment", "attention", "cli"):
             continue
         module = importlib.import_module(found.name)
         title, body = title_and_body(module)

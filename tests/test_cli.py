@@ -142,7 +142,6 @@ def test_list_draws_what_a_mechanism_reads(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
     assert "try a larger --length" in works("list", "--draw", "window", "--causal", "--out", file).stderr
     assert "linear attention reads no fixed pattern" in error("list", "--draw", "linear")
-    assert "luong attention reads a memory by single queries" in error("list", "--draw", "luong")
     assert "the options of window do not fit" in error("list", "--draw", "window", "--set", "size=4")
     assert "the options of window do not fit" in error("list", "--draw", "window", "--set", "causal=true")
     assert "name its mechanism with --draw" in error("list", "--set", "window=4")

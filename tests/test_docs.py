@@ -10,7 +10,7 @@ import pytest
 import torch
 from documents import GUIDE, ROOT, blocks, broken_links, check_command, commands, run
 
-from unrolled import attention
+from unrolled import alignment, attention
 
 PAGES = [*GUIDE, ROOT / "CONTRIBUTING.md"]
 
@@ -85,9 +85,15 @@ def test_a_new_mechanism_gets_its_page(example, build, tmp_path, monkeypatch):
     assert "[simplex](simplex.md)" in (tmp_path / "pages" / "index.md").read_text()
 
 
-@pytest.mark.parametrize("name", attention.names())
-def test_a_mechanism_has_its_equations_as_mathematics(name, build):
-    body = build.title_and_body(importlib.import_module(f"unrolled.attention.{name}"))[1]
+@pytest.mark.parametrize(
+    ("room", "name"),
+    [
+        *(("attention", name) for name in attention.names()),
+        *(("alignment", name) for name in alignment.names()),
+    ],
+)
+def test_a_mechanism_has_its_equations_as_mathematics(room, name, build):
+    body = build.title_and_body(importlib.import_module(f"unrolled.{room}.{name}"))[1]
     shown = build.with_latex(name, body)
     equations = re.findall(r"\$\$\n(.*?)\n\$\$", shown, re.DOTALL)
     assert equations

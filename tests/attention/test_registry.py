@@ -1,9 +1,12 @@
 """The directory is the registry."""
 
+import re
+from pathlib import Path
+
 import pytest
 from torch import nn
 
-from unrolled import attention
+from unrolled import alignment, attention, recurrent
 from unrolled.attention.linear import LinearAttention
 
 
@@ -33,3 +36,11 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name):
 def test_sizes_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         attention.load("softmax")(**{"d_model": 16, "n_heads": 4} | arguments)
+
+
+@pytest.mark.parametrize("registry", [alignment, attention, recurrent])
+def test_editors_are_told_the_class_of_each_name(registry):
+    stub = (Path(registry.__path__[0]) / "__init__.pyi").read_text()
+    overloads = re.findall(r'def load\(name: Literal\["(\w+)"\]\) -> type\[(\w+)\]', stub)
+    assert len(overloads) >= 5
+    assert {name: registry.load(name).__name__ for name, _ in overloads} == dict(overloads)

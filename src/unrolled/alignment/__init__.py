@@ -7,6 +7,8 @@ One file per mechanism: the directory is the registry, and a file's name is the 
 from unrolled.alignment.base import Alignment
 from unrolled.registry import Registry
 
+__all__ = ["Alignment", "load", "names"]
+
 _registry = Registry(__name__, Alignment, "attention")  # as the field of a config is called
 
 

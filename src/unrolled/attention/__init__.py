@@ -8,6 +8,8 @@ from typing import Any
 from unrolled.attention.base import MultiHeadAttention
 from unrolled.registry import Registry
 
+__all__ = ["MultiHeadAttention", "load", "names"]
+
 _registry: Registry[MultiHeadAttention[Any, Any]] = Registry(__name__, MultiHeadAttention, "attention")
 
 

@@ -11,6 +11,20 @@ from rich.table import Table
 from unrolled.cli._output import Force, check_picture, software, write_file
 from unrolled.extras import how_to_install
 
+COLUMNS = (
+    "causal",
+    "bidirectional",
+    "cross",
+    "padding",
+    "packing",
+    "recurrence",
+    "attn_mask",
+    "global_mask",
+    "weights",
+    "dynamic_length",
+)
+"""The fields of `Supports` that the table shows: what a user chooses a mechanism by."""
+
 
 def mechanisms(
     markdown: Annotated[
@@ -73,16 +87,12 @@ def mechanisms(
 
 def abilities(names: Sequence[str] | None = None) -> list[list[str]]:
     """Return a header and one row per mechanism, of all mechanisms by default."""
-    from dataclasses import fields
-
     from unrolled import attention
-    from unrolled.contract import Supports
 
-    columns = [field.name for field in fields(Supports)]
-    rows = [["mechanism", *columns]]
+    rows = [["mechanism", *COLUMNS]]
     for name in attention.names() if names is None else names:
-        mechanism: Any = attention.load(name)
-        values = [getattr(mechanism.supports, column) for column in columns]
+        supports = attention.load(name).supports
+        values = [getattr(supports, column) for column in COLUMNS]
         rows.append(
             [name, *("yes" if value is True else "-" if value is False else value for value in values)]
         )

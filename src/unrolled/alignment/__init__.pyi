@@ -1,0 +1,23 @@
+# Written by `make format`.
+from typing import Literal, overload
+
+from unrolled.alignment.bahdanau import BahdanauAttention
+from unrolled.alignment.base import Alignment as Alignment
+from unrolled.alignment.cosine import CosineAttention
+from unrolled.alignment.fixed import FixedAttention
+from unrolled.alignment.hard import HardAttention
+from unrolled.alignment.luong import LuongAttention
+
+def names() -> list[str]: ...
+@overload
+def load(name: Literal["bahdanau"]) -> type[BahdanauAttention]: ...
+@overload
+def load(name: Literal["cosine"]) -> type[CosineAttention]: ...
+@overload
+def load(name: Literal["fixed"]) -> type[FixedAttention]: ...
+@overload
+def load(name: Literal["hard"]) -> type[HardAttention]: ...
+@overload
+def load(name: Literal["luong"]) -> type[LuongAttention]: ...
+@overload
+def load(name: str) -> type[Alignment]: ...
