@@ -13,6 +13,7 @@ import torch
 from plain_linear import PlainLinear
 from torch import Tensor
 
+from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.ops.state import map_tensors
 from unrolled.testing import (
     CHECKS,
@@ -20,9 +21,13 @@ from unrolled.testing import (
     check_compiles,
     check_dynamic_length,
     check_half_precision,
+    check_max_length,
     check_mechanism,
     check_padding_content,
     check_refuses_unclaimed,
+    check_refuses_unclaimed_verbs,
+    check_single_queries,
+    check_weights,
     checks,
 )
 
@@ -427,9 +432,51 @@ DEFECTS = {
 }
 
 
+OF_LAYERS_ONLY = (check_weights, check_single_queries, check_max_length)
+
+
+class WeightsBeforeSoftmax(SoftmaxAttention):
+    def weights_of(self, heads, masks):
+        return super().weights_of(heads, masks).log()
+
+
+class ReadForgetsThePadding(SoftmaxAttention):
+    def read(self, memory, *, key_padding_mask=None):
+        return super().read(memory)
+
+
+class ReadsWithoutTheClaim(SoftmaxAttention):
+    supports = SoftmaxAttention.supports.but(single_queries=False)
+
+    def _read(self, memory, key_padding_mask):
+        _, k, v = self.project(memory)
+        return k, v, key_padding_mask
+
+
+class TakesMoreThanItSays(SoftmaxAttention):
+    supports = SoftmaxAttention.supports.but(max_length=True)
+
+    def __init__(self, d_model, n_heads, *, max_length=4, **shared):
+        super().__init__(d_model, n_heads, **shared)
+
+
+FALSE_CLAIMS = [
+    (WeightsBeforeSoftmax, check_weights, "the weights of each query, added up"),
+    (ReadForgetsThePadding, check_single_queries, "recall of"),
+    (ReadsWithoutTheClaim, check_refuses_unclaimed_verbs, "read .not claimed.: was accepted"),
+    (TakesMoreThanItSays, check_max_length, "a token beyond max_length: was accepted"),
+]
+
+
+@pytest.mark.parametrize(("mechanism", "check", "message"), FALSE_CLAIMS)
+def test_a_false_claim_of_a_layer_is_found(mechanism, check, message):
+    with pytest.raises(AssertionError, match=message):
+        check(Maker(mechanism), mechanism.supports)
+
+
 def test_the_plain_mechanism_has_no_defect():
     ran = check_mechanism(PlainLinear)
-    assert ran == [check.__name__ for check in CHECKS]
+    assert ran == [check.__name__ for check in CHECKS if check not in OF_LAYERS_ONLY]
 
 
 @pytest.mark.parametrize(
@@ -498,4 +545,5 @@ def test_options_reach_the_constructor():
 
 
 def test_every_check_has_a_defect_that_it_finds():
-    assert set().union(*DEFECTS.values()) | {"refuses_unclaimed"} == {name(check) for check in CHECKS}
+    found = set().union(*DEFECTS.values()) | {name(check) for _, check, _ in FALSE_CLAIMS}
+    assert found | {"refuses_unclaimed"} == {name(check) for check in CHECKS}

@@ -27,6 +27,12 @@ from unrolled import recurrent as cells
 from unrolled.contract import Supports
 from unrolled.testing._kit import CellMaker, Maker, recurrent
 from unrolled.testing.alignment import ALIGNMENT_CHECKS, AlignmentMaker, check_alignment
+from unrolled.testing.claims import (
+    check_max_length,
+    check_refuses_unclaimed_verbs,
+    check_single_queries,
+    check_weights,
+)
 from unrolled.testing.forms import (
     check_forms_agree,
     check_gradients_through_state,
@@ -86,6 +92,7 @@ __all__ = [
     "check_half_precision",
     "check_head_shapes",
     "check_interleaved_sequences",
+    "check_max_length",
     "check_mechanism",
     "check_no_future_leak",
     "check_nothing_to_attend",
@@ -94,13 +101,16 @@ __all__ = [
     "check_padding_content",
     "check_prefix_invariance",
     "check_refuses_unclaimed",
+    "check_refuses_unclaimed_verbs",
     "check_rejects_other_states",
     "check_rejects_wrong_input",
     "check_short_and_empty",
+    "check_single_queries",
     "check_state_dict",
     "check_state_is_a_value",
     "check_state_round_trip",
     "check_state_structure",
+    "check_weights",
     "checks",
 ]
 
@@ -108,6 +118,7 @@ Check = Callable[[Maker, Supports], None]
 
 CHECKS: dict[Check, Callable[[Supports], bool]] = {
     check_refuses_unclaimed: lambda s: True,
+    check_refuses_unclaimed_verbs: lambda s: True,
     check_rejects_wrong_input: lambda s: True,
     check_short_and_empty: lambda s: True,
     check_head_shapes: lambda s: True,
@@ -133,6 +144,9 @@ CHECKS: dict[Check, Callable[[Supports], bool]] = {
     check_packing: lambda s: s.packing,
     check_cross_attention: lambda s: s.cross,
     check_attn_mask: lambda s: s.attn_mask,
+    check_weights: lambda s: s.weights,
+    check_single_queries: lambda s: s.single_queries,
+    check_max_length: lambda s: s.max_length,
     check_nothing_to_attend: lambda s: s.padding or s.cross or s.attn_mask,
     check_compiles: lambda s: True,
     check_dynamic_length: lambda s: True,

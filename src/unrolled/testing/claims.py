@@ -1,0 +1,72 @@
+"""What a mechanism says of itself besides: weights, queries one by one, a largest length, inputs."""
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.state import select
+from unrolled.testing._kit import Maker, assert_close, assert_raises, directions, require, with_gradients
+
+
+def _paddings(rows: int, length: int) -> list[Tensor | None]:
+    """No mask, and one with padding on either side."""
+    mask = torch.zeros(rows, length, dtype=torch.bool)
+    mask[0, length // 2 :] = True
+    mask[1, 0] = True
+    return [None, mask]
+
+
+def check_weights(make: Maker, supports: Supports) -> None:
+    """The weights add up to 1, are 0 at padding, and the output is the mean of the values by them."""
+    if not supports.bidirectional:
+        return
+    module = make(causal=False)
+    query, memory = make.input(2, 5, grad=False), make.input(2, 7, seed=1, grad=False)
+    for mask in _paddings(2, 7):
+        weights = module.weights(query, memory, key_padding_mask=mask)
+        assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), "the weights of each query, added up")
+        if mask is not None:
+            require(not weights[mask[:, None, None].expand_as(weights)].any(), "padding has weights")
+        v = module.project(query, memory)[2]
+        v = v.repeat_interleave(module.n_heads // module.n_kv_heads, 2)
+        mean = module.merge_heads(torch.einsum("bhts,bshm->bthm", weights, v), query)
+        wanted = module(query, memory, key_padding_mask=mask)
+        assert_close(mean, wanted, "the mean of the values by the weights against the output")
+
+
+def check_single_queries(make: Maker, supports: Supports) -> None:
+    """`recall` of what was `read` is `forward`, however queries are split, gradients included."""
+    if not supports.bidirectional:
+        return
+    module = make(causal=False)
+    query, memory = make.input(3, 5), make.input(3, 7, seed=1)
+    inputs = {"query": query, "memory": memory}
+    for mask in _paddings(3, 7):
+        wanted = with_gradients(module, module(query, memory, key_padding_mask=mask), **inputs)
+        for pieces in ([5], [1, 1, 1, 1, 1], [2, 3]):
+            state = module.read(memory, key_padding_mask=mask)
+            y = torch.cat([module.recall(part, state) for part in torch.split(query, pieces, 1)], 1)
+            assert_close(with_gradients(module, y, **inputs), wanted, f"recall of {pieces} queries")
+    rows = torch.tensor([1, 0, 1])
+    moved = module.recall(query, select(module.read(memory), rows))
+    assert_close(moved, module(query, memory[rows]), "recall from rows in another order")
+
+
+def check_max_length(make: Maker, supports: Supports) -> None:
+    """`max_length` is the length of the longest sequence: one of it runs, one beyond is refused."""
+    for causal in directions(supports):
+        module = make(causal=causal, max_length=8)
+        y = module(make.input(2, 8))
+        require(bool(y.isfinite().all()), "a sequence of max_length gives numbers that are not finite")
+        assert_raises(ValueError, "a token beyond max_length", module, "forward", make.input(2, 9))
+
+
+def check_refuses_unclaimed_verbs(make: Maker, supports: Supports) -> None:
+    """Without the claim, `read` and `weights` raise UnsupportedError, in the modules that have them."""
+    for causal in directions(supports):
+        module = make(causal=causal)
+        x = make.input(2, 5, grad=False)
+        if hasattr(module, "read") and (causal or not supports.single_queries):
+            assert_raises(UnsupportedError, "read (not claimed)", module, "read", x)
+        if hasattr(module, "weights") and not supports.weights:
+            assert_raises(UnsupportedError, "weights (not claimed)", module, "weights", x, x)
