@@ -9,11 +9,14 @@ from unrolled.attention.linear import rotary_linear_attention
 from unrolled.attention.linformer import LinearProjection, MaxPooling, linformer_attention
 from unrolled.attention.nystromformer import nystrom_attention
 from unrolled.attention.performer import FavorMap, favor_attention
+from unrolled.attention.reformer import hashing
 from unrolled.attention.retention import retention
 from unrolled.attention.rfa import rfa_attention
 from unrolled.attention.similarity import Exponential, similarity_attention
+from unrolled.attention.sparse_transformer import factorized
+from unrolled.attention.sparse_transformer import state as factorized_state
 from unrolled.attention.spatiotemporal import spatiotemporal_attention
-from unrolled.ops import factorized, factorized_state, linear, lsh, softmax, window, window_state
+from unrolled.ops import linear, softmax, window, window_state
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.linear_diagonal import diagonal_linear_attention, diagonal_linear_attention_reference
 from unrolled.ops.random_features import Projection, signed_linear_attention
@@ -71,8 +74,8 @@ FUNCTIONS = {
     "bigbird": lambda *x, **m: bigbird.bigbird_attention(
         *x, bigbird.Layout(2, 1, (1, 0), 0, 1), BLOCKS[..., :1].expand(1, H, 4, 1), **m
     ),
-    "lsh": lambda *x, **m: lsh.lsh_attention(*x, BUCKETS, chunk=2, **m),
-    "causal lsh": lambda *x, **m: lsh.causal_lsh_attention(*x, BUCKETS, n_buckets=3, window=2, **m),
+    "lsh": lambda *x, **m: hashing.lsh_attention(*x, BUCKETS, chunk=2, **m),
+    "causal lsh": lambda *x, **m: hashing.causal_lsh_attention(*x, BUCKETS, n_buckets=3, window=2, **m),
     "linear": lambda *x, **m: linear.linear_attention(*x, return_state=True, **m),
     "causal linear": lambda *x, **m: linear.linear_attention(*x, causal=True, return_state=True, **m),
     "linear, gates": lambda q, k, v, **m: linear.linear_attention(

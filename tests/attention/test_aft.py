@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unrolled.attention._aft import linear_scan
 from unrolled.attention.aft import AFT
+from unrolled.attention.aft.averages import linear_scan
 from unrolled.contract import UnsupportedError
 from unrolled.testing import check_mechanism
 

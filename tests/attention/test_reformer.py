@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from unrolled.attention.base import Heads
 from unrolled.attention.reformer import ReformerAttention
+from unrolled.attention.reformer.hashing import causal_lsh_attention, hash_buckets, lsh_attention, unit_keys
 from unrolled.contract import UnsupportedError
-from unrolled.ops.lsh import causal_lsh_attention, hash_buckets, lsh_attention, unit_keys
 from unrolled.ops.state import nbytes
 from unrolled.testing import Maker, check_compiles, checks
 

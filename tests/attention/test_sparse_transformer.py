@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from unrolled.attention.sparse_transformer import SparseTransformerAttention
-from unrolled.ops.factorized import Layout, factorized_attention, factorized_pattern
+from unrolled.attention.sparse_transformer.factorized import Layout, factorized_attention, factorized_pattern
 from unrolled.ops.softmax import softmax_attention
 from unrolled.ops.state import nbytes
 from unrolled.testing import (

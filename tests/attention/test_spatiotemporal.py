@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from unrolled.attention.spatiotemporal import SpatiotemporalAttention, spatiotemporal_attention
+from unrolled.attention.spatiotemporal.grid import Part, grouped, read_by_groups, ungrouped
 from unrolled.contract import UnsupportedError
-from unrolled.ops.grid import Part, grouped, read_by_groups, ungrouped
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import check_mechanism
 

@@ -10,7 +10,7 @@ import torch
 from agreement import assert_agree, gradients
 
 from unrolled.attention.reformer import ReformerAttention
-from unrolled.ops.lsh import hash_buckets, lsh_attention, unit_keys
+from unrolled.attention.reformer.hashing import hash_buckets, lsh_attention, unit_keys
 
 pytestmark = pytest.mark.oracles
 

@@ -99,12 +99,20 @@ def abilities(names: Sequence[str] | None = None) -> list[list[str]]:
     return rows
 
 
-def markdown_table(names: Sequence[str] | None = None, *, link: str = "src/unrolled/attention/{}.py") -> str:
-    """Return `abilities` in Markdown; each name links to `link`, in which braces stand for it."""
+def markdown_table(names: Sequence[str] | None = None, *, link: str | None = None) -> str:
+    """Return `abilities` in Markdown; each name links to its file, or to `link`, where braces are it."""
     header, *rows = abilities(names)
-    rows = [[f"[{name}]({link.format(name)})", *words] for name, *words in rows]
+    rows = [[f"[{name}]({link.format(name) if link else source_of(name)})", *words] for name, *words in rows]
     lines = [header, ["---", *[":---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source_of(name: str) -> str:
+    """Return the path of a mechanism's file in the repository; a large mechanism is a folder."""
+    from unrolled import attention
+
+    is_folder = (Path(attention.__path__[0]) / name).is_dir()
+    return f"src/unrolled/attention/{name}" if is_folder else f"src/unrolled/attention/{name}.py"
 
 
 def cell_rows() -> list[list[str]]:

@@ -41,10 +41,7 @@ import torch
 from torch import Tensor
 
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention, Projected
-from unrolled.contract import Supports
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
-from unrolled.ops.dense import Linear, linear
-from unrolled.ops.lsh import (
+from unrolled.attention.reformer.hashing import (
     ABSENT,
     causal_lsh_attention,
     hash_buckets,
@@ -52,6 +49,9 @@ from unrolled.ops.lsh import (
     masked_softmax,
     unit_keys,
 )
+from unrolled.contract import Supports
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
+from unrolled.ops.dense import Linear, linear
 from unrolled.ops.options import check_booleans, check_finite, check_integers
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.positions import rotary

@@ -34,9 +34,19 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
+from unrolled.attention.spatiotemporal.grid import (
+    Axes,
+    Part,
+    axes,
+    distances_in,
+    grouped,
+    near,
+    read_by_groups,
+    ungrouped,
+    volume,
+)
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
-from unrolled.ops.grid import Axes, Part, axes, distances_in, grouped, near, read_by_groups, ungrouped, volume
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.attention._aft import (
+from unrolled.attention.aft.averages import (
     LOWEST,
     Bias,
     ConvolutionBias,

@@ -32,15 +32,15 @@ from torch import Tensor
 
 from unrolled.attention._packed import attend_packed
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports
-from unrolled.ops.factorized import Layout, factorized_attention, factorized_pattern
-from unrolled.ops.factorized_state import (
+from unrolled.attention.sparse_transformer.factorized import Layout, factorized_attention, factorized_pattern
+from unrolled.attention.sparse_transformer.state import (
     STATE_GROWS,
     FactorizedState,
     empty_state,
     factorized_prefill,
     factorized_step,
 )
+from unrolled.contract import Supports
 from unrolled.ops.options import check_integers
 from unrolled.ops.positions import rotary
 
