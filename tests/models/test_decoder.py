@@ -325,8 +325,8 @@ def test_weights_start_as_in_gpt2():
         (lambda m: m(tokens_of(2, 4), key_padding_mask=torch.zeros(2, 5).bool()), "key_padding_mask"),
         (lambda m: m.loss(tokens_of(2, 4), tokens_of(2, 5)), r"targets is .*\[2, 5\], wanted .*\[2, 4\]"),
         (lambda m: m.step(tokens_of(2, 1), m.init_state(2)), r"token is .*\[2, 1\], wanted .*\[B\]"),
-        (lambda m: m.step(tokens_of(2), m.init_state(3)), r"state is for \[3\] rows .* wanted \[2\]"),
-        (lambda m: m.step(tokens_of(2), decoder(n_layers=1).init_state(2)), "1 layers, wanted .* and 2"),
+        (lambda m: m.step(tokens_of(2), m.init_state(3)), r"state.position is torch.int64 of the shape \[3\], wanted torch.long of \[2\]"),
+        (lambda m: m.step(tokens_of(2), decoder(n_layers=1).init_state(2)), "state.layers is a tuple of 1, but must be a tuple of 2"),
         (
             lambda m: m(
                 tokens_of(1, 4),

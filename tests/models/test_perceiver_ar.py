@@ -257,7 +257,7 @@ def test_it_learns_to_copy_from_the_prefix():
         (lambda: perceiver()(tokens_of(2, 5), key_padding_mask=torch.zeros(2, 4).bool()), ValueError, r"key_padding_mask has shape \[2, 4\]"),
         (lambda: perceiver().loss(tokens_of(2, 5), tokens_of(2, 4)), ValueError, r"targets is .*\[2, 4\], wanted .*\[2, 5\]"),
         (lambda: perceiver()(tokens_of(2, 17)), ValueError, "length 17, wanted at most max_length = 16"),
-        (lambda: perceiver().prefill(tokens_of(2, 5), perceiver().init_state(3)), ValueError, r"state is for \[3\] rows"),
+        (lambda: perceiver().prefill(tokens_of(2, 5), perceiver().init_state(3)), ValueError, r"state.position is torch.int64 of the shape \[3\]"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_refused_in_one_sentence(call, error, message):

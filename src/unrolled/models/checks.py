@@ -60,8 +60,14 @@ def check_layer_states(state: Any, kind: type[Any], rows: int, n_layers: int, ta
             f"state.position is {position.dtype} of the shape {list(position.shape)}, "
             f"wanted torch.long of [{rows}]"
         )
-    if not isinstance(layers, tuple) or len(layers) != n_layers:
-        raise ValueError(f"state.layers is {layers!r:.80}, wanted a tuple of {n_layers}")
+    check_parts("state.layers", layers, n_layers)
+
+
+def check_parts(name: str, parts: object, count: int) -> None:
+    """Raise ValueError unless a part of a state is a tuple with one entry per layer."""
+    if not isinstance(parts, tuple) or len(parts) != count:
+        found = f"a {type(parts).__name__}" + (f" of {len(parts)}" if isinstance(parts, tuple) else "")
+        raise ValueError(f"{name} is {found}, but must be a tuple of {count}, one per layer")
 
 
 def check_targets(targets: Tensor, shape: Sequence[int], levels: int) -> None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from unrolled.attention.base import MultiHeadAttention
 from unrolled.contract import IGNORED
 from unrolled.models.blocks import FeedForward, make_norm, tie_layers
-from unrolled.models.checks import check_ids, check_layer_states, check_token
+from unrolled.models.checks import check_ids, check_layer_states, check_parts, check_token
 from unrolled.models.config import Activation, Norm, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
@@ -318,8 +318,7 @@ class EncoderDecoder(SavedModel):
 
     def _check_state(self, state: EncoderDecoderState, batch_size: int) -> None:
         check_layer_states(state, EncoderDecoderState, batch_size, len(self.blocks), self.embedding.weight)
-        if not isinstance(state.memory, tuple) or len(state.memory) != len(self.blocks):
-            raise ValueError(f"state.memory is {state.memory!r:.80}, wanted a tuple of {len(self.blocks)}")
+        check_parts("state.memory", state.memory, len(self.blocks))
 
 
 def init_xavier(model: nn.Module) -> None:

@@ -156,8 +156,13 @@ class PerceiverAR(Decoder):
             logits [B, n, vocab_size] and the new state, where n is min(n_latents, T) in the first call, which
             leaves the rest to be the prefix, and T in any other.
         """
+        return super().prefill(tokens, state, key_padding_mask=key_padding_mask)
+
+    def read_some(
+        self, tokens: Tensor, state: DecoderState, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, DecoderState]:
+        """Read tokens `[B,T]` from a state: `[B,n,d_model]`, with the n of `prefill`, and the new state."""
         tokens, key_padding_mask = self._at_the_right(tokens, key_padding_mask)
-        self._check_state(state, tokens.shape[0])
         T = tokens.shape[1]
         inputs: KVCache = state.layers[0]
         reader = self._reader.attention
@@ -169,7 +174,7 @@ class PerceiverAR(Decoder):
         padding = None if key_padding_mask is None else key_padding_mask[:, T - n :]
         hidden, latents = self.stack.prefill(z, state.layers[1:], key_padding_mask=padding, start=1)
         read = T if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
-        return self.head(hidden), DecoderState(state.position + read, (inputs, *latents))
+        return hidden, DecoderState(state.position + read, (inputs, *latents))
 
     def _latents(self, tokens: Tensor, key_padding_mask: Tensor | None, n_latents: int | None) -> Tensor:
         wanted = self.config.n_latents if n_latents is None else n_latents

@@ -1,17 +1,15 @@
 """The recurrent language model: embeddings, layers of any cell of `unrolled.recurrent`, and a head."""
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from unrolled import recurrent
-from unrolled.contract import IGNORED
 from unrolled.models.cells import stack_of
-from unrolled.models.checks import check_ids, check_size, check_targets, check_token
-from unrolled.models.heads import Categorical, mean_nll
-from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import check_key_padding_mask
+from unrolled.models.checks import check_size
+from unrolled.models.heads import Categorical
+from unrolled.models.language_model import LanguageModel
 from unrolled.recurrent import StackedState
 
 
@@ -69,12 +67,11 @@ class RecurrentLMConfig:
         return self.d_model if self.hidden_size is None else self.hidden_size
 
 
-class RecurrentLM(SavedModel):
+class RecurrentLM(LanguageModel[StackedState]):
     """Embeddings, recurrent layers on top of each other, and a distribution over the next token.
 
-    `forward` reads whole sequences; `prefill` and `step` give the same results from a state, which they never
-    change. The layers start as their cells do, and the embeddings normal, of variance 1, or where they are
-    tied to the output 1 / d_model.
+    Its verbs are those of `LanguageModel`. The layers start as their cells do, and the embeddings normal, of
+    variance 1, or 1 / d_model where they are tied to the output.
     """
 
     model_name = "recurrent_lm"
@@ -93,79 +90,25 @@ class RecurrentLM(SavedModel):
         if tied is not None:
             nn.init.normal_(tied.weight, std=config.d_model**-0.5)
 
-    def forward(
-        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        """Logits of the token that follows each position, for whole sequences.
-
-        Args:
-            tokens: [B, T] long.
-            key_padding_mask: [B, T] bool, True at padding (left, right or scattered), which changes nothing
-                for the other positions.
-            cu_seqlens: [N + 1] int32, the bounds of N sequences packed into the one row of `tokens` (B = 1).
-
-        Returns:
-            [B, T, vocab_size].
-        """
-        return cast(Tensor, self.head(self._hidden(tokens, key_padding_mask, cu_seqlens)))
-
-    def loss(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """Mean -log p(target) in nats per token, computed in at least fp32; 0 if every target is ignored.
-
-        Args:
-            inputs: as `tokens` of `forward`.
-            targets: [B, T] long, what follows each position; -100 and those at padding are ignored.
-            key_padding_mask: as for `forward`.
-            cu_seqlens: as for `forward`.
-        """
-        hidden = self._hidden(inputs, key_padding_mask, cu_seqlens)
-        check_targets(targets, inputs.shape, self.config.vocab_size)
-        if key_padding_mask is not None:
-            targets = targets.masked_fill(key_padding_mask, IGNORED)
-        return mean_nll(self.head.nll(hidden, targets), targets)
-
     def init_state(self, batch_size: int) -> StackedState:
         """The state before the first token, on the model's device."""
         return self.stack.init_state(batch_size)
 
-    def prefill(
-        self, tokens: Tensor, state: StackedState, *, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, StackedState]:
-        """Read several tokens [B, T], after those that `state` has read.
-
-        With a `key_padding_mask` [B, T], rows may bring different numbers of tokens: padding leaves its row's
-        state as it is, and its logits mean nothing.
-
-        Returns:
-            logits [B, T, vocab_size] and the new state.
-        """
-        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
-        if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, *tokens.shape)
-        x = self.dropout(self.embedding(tokens))
-        x, after = self.stack.prefill(x, state, key_padding_mask=key_padding_mask)
-        return self.head(self.dropout(x)), after
-
-    def step(self, token: Tensor, state: StackedState) -> tuple[Tensor, StackedState]:
-        """Read one token [B] per row; return logits [B, vocab_size] and the new state.
-
-        On a CPU, ids outside the vocabulary raise ValueError; elsewhere reading them would stall the queue.
-        """
-        check_token(token, self.n_ids, self.embedding.weight)
-        x, after = self.stack.step(self.dropout(self.embedding(token)), state)
-        return self.head(self.dropout(x)), after
-
-    def _hidden(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
-        if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, *tokens.shape)
+    def read_all(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Read sequences `[B,T]`: `[B,T,width]`."""
         x = self.dropout(self.embedding(tokens))
         y: Tensor = self.dropout(self.stack(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens))
         return y
+
+    def read_some(
+        self, tokens: Tensor, state: StackedState, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, StackedState]:
+        """Read tokens `[B,T]` from a state: `[B,T,width]` and the new state."""
+        x = self.dropout(self.embedding(tokens))
+        x, after = self.stack.prefill(x, state, key_padding_mask=key_padding_mask)
+        return self.dropout(x), after
+
+    def read_one(self, token: Tensor, state: StackedState) -> tuple[Tensor, StackedState]:
+        """Read a token `[B]` from a state: `[B,width]` and the new state."""
+        x, after = self.stack.step(self.dropout(self.embedding(token)), state)
+        return self.dropout(x), after
