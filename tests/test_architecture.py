@@ -11,7 +11,7 @@ import unrolled
 
 PACKAGE = Path(unrolled.__file__).parent
 ROOMS = [
-    {"contract", "extras", "files", "threads"},
+    {"contract", "extras", "fields", "files", "threads"},
     {"folders"},
     {"ops"},
     {"attention", "recurrent"},

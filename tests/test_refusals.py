@@ -101,7 +101,9 @@ def test_a_state_with_one_wrong_tensor_is_refused(kind: str) -> None:
             try:
                 function(**arguments | {"state": spoiled})
             except ValueError as error:
-                if not str(error).startswith(("state", "memory")) or not SAYS_WHAT_IS_WANTED.search(str(error)):
+                if not str(error).startswith(("state", "memory")) or not SAYS_WHAT_IS_WANTED.search(
+                    str(error)
+                ):
                     found.append(f"tensor {at} is {what}: {str(error)!r}")
             except Exception as error:
                 found.append(f"tensor {at} is {what}: {type(error).__name__}: {error}")
