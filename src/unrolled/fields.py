@@ -6,7 +6,7 @@ imported with the first config, since it costs more than the whole package.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
@@ -19,6 +19,14 @@ Count = Annotated[int, Ge(0), Le(INT64_MAX)]
 Positive = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 """A probability or part that is never all."""
+
+
+@dataclass(frozen=True)
+class FromData:
+    """Marks a field of a model's config that follows from the data set: from its attribute of this name."""
+
+    name: str
+
 
 NOUNS = {
     "integer": ("an integer", "integers"),
@@ -39,14 +47,17 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        config_type: Any = type(self)
-        for name, hint in field_types(config_type).items():
+        for name, hint in field_types(type(self)).items():
             check_value(name, vars(self)[name], hint)
 
 
-@cache
-def field_types(config_type: type[Any]) -> dict[str, Any]:
+def field_types(config_type: Any) -> dict[str, Any]:
     """Return the annotation of each field of a dataclass, by name and in order."""
+    return _field_types(config_type)
+
+
+@cache
+def _field_types(config_type: Any) -> dict[str, Any]:
     hints = get_type_hints(config_type, include_extras=True)
     return {field.name: hints[field.name] for field in fields(config_type)}
 
@@ -93,6 +104,8 @@ def describe(schema: Mapping[str, Any], *, plural: bool = False) -> str:
         return "True or False"
     if schema.get("format") == "path":
         return "paths" if plural else "a path"
+    if kind == "string" and schema.get("maxLength") == 1:
+        return "characters" if plural else "a character"
     return NOUNS[str(kind)][plural] + _content(schema) + _range(schema)
 
 

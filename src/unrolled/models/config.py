@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Gt, Lt, MinLen
 
-from unrolled.fields import Checked, Fraction, Size
+from unrolled.fields import Checked, Fraction, FromData, Size, field_types
 
 Norm = Literal["pre", "post"]
 NormType = Literal["layernorm", "rmsnorm"]
@@ -14,6 +14,34 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 Positions = Literal["learned", "axial", "sinusoidal", "rotary", "none"]
 Mechanisms = str | list[str]
 Sizes = Annotated[list[Size], MinLen(1)]
+
+
+class ModelConfig(Checked):
+    """The base of all configs of models: what they need of a data set, and how far they can count."""
+
+    @classmethod
+    def from_data(cls) -> dict[str, str]:
+        """Return the fields that follow from the data set, each with the name of the set's attribute."""
+        marks = {
+            name: [mark.name for mark in get_args(hint) if isinstance(mark, FromData)]
+            for name, hint in field_types(cls).items()
+        }
+        return {name: found[0] for name, found in marks.items() if found}
+
+    @property
+    def needs(self) -> dict[str, Any]:
+        """Values that attributes of the data set must have, by name."""
+        return {}
+
+    @property
+    def max_length(self) -> int | None:
+        """How many tokens the model is made for; None where it has no such field."""
+        return None
+
+    @property
+    def n_positions(self) -> int | None:
+        """How many positions there are; None for any number."""
+        return None
 
 
 def check_one_input(vocab_size: int | None, input_dim: int | None) -> None:
@@ -34,7 +62,7 @@ def check_classes(output: str, vocab_size: int | None, n_classes: int | None) ->
 
 
 @dataclass(kw_only=True)
-class TransformerConfig(Checked):
+class TransformerConfig(ModelConfig):
     """The fields that the encoder and the decoder share.
 
     Attributes:
@@ -82,7 +110,7 @@ class TransformerConfig(Checked):
     norm_eps: Annotated[float, Gt(0), Lt(1)] = 1e-5
     activation: Activation = "gelu"
     positions: Positions = "learned"
-    max_length: Size = 1024
+    max_length: Annotated[Size, FromData("length")] = 1024
     axial_shape: Sizes | None = None
     axial_widths: Sizes | None = None
     dropout: Fraction = 0.0

@@ -1,13 +1,13 @@
 """The transformer that predicts the next token: trained on whole sequences, run one token at a time."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.contract import IGNORED
-from unrolled.fields import Size
+from unrolled.fields import FromData, Size
 from unrolled.models.blocks import init_weights
 from unrolled.models.checks import check_ids, check_layer_states, check_targets, check_token
 from unrolled.models.config import TransformerConfig
@@ -35,13 +35,13 @@ class DecoderConfig(TransformerConfig):
         start_token: whether the id `vocab_size` is a learned start symbol, which is never predicted.
     """
 
-    vocab_size: Size
+    vocab_size: Annotated[Size, FromData("vocab_size")]
     _: KW_ONLY
     inputs: Inputs = "tokens"
     head: Head = "categorical"
     n_mixtures: Size = 10
     tie_embeddings: bool = False
-    start_token: bool = False
+    start_token: Annotated[bool, FromData("start_token")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,13 +1,13 @@
 """The transformer that reads a whole sequence at once: to classify it, to label it, or to fill its gaps."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.contract import IGNORED, UnsupportedError
-from unrolled.fields import Count, Size
+from unrolled.fields import Count, FromData, Size
 from unrolled.models.blocks import activate, init_weights, make_norm
 from unrolled.models.checks import check_ids, check_targets
 from unrolled.models.config import TransformerConfig, check_classes, check_one_input
@@ -45,11 +45,11 @@ class EncoderConfig(TransformerConfig):
         output_bias: give the output layer a bias; None for one unless it is the embedding table.
     """
 
-    vocab_size: Size | None = None
+    vocab_size: Annotated[Size | None, FromData("vocab_size")] = None
     _: KW_ONLY
     input_dim: Size | None = None
     output: Output = "classification"
-    n_classes: Size | None = None
+    n_classes: Annotated[Size | None, FromData("n_classes")] = None
     pooling: Pooling = "mean"
     tie_embeddings: bool = False
     n_segments: Count = 0

@@ -15,7 +15,7 @@ of the source and of what has been written.
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unrolled.attention._multihead import MultiHeadAttention
 from unrolled.contract import IGNORED
-from unrolled.fields import Fraction, Size
+from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.blocks import FeedForward, make_norm, tie_layers
 from unrolled.models.checks import check_ids, check_layer_states, check_token
 from unrolled.models.config import Activation, Mechanisms, Norm, Positions, TransformerConfig
@@ -54,9 +54,9 @@ class EncoderDecoderConfig(TransformerConfig):
         start_token: True: the id `vocab_size` begins every target, and is never predicted.
     """
 
-    vocab_size: Size
+    vocab_size: Annotated[Size, FromData("vocab_size")]
     _: KW_ONLY
-    source_vocab_size: Size | None = None
+    source_vocab_size: Annotated[Size | None, FromData("source_vocab_size")] = None
     attention: Mechanisms = "softmax"
     decoder_attention: Mechanisms | None = None
     cross_attention: Mechanisms | None = None
@@ -96,7 +96,7 @@ class EncoderDecoderConfig(TransformerConfig):
     def side(self, mechanisms: Mechanisms | None, **changes: Any) -> TransformerConfig:
         """The config of a stack with these mechanisms, None for the encoder's, and with their options."""
         mechanisms = self.attention if mechanisms is None else mechanisms
-        values = {field.name: getattr(self, field.name) for field in fields(TransformerConfig)}
+        values = {field.name: vars(self)[field.name] for field in fields(TransformerConfig)}
         named = [mechanisms] if isinstance(mechanisms, str) else mechanisms
         for options in ("attention_options", "layer_options"):
             values[options] = {name: x for name, x in values[options].items() if name in named}

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unrolled.fields import Size
+from unrolled.fields import FromData, Size
 from unrolled.models.blocks import INIT_STD, FeedForward, init_weights, make_norm
 from unrolled.models.checks import check_ids
 from unrolled.models.config import Mechanisms, Sizes, TransformerConfig, check_one_input
@@ -43,7 +44,7 @@ class LatentConfig(TransformerConfig):
         cross_value_width: width of its values, where it differs from that of its queries and keys.
     """
 
-    vocab_size: Size | None = None
+    vocab_size: Annotated[Size | None, FromData("vocab_size")] = None
     _: KW_ONLY
     input_dim: Size | None = None
     input_width: Size | None = None

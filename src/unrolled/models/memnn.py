@@ -22,7 +22,7 @@ Cost: time O(M J d) for M sentences of J words, O(M d) for each hop, and O(|W| d
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Le
@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.fields import Checked, Positive, Size
+from unrolled.fields import FromData, Positive, Size
 from unrolled.models.checks import check_story, check_targets
+from unrolled.models.config import ModelConfig
 from unrolled.models.saving import SavedModel
 
 INIT_STD = 0.1
@@ -39,7 +40,7 @@ QUESTION, CHOSEN, CANDIDATE = range(3)  # the copies of a word
 
 
 @dataclass(kw_only=True)
-class MemNNConfig(Checked):
+class MemNNConfig(ModelConfig):
     """The fields of a memory network.
 
     Attributes:
@@ -50,16 +51,16 @@ class MemNNConfig(Checked):
         margin: by how much the score of what is right has to be above the others.
     """
 
-    vocab_size: Size
-    memory_size: Size = 50
+    vocab_size: Annotated[Size, FromData("vocab_size")]
+    memory_size: Annotated[Size, FromData("memory_size")] = 50
     d_model: Size = 50
-    n_hops: Annotated[int, Ge(1), Le(3)] = 2
+    n_hops: Annotated[int, Ge(1), Le(3), FromData("supporting")] = 2
     margin: Positive = 0.1
 
     @property
-    def supporting(self) -> int:
-        """How many places of supporting sentences follow the answer in the targets of the loss."""
-        return self.n_hops
+    def needs(self) -> dict[str, Any]:
+        """As many places of supporting sentences after each answer as are chosen."""
+        return {"supporting": self.n_hops}
 
 
 class MemNN(SavedModel):

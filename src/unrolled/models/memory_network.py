@@ -16,7 +16,7 @@ Equals softmax attention: one hop without temporal encoding is attention of one 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.fields import Checked, Count, Size
+from unrolled.fields import Count, FromData, Size
 from unrolled.models.checks import check_story, check_targets
+from unrolled.models.config import ModelConfig
 from unrolled.models.heads import mean_nll
 from unrolled.models.saving import SavedModel
 
@@ -73,7 +74,7 @@ ENCODINGS: dict[str, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {
 
 
 @dataclass(kw_only=True)
-class MemN2NConfig(Checked):
+class MemN2NConfig(ModelConfig):
     """The fields of an end-to-end memory network.
 
     Attributes:
@@ -91,16 +92,21 @@ class MemN2NConfig(Checked):
         seed: of that randomness.
     """
 
-    vocab_size: Size
+    vocab_size: Annotated[Size, FromData("vocab_size")]
     d_model: Size = 50
     n_hops: Size = 3
-    memory_size: Size = 50
+    memory_size: Annotated[Size, FromData("memory_size")] = 50
     tying: Tying = "adjacent"
     position_encoding: Encoding = "code"
     temporal: bool = True
     linear_start: Count = 0
     noise: Annotated[float, Ge(0), Le(1)] = 0.1
     seed: Count = 0
+
+    @property
+    def needs(self) -> dict[str, Any]:
+        """Answers alone: no places of supporting sentences after them."""
+        return {"supporting": 0}
 
 
 class MemN2N(SavedModel):

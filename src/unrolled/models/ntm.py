@@ -8,22 +8,23 @@ section 4. Any other cell can take the place of theirs; an LSTM is what they com
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED, UnsupportedError
-from unrolled.fields import Checked, Size
+from unrolled.fields import FromData, Size
 from unrolled.models.cells import stack_of
+from unrolled.models.config import ModelConfig
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape
 from unrolled.recurrent.ntm import NTM, NTMTrace
 
 
 @dataclass(kw_only=True)
-class NTMModelConfig(Checked):
+class NTMModelConfig(ModelConfig):
     """Sizes and the cell.
 
     Attributes:
@@ -35,8 +36,8 @@ class NTMModelConfig(Checked):
         hidden_size: width of each layer's output.
     """
 
-    input_size: Size
-    output_size: Size
+    input_size: Annotated[Size, FromData("input_size")]
+    output_size: Annotated[Size, FromData("output_size")]
     cell: str = "ntm"
     cell_options: dict[str, Any] = field(default_factory=dict)
     n_layers: Size = 1

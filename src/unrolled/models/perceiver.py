@@ -17,12 +17,12 @@ Without positions the inputs are a set: their order changes nothing.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
 from unrolled.contract import IGNORED
-from unrolled.fields import Size
+from unrolled.fields import FromData, Size
 from unrolled.models.checks import check_targets
 from unrolled.models.config import check_classes
 from unrolled.models.embeddings import PositionEmbedding
@@ -44,7 +44,7 @@ class PerceiverConfig(LatentConfig):
     """
 
     _: KW_ONLY
-    n_classes: Size
+    n_classes: Annotated[Size, FromData("n_classes")]
     share_weights: bool = True
 
 
@@ -67,7 +67,7 @@ class PerceiverIOConfig(LatentConfig):
 
     _: KW_ONLY
     output: Output = "classification"
-    n_classes: Size | None = None
+    n_classes: Annotated[Size | None, FromData("n_classes")] = None
     query_residual: bool = True
     tie_embeddings: bool = False
     output_bias: bool | None = None

@@ -1,15 +1,16 @@
 """The recurrent language model: embeddings, layers of any cell of `unrolled.recurrent`, and a head."""
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from torch import Tensor, nn
 
 from unrolled import recurrent
 from unrolled.contract import IGNORED
-from unrolled.fields import Checked, Fraction, Size
+from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.cells import stack_of
 from unrolled.models.checks import check_ids, check_targets, check_token
+from unrolled.models.config import ModelConfig
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_key_padding_mask
@@ -17,7 +18,7 @@ from unrolled.recurrent import StackedState
 
 
 @dataclass
-class RecurrentLMConfig(Checked):
+class RecurrentLMConfig(ModelConfig):
     """The fields of a recurrent language model.
 
     Attributes:
@@ -33,7 +34,7 @@ class RecurrentLMConfig(Checked):
         start_token: whether the id `vocab_size` is a learned start symbol, which is never predicted.
     """
 
-    vocab_size: Size
+    vocab_size: Annotated[Size, FromData("vocab_size")]
     _: KW_ONLY
     cell: str = "lstm"
     cell_options: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class RecurrentLMConfig(Checked):
     hidden_size: Size | None = None
     dropout: Fraction = 0.0
     tie_embeddings: bool = False
-    start_token: bool = False
+    start_token: Annotated[bool, FromData("start_token")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

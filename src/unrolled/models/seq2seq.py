@@ -1,7 +1,7 @@
 """What the recurrent encoder-decoders share: config, loss, and the verbs, made of an encoder and one loop."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled import attention
 from unrolled.attention._memory import MemoryAttention
 from unrolled.contract import IGNORED, UnsupportedError
-from unrolled.fields import Checked, Fraction, Size
+from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.checks import check_ids, check_token
+from unrolled.models.config import ModelConfig
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
 from unrolled.ops.checks import check_device, check_key_padding_mask, may_read
@@ -19,7 +20,7 @@ from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
 
 @dataclass
-class Seq2SeqConfig(Checked):
+class Seq2SeqConfig(ModelConfig):
     """The fields of a recurrent encoder-decoder.
 
     Attributes:
@@ -32,8 +33,8 @@ class Seq2SeqConfig(Checked):
         start_token: True, since every target begins with the start symbol, which is never predicted.
     """
 
-    vocab_size: Size
-    source_vocab_size: Size | None = None
+    vocab_size: Annotated[Size, FromData("vocab_size")]
+    source_vocab_size: Annotated[Size | None, FromData("source_vocab_size")] = None
     d_model: Size = 256
     hidden_size: Size = 512
     dropout: Fraction = 0.0

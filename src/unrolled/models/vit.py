@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import UnsupportedError
-from unrolled.fields import Size
+from unrolled.fields import FromData, Size
 from unrolled.models.blocks import INIT_STD, init_weights
 from unrolled.models.checks import check_targets
 from unrolled.models.config import Mechanisms, TransformerConfig
@@ -54,7 +54,7 @@ class ViTConfig(TransformerConfig):
 
     image_size: Axes
     patch_size: Axes
-    n_classes: Size
+    n_classes: Annotated[Size, FromData("n_classes")]
     channels: Size = 3
     pooling: Pooling = "class"
     attention: Mechanisms = "softmax"
@@ -99,7 +99,7 @@ class ViTConfig(TransformerConfig):
             )
         if self.pooling == "class":
             raise ValueError(
-                "pooling is 'class', but must be 'mean' with spatiotemporal attention, since a class token has no "
+                "pooling is 'class', but must be 'mean' with spatiotemporal attention: a class token has no "
                 "place in a grid"
             )
 
