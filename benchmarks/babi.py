@@ -29,7 +29,7 @@ import yaml
 from unrolled.bench.report import table
 from unrolled.bench.units import duration
 from unrolled.cli import run_config
-from unrolled.data import LabelledBatch
+from unrolled.data import Batch
 from unrolled.data.babi import BabiDataset
 from unrolled.models.memory_network import MemN2N, MemN2NConfig
 
@@ -153,7 +153,7 @@ def restart(dataset: Any, config: MemN2NConfig, recipe: Recipe, seed: int) -> tu
 
 
 @torch.inference_mode()
-def error(model: MemN2N, batches: Iterable[LabelledBatch]) -> float:
+def error(model: MemN2N, batches: Iterable[Batch]) -> float:
     """Return the part of the questions that the model answers wrongly."""
     model.eval()
     wrong = [

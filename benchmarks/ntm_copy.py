@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from unrolled import models
 from unrolled.bench.report import table
-from unrolled.data._bits import BitsBatch
+from unrolled.data import Batch
 from unrolled.data.copy_bits import CopyBitsDataset
 from unrolled.models import NTMModel, NTMModelConfig
 from unrolled.training import TrainConfig, read_log, train
@@ -49,7 +49,7 @@ class Growing:
         self.stages = {until: CopyBitsDataset(max_length=n, val_size=1) for until, n in STAGES.items()}
         self.judged = CopyBitsDataset(min_length=20, val_size=16)
 
-    def batch(self, split: Any, *, step: int, batch_size: int, seed: int) -> BitsBatch:
+    def batch(self, split: Any, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return the batch of one step, from the stage that it falls into."""
         dataset = next(dataset for until, dataset in self.stages.items() if step < until)
         return dataset.batch(split, step=step, batch_size=batch_size, seed=seed)
@@ -87,7 +87,7 @@ def main() -> None:
     draw_memory(model).savefig(OUT / "memory.png", dpi=150)
 
 
-def examples(n: int, count: int) -> BitsBatch:
+def examples(n: int, count: int) -> Batch:
     """Draw sequences of a length, always the same, that were not trained on."""
     return next(CopyBitsDataset(min_length=n, max_length=n, val_size=count).eval_batches(count))
 

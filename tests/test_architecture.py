@@ -11,7 +11,7 @@ import unrolled
 
 PACKAGE = Path(unrolled.__file__).parent
 ROOMS = [
-    {"contract", "extras", "files", "registry", "threads"},
+    {"contract", "extras", "fields", "files", "registry", "threads"},
     {"folders"},
     {"ops"},
     {"alignment", "attention", "recurrent"},

@@ -11,10 +11,10 @@ from torch import nn
 from unrolled import models
 from unrolled.bench import attention_plots, plots
 from unrolled.cli import run_config
-from unrolled.cli._vocabulary import Vocabulary
 from unrolled.cli.attend import alignment, words
 from unrolled.data import babi
 from unrolled.data._bpe import END_ID
+from unrolled.data._vocabulary import Vocabulary
 from unrolled.generation import translate
 from unrolled.models import Decoder, DecoderConfig, EncoderDecoder, EncoderDecoderConfig, MemN2N, NTMModel
 from unrolled.models.saving import SavedModel
@@ -150,7 +150,7 @@ def test_a_story_of_ones_own_comes_from_options_or_a_file(stories, tmp_path, mon
     assert given[0][2] == given[1][2] == ["john went to the bathroom"]
     np.testing.assert_array_equal(given[0][1], given[1][1])
     assert "the words robert are not among" in error("attend", folder, "--text", "Robert", "--text", "John?")
-    assert "wanted sentences and a question" in error("attend", folder, "--text", "John?")
+    assert "must have at least 2: sentences" in error("attend", folder, "--text", "John?")
     assert "--example is 2, but there are 2, counted from 0" in error("attend", folder, "--example", 2)
 
 

@@ -332,12 +332,12 @@ def test_wrong_options_are_named(trained: Path) -> None:
     [
         (
             "train.batch_size=100000000000000000000",
-            "batch_size is 100000000000000000000, but must be at most",
+            "batch_size is 100000000000000000000, but must be an integer of 64 bits",
         ),
         ("train.batch_size=1000000000000000", ""),  # whatever the system says of so much memory
         (
             "train.eval_batches=100000000000000000000",
-            "eval_batches is 100000000000000000000, but must be at most",
+            "eval_batches is 100000000000000000000, but must be an integer of 64 bits",
         ),
     ],
 )

@@ -14,9 +14,9 @@ from multi30k_files import write_multi30k
 from test_cli import SMALL, error, run, works
 
 from unrolled import models
-from unrolled.cli._vocabulary import Vocabulary
 from unrolled.cli.evaluate import count_right, scorer
-from unrolled.data import LabelledBatch
+from unrolled.data import Batch
+from unrolled.data._vocabulary import Vocabulary
 from unrolled.data.multi30k import Multi30kDataset
 
 pytest.importorskip("tokenizers")
@@ -187,10 +187,8 @@ def test_info_describes_a_run_of_any_kind(trained: Path) -> None:
 
 def test_of_labels_the_part_that_is_right_is_counted() -> None:
     batches = [
-        LabelledBatch(
-            torch.tensor([[2, 0], [1, 0]]), torch.tensor([2, 0]), torch.tensor([[False, True]] * 2)
-        ),
-        LabelledBatch(torch.tensor([[1, 1]]), torch.tensor([1]), torch.tensor([[False, False]])),
+        Batch(torch.tensor([[2, 0], [1, 0]]), torch.tensor([2, 0]), torch.tensor([[False, True]] * 2)),
+        Batch(torch.tensor([[1, 1]]), torch.tensor([1]), torch.tensor([[False, False]])),
     ]
 
     def says_the_first(inputs: torch.Tensor, *, key_padding_mask: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,17 @@
 """Configurations are strict about keys, generous about numbers, and completed from the data set."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 import pytest
 
 from unrolled import data
 from unrolled.cli import run_config
+from unrolled.fields import FromData
 from unrolled.models import KINDS, Decoder, PerceiverAR
+from unrolled.models.config import ModelConfig
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 
@@ -86,15 +87,15 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
         ("modle.n_layers=2", "unknown key modle: did you mean model?"),
         ("zzz=2", "unknown key zzz: The keys are data, model, train, run_dir"),
         ("data.lenght=2", "'lenght' is no option of the data set text, which takes path, level, length"),
-        ("data.name=null", "data.name is missing: choose one of adding, associative_recall, babi, copy,"),
-        ("data.name=nope", "'nope', but the data sets are adding, associative_recall, babi, copy,"),
+        ("data.name=null", "data.name is missing: choose one of "),
+        ("data.name=nope", "'nope', but the data sets are "),
         ("run_dir=", "run_dir is missing"),
         ("run_dir=3.5", "run_dir is 3.5, but must be the name of a folder"),
-        ("model=3", "model must be a section of keys and values, not 3"),
+        ("model=3", "model is 3, but must be a section of keys and values"),
         ("train.lr=fast", "lr is 'fast', but must be a number above 0"),
-        ("model.attention=5", "attention is 5, wanted a name or a list of names"),
-        ("model.attention_options=5", "attention_options is 5, wanted a dict of options"),
-        ("model.vocab_size=2", "model.vocab_size is 2, but the data set text needs 28"),
+        ("model.attention=5", "attention is 5, but must be a string, or a list of strings"),
+        ("model.attention_options=5", "attention_options is 5, but must be a dict of dicts"),
+        ("model.vocab_size=2", "model.vocab_size is 2, but must be at least 28 for the data set text"),
         ("model.n_layers=[", "override 'model.n_layers=[' is not valid YAML"),
         ("data.name.first=1", "sets a part of name, which is 'text'"),
         ("n_layers", "override 'n_layers' must look like key=value"),
@@ -108,7 +109,9 @@ def test_wrong_settings_are_named(settings: list[str], override: str, message: s
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("- 1\n- 2\n")
-    with pytest.raises(ValueError, match=r"must hold the sections data, model, train, run_dir, not \[1, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"is \[1, 2\], but must be a mapping of the sections data, model, train, run_dir"
+    ):
         run_config.read(file, [])
 
 
@@ -121,37 +124,33 @@ def test_the_kind_of_model_is_chosen_by_name_and_written_down(settings: list[str
     again = run_config.resolve(run_config.read(run.run_dir / run_config.FILE_NAME, []))
     assert (again.kind, again.model) == (run.kind, run.model)
     assert run_config.resolve(run_config.read(None, settings)).kind is Decoder
-    with pytest.raises(
-        ValueError, match=r"model\.name is 'perceiver', but for the data set text one of decoder"
-    ):
+    with pytest.raises(ValueError, match=r"model\.name is 'perceiver', but must be one of decoder"):
         run_config.resolve(run_config.read(None, [*settings, "model.name=perceiver"]))
 
 
 def test_every_task_has_a_job_and_no_kind_of_model_is_forgotten() -> None:
     assert run_config.JOBS.keys() == set(get_args(data.Task))
-    for name in data.names():
-        module = __import__(f"unrolled.data.{name}", fromlist=["x"])
-        kind = "".join(part.capitalize() for part in name.split("_"))
-        assert getattr(module, f"{kind}Dataset").task in run_config.JOBS
     assert KINDS.keys() - {"vit"} <= {kind for job in run_config.JOBS.values() for kind in job.kinds}
 
 
 @dataclass
-class Pairs:
+class Pairs(data.BaseDataset):
     """A data set of another task, whose model has other fields."""
 
-    task: ClassVar[str] = "translation"
+    task: ClassVar[data.Task] = "translation"
+    name: ClassVar[str] = "pairs"
     vocab_size: ClassVar[int] = 9
     source_vocab_size: ClassVar[None] = None
-    start_token: ClassVar[bool] = True
 
-    def eval_batches(self, batch_size: int) -> Iterator[Any]:
-        return iter(())
+    def batch(self, *_: Any, **__: Any) -> Any: ...
+    def epoch_size(self, *_: Any) -> Any: ...
+    def eval_batches(self, *_: Any) -> Any: ...
 
 
 @dataclass
-class Narrow:
-    vocab_size: int
+class Narrow(ModelConfig):
+    vocab_size: Annotated[int, FromData("vocab_size")]
+    source: Annotated[int | None, FromData("source_vocab_size")] = 4
     hidden: int = 3
 
 
@@ -165,8 +164,18 @@ def test_a_config_gets_those_fields_of_the_data_that_it_has(monkeypatch: pytest.
     monkeypatch.setattr(run_config, "KINDS", {"rnn_seq2seq": Kind})
     run = run_config.resolve({"data": {"name": "pairs"}, "run_dir": "x"})
     assert (run.kind, run.model) == (Kind, Narrow(9))
-    with pytest.raises(ValueError, match=r"model\.vocab_size is 5, but the data set pairs needs 9"):
+    with pytest.raises(
+        ValueError, match=r"model\.vocab_size is 5, but must be at least 9 for the data set pairs"
+    ):
         run_config.resolve({"data": {"name": "pairs"}, "model": {"vocab_size": 5}, "run_dir": "x"})
     monkeypatch.setattr(run_config, "KINDS", {})
-    with pytest.raises(ValueError, match="whose task 'translation' no kind of model can do"):
+    with pytest.raises(ValueError, match="but no kind of model can do its task 'translation'"):
         run_config.resolve({"data": {"name": "pairs"}, "run_dir": "x"})
+
+
+@pytest.mark.parametrize("name", data.names())
+def test_every_data_set_says_what_the_models_of_its_task_ask_for(name: str) -> None:
+    kind = data.dataset_type(name)
+    says = {*dir(kind), *(field.name for field in fields(kind))}
+    for model in run_config.JOBS[kind.task].kinds:
+        assert set(KINDS[model].config_type.from_data().values()) <= says, model

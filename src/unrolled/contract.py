@@ -1,12 +1,17 @@
-"""What every sequence layer promises: the capabilities it declares and the error for all others."""
+"""What the parts of the library promise each other: capabilities, batches, data sets, recurrences."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IGNORED = -100
 """A target of this value is not predicted and not counted, as in `torch.nn.functional.cross_entropy`."""
 
 Recurrence = Literal["constant", "growing", "none"]
+Split = Literal["train", "val"]
 
 
 class UnsupportedError(NotImplementedError):
@@ -56,3 +61,53 @@ class Supports:
     def but(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
+
+
+class Batch(NamedTuple):
+    """Rows to read, and what to predict of them, in the shapes that the loss of the model takes.
+
+    Attributes:
+        inputs: what the model reads.
+        targets: what it is to predict; -100 (`IGNORED`) where nothing is.
+        key_padding_mask: True where `inputs` has padding; None where no row has any.
+    """
+
+    inputs: "Tensor"
+    targets: "Tensor"
+    key_padding_mask: "Tensor | None" = None
+
+
+class Dataset(Protocol):
+    """What training needs of a data set. No method reads or moves a global random generator."""
+
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
+        """Return batch number `step`, counted from 0.
+
+        A pure function of its arguments, so that a resumed run sees the data it would have seen.
+        """
+        ...
+
+    def eval_batches(self, batch_size: int, /) -> Iterable[Batch]:
+        """Yield the whole validation split in order, each example once; the last batch may be smaller."""
+        ...
+
+
+@runtime_checkable
+class Recurrent(Protocol):
+    """What generation needs of a model; `config` has `vocab_size` and may have `start_token`."""
+
+    config: Any
+
+    def init_state(self, batch_size: int) -> Any:
+        """Return the state before the first token."""
+
+    def prefill(
+        self, tokens: "Tensor", state: Any, *, key_padding_mask: "Tensor | None" = None
+    ) -> "tuple[Tensor, Any]":
+        """Read tokens [B, T] in parallel, padded on the left.
+
+        Returns logits [B, n, V] after the last n of them, n >= 1, and the state.
+        """
+
+    def step(self, token: "Tensor", state: Any) -> "tuple[Tensor, Any]":
+        """Read one token per row [B]; return logits [B, V] and the next state."""

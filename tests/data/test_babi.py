@@ -133,7 +133,10 @@ def test_a_task_without_a_training_file_cannot_be_asked_for(folder):
 
 @pytest.mark.parametrize("tasks", [[], [0], [21], [1, 1], [True], "1", 1, [1.0]], ids=str)
 def test_what_is_no_list_of_tasks_is_refused(folder, tasks):
-    with pytest.raises(ValueError, match=r'tasks is .*, wanted "all" or a list of numbers from 1 to 20'):
+    with pytest.raises(
+        ValueError,
+        match=r"tasks is .*, but must (be a list of 1 or more integers from 1 to 20|have each number once)",
+    ):
         BabiDataset(tasks, data_dir=folder)
 
 
@@ -208,9 +211,9 @@ def test_the_model_has_to_want_as_many_supporting_sentences_as_there_are(folder)
     assert resolve(3, name="memnn").model == MemNNConfig(vocab_size=19, memory_size=50, n_hops=3)
     assert resolve(0, n_hops=2).model.n_hops == 2
     for arguments, message in (
-        ((0, {"name": "memnn"}), "is 0, but memnn with model.n_hops=2 wants data.supporting=2"),
-        ((1, {"name": "memnn", "n_hops": 3}), "is 1, but memnn with model.n_hops=3 wants data.supporting=3"),
-        ((2, {}), "is 2, but memory_network wants data.supporting=0"),
+        ((0, {"name": "memnn"}), "is 0, but must be 2 for this memnn"),
+        ((1, {"name": "memnn", "n_hops": 3}), "is 1, but must be 3 for this memnn"),
+        ((2, {}), "is 2, but must be 0 for this memory_network"),
     ):
         with pytest.raises(ValueError, match=f"^data.supporting {message}$"):
             resolve(arguments[0], **arguments[1])
@@ -223,7 +226,10 @@ def test_sentences_of_ones_own_are_encoded_like_those_of_the_files(folder):
     assert next(told(dataset, mine))[:2] == next(told(dataset, theirs))[:2]
     with pytest.raises(ValueError, match="the words robert, sings are not among the 19 of the stories"):
         dataset.encode(["Mary sings.", "Where is Robert?"])
-    with pytest.raises(ValueError, match="there are 1 lines, wanted sentences and a question after them"):
+    with pytest.raises(
+        ValueError,
+        match="the story has 1 lines, but must have at least 2: sentences and then a question",
+    ):
         dataset.encode(["Where is Mary?"])
     with pytest.raises(ValueError, match="line 2 has no words"):
         dataset.encode(["Mary moved to the bathroom.", " ", "Where is Mary?"])

@@ -108,7 +108,9 @@ def test_a_run_on_them_has_an_encoder(folder):
     )
     assert isinstance(run.model, EncoderConfig)
     assert (run.model.n_classes, run.model.vocab_size, run.model.max_length) == (2, 256, 1024)
-    with pytest.raises(ValueError, match=r"model\.n_classes is 1, but the data set imdb needs 2"):
+    with pytest.raises(
+        ValueError, match=r"model\.n_classes is 1, but must be at least 2 for the data set imdb"
+    ):
         run_config.resolve(
             {
                 "data": {"name": "imdb", "data_dir": str(folder)},

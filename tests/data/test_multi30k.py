@@ -126,7 +126,7 @@ def test_long_pairs_are_left_out_of_training_only(files, dataset):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"direction": "fr-en"}, "direction is 'fr-en', but the directions are en-de and de-en"),
+        ({"direction": "fr-en"}, "direction is 'fr-en', but must be one of 'en-de', 'de-en'"),
         ({"vocab_size": 256}, "vocab_size is 256, but must be an integer of at least 257"),
         ({"length": 1}, "length is 1, but must be an integer of at least 2"),
         ({"length": 2}, "length is 2, but every training pair has more tokens"),

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from unrolled import data
 from unrolled.contract import IGNORED
-from unrolled.data.text import Codec, TextDataset
+from unrolled.data._codec import Codec
+from unrolled.data.text import TextDataset
 
 
 def write(folder, content: bytes | str, name: str = "file.txt"):
@@ -25,7 +26,7 @@ def whole_text(dataset: TextDataset) -> str:
 
 def test_the_vocabulary_is_the_sorted_characters_of_both_parts(tmp_path):
     dataset = TextDataset(write(tmp_path, "cabb" * 20 + "z\n"), length=2)
-    assert dataset.vocabulary == ("\n", "a", "b", "c", "z")
+    assert dataset.characters == ("\n", "a", "b", "c", "z")
     assert dataset.vocab_size == 5
     assert dataset.encode("abz").tolist() == [1, 2, 4]
     assert dataset.decode(torch.tensor([3, 1, 2])) == "cab"
@@ -35,15 +36,15 @@ def test_a_byte_order_mark_is_dropped_and_line_ends_become_newlines(tmp_path):
     dataset = TextDataset(
         write(tmp_path, b"\xef\xbb\xbf" + b"one\r\ntwo\rthree\n" * 9), length=3, val_fraction=0.5
     )
-    assert "\ufeff" not in dataset.vocabulary
-    assert "\r" not in dataset.vocabulary
+    assert "\ufeff" not in dataset.characters
+    assert "\r" not in dataset.characters
     assert whole_text(dataset) == ("one\ntwo\nthree\n" * 9)[63:]
 
 
 def test_characters_outside_the_basic_plane_are_one_token(tmp_path):
     text = "naïve 注意 🙂 é " * 20
     dataset = TextDataset(write(tmp_path, text), length=5)
-    assert dataset.vocabulary == tuple(sorted(set(text)))
+    assert dataset.characters == tuple(sorted(set(text)))
     assert dataset.decode(dataset.encode("🙂注ï")) == "🙂注ï"
     assert len(dataset.encode("🙂")) == 1
 
@@ -62,7 +63,7 @@ def test_ids_fit_vocabularies_of_every_size(tmp_path, n_characters):
 def test_bytes_are_the_file_exactly_as_it_is(tmp_path):
     content = b"\xef\xbb\xbf\xff\r\n" + bytes(range(256))
     dataset = TextDataset(write(tmp_path, content), level="bytes", length=4, val_fraction=0.9)
-    assert (dataset.vocab_size, dataset.vocabulary) == (256, None)
+    assert (dataset.vocab_size, dataset.characters) == (256, None)
     targets = torch.cat([batch.targets.flatten() for batch in dataset.eval_batches(3)])
     assert bytes(targets[targets != IGNORED].tolist()) == content[27:]
     assert dataset.encode("é").tolist() == [0xC3, 0xA9]
@@ -71,7 +72,7 @@ def test_bytes_are_the_file_exactly_as_it_is(tmp_path):
 
 def test_a_gzip_file_is_read_as_the_text_inside(tmp_path):
     path = write(tmp_path, gzip.compress(b"to be or not to be " * 20), "text.gz")
-    assert TextDataset(path, length=8).vocabulary == tuple(sorted(set("to be or not to be ")))
+    assert TextDataset(path, length=8).characters == tuple(sorted(set("to be or not to be ")))
 
 
 @given(text=st.text(st.characters(codec="utf-8")), level=st.sampled_from(["chars", "bytes"]))
@@ -87,7 +88,7 @@ def test_windows_are_pieces_of_their_own_part_and_reach_all_of_it(tmp_path):
     text = "".join(chr(0x100 + i) for i in range(100))  # every character tells its place
     dataset = TextDataset(write(tmp_path, text), length=7, val_fraction=0.3)
     for split, (first, last) in {"train": (0, 69), "val": (70, 99)}.items():
-        inputs, targets = dataset.batch(split, step=0, batch_size=2_000, seed=0)
+        inputs, targets, _ = dataset.batch(split, step=0, batch_size=2_000, seed=0)
         assert torch.equal(targets, inputs + 1)
         assert torch.equal(inputs, inputs[:, :1] + torch.arange(7))
         assert (inputs.min(), targets.max()) == (first, last)
@@ -99,7 +100,7 @@ def test_evaluation_predicts_every_token_but_the_first_exactly_once(tmp_path_fac
     path.write_text("".join(chr(0x100 + i) for i in range(n)))
     dataset = TextDataset(path, length=length, val_fraction=0.5)
     batches = list(dataset.eval_batches(batch_size))
-    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    inputs, targets = (torch.cat([batch[i] for batch in batches]) for i in range(2))
     assert inputs.shape == targets.shape == (dataset.epoch_size("val"), length)
     assert all(len(batch.inputs) == batch_size for batch in batches[:-1])
     known = targets != IGNORED
@@ -113,10 +114,10 @@ def test_evaluation_predicts_every_token_but_the_first_exactly_once(tmp_path_fac
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": "words"}, "level is 'words', but the levels are chars and bytes"),
+        ({"level": "words"}, "level is 'words', but must be one of 'chars', 'bytes'"),
         ({"length": 0}, "length is 0, but must be an integer of at least 1"),
         ({"length": "64"}, "length is '64', but"),
-        ({"val_fraction": 1.0}, "val_fraction is 1.0, but must lie between 0 and 1"),
+        ({"val_fraction": 1.0}, "val_fraction is 1.0, but must be a number in \\(0, 1\\)"),
         ({"val_fraction": "a"}, "val_fraction is 'a', but"),
         ({"length": 10}, "length is 10, but must be less than the 10 chars of the val part of .*file.txt"),
         (

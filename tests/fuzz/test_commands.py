@@ -39,6 +39,7 @@ SAMPLING = {
 }
 POSITIONAL = {
     "train": [],
+    "schema": [],
     "generate": [RUN],
     "convert": [
         (["{world}/run", "{world}/hf"], ["{world}/none", "{world}/text.txt", "{world}/empty", ""]),
@@ -107,6 +108,7 @@ OPTIONS = {
         "--force": FORCE,
     },
     "info": {},
+    "schema": {"--out": (["{out}.json"], ["{world}/text.txt/x", "{world}/model"]), "--force": FORCE},
     "demo": {
         "--out": (["{out}"], ["{world}/text.txt/x", "{world}/model"]),
         "--steps": ([], COUNT[1]),

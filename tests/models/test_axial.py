@@ -56,16 +56,19 @@ def test_a_decoder_steps_as_it_reads():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"axial_shape": [4, 4]}, "axial_shape is given with positions 'learned', wanted 'axial'"),
-        ({"positions": "axial"}, "axial_shape is None, wanted a list of sizes, such as [32, 32]"),
-        ({"positions": "axial", "axial_shape": [4, 0]}, "axial_shape is [4, 0], wanted a list of sizes"),
+        ({"axial_shape": [4, 4]}, "axial_shape is [4, 4], but must be None with positions 'learned'"),
+        ({"positions": "axial"}, "axial_shape is None, but must be a list of sizes, such as [32, 32]"),
+        (
+            {"positions": "axial", "axial_shape": [4, 0]},
+            "axial_shape is [4, 0], but must be a list of 1 or more integers of at least 1",
+        ),
         (
             {"positions": "axial", "axial_shape": [4, 4], "axial_widths": [128, 127]},
-            "axial_widths is [128, 127], wanted one width for each of 2 axes, 256 in all",
+            "axial_widths is [128, 127], but must be 2 widths, one for each axis, that add up to 256",
         ),
         (
             {"positions": "axial", "axial_shape": [4, 4], "axial_widths": [256]},
-            "axial_widths is [256], wanted one width for each of 2 axes, 256 in all",
+            "axial_widths is [256], but must be 2 widths, one for each axis, that add up to 256",
         ),
     ],
 )

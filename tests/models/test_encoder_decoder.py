@@ -326,20 +326,20 @@ def test_half_precision_stays_finite():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"label_smoothing": 1.0}, ValueError, "label_smoothing is 1.0, wanted a number in [0, 1)"),
-        ({"start_token": False}, ValueError, "start_token is False, wanted True"),
+        ({"label_smoothing": 1.0}, ValueError, "label_smoothing is 1.0, but must be a number in [0, 1)"),
+        ({"start_token": False}, ValueError, "start_token is False, but must be True"),
         (
             {"source_vocab_size": 5},
             ValueError,
-            "source_vocab_size is 5 with vocab_size 11, wanted the same ids",
+            "source_vocab_size is 5, but must be vocab_size = 11",
         ),
-        ({"reversible": True, "norm": "pre"}, ValueError, "reversible is True, wanted False"),
+        ({"reversible": True, "norm": "pre"}, ValueError, "reversible is True, but must be False"),
         (
             {"attention_options": {"window": {}}},
             ValueError,
-            "attention_options is for ['window'], wanted names",
+            "attention_options is for ['window'], but must be for some of",
         ),
-        ({"cross_attention": ["softmax"]}, ValueError, "attention has 1 names, wanted n_layers = 2"),
+        ({"cross_attention": ["softmax"]}, ValueError, "attention has 1 names, but must have n_layers = 2"),
         ({"cross_attention": "window"}, UnsupportedError, "cross_attention cannot be 'window'; use one of"),
         ({"cross_attention": "nystromformer"}, UnsupportedError, "cross_attention cannot be 'nystromformer'"),
         ({"decoder_attention": "bigbird"}, UnsupportedError, "'bigbird' attention cannot be causal"),

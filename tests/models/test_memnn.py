@@ -304,12 +304,12 @@ def test_wrong_masks_and_targets_are_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_hops": 0}, "n_hops is 0, wanted 1, 2 or 3"),
-        ({"n_hops": 4}, "n_hops is 4, wanted 1, 2 or 3"),
-        ({"vocab_size": 0}, "vocab_size is 0, wanted an integer of at least 1"),
-        ({"memory_size": 1.5}, "memory_size is 1.5, wanted an integer of at least 1"),
-        ({"margin": 0}, "margin is 0, wanted a number above 0"),
-        ({"margin": True}, "margin is True, wanted a number above 0"),
+        ({"n_hops": 0}, "n_hops is 0, but must be an integer from 1 to 3"),
+        ({"n_hops": 4}, "n_hops is 4, but must be an integer from 1 to 3"),
+        ({"vocab_size": 0}, "vocab_size is 0, but must be an integer of at least 1"),
+        ({"memory_size": 1.5}, "memory_size is 1.5, but must be an integer of at least 1"),
+        ({"margin": 0}, "margin is 0, but must be a number above 0"),
+        ({"margin": True}, "margin is True, but must be a number above 0"),
     ],
 )
 def test_impossible_fields_are_refused(fields, message):

@@ -310,13 +310,13 @@ def test_wrong_masks_and_targets_are_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_hops": 0}, "n_hops is 0, wanted an integer of at least 1"),
-        ({"tying": "none"}, r"tying is 'none', wanted one of \['adjacent', 'layer_wise'\]"),
-        ({"position_encoding": "sin"}, "position_encoding is 'sin', wanted one of"),
-        ({"noise": 2.0}, r"noise is 2.0, wanted a part in \[0, 1\]"),
-        ({"temporal": 1}, "temporal is 1, wanted True or False"),
-        ({"linear_start": -1}, "linear_start is -1, wanted an integer of at least 0"),
-        ({"seed": -1}, "seed is -1, wanted an integer of at least 0"),
+        ({"n_hops": 0}, "n_hops is 0, but must be an integer of at least 1"),
+        ({"tying": "none"}, r"tying is 'none', but must be one of 'adjacent', 'layer_wise'"),
+        ({"position_encoding": "sin"}, "position_encoding is 'sin', but must be one of"),
+        ({"noise": 2.0}, r"noise is 2.0, but must be a number from 0 to 1"),
+        ({"temporal": 1}, "temporal is 1, but must be True or False"),
+        ({"linear_start": -1}, "linear_start is -1, but must be an integer of at least 0"),
+        ({"seed": -1}, "seed is -1, but must be an integer of at least 0"),
     ],
 )
 def test_impossible_fields_are_refused(fields, message):

@@ -92,16 +92,16 @@ def test_dropout_acts_in_training_alone():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"cell": "lstn"}, r"cell is 'lstn', wanted one of \[.*'lstm'"),
+        ({"cell": "lstn"}, r"cell is 'lstn', but must be one of gru, .*lstm"),
         (
             {"cell_options": {"rang": 3}, "cell": "low_rank_rnn"},
             "cell_options of 'low_rank_rnn' do not fit.*'rang'",
         ),
-        ({"cell_options": [3]}, r"cell_options is \[3\], wanted a dict"),
-        ({"n_layers": 0}, "n_layers is 0, wanted an integer of at least 1"),
-        ({"dropout": 1.0}, r"dropout is 1.0, wanted a probability in \[0, 1\)"),
-        ({"start_token": 1}, "start_token is 1, wanted True or False"),
-        ({"hidden_size": 6, "tie_embeddings": True}, "hidden_size is 6, wanted d_model = 8"),
+        ({"cell_options": [3]}, r"cell_options is \[3\], but must be a dict"),
+        ({"n_layers": 0}, "n_layers is 0, but must be an integer of at least 1"),
+        ({"dropout": 1.0}, r"dropout is 1.0, but must be a number in \[0, 1\)"),
+        ({"start_token": 1}, "start_token is 1, but must be True or False"),
+        ({"hidden_size": 6, "tie_embeddings": True}, "hidden_size is 6, but must be d_model = 8"),
     ],
 )
 def test_a_wrong_field_is_named(fields, message):

@@ -193,10 +193,10 @@ def test_it_compiles_whole():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: decoder(norm="post"), "norm is 'post', wanted 'pre' where blocks are reversible"),
-        (lambda: decoder(reversible=1), "reversible is 1, wanted True or False"),
-        (lambda: decoder(ff_chunk=0), "ff_chunk is 0, wanted an integer of at least 1"),
-        (lambda: PerceiverARConfig(vocab_size=11, reversible=True), "reversible is True, wanted False"),
+        (lambda: decoder(norm="post"), "norm is 'post', but must be 'pre' with reversible True"),
+        (lambda: decoder(reversible=1), "reversible is 1, but must be True or False"),
+        (lambda: decoder(ff_chunk=0), "ff_chunk is 0, but must be an integer of at least 1"),
+        (lambda: PerceiverARConfig(vocab_size=11, reversible=True), "reversible is True, but must be False"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, message):

@@ -79,7 +79,7 @@ def test_a_truncated_file_is_refused(share, tmp_path):
             "lacks the keys ['attention', 'n_heads']: it is not as it was saved",
         ),
         (lambda c: {k: v for k, v in c.items() if k != "model"}, "does not say which kind of model"),
-        (lambda c: c | {"norm": "middle"}, "norm is 'middle', wanted one of"),
+        (lambda c: c | {"norm": "middle"}, "norm is 'middle', but must be one of"),
         (lambda c: [c], "does not say which kind of model"),
         (lambda c: c | {"model": ["decoder"]}, "does not say which kind of model"),
         (lambda c: c | {"max_length": 9}, CHANGED),

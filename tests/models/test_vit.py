@@ -153,17 +153,17 @@ def test_it_compiles():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"image_size": 8}, "image_size is 8, wanted a list of 2 or 3 sizes"),
-        ({"patch_size": [4]}, r"patch_size is \[4\], wanted a list"),
-        ({"patch_size": [4, 2]}, r"patch_size is \[4, 2\], wanted divisors of image_size = \[6, 8\]"),
-        ({"patch_size": [2, 3, 2]}, "wanted divisors"),
-        ({"pooling": "first"}, "pooling is 'first', wanted one of"),
+        ({"image_size": 8}, "image_size is 8, but must be a list of 2 to 3 integers"),
+        ({"patch_size": [4]}, r"patch_size is \[4\], but must be a list"),
+        ({"patch_size": [4, 2]}, r"patch_size is \[4, 2\], but must divide image_size = \[6, 8\]"),
+        ({"patch_size": [2, 3, 2]}, "but must divide"),
+        ({"pooling": "first"}, "pooling is 'first', but must be one of"),
         ({"n_classes": 0}, "n_classes is 0"),
-        ({"max_length": 12}, "max_length is 12, wanted 9, the number of tokens"),
-        ({"attention": "spatiotemporal", "pooling": "mean"}, r"has the shape None, wanted one that ends in \[2, 4\]"),
+        ({"max_length": 12}, "max_length is 12, but must be 9, the number of tokens"),
+        ({"attention": "spatiotemporal", "pooling": "mean"}, r"layer 0 is None, but must end in \[2, 4\]"),
         (
             {"attention": "spatiotemporal", "attention_options": {"spatiotemporal": {"shape": [1, 2, 4]}}},
-            "pooling is 'class' with spatiotemporal attention, wanted 'mean'",
+            "pooling is 'class', but must be 'mean' with spatiotemporal attention",
         ),
     ],
     ids=str,
@@ -178,7 +178,5 @@ def test_wrong_input_is_named():
         vit()(normal(1, 2, 8, 6))
     with pytest.raises(ValueError, match=r"x is torch\.uint8"):
         vit()(torch.zeros(1, 2, 6, 8, dtype=torch.uint8))
-    with pytest.raises(
-        ValueError, match=r"patch_size is \[3, 2\], wanted divisors of image_size = \[2, 6, 8\]"
-    ):
+    with pytest.raises(ValueError, match=r"patch_size is \[3, 2\], but must divide image_size = \[2, 6, 8\]"):
         vit().resized([2, 6, 8])

@@ -4,13 +4,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from unrolled.contract import Batch
 from unrolled.training import TrainConfig, TrainResult, train
 
 VOCAB = 7
@@ -56,11 +57,6 @@ class StandIn(nn.Module):
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(asdict(self.config)))
         save_file({n: x.detach() for n, x in self.named_parameters()}, path / "model.safetensors")
-
-
-class Batch(NamedTuple):
-    inputs: Tensor
-    targets: Tensor
 
 
 @dataclass

@@ -75,7 +75,7 @@ class OneBigBatch(Cycles):
             super(OneBigBatch, self).batch(split, step=s, batch_size=small, seed=seed)
             for s in range(step * self.accumulate, (step + 1) * self.accumulate)
         ]
-        return Batch(*map(torch.cat, zip(*parts, strict=True)))
+        return Batch(*map(torch.cat, zip(*(part[:2] for part in parts), strict=True)))
 
 
 def test_accumulation_is_the_large_batch_also_when_targets_are_hidden_unevenly(tmp_path):
@@ -93,7 +93,7 @@ def test_evaluation_weighs_by_targets_and_ignores_the_batch_size(tmp_path):
 
     class Whole(Cycles):
         def eval_batches(self, batch_size):
-            yield Batch(*map(torch.cat, zip(*uneven, strict=True)))
+            yield Batch(*map(torch.cat, zip(*(batch[:2] for batch in uneven), strict=True)))
             yield Batch(torch.zeros(1, 12, dtype=torch.long), torch.full((1, 12), -100))
 
     assert evaluate(model, Cycles(), config()) == pytest.approx(evaluate(model, Whole(), config()), rel=1e-12)
@@ -136,7 +136,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_
 def test_a_batch_or_split_without_targets_is_refused(tmp_path):
     class Empty(Cycles):
         def batch(self, split, *, step, batch_size, seed):
-            inputs, targets = super().batch(split, step=step, batch_size=batch_size, seed=seed)
+            inputs, targets, _ = super().batch(split, step=step, batch_size=batch_size, seed=seed)
             return Batch(inputs, torch.full_like(targets, -100))
 
     with pytest.raises(ValueError, match="training batch of step 1 has no target"):

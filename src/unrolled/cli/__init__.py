@@ -17,6 +17,7 @@ from unrolled.cli.generate import generate
 from unrolled.cli.info import info
 from unrolled.cli.linearize import linearize
 from unrolled.cli.list import mechanisms
+from unrolled.cli.schema import schema
 from unrolled.cli.table import table
 from unrolled.cli.train import train
 from unrolled.cli.translate import translate
@@ -52,6 +53,7 @@ app.command()(generate)
 app.command()(convert)
 app.command()(translate)
 app.command()(evaluate)
+app.command()(schema)
 app.command("list")(mechanisms)
 app.command()(info)
 app.command()(demo)

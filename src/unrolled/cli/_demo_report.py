@@ -11,7 +11,6 @@ from typing import Any
 
 from unrolled.bench.plots import NAMES
 from unrolled.bench.units import brief_time, duration, size
-from unrolled.cli.run_config import JOBS
 from unrolled.models import DecoderConfig
 from unrolled.training import TrainConfig
 
@@ -117,8 +116,8 @@ def _cost_table(cost: Mapping[str, Any]) -> str:
 
 def command(figures: Mapping[str, Any]) -> str:
     """Return the command that trains this model: what neither is a default nor comes from the data."""
-    told = {"max_length", *JOBS["tokens"].from_data}
-    model = {k: v for k, v in _changed(DecoderConfig, figures["model"]["config"]).items() if k not in told}
+    changed = _changed(DecoderConfig, figures["model"]["config"])
+    model = {name: value for name, value in changed.items() if name not in DecoderConfig.from_data()}
     train = _changed(TrainConfig, figures["training"]["config"])
     words = {"model": model, "train": train}
     lines = [

@@ -38,7 +38,7 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
             as `write_site`.
     """
     from unrolled.cli._models import load_for
-    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.data._vocabulary import Vocabulary
     from unrolled.folders import check_folder
     from unrolled.interop.web import is_page_of, write_site
 
@@ -113,13 +113,11 @@ def _train(
     import torch
 
     from unrolled import training
-    from unrolled.cli._vocabulary import Vocabulary
     from unrolled.models import Decoder, DecoderConfig
 
     torch.manual_seed(seed)  # the initial weights
-    start_token = hasattr(dataset, "shape")
-    decoder = Decoder(DecoderConfig(dataset.vocab_size, start_token=start_token, **model))
-    Vocabulary.of(dataset).attach(decoder)
+    decoder = Decoder(DecoderConfig(dataset.vocab_size, start_token=dataset.start_token, **model))
+    dataset.vocabulary.attach(decoder)
     typer.echo(f"{model['attention']} attention, folder {run}", err=True)
     config = training.TrainConfig(steps=steps, seed=seed, **settings)
     result = training.train(decoder, dataset, config, run, resume=resume, metadata=DEMO)

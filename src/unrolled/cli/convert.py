@@ -9,7 +9,7 @@ import typer
 from unrolled.cli._output import Force
 
 if TYPE_CHECKING:
-    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.data._vocabulary import Vocabulary
 
 
 def convert(
@@ -31,7 +31,7 @@ def convert(
       unrolled convert book-hf runs/book-again
       unrolled generate runs/book-again --prompt "Once upon"
     """
-    from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.data._vocabulary import FILE_NAME, Vocabulary
     from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import hf  # says what to install where transformers is missing
 

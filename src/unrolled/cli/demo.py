@@ -104,13 +104,12 @@ def demo(
     import torch
 
     from unrolled import data, training
-    from unrolled.cli._vocabulary import Vocabulary
     from unrolled.models import Decoder, DecoderConfig
 
     dataset: Any = data.load("digits")
     torch.manual_seed(seed)  # the initial weights
     model = Decoder(DecoderConfig(dataset.vocab_size, start_token=True, **MODEL))
-    Vocabulary.of(dataset).attach(model)
+    dataset.vocabulary.attach(model)
     config = training.TrainConfig(steps=steps, seed=seed, **TRAIN)
     typer.echo(
         f"{_parameters(model):,} parameters, {dataset.epoch_size('train'):,} digits, folder {out}", err=True

@@ -81,11 +81,10 @@ def evaluate(
     bits = f", {loss / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
     typer.echo(f"validation loss {loss:.4f} {run_config.unit(task, type(model))}{bits}")
     if task in ("labels", "answers"):
-        for split in ("eval", "test"):
-            if hasattr(run.dataset, f"{split}_batches"):  # few data sets have a test split as well
-                batches = getattr(run.dataset, f"{split}_batches")(run.train.batch_size)
-                right, count = count_right(model, batches, where)
-                name = "validation" if split == "eval" else split
+        splits = {"validation": run.dataset.eval_batches, "test": run.dataset.test_batches}
+        for name, batches in splits.items():
+            right, count = count_right(model, batches(run.train.batch_size), where)
+            if count:  # few data sets have a test split as well
                 typer.echo(f"{name} split: {right:,} of {count:,} right, {right / count:.2%}")
     if task == "translation":
         translations = translations_of(model, run.dataset, sources, beam_size, length_penalty)

@@ -50,7 +50,7 @@ def export(
     """
     from unrolled.cli._models import load_for
     from unrolled.cli._page import write_page
-    from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.data._vocabulary import FILE_NAME, Vocabulary
     from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import onnx
 

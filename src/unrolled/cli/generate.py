@@ -13,7 +13,7 @@ from unrolled.extras import how_to_install
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.data._vocabulary import Vocabulary
 
 Engine = Literal["torch", "onnx"]
 DEFAULT_TOKENS = 200
@@ -91,7 +91,7 @@ def generate(
     from unrolled import generation
     from unrolled.cli._device import choose
     from unrolled.cli._models import load_for
-    from unrolled.cli._vocabulary import Vocabulary
+    from unrolled.data._vocabulary import Vocabulary
 
     given: dict[str, Any] = {
         "temperature": temperature,
@@ -143,9 +143,9 @@ def generate(
 
 def _room(model: Any, prompt: list[int], tokens: int | None) -> int:
     """Return how many tokens to draw, refusing what the learned positions of the model cannot count."""
-    if getattr(model.config, "n_positions", None) is None:
+    if model.config.n_positions is None:
         return DEFAULT_TOKENS if tokens is None else tokens
-    read = len(prompt) + bool(getattr(model.config, "start_token", False))
+    read = len(prompt) + int(model.config.start_token)
     room = int(model.config.n_positions) - read + 1  # the last token is drawn, but not read
     if room < 1:
         raise ValueError(

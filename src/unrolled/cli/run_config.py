@@ -11,16 +11,19 @@ A resolved run writes all of it, defaults included, to `run_dir/run.yaml`, which
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from unrolled import data
+from unrolled.fields import field_types
 from unrolled.files import write_atomically
 from unrolled.models import KINDS
+from unrolled.models.config import ModelConfig
+from unrolled.models.saving import SavedModel
 from unrolled.training import TrainConfig
 
 SECTIONS = ("data", "model", "train", "run_dir")
@@ -33,32 +36,29 @@ class Job:
 
     Attributes:
         kinds: names of the models that can do it, the one to take by default first.
-        from_data: fields of their configs that come from the data set, for those that have them.
         unit: what the loss is the mean over, as reports call it; see `unit`.
     """
 
     kinds: tuple[str, ...]
-    from_data: tuple[str, ...]
     unit: str
 
 
 JOBS: dict[data.Task, Job] = {
-    "tokens": Job(("decoder", "perceiver_ar", "recurrent_lm"), ("vocab_size", "start_token"), "nats/token"),
-    "labels": Job(("encoder", "perceiver", "perceiver_io"), ("vocab_size", "n_classes"), "nats/label"),
+    "tokens": Job(("decoder", "perceiver_ar", "recurrent_lm"), "nats/token"),
+    "labels": Job(("encoder", "perceiver", "perceiver_io"), "nats/label"),
     "translation": Job(
         ("encoder_decoder", "rnn_seq2seq", "luong_seq2seq", "lstmn_seq2seq", "deep_lstmn_seq2seq"),
-        ("vocab_size", "source_vocab_size", "start_token"),
         "nats/token",
     ),
-    "answers": Job(("memory_network", "memnn"), ("vocab_size", "memory_size"), "nats/answer"),
-    "bits": Job(("ntm",), ("input_size", "output_size"), "nats/bit"),
-    "numbers": Job(("ntm_numbers",), ("input_size", "output_size"), "mean squared error"),
+    "answers": Job(("memory_network", "memnn"), "nats/answer"),
+    "bits": Job(("ntm",), "nats/bit"),
+    "numbers": Job(("ntm_numbers",), "mean squared error"),
 }
 
 
-def unit(task: data.Task, kind: type[Any]) -> str:
-    """Return what reports call the loss of a kind of model: that of its task, or its own `loss_unit`."""
-    return str(getattr(kind, "loss_unit", JOBS[task].unit))
+def unit(task: data.Task, kind: type[SavedModel]) -> str:
+    """Return what reports call the loss of a kind of model: its own `loss_unit`, or that of its task."""
+    return kind.loss_unit or JOBS[task].unit
 
 
 @dataclass
@@ -66,11 +66,15 @@ class Run:
     """A resolved run: everything known, nothing trained yet."""
 
     run_dir: Path
-    dataset: data.Dataset
-    data: dict[str, Any]
-    kind: type[Any]  # of the model
-    model: Any  # the config of that kind
+    dataset: data.BaseDataset
+    kind: type[SavedModel]
+    model: ModelConfig
     train: TrainConfig
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The name of the data set and its options."""
+        return {"name": self.dataset.name} | self.dataset.options
 
     def save(self) -> None:
         """Write `run_dir/run.yaml`, making the folder.
@@ -78,7 +82,7 @@ class Run:
         Raises:
             ValueError: the folder cannot be made or written to.
         """
-        model = {"name": self.kind.model_name} | asdict(self.model)
+        model = {"name": self.kind.model_name} | asdict(cast(Any, self.model))
         sections = {"data": self.data, "model": model, "train": asdict(self.train)}
         text = yaml.safe_dump(
             _plain(sections | {"run_dir": self.run_dir}), sort_keys=False, allow_unicode=True
@@ -98,7 +102,7 @@ def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {} if path is None else _parse(_text(path), str(path)) or {}
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold the sections {', '.join(SECTIONS)}, not {values!r}")
+        raise ValueError(f"{path} is {values!r}, but must be a mapping of the sections {', '.join(SECTIONS)}")
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
@@ -116,10 +120,7 @@ def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def resolve(values: Mapping[str, Any]) -> Run:
-    """Load the data set and make the configurations.
-
-    The model's `max_length`, and what else `JOBS` names for the task, are those of the data set unless given;
-    so is the number of hops of a model that learns from the `supporting` sentences told by the data set.
+    """Load the data set and make the configs. Fields of the model that follow from the data may be left out.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is impossible.
@@ -128,8 +129,8 @@ def resolve(values: Mapping[str, Any]) -> Run:
     sections = {name: values.get(name) or {} for name in ("data", "model", "train")}
     for name, section in sections.items():
         if not isinstance(section, dict):
-            raise ValueError(f"{name} must be a section of keys and values, not {section!r}")
-    _check_keys("train.", sections["train"], [field.name for field in fields(TrainConfig)])
+            raise ValueError(f"{name} is {section!r}, but must be a section of keys and values")
+    _check_keys("train.", sections["train"], list(field_types(TrainConfig)))
     run_dir = values.get("run_dir")
     if run_dir in (None, ""):
         raise ValueError("run_dir is missing: name the folder of the run, as in run_dir=runs/first")
@@ -147,41 +148,44 @@ def resolve(values: Mapping[str, Any]) -> Run:
     job = JOBS[dataset.task]
     kinds = [kind for kind in job.kinds if kind in KINDS]
     if not kinds:
-        raise ValueError(f"data.name is {name!r}, whose task {dataset.task!r} no kind of model can do")
+        raise ValueError(f"data.name is {name!r}, but no kind of model can do its task {dataset.task!r}")
     fields_given = dict(sections["model"])
     model_name = fields_given.pop("name", kinds[0])
     if model_name not in kinds:
         raise ValueError(
-            f"model.name is {model_name!r}, but for the data set {name} one of {', '.join(kinds)}"
+            f"model.name is {model_name!r}, but must be one of {', '.join(kinds)} for the data set {name}"
         )
     kind = KINDS[model_name]
-    has = [field.name for field in fields(kind.config_type)]
-    _check_keys("model.", fields_given, ["name", *has])
-    from_data = {key: getattr(dataset, key) for key in job.from_data if key in has and hasattr(dataset, key)}
-    length = getattr(dataset, "length", None)
-    if "max_length" in has and length is not None:
-        fields_given.setdefault("max_length", length)
-    supporting = getattr(dataset, "supporting", 0)
-    if supporting and hasattr(kind.config_type, "supporting"):
-        fields_given.setdefault("n_hops", supporting)
-    model: Any = kind.config_type(**(from_data | fields_given))
-    if supporting != (wanted := getattr(model, "supporting", 0)):
-        hops = f" with model.n_hops={wanted}" if wanted else ""
+    _check_keys("model.", fields_given, ["name", *field_types(kind.config_type)])
+    from_data = kind.config_type.from_data()
+    facts = {attribute: getattr(dataset, attribute) for attribute in from_data.values()}
+    # None, False and 0 say nothing: the default of the model stands.
+    follows = {key: facts[attribute] for key, attribute in from_data.items() if facts[attribute]}
+    model = kind.config_type(**(follows | fields_given))
+    _check_fit(model, dataset, model_name, follows)
+    return Run(Path(run_dir), dataset, kind, model, train)
+
+
+def _check_fit(
+    model: ModelConfig, dataset: data.BaseDataset, model_name: str, follows: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if the fields given to a model are too small for the data set, or need another one."""
+    for attribute, wanted in model.needs.items():
+        if (found := getattr(dataset, attribute)) != wanted:
+            raise ValueError(f"data.{attribute} is {found}, but must be {wanted} for this {model_name}")
+    needed = dict(follows)
+    length = needed.pop("max_length", None)
+    if length is not None and model.n_positions is not None and model.n_positions < length:
         raise ValueError(
-            f"data.supporting is {supporting}, but {model_name}{hops} wants data.supporting={wanted}"
+            f"the model has {model.n_positions} positions, but must have at least {length} for the data set "
+            f"{dataset.name}: raise model.max_length or model.axial_shape"
         )
-    n_positions = getattr(model, "n_positions", None)
-    if n_positions is not None and length is not None and n_positions < length:
-        field_name = "max_length" if model.positions == "learned" else "axial_shape"
-        raise ValueError(
-            f"model.{field_name} is {getattr(model, field_name)}, "
-            f"but the data set {name} needs {length} positions"
-        )
-    for key, needed in from_data.items():
-        if needed is not None and (getattr(model, key) or 0) < needed:
-            raise ValueError(f"model.{key} is {getattr(model, key)}, but the data set {name} needs {needed}")
-    described = {"name": name} | {field.name: getattr(dataset, field.name) for field in fields(dataset)}  # type: ignore[arg-type]
-    return Run(Path(str(values["run_dir"])), dataset, described, kind, model, train)
+    for key, least in needed.items():
+        given = vars(model)[key]
+        if given is None or given < least:
+            raise ValueError(
+                f"model.{key} is {given}, but must be at least {least} for the data set {dataset.name}"
+            )
 
 
 def _text(path: Path) -> str:

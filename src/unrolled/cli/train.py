@@ -89,7 +89,7 @@ def train(
     from unrolled import training
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
-    from unrolled.cli._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.data._vocabulary import FILE_NAME
     from unrolled.folders import check_folder, contents
     from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
 
@@ -106,7 +106,7 @@ def train(
     model: Any = run.kind(run.model)
     where = choose(device)
     model.to(where)
-    vocabulary = Vocabulary.of(run.dataset)
+    vocabulary = run.dataset.vocabulary
     vocabulary.attach(model)
 
     if dry_run:

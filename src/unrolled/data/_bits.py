@@ -1,57 +1,35 @@
-"""What the tasks on bits share: fresh examples without end to train on, and a fixed set to validate."""
+"""What the tasks on bits share: training batches of examples of one size, validation on all sizes."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from unrolled.contract import IGNORED
-from unrolled.data import Split, Task
-from unrolled.data._checks import check_integer, check_request, check_split
-
-TRAIN_EPOCH = 10_000  # training examples never repeat; this many count as an epoch
-
-
-class BitsBatch(NamedTuple):
-    """Bits to read, and bits to predict.
-
-    Attributes:
-        inputs: [B, T, input_size], 0 or 1 in fp32: the bits, then one channel for each delimiter.
-        targets: [B, T, n_bits], 0 or 1 in fp32; -100 (`unrolled.contract.IGNORED`) where nothing counts.
-    """
-
-    inputs: Tensor
-    targets: Tensor
+from unrolled.contract import IGNORED, Batch
+from unrolled.data._base import Task
+from unrolled.data._drawn import DrawnDataset
+from unrolled.fields import Size
 
 
 @dataclass
-class BitsDataset(ABC):
-    """A task whose examples are drawn. A subclass adds its numbers, and draws examples of one size.
+class BitsDataset(DrawnDataset):
+    """A task on vectors of bits. A subclass adds its numbers, and draws examples of one size.
 
-    A training batch has one size, drawn from (seed, step), so that short examples cost little. The validation
-    set has examples of all sizes, with silence behind the shorter ones.
+    Inputs are `[B, T, input_size]`, 0 or 1: the bits, then one channel for each delimiter; targets are
+    `[B, T, output_size]`. A training batch has one size, drawn from (seed, step), so that short examples cost
+    little. The validation set has examples of all sizes, with silence behind the shorter ones.
 
     Attributes:
         n_bits: bits of a vector.
         val_size: examples of the validation set.
     """
 
-    n_bits: int = 8
-    val_size: int = 200
+    n_bits: Size = 8
+    val_size: Size = 200
 
     task: ClassVar[Task] = "bits"
-
-    def __post_init__(self) -> None:
-        check_integer("n_bits", self.n_bits, 1)
-        check_integer("val_size", self.val_size, 1)
-        self._check()
-        rng = np.random.default_rng((0, 0, 1))
-        rows = [self._padded(self._draw(rng, self._draw_size(rng), 1)) for _ in range(self.val_size)]
-        self._val = BitsBatch(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
 
     @property
     def output_size(self) -> int:
@@ -68,58 +46,33 @@ class BitsDataset(ABC):
     def length(self) -> int:
         """Steps of the longest example."""
 
-    def epoch_size(self, split: Split) -> int:
-        """Return the size of the validation set, or what counts as an epoch of training."""
-        check_split(split)
-        return TRAIN_EPOCH if split == "train" else self.val_size
+    def _draw(self, rng: np.random.Generator, count: int) -> Batch:
+        return self._draw_examples(rng, self._draw_size(rng), count)
 
-    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> BitsBatch:
-        """Return examples of one size drawn from (seed, step) to train on.
+    def _draw_validation(self, rng: np.random.Generator) -> Batch:
+        rows = [self._padded(self._draw(rng, 1)) for _ in range(self.val_size)]
+        return Batch(torch.cat([row.inputs for row in rows]), torch.cat([row.targets for row in rows]))
 
-        Of the validation set, return the next ones in order, beginning again after the last.
-        """
-        check_request(split, step, batch_size, seed)
-        if split == "train":
-            rng = np.random.default_rng((seed, step, 0))
-            return self._draw(rng, self._draw_size(rng), batch_size)
-        return self._validation(torch.arange(step * batch_size, (step + 1) * batch_size) % self.val_size)
-
-    def eval_batches(self, batch_size: int) -> Iterator[BitsBatch]:
-        """Yield the validation set in order."""
-        check_integer("batch_size", batch_size, 1)
-        return map(self._validation, torch.split(torch.arange(self.val_size), batch_size))
-
-    def _validation(self, rows: Tensor) -> BitsBatch:
-        return BitsBatch(self._val.inputs[rows], self._val.targets[rows])
-
-    def _padded(self, batch: BitsBatch) -> BitsBatch:
+    def _padded(self, batch: Batch) -> Batch:
         behind = (0, 0, 0, self.length - batch.inputs.shape[1])
         pad = torch.nn.functional.pad
-        return BitsBatch(pad(batch.inputs, behind), pad(batch.targets, behind, value=IGNORED))
-
-    @abstractmethod
-    def _check(self) -> None:
-        """Refuse impossible numbers."""
+        return Batch(pad(batch.inputs, behind), pad(batch.targets, behind, value=IGNORED))
 
     @abstractmethod
     def _draw_size(self, rng: np.random.Generator) -> tuple[int, ...]:
         """Draw the size of an example."""
 
     @abstractmethod
-    def _draw(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> BitsBatch:
+    def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:
         """Draw `count` examples of a size."""
 
 
-def check_range(least_name: str, least: object, most_name: str, most: object, minimum: int) -> None:
-    """Refuse anything but two integers in order, the lower of at least `minimum`."""
-    check_integer(least_name, least, minimum)
-    check_integer(most_name, most, minimum)
-    if least > most:  # type: ignore[operator]
+def check_order(least_name: str, least: int, most_name: str, most: int) -> None:
+    """Raise ValueError unless the first of two numbers is at most the second."""
+    if least > most:
         raise ValueError(f"{least_name} is {least}, but must be at most {most_name} = {most}")
 
 
-def as_batch(inputs: np.ndarray, targets: np.ndarray) -> BitsBatch:
+def as_batch(inputs: np.ndarray, targets: np.ndarray) -> Batch:
     """Convert arrays to tensors of fp32."""
-    return BitsBatch(
-        torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(targets.astype(np.float32))
-    )
+    return Batch(torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(targets.astype(np.float32)))

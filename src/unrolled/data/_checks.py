@@ -1,25 +1,22 @@
-"""Wrong arguments, refused in one sentence."""
+"""Checks of the arguments with which batches are asked for."""
 
-from typing import get_args
-
-from unrolled.data import Split
-
-
-def check_integer(name: str, value: object, minimum: int) -> None:
-    """Refuse anything but an integer of at least `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name} is {value!r}, but must be an integer of at least {minimum}")
+from unrolled.contract import Split
+from unrolled.fields import Count, Size, check_value
 
 
 def check_split(split: str) -> None:
-    """Refuse the name of a split that no data set has."""
-    if split not in get_args(Split):
-        raise ValueError(f"split is {split!r}, but the splits are {' and '.join(get_args(Split))}")
+    """Raise ValueError unless `split` is the name of one."""
+    check_value("split", split, Split)
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise ValueError unless `batch_size` is an integer of at least 1."""
+    check_value("batch_size", batch_size, Size)
 
 
 def check_request(split: str, step: int, batch_size: int, seed: int) -> None:
-    """Refuse a batch that does not exist."""
+    """Raise ValueError unless there is such a batch."""
     check_split(split)
-    check_integer("step", step, 0)
-    check_integer("batch_size", batch_size, 1)
-    check_integer("seed", seed, 0)
+    check_value("step", step, Count)
+    check_batch_size(batch_size)
+    check_value("seed", seed, Count)

@@ -1,7 +1,7 @@
 """What all image sets share: pixels as a sequence of levels, and the order in which training sees them."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unrolled.data import Batch, Split, Task
-from unrolled.data._checks import check_integer, check_request, check_split
+from unrolled.contract import Batch, Split
+from unrolled.data._base import BaseDataset, Task
+from unrolled.data._checks import check_batch_size, check_request, check_split
+from unrolled.data._vocabulary import Vocabulary
 
 
 def epoch_rows(size: int, *, step: int, batch_size: int, seed: int) -> Tensor:
@@ -28,7 +30,7 @@ def epoch_rows(size: int, *, step: int, batch_size: int, seed: int) -> Tensor:
     return torch.from_numpy(rows)
 
 
-class ImageDataset(ABC):
+class ImageDataset(BaseDataset):
     """Grey images, read row by row as sequences of levels.
 
     With p the T = H W pixels of an image and s = `vocab_size` the start symbol,
@@ -48,12 +50,18 @@ class ImageDataset(ABC):
         """Return the images of both splits, uint8 [N, H, W]."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._images = self._read()
 
     @property
     def length(self) -> int:
         """Pixels per image."""
         return math.prod(self.shape)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Ids are grey levels, and rows of them images."""
+        return Vocabulary("image", shape=list(self.shape), data=self.name)
 
     def images(self, split: Split) -> Tensor:
         """Return the images of a split, uint8 [N, H, W]."""
@@ -72,7 +80,7 @@ class ImageDataset(ABC):
 
     def eval_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the validation images in their order."""
-        check_integer("batch_size", batch_size, 1)
+        check_batch_size(batch_size)
         return map(self._as_sequences, torch.split(self._images["val"], batch_size))
 
     def _as_sequences(self, images: Tensor) -> Batch:

@@ -8,12 +8,14 @@ The default is the paper's: 2 to 6 items of 3 vectors of 6 bits.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
 
-from unrolled.contract import IGNORED
-from unrolled.data._bits import BitsBatch, BitsDataset, as_batch, check_range
-from unrolled.data._checks import check_integer
+from unrolled.contract import IGNORED, Batch
+from unrolled.data._bits import BitsDataset, as_batch, check_order
+from unrolled.fields import Size
 
 
 @dataclass
@@ -30,10 +32,10 @@ class AssociativeRecallDataset(BitsDataset):
         ValueError: an option is impossible.
     """
 
-    n_bits: int = 6
-    item_length: int = 3
-    min_items: int = 2
-    max_items: int = 6
+    n_bits: Size = 6
+    item_length: Size = 3
+    min_items: Annotated[int, Ge(2)] = 2
+    max_items: Annotated[int, Ge(2)] = 6
 
     @property
     def input_size(self) -> int:
@@ -49,13 +51,12 @@ class AssociativeRecallDataset(BitsDataset):
         return items * (self.item_length + 1) + 2 * self.item_length + 2
 
     def _check(self) -> None:
-        check_integer("item_length", self.item_length, 1)
-        check_range("min_items", self.min_items, "max_items", self.max_items, 2)
+        check_order("min_items", self.min_items, "max_items", self.max_items)
 
     def _draw_size(self, rng: np.random.Generator) -> tuple[int, ...]:
         return (int(rng.integers(self.min_items, self.max_items, endpoint=True)),)
 
-    def _draw(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> BitsBatch:
+    def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:
         (n,), L = size, self.item_length
         items = rng.integers(2, size=(count, n, L, self.n_bits))
         asked, row = rng.integers(n - 1, size=count), np.arange(count)

@@ -18,17 +18,19 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
+from annotated_types import Ge, Le, MinLen
 from torch import Tensor
 
-from unrolled.contract import IGNORED
-from unrolled.data import LabelledBatch, Split, Task
-from unrolled.data._checks import check_integer, check_request, check_split
+from unrolled.contract import IGNORED, Batch, Split
+from unrolled.data._base import BaseDataset, Task
+from unrolled.data._checks import check_batch_size, check_request, check_split
 from unrolled.data._files import folder, load_published
 from unrolled.data._images import epoch_rows
 from unrolled.data.imdb import BAD_ARCHIVE
+from unrolled.fields import Count, Size
 
 URL = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
 PATHS = ["babi/tasks_1-20_v1-2.tar.gz", "babi/babi_en-10k_no-qa3train.tar.xz"]  # the second lacks one file
@@ -102,7 +104,7 @@ class Questions(NamedTuple):
 
 
 @dataclass
-class BabiDataset:
+class BabiDataset(BaseDataset):
     """The English tasks with 10,000 questions to train on, the last tenth of the stories kept for validation.
 
     Batches have `inputs [B, M + 1, J]`: M sentences of J words, the oldest first, and the question last;
@@ -123,16 +125,15 @@ class BabiDataset:
         ValueError: the files are corrupt, or missing and cannot be downloaded, or an option is impossible.
     """
 
-    tasks: list[int] | Literal["all"] = "all"
-    memory_size: int = 50
+    tasks: Annotated[list[Annotated[int, Ge(1), Le(20)]], MinLen(1)] | Literal["all"] = "all"
+    memory_size: Size = 50
     data_dir: str | Path | None = None
-    supporting: int = 0
+    supporting: Count = 0
 
     task: ClassVar[Task] = "answers"
 
     def __post_init__(self) -> None:
-        check_integer("memory_size", self.memory_size, 1)
-        check_integer("supporting", self.supporting, 0)
+        super().__post_init__()
         files = read_files(self.data_dir)
         self.tasks = tasks = chosen_tasks(self.tasks, files)
         stories = {key: parse(files[key]) for key in files if key[0] in tasks}
@@ -160,31 +161,33 @@ class BabiDataset:
         check_split(split)
         return len(self._splits[split].answers)
 
-    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> LabelledBatch:
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return batch number `step` of the epochs drawn from `seed`; see `epoch_rows`."""
         check_request(split, step, batch_size, seed)
         rows = epoch_rows(self.epoch_size(split), step=step, batch_size=batch_size, seed=seed)
         return self._as_batch(self._splits[split], rows)
 
-    def eval_batches(self, batch_size: int) -> Iterator[LabelledBatch]:
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the validation questions, always in the same order."""
         return self._all(self._splits["val"], batch_size)
 
-    def test_batches(self, batch_size: int, task: int | None = None) -> Iterator[LabelledBatch]:
+    def test_batches(self, batch_size: int, task: int | None = None) -> Iterator[Batch]:
         """Yield the questions of the test files in order, of all tasks chosen or of one of them."""
         if task is not None and task not in self._test:
             raise ValueError(f"task is {task!r}, but the tasks of this data set are {self.tasks}")
         tasks = self.tasks if task is None else [task]
         return chain.from_iterable(self._all(self._test[int(each)], batch_size) for each in tasks)
 
-    def encode(self, lines: Sequence[str]) -> LabelledBatch:
+    def encode(self, lines: Sequence[str]) -> Batch:
         """Return a batch of one: sentences, and a question last; its target means nothing.
 
         Raises:
             ValueError: there is no sentence, an empty one, or a word that the files do not have.
         """
         if len(lines) < 2:
-            raise ValueError(f"there are {len(lines)} lines, wanted sentences and a question after them")
+            raise ValueError(
+                f"the story has {len(lines)} lines, but must have at least 2: sentences and then a question"
+            )
         told = [split_words(line) for line in lines]
         if [] in told:
             raise ValueError(f"line {told.index([]) + 1} has no words")
@@ -198,12 +201,12 @@ class BabiDataset:
         """Return the words of one row `[J]` of a batch."""
         return " ".join(self.words[word] for word in sentence[~padding].tolist())
 
-    def _all(self, questions: Questions, batch_size: int) -> Iterator[LabelledBatch]:
-        check_integer("batch_size", batch_size, 1)
+    def _all(self, questions: Questions, batch_size: int) -> Iterator[Batch]:
+        check_batch_size(batch_size)
         rows = torch.arange(len(questions.answers))
         return map(partial(self._as_batch, questions), torch.split(rows, batch_size))
 
-    def _as_batch(self, questions: Questions, rows: Tensor) -> LabelledBatch:
+    def _as_batch(self, questions: Questions, rows: Tensor) -> Batch:
         begin, end = questions.begin[rows], questions.end[rows]
         begin = torch.maximum(begin, end - self.memory_size)
         length = max(int((end - begin).max()), 1)
@@ -216,7 +219,7 @@ class BabiDataset:
         if self.supporting:
             facts = questions.facts[rows] - begin.unsqueeze(1)
             targets = torch.cat([targets.unsqueeze(1), facts.masked_fill(facts < 0, IGNORED)], dim=1)
-        return LabelledBatch(inputs.clamp(min=0), targets, inputs < 0)
+        return Batch(inputs.clamp(min=0), targets, inputs < 0)
 
     def _encode(self, stories: Sequence[Story]) -> Questions:
         sentences: list[list[str]] = []
@@ -320,9 +323,8 @@ def chosen_tasks(tasks: Sequence[int] | Literal["all"], files: Files) -> list[in
     there = sorted(task for task, part in files if part == "train" and (task, "test") in files)
     if tasks == "all":
         return there
-    fine = isinstance(tasks, list | tuple) and all(type(task) is int and 1 <= task <= 20 for task in tasks)
-    if not fine or not tasks or len(set(tasks)) < len(tasks):
-        raise ValueError(f'tasks is {tasks!r}, wanted "all" or a list of numbers from 1 to 20, as in [1, 2]')
+    if len(set(tasks)) < len(tasks):
+        raise ValueError(f"tasks is {tasks!r}, but must have each number once")
     for task in tasks:
         if task not in there:
             missing = "training" if (task, "train") not in files else "test"

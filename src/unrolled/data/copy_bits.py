@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unrolled.contract import IGNORED
-from unrolled.data._bits import BitsBatch, BitsDataset, as_batch, check_range
+from unrolled.contract import IGNORED, Batch
+from unrolled.data._bits import BitsDataset, as_batch, check_order
+from unrolled.fields import Size
 
 
 @dataclass
@@ -27,8 +28,8 @@ class CopyBitsDataset(BitsDataset):
         ValueError: an option is impossible.
     """
 
-    min_length: int = 1
-    max_length: int = 20
+    min_length: Size = 1
+    max_length: Size = 20
 
     @property
     def input_size(self) -> int:
@@ -41,12 +42,12 @@ class CopyBitsDataset(BitsDataset):
         return 2 * self.max_length + 2
 
     def _check(self) -> None:
-        check_range("min_length", self.min_length, "max_length", self.max_length, 1)
+        check_order("min_length", self.min_length, "max_length", self.max_length)
 
     def _draw_size(self, rng: np.random.Generator) -> tuple[int, ...]:
         return (int(rng.integers(self.min_length, self.max_length, endpoint=True)),)
 
-    def _draw(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> BitsBatch:
+    def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:
         (n,) = size
         vectors = rng.integers(2, size=(count, n, self.n_bits))
         inputs = np.zeros((count, 2 * n + 2, self.input_size))

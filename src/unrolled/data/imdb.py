@@ -14,10 +14,12 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from unrolled.data import LabelledBatch, Split, Task
-from unrolled.data._checks import check_integer, check_request, check_split
+from unrolled.contract import Batch, Split
+from unrolled.data._base import BaseDataset, Task
+from unrolled.data._checks import check_batch_size, check_request, check_split
 from unrolled.data._files import load_published
 from unrolled.data._images import epoch_rows
+from unrolled.fields import Size
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 PATHS = ["imdb/aclImdb_v1.tar.gz", "imdb/aclImdb_labelled.tar.xz"]  # the second without what has no label
@@ -31,7 +33,7 @@ Reviews = dict[Split, list[tuple[int, bytes]]]
 
 
 @dataclass
-class ImdbDataset:
+class ImdbDataset(BaseDataset):
     """25,000 reviews to train on, validated on the 25,000 of the official test part; one label for each.
 
     A review is cut off after `length` bytes, as in the long-range arena (Tay et al. 2020, arXiv 2011.04006,
@@ -46,16 +48,15 @@ class ImdbDataset:
         ValueError: the file is corrupt, or it is missing and cannot be downloaded.
     """
 
-    length: int = 1024
+    length: Size = 1024
     data_dir: str | Path | None = None
 
     task: ClassVar[Task] = "labels"
     vocab_size: ClassVar[int] = 256
     n_classes: ClassVar[int] = 2
-    start_token: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_integer("length", self.length, 1)
+        super().__post_init__()
         self._reviews = load_published(PATHS, URL, read_reviews, self.data_dir)
         order = np.random.default_rng(0).permutation(len(self._reviews["val"]))
         self._reviews["val"] = [self._reviews["val"][i] for i in order]
@@ -65,27 +66,27 @@ class ImdbDataset:
         check_split(split)
         return len(self._reviews[split])
 
-    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> LabelledBatch:
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return batch number `step` of the epochs drawn from `seed`; see `epoch_rows`."""
         check_request(split, step, batch_size, seed)
         rows = epoch_rows(self.epoch_size(split), step=step, batch_size=batch_size, seed=seed)
         return self._as_batch([self._reviews[split][i] for i in rows])
 
-    def eval_batches(self, batch_size: int) -> Iterator[LabelledBatch]:
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the validation reviews, always in the same order."""
-        check_integer("batch_size", batch_size, 1)
+        check_batch_size(batch_size)
         reviews = self._reviews["val"]
         for start in range(0, len(reviews), batch_size):
             yield self._as_batch(reviews[start : start + batch_size])
 
-    def _as_batch(self, reviews: Sequence[tuple[int, bytes]]) -> LabelledBatch:
+    def _as_batch(self, reviews: Sequence[tuple[int, bytes]]) -> Batch:
         texts = [text[: self.length] for _, text in reviews]
         inputs = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
         padding = torch.ones_like(inputs, dtype=torch.bool)
         for row, text in enumerate(texts):
             inputs[row, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             padding[row, : len(text)] = False
-        return LabelledBatch(inputs, torch.tensor([label for label, _ in reviews]), padding)
+        return Batch(inputs, torch.tensor([label for label, _ in reviews]), padding)
 
 
 def read_reviews(archive: bytes) -> Reviews:

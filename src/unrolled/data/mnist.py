@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unrolled.data import Split
+from unrolled.contract import Split
 from unrolled.data._files import PublishedFile, read_published
 from unrolled.data._images import ImageDataset
 

@@ -7,18 +7,20 @@ from Flickr30k, whose terms are theirs: research and education, nothing commerci
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from unrolled.contract import IGNORED
-from unrolled.data import Split, Task, TranslationBatch
+from unrolled.contract import IGNORED, Batch, Split
+from unrolled.data._base import BaseDataset, Task
 from unrolled.data._bpe import END_ID, SMALLEST, BytePairs
-from unrolled.data._checks import check_integer, check_request, check_split
+from unrolled.data._checks import check_batch_size, check_request, check_split
 from unrolled.data._files import PublishedFile, read_published
 from unrolled.data._images import epoch_rows
+from unrolled.data._vocabulary import Vocabulary
 
 Direction = Literal["en-de", "de-en"]
 URL = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw"
@@ -41,7 +43,7 @@ Pairs = list[tuple[Tensor, Tensor]]  # ids of source and target, each with the e
 
 
 @dataclass
-class Multi30kDataset:
+class Multi30kDataset(BaseDataset):
     """29,000 pairs of sentences to train on and 1,014 to validate, as byte pairs that both languages share.
 
     The byte pairs are learned from the training text. Training batches hold sentences of about one length: of
@@ -60,21 +62,16 @@ class Multi30kDataset:
     """
 
     direction: Direction = "en-de"
-    vocab_size: int = 8_000
-    length: int = 128
+    vocab_size: Annotated[int, Ge(SMALLEST)] = 8_000
+    length: Annotated[int, Ge(2)] = 128
     data_dir: str | Path | None = None
 
     task: ClassVar[Task] = "translation"
     source_vocab_size: ClassVar[None] = None
-    start_token: ClassVar[bool] = True
     stop: ClassVar[int] = END_ID
 
     def __post_init__(self) -> None:
-        if self.direction not in get_args(Direction):
-            wanted = " and ".join(get_args(Direction))
-            raise ValueError(f"direction is {self.direction!r}, but the directions are {wanted}")
-        check_integer("vocab_size", self.vocab_size, SMALLEST)
-        check_integer("length", self.length, 2)
+        super().__post_init__()
         texts: dict[Split, tuple[list[str], list[str]]] = {
             split: self.sentences(split) for split in get_args(Split)
         }
@@ -91,6 +88,11 @@ class Multi30kDataset:
             split: np.array([[len(side) for side in sides] for sides in zip(*pairs, strict=True)])
             for split, pairs in self._pairs.items()
         }
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The byte pairs."""
+        return Vocabulary("bpe", pieces=self.pieces.to_json(), data=self.name)
 
     def sentences(self, part: str) -> tuple[list[str], list[str]]:
         """Return the sentences of a part and their translations; `PARTS` has the names.
@@ -120,7 +122,7 @@ class Multi30kDataset:
         check_split(split)
         return len(self._pairs[split])
 
-    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> TranslationBatch:
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return batch number `step` of the epochs drawn from `seed`, of pairs of about one length."""
         check_request(split, step, batch_size, seed)
         pairs = self._pairs[split]
@@ -132,21 +134,21 @@ class Multi30kDataset:
         chosen = np.random.default_rng((seed, pool, 1)).permutation(POOL)[place]
         return as_batch([pairs[i] for i in batches[chosen]])
 
-    def eval_batches(self, batch_size: int) -> Iterator[TranslationBatch]:
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the validation pairs in their order."""
-        check_integer("batch_size", batch_size, 1)
+        check_batch_size(batch_size)
         pairs = self._pairs["val"]
         return (as_batch(pairs[i : i + batch_size]) for i in range(0, len(pairs), batch_size))
 
 
-def as_batch(pairs: Pairs) -> TranslationBatch:
+def as_batch(pairs: Pairs) -> Batch:
     """Lay pairs of ids side by side, each side padded at its end to the longest."""
     sources, targets = zip(*pairs, strict=True)
     lengths = torch.tensor([len(source) for source in sources])
     inputs = torch.nn.utils.rnn.pad_sequence(list(sources), batch_first=True, padding_value=END_ID)
     padding = torch.arange(inputs.shape[1]) >= lengths.unsqueeze(1)
     labels = torch.nn.utils.rnn.pad_sequence(list(targets), batch_first=True, padding_value=IGNORED)
-    return TranslationBatch(inputs, labels, padding)
+    return Batch(inputs, labels, padding)
 
 
 def read_sentences(name: str, data_dir: str | Path | None) -> list[str]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unrolled.contract import IGNORED
-from unrolled.data._bits import BitsBatch, BitsDataset, as_batch, check_range
+from unrolled.contract import IGNORED, Batch
+from unrolled.data._bits import BitsDataset, as_batch, check_order
+from unrolled.fields import Size
 
 MEAN, DEVIATION = (
     5.5,
@@ -36,10 +37,10 @@ class RepeatCopyDataset(BitsDataset):
         ValueError: an option is impossible.
     """
 
-    min_length: int = 1
-    max_length: int = 10
-    min_repeats: int = 1
-    max_repeats: int = 10
+    min_length: Size = 1
+    max_length: Size = 10
+    min_repeats: Size = 1
+    max_repeats: Size = 10
 
     @property
     def input_size(self) -> int:
@@ -57,14 +58,14 @@ class RepeatCopyDataset(BitsDataset):
         return self.max_length * (self.max_repeats + 1) + 3
 
     def _check(self) -> None:
-        check_range("min_length", self.min_length, "max_length", self.max_length, 1)
-        check_range("min_repeats", self.min_repeats, "max_repeats", self.max_repeats, 1)
+        check_order("min_length", self.min_length, "max_length", self.max_length)
+        check_order("min_repeats", self.min_repeats, "max_repeats", self.max_repeats)
 
     def _draw_size(self, rng: np.random.Generator) -> tuple[int, ...]:
         length = rng.integers(self.min_length, self.max_length, endpoint=True)
         return int(length), int(rng.integers(self.min_repeats, self.max_repeats, endpoint=True))
 
-    def _draw(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> BitsBatch:
+    def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:
         n, repeats = size
         steps = n * (repeats + 1) + 3
         vectors = rng.integers(2, size=(count, n, self.n_bits))

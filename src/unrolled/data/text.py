@@ -3,16 +3,20 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
+from annotated_types import Gt, Lt
 from torch import Tensor
 
-from unrolled.contract import IGNORED
-from unrolled.data import Batch, Split, Task
-from unrolled.data._checks import check_integer, check_request, check_split
+from unrolled.contract import IGNORED, Batch, Split
+from unrolled.data._base import BaseDataset, Task
+from unrolled.data._checks import check_batch_size, check_request, check_split
+from unrolled.data._codec import Codec
 from unrolled.data._files import PublishedFile, read_file, read_published
+from unrolled.data._vocabulary import Vocabulary
+from unrolled.fields import Size
 
 Level = Literal["chars", "bytes"]
 
@@ -25,56 +29,13 @@ KNOWN = {
 }
 
 
-@dataclass(frozen=True)
-class Codec:
-    """Text to ids and back; all that generation needs of a text data set.
-
-    Attributes:
-        vocabulary: the characters in the order of their ids, or None for the bytes of UTF-8.
-    """
-
-    vocabulary: Sequence[str] | None
-
-    def encode(self, text: str) -> Tensor:
-        """Return the ids of a text, int64 [T].
-
-        Raises:
-            ValueError: a character is not in the vocabulary.
-        """
-        if self.vocabulary is None:
-            return torch.tensor(list(text.encode()), dtype=torch.long)
-        ids = {character: i for i, character in enumerate(self.vocabulary)}
-        unknown = sorted(set(text) - ids.keys())
-        if unknown:
-            raise ValueError(
-                f"text has the characters {unknown}, which are not among the {len(ids)} of the vocabulary"
-            )
-        return torch.tensor([ids[character] for character in text], dtype=torch.long)
-
-    def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """Return the text of ids [T]; bytes that are not UTF-8 become U+FFFD.
-
-        Raises:
-            ValueError: an id is outside the vocabulary.
-        """
-        values = torch.as_tensor(ids, dtype=torch.long).tolist()
-        size = 256 if self.vocabulary is None else len(self.vocabulary)
-        if values and not 0 <= min(values) <= max(values) < size:
-            raise ValueError(
-                f"ids reach from {min(values)} to {max(values)}, but must be from 0 to {size - 1}"
-            )
-        if self.vocabulary is None:
-            return bytes(values).decode(errors="replace")
-        return "".join(self.vocabulary[i] for i in values)
-
-
 @dataclass
-class TextDataset:
+class TextDataset(BaseDataset):
     """One long text: windows drawn at random to train on, its end cut into consecutive windows to validate.
 
     As characters, a text must be UTF-8; a byte-order mark is dropped and every line end becomes a newline. As
-    bytes, a file is taken exactly as it is. `vocabulary` has the characters of both parts in the order of
-    their ids; it is None for bytes.
+    bytes, a file is taken exactly as it is. `characters` has those of both parts in the order of their ids;
+    for bytes it is None.
 
     Attributes:
         path: a file, uncompressed on the way if it ends in `.gz`, or the known name "tiny-shakespeare".
@@ -89,22 +50,18 @@ class TextDataset:
 
     path: str | Path = "tiny-shakespeare"
     level: Level = "chars"
-    length: int = 64
-    val_fraction: float = 0.1
+    length: Size = 64
+    val_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
     data_dir: str | Path | None = None
 
     task: ClassVar[Task] = "tokens"
     start_token: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.level not in get_args(Level):
-            raise ValueError(f"level is {self.level!r}, but the levels are {' and '.join(get_args(Level))}")
-        check_integer("length", self.length, 1)
-        if not isinstance(self.path, str | Path) or not str(self.path):
+        super().__post_init__()
+        if not str(self.path):
             raise ValueError(f"path is {self.path!r}, but must be the name of a file or of a known text")
-        if not isinstance(self.val_fraction, float) or not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction!r}, but must lie between 0 and 1")
-        ids, self.vocabulary = self._read()
+        ids, self.characters = self._read()
         if not len(ids):
             raise ValueError(f"{self.path} is empty, but must hold a text")
         cut = int(len(ids) * (1 - self.val_fraction))
@@ -119,15 +76,22 @@ class TextDataset:
     @property
     def vocab_size(self) -> int:
         """Distinct characters of the text, or 256 bytes."""
-        return 256 if self.vocabulary is None else len(self.vocabulary)
+        return 256 if self.characters is None else len(self.characters)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The characters or bytes, under the name of the file."""
+        characters = None if self.characters is None else list(self.characters)
+        file = Path(self.path).name.partition(".")[0]
+        return Vocabulary("text", characters=characters, data=file or self.name)
 
     def encode(self, text: str) -> Tensor:
         """Return the ids of a text, int64 [T]; see `Codec.encode`."""
-        return Codec(self.vocabulary).encode(text)
+        return Codec(self.characters).encode(text)
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """Return the text of ids [T]; see `Codec.decode`."""
-        return Codec(self.vocabulary).decode(ids)
+        return Codec(self.characters).decode(ids)
 
     def epoch_size(self, split: Split) -> int:
         """Return the number of consecutive windows that cover a split, the last one perhaps in part."""
@@ -147,7 +111,7 @@ class TextDataset:
 
         The last window is filled up with `IGNORED` targets, so average losses over targets, not over windows.
         """
-        check_integer("batch_size", batch_size, 1)
+        check_batch_size(batch_size)
         return self._consecutive(self._ids["val"], batch_size)
 
     def _consecutive(self, ids: np.ndarray, batch_size: int) -> Iterator[Batch]:
@@ -161,7 +125,7 @@ class TextDataset:
             yield Batch(inputs, targets)
 
     def _read(self) -> tuple[np.ndarray, tuple[str, ...] | None]:
-        """Return the ids of the whole text, in the smallest integer type, and its vocabulary."""
+        """Return the ids of the whole text, in the smallest integer type, and its characters."""
         if isinstance(self.path, str) and self.path in KNOWN:
             content = read_published(KNOWN[self.path], self.data_dir)
         elif Path(self.path).expanduser().is_file():

@@ -1,12 +1,13 @@
 """Prefill once, fork, then step: drawing tokens from any model that runs as a recurrence."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unrolled.contract import Recurrent
 from unrolled.generation import sampling
 from unrolled.generation._mode import drawing_mode
 from unrolled.generation._stops import Stop, stop_sequences
@@ -15,27 +16,6 @@ from unrolled.ops.options import check_integers
 from unrolled.ops.state import leaves, select
 
 MOST_ROWS = 100_000  # a random generator for each takes 5 kB
-
-
-@runtime_checkable
-class Recurrent(Protocol):
-    """What `generate` needs of a model; `config` has `vocab_size` and may have `start_token`."""
-
-    config: Any
-
-    def init_state(self, batch_size: int) -> Any:
-        """Return the state before the first token."""
-
-    def prefill(
-        self, tokens: Tensor, state: Any, *, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        """Read tokens [B, T] in parallel, padded on the left.
-
-        Returns logits [B, n, V] after the last n of them, n >= 1, and the state.
-        """
-
-    def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Read one token per row [B]; return logits [B, V] and the next state."""
 
 
 def generate(

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from unrolled.contract import IGNORED
 from unrolled.ops.checks import check_device, check_tensor, may_read
-from unrolled.ops.options import check_integers_only
 
 
 def check_ids(name: str, ids: Tensor, n_ids: int, table: Tensor | None = None) -> None:
@@ -26,13 +25,6 @@ def check_ids(name: str, ids: Tensor, n_ids: int, table: Tensor | None = None) -
         low, high = (int(x) for x in ids.aminmax())
         if low < 0 or high >= n_ids:
             raise ValueError(f"{name} holds ids from {low} to {high}, wanted ids in [0, {n_ids})")
-
-
-def check_size(name: str, value: object, low: int = 1) -> None:
-    """Raise ValueError unless a field of a config is an integer of at least `low` that torch can take."""
-    if type(value) is not int or value < low:
-        raise ValueError(f"{name} is {value!r}, wanted an integer of at least {low}")
-    check_integers_only(**{name: value})
 
 
 def check_token(token: Tensor, n_ids: int, table: Tensor) -> None:

@@ -1,21 +1,69 @@
-"""What every transformer here is told: its size, its attention, its norms, its positions."""
+"""What all transformers are configured with: size, attention, norms, positions."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from unrolled.models.checks import check_size
+from annotated_types import Gt, Lt, MinLen
+
+from unrolled.fields import Checked, Fraction, FromData, Size, field_types
 
 Norm = Literal["pre", "post"]
 NormType = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 Positions = Literal["learned", "axial", "sinusoidal", "rotary", "none"]
+Mechanisms = str | list[str]
+Sizes = Annotated[list[Size], MinLen(1)]
+
+
+class ModelConfig(Checked):
+    """The base of all configs of models: what they need of a data set, and how far they can count."""
+
+    @classmethod
+    def from_data(cls) -> dict[str, str]:
+        """Return the fields that follow from the data set, each with the name of the set's attribute."""
+        marks = {
+            name: [mark.name for mark in get_args(hint) if isinstance(mark, FromData)]
+            for name, hint in field_types(cls).items()
+        }
+        return {name: found[0] for name, found in marks.items() if found}
+
+    @property
+    def needs(self) -> dict[str, Any]:
+        """Values that attributes of the data set must have, by name."""
+        return {}
+
+    @property
+    def max_length(self) -> int | None:
+        """How many tokens the model is made for; None where it has no such field."""
+        return None
+
+    @property
+    def n_positions(self) -> int | None:
+        """How many positions there are; None for any number."""
+        return None
+
+
+def check_one_input(vocab_size: int | None, input_dim: int | None) -> None:
+    """Raise ValueError unless a model reads either tokens or continuous inputs."""
+    if (vocab_size is None) == (input_dim is None):
+        raise ValueError(
+            f"vocab_size is {vocab_size} and input_dim is {input_dim}, but one must be given and not both"
+        )
+
+
+def check_classes(output: str, vocab_size: int | None, n_classes: int | None) -> None:
+    """Raise ValueError unless an output layer knows how many values it distinguishes: labels, or tokens."""
+    if output == "masked" and vocab_size is None:
+        raise ValueError("vocab_size is None, but must be given with output 'masked'")
+    if (n_classes is None) != (output == "masked"):
+        wanted = "None" if output == "masked" else "an integer of at least 1"
+        raise ValueError(f"n_classes is {n_classes}, but must be {wanted} with output {output!r}")
 
 
 @dataclass(kw_only=True)
-class TransformerConfig:
-    """The fields that the encoder and the decoder share. Every field is checked when the config is made.
+class TransformerConfig(ModelConfig):
+    """The fields that the encoder and the decoder share.
 
     Attributes:
         d_model: width of the residual stream.
@@ -44,50 +92,42 @@ class TransformerConfig:
         reversible: let each block's input be computed from its output, so that training keeps no activations
             of the blocks (see `ReversibleStack`); with norm "pre".
         ff_chunk: number of positions that go through a feed-forward layer at a time; None for all.
+
+    Raises:
+        ValueError: a field has another type or is out of range, or fields do not fit each other.
     """
 
-    d_model: int = 256
-    n_layers: int = 4
-    n_heads: int = 8
-    n_kv_heads: int | None = None
-    d_ff: int | None = None
-    attention: str | list[str] = "linear"
+    d_model: Size = 256
+    n_layers: Size = 4
+    n_heads: Size = 8
+    n_kv_heads: Size | None = None
+    d_ff: Size | None = None
+    attention: Mechanisms = "linear"
     attention_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     layer_options: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     norm: Norm = "pre"
     norm_type: NormType = "layernorm"
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Gt(0), Lt(1)] = 1e-5
     activation: Activation = "gelu"
     positions: Positions = "learned"
-    max_length: int = 1024
-    axial_shape: list[int] | None = None
-    axial_widths: list[int] | None = None
-    dropout: float = 0.0
+    max_length: Annotated[Size, FromData("length")] = 1024
+    axial_shape: Sizes | None = None
+    axial_widths: Sizes | None = None
+    dropout: Fraction = 0.0
     reversible: bool = False
-    ff_chunk: int | None = None
+    ff_chunk: Size | None = None
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "n_heads", "max_length"):
-            self._at_least(name, 1)
-        for name in ("n_kv_heads", "d_ff", "ff_chunk"):
-            if getattr(self, name) is not None:
-                self._at_least(name, 1)
-        self._one_of("norm", get_args(Norm))
-        self._one_of("norm_type", get_args(NormType))
-        self._one_of("activation", get_args(Activation))
-        self._one_of("positions", get_args(Positions))
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout!r}, wanted a probability in [0, 1)")
-        if not isinstance(self.norm_eps, int | float) or not 0 < self.norm_eps < 1:
-            raise ValueError(f"norm_eps is {self.norm_eps!r}, wanted a number between 0 and 1")
+        super().__post_init__()
         if self.n_heads % (self.n_kv_heads or self.n_heads):
-            raise ValueError(f"n_kv_heads is {self.n_kv_heads}, wanted a divisor of n_heads = {self.n_heads}")
+            raise ValueError(
+                f"n_kv_heads is {self.n_kv_heads}, but must be a divisor of n_heads = {self.n_heads}"
+            )
         if self.positions == "sinusoidal" and self.d_model % 2:
-            raise ValueError(f"d_model is {self.d_model}, wanted an even width for sinusoidal positions")
-        self._true_or_false("reversible")
+            raise ValueError(f"d_model is {self.d_model}, but must be even with positions 'sinusoidal'")
         if self.reversible and self.norm != "pre":
             raise ValueError(
-                f"norm is {self.norm!r}, wanted 'pre' where blocks are reversible: others have no inverse"
+                f"norm is {self.norm!r}, but must be 'pre' with reversible True: others have no inverse"
             )
         self._check_axial()
         self._check_attention()
@@ -130,73 +170,50 @@ class TransformerConfig:
     def _check_axial(self) -> None:
         shape, widths, total = self.axial_shape, self.axial_widths, self.positions_width
         if self.positions != "axial":
-            for name in ("axial_shape", "axial_widths"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} is given with positions {self.positions!r}, wanted 'axial'")
+            for name, given in {"axial_shape": shape, "axial_widths": widths}.items():
+                if given is not None:
+                    raise ValueError(
+                        f"{name} is {given}, but must be None with positions {self.positions!r}: use 'axial'"
+                    )
             return
-        if not _sizes(shape):
-            raise ValueError(f"axial_shape is {shape!r}, wanted a list of sizes, such as [32, 32]")
-        axes = len(shape or ())
-        if widths is None:
-            self.axial_widths = [total // axes + (i < total % axes) for i in range(axes)]
-            widths = self.axial_widths
-        if not _sizes(widths) or len(widths) != axes or sum(widths) != total:
+        if shape is None:
             raise ValueError(
-                f"axial_widths is {widths!r}, wanted one width for each of {axes} axes, {total} in all"
+                "axial_shape is None, but must be a list of sizes, such as [32, 32], with positions 'axial'"
+            )
+        axes = len(shape)
+        if widths is None:
+            self.axial_widths = widths = [total // axes + (i < total % axes) for i in range(axes)]
+        if len(widths) != axes or sum(widths) != total or min(widths) < 1:
+            raise ValueError(
+                f"axial_widths is {widths}, but must be {axes} widths, one for each axis, "
+                f"that add up to {total}"
             )
 
     def _check_attention(self) -> None:
-        self._check_names("attention")
         if not isinstance(self.attention, str) and len(self.attention) != self.n_layers:
             raise ValueError(
-                f"attention has {len(self.attention)} names, wanted n_layers = {self.n_layers} of them"
+                f"attention has {len(self.attention)} names, but must have n_layers = {self.n_layers} of them"
             )
-        for field_name in ("attention_options", "layer_options"):
-            self._check_options(field_name)
-        for name, options in self.layer_options.items():
-            for option, values in options.items():
-                if not isinstance(values, list) or len(values) != self.n_layers:
+        named = self.mechanisms
+        given = {"attention_options": self.attention_options, "layer_options": self.layer_options}
+        for field_name, options in given.items():
+            if unused := sorted(options.keys() - named):
+                raise ValueError(f"{field_name} is for {unused}, but must be for some of {sorted(named)}")
+        for name, by_option in self.layer_options.items():
+            for option, values in by_option.items():
+                if len(values) != self.n_layers:
                     raise ValueError(
                         f"{option} of {name!r} in layer_options is {values!r}, "
-                        f"wanted a list of n_layers = {self.n_layers} values"
+                        f"but must be a list of n_layers = {self.n_layers} values"
                     )
                 if option in self.attention_options.get(name, {}):
                     raise ValueError(
                         f"{option} of {name!r} is in attention_options and in layer_options, "
-                        "wanted it in one of them"
+                        "but must be in one of them only"
                     )
         for layer, name in enumerate(self.layer_attention):
             if self.d_model % self.n_heads and "head_dim" not in self.options_of(layer):
                 raise ValueError(
-                    f"d_model is {self.d_model}, wanted a multiple of n_heads = {self.n_heads}, "
-                    f"or head_dim among the attention_options of {name!r}"
+                    f"d_model is {self.d_model}, but must be a multiple of n_heads = {self.n_heads}, "
+                    f"unless head_dim is among the attention_options of {name!r}"
                 )
-
-    def _check_names(self, field_name: str) -> None:
-        value = getattr(self, field_name)
-        named = [value] if isinstance(value, str) else value
-        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-            raise ValueError(f"{field_name} is {value!r}, wanted a name or a list of names")
-
-    def _check_options(self, field_name: str) -> None:
-        options = getattr(self, field_name)
-        if not isinstance(options, dict) or not all(isinstance(x, dict) for x in options.values()):
-            raise ValueError(f"{field_name} is {options!r}, wanted a dict of options for each name")
-        named = self.mechanisms
-        if unused := sorted(options.keys() - named):
-            raise ValueError(f"{field_name} is for {unused}, wanted names among {sorted(named)}")
-
-    def _at_least(self, name: str, low: int) -> None:
-        check_size(name, getattr(self, name), low)
-
-    def _true_or_false(self, name: str) -> None:
-        if not isinstance(value := getattr(self, name), bool):
-            raise ValueError(f"{name} is {value!r}, wanted True or False")
-
-    def _one_of(self, name: str, choices: Collection[str]) -> None:
-        if (value := getattr(self, name)) not in choices:
-            raise ValueError(f"{name} is {value!r}, wanted one of {sorted(choices)}")
-
-
-def _sizes(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(size) is int and size >= 1 for size in value)

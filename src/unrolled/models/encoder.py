@@ -1,15 +1,16 @@
 """The transformer that reads a whole sequence at once: to classify it, to label it, or to fill its gaps."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, cast, get_args
+from typing import Annotated, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.fields import Count, FromData, Size
 from unrolled.models.blocks import activate, init_weights, make_norm
 from unrolled.models.checks import check_ids, check_targets
-from unrolled.models.config import TransformerConfig
+from unrolled.models.config import TransformerConfig, check_classes, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.reversible import make_stack
@@ -44,51 +45,38 @@ class EncoderConfig(TransformerConfig):
         output_bias: give the output layer a bias; None for one unless it is the embedding table.
     """
 
-    vocab_size: int | None = None
+    vocab_size: Annotated[Size | None, FromData("vocab_size")] = None
     _: KW_ONLY
-    input_dim: int | None = None
+    input_dim: Size | None = None
     output: Output = "classification"
-    n_classes: int | None = None
+    n_classes: Annotated[Size | None, FromData("n_classes")] = None
     pooling: Pooling = "mean"
     tie_embeddings: bool = False
-    n_segments: int = 0
+    n_segments: Count = 0
     embedding_norm: bool = False
     head_hidden: HeadHidden | None = None
     output_bias: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._one_of("output", get_args(Output))
-        self._one_of("pooling", get_args(Pooling))
-        self._at_least("n_segments", 0)
-        self._true_or_false("embedding_norm")
-        if self.output_bias is not None:
-            self._true_or_false("output_bias")
-        if self.head_hidden is not None:
-            self._one_of("head_hidden", get_args(HeadHidden))
-        self._true_or_false("tie_embeddings")
-        if (self.vocab_size is None) == (self.input_dim is None):
-            raise ValueError(
-                f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted one of the two"
-            )
-        self._at_least("input_dim" if self.vocab_size is None else "vocab_size", 1)
+        check_one_input(self.vocab_size, self.input_dim)
         if self.output == "hidden":
             self._check_no_head()
-        elif self.output != "masked":
-            self._at_least("n_classes", 1)
-        elif self.vocab_size is None or self.n_classes is not None:
-            raise ValueError(
-                f"vocab_size is {self.vocab_size} and n_classes is {self.n_classes}, "
-                "wanted a vocab_size and no n_classes for output 'masked'"
-            )
+        else:
+            check_classes(self.output, self.vocab_size, self.n_classes)
         if self.tie_embeddings and self.output != "masked":
-            raise ValueError(f"tie_embeddings is True with output {self.output!r}, wanted output 'masked'")
+            raise ValueError(f"tie_embeddings is True, but must be False with output {self.output!r}")
 
     def _check_no_head(self) -> None:
-        for name in ("n_classes", "head_hidden", "output_bias"):
-            if (value := getattr(self, name)) is not None:
+        head = {
+            "n_classes": self.n_classes,
+            "head_hidden": self.head_hidden,
+            "output_bias": self.output_bias,
+        }
+        for name, value in head.items():
+            if value is not None:
                 raise ValueError(
-                    f"{name} is {value!r}, wanted None for output 'hidden', which has no output layer"
+                    f"{name} is {value!r}, but must be None with output 'hidden', which has no output layer"
                 )
 
 

@@ -15,7 +15,7 @@ of the source and of what has been written.
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from unrolled.attention.base import MultiHeadAttention
 from unrolled.contract import IGNORED
+from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.blocks import FeedForward, make_norm, tie_layers
 from unrolled.models.checks import check_ids, check_layer_states, check_parts, check_token
-from unrolled.models.config import Activation, Norm, Positions, TransformerConfig
+from unrolled.models.config import Activation, Mechanisms, Norm, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll
@@ -34,8 +35,6 @@ from unrolled.models.saving import SavedModel
 from unrolled.models.stack import Stack
 from unrolled.models.targets import shifted
 from unrolled.ops.checks import check_device, check_key_padding_mask, may_read
-
-Mechanisms = str | list[str]
 
 
 @dataclass
@@ -55,40 +54,29 @@ class EncoderDecoderConfig(TransformerConfig):
         start_token: True: the id `vocab_size` begins every target, and is never predicted.
     """
 
-    vocab_size: int
+    vocab_size: Annotated[Size, FromData("vocab_size")]
     _: KW_ONLY
-    source_vocab_size: int | None = None
+    source_vocab_size: Annotated[Size | None, FromData("source_vocab_size")] = None
     attention: Mechanisms = "softmax"
     decoder_attention: Mechanisms | None = None
     cross_attention: Mechanisms | None = None
     norm: Norm = "post"
     activation: Activation = "relu"
     positions: Positions = "sinusoidal"
-    dropout: float = 0.1
-    label_smoothing: float = 0.0
+    dropout: Fraction = 0.1
+    label_smoothing: Fraction = 0.0
     tie_embeddings: bool = True
-    start_token: bool = True
+    start_token: Literal[True] = True
 
     def __post_init__(self) -> None:
-        for name in ("attention", "decoder_attention", "cross_attention"):
-            if name == "attention" or getattr(self, name) is not None:
-                self._check_names(name)
         super().__post_init__()
-        self._at_least("vocab_size", 1)
-        if self.source_vocab_size is not None:
-            self._at_least("source_vocab_size", 1)
-        if not isinstance(self.label_smoothing, int | float) or not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted a number in [0, 1)")
-        self._true_or_false("tie_embeddings")
-        if self.start_token is not True:
-            raise ValueError(f"start_token is {self.start_token!r}, wanted True: it begins every target")
         if self.tie_embeddings and self.source_vocab_size not in (None, self.vocab_size):
             raise ValueError(
-                f"source_vocab_size is {self.source_vocab_size} with vocab_size {self.vocab_size}, wanted "
-                "the same ids, or tie_embeddings False"
+                f"source_vocab_size is {self.source_vocab_size}, but must be vocab_size = {self.vocab_size} "
+                "with tie_embeddings True"
             )
         if self.reversible:
-            raise ValueError("reversible is True, wanted False: a decoder's blocks read the source as well")
+            raise ValueError("reversible is True, but must be False: a decoder's blocks read the source too")
         self.side(self.attention), self.side(self.decoder_attention), self.side(self.cross_attention)
 
     @property
@@ -108,7 +96,7 @@ class EncoderDecoderConfig(TransformerConfig):
     def side(self, mechanisms: Mechanisms | None, **changes: Any) -> TransformerConfig:
         """The config of a stack with these mechanisms, None for the encoder's, and with their options."""
         mechanisms = self.attention if mechanisms is None else mechanisms
-        values = {field.name: getattr(self, field.name) for field in fields(TransformerConfig)}
+        values = {field.name: vars(self)[field.name] for field in fields(TransformerConfig)}
         named = [mechanisms] if isinstance(mechanisms, str) else mechanisms
         for options in ("attention_options", "layer_options"):
             values[options] = {name: x for name, x in values[options].items() if name in named}

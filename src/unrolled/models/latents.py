@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from unrolled.fields import FromData, Size
 from unrolled.models.blocks import INIT_STD, FeedForward, init_weights, make_norm
 from unrolled.models.checks import check_ids
-from unrolled.models.config import TransformerConfig
+from unrolled.models.config import Mechanisms, Sizes, TransformerConfig, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
 from unrolled.ops.checks import check_key_padding_mask, shape
@@ -42,45 +44,39 @@ class LatentConfig(TransformerConfig):
         cross_value_width: width of its values, where it differs from that of its queries and keys.
     """
 
-    vocab_size: int | None = None
+    vocab_size: Annotated[Size | None, FromData("vocab_size")] = None
     _: KW_ONLY
-    input_dim: int | None = None
-    input_width: int | None = None
-    grid: list[int] | None = None
-    n_bands: int = 64
-    n_latents: int = 128
-    n_iterations: int = 1
-    cross_heads: int = 1
-    cross_width: int | None = None
-    cross_value_width: int | None = None
-    attention: str | list[str] = "softmax"
+    input_dim: Size | None = None
+    input_width: Size | None = None
+    grid: Sizes | None = None
+    n_bands: Size = 64
+    n_latents: Size = 128
+    n_iterations: Size = 1
+    cross_heads: Size = 1
+    cross_width: Size | None = None
+    cross_value_width: Size | None = None
+    attention: Mechanisms = "softmax"
 
     def __post_init__(self) -> None:
-        if (self.vocab_size is None) == (self.input_dim is None):
-            raise ValueError(
-                f"vocab_size is {self.vocab_size} and input_dim is {self.input_dim}, wanted one of the two"
-            )
-        self._at_least("input_dim" if self.vocab_size is None else "vocab_size", 1)
         super().__post_init__()
-        for name in ("n_bands", "n_latents", "n_iterations", "cross_heads"):
-            self._at_least(name, 1)
-        for name in ("input_width", "cross_width", "cross_value_width"):
-            if getattr(self, name) is not None:
-                self._at_least(name, 1)
+        check_one_input(self.vocab_size, self.input_dim)
         if self.norm != "pre":
-            raise ValueError(f"norm is {self.norm!r}, wanted 'pre', as Perceivers have it")
+            raise ValueError(f"norm is {self.norm!r}, but must be 'pre' in a Perceiver")
         if self.positions == "rotary":
-            raise ValueError(
-                "positions is 'rotary', but latents have none: wanted another kind for the inputs"
-            )
+            raise ValueError("positions is 'rotary', but must be another kind: latents have no positions")
         if self.input_width is not None and self.vocab_size is None:
             raise ValueError(
-                f"input_width is {self.input_width}, wanted None: continuous inputs have input_dim"
+                f"input_width is {self.input_width}, but must be None: continuous inputs have input_dim"
             )
         if self.positions == "sinusoidal" and self.array_width % 2:
-            raise ValueError(f"the inputs are {self.array_width} wide, wanted an even width for sinusoids")
-        if self.grid is not None:
-            self._check_grid(self.grid)
+            raise ValueError(
+                f"the width of the inputs is {self.array_width}, but must be even with positions 'sinusoidal'"
+            )
+        if self.grid is not None and (self.input_dim is None or self.positions != "none"):
+            raise ValueError(
+                f"grid is {self.grid}, but must be None with vocab_size {self.vocab_size} and positions "
+                f"{self.positions!r}: a grid gives positions to continuous inputs that have no others"
+            )
 
     @property
     def ff_width(self) -> int:
@@ -98,16 +94,6 @@ class LatentConfig(TransformerConfig):
     def positions_width(self) -> int:
         """The width of what the positions are added to: the inputs."""
         return self.array_width
-
-    def _check_grid(self, grid: list[int]) -> None:
-        sizes = isinstance(grid, list) and all(type(size) is int and size >= 1 for size in grid)
-        if not grid or not sizes:
-            raise ValueError(f"grid is {grid!r}, wanted a list of sizes, such as [28, 28]")
-        if self.input_dim is None or self.positions != "none":
-            raise ValueError(
-                f"grid is {grid} with vocab_size {self.vocab_size} and positions {self.positions!r}, "
-                "wanted continuous inputs and positions 'none', since the grid gives them"
-            )
 
 
 class InputArray(nn.Module):

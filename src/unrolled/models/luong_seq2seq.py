@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from unrolled.fields import Size
 from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.recurrent._lstm import lstm_step
@@ -32,11 +33,7 @@ class LuongSeq2SeqConfig(AttentiveSeq2SeqConfig):
 
     attention: str = "luong"
     _: KW_ONLY
-    n_layers: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least_1("n_layers")
+    n_layers: Size = 2
 
 
 class LuongSeq2SeqState(NamedTuple):

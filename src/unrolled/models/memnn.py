@@ -22,13 +22,17 @@ Cost: time O(M J d) for M sentences of J words, O(M d) for each hop, and O(|W| d
 """
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.models.checks import check_size, check_story, check_targets
+from unrolled.fields import FromData, Positive, Size
+from unrolled.models.checks import check_story, check_targets
+from unrolled.models.config import ModelConfig
 from unrolled.models.saving import SavedModel
 
 INIT_STD = 0.1
@@ -36,8 +40,8 @@ QUESTION, CHOSEN, CANDIDATE = range(3)  # the copies of a word
 
 
 @dataclass(kw_only=True)
-class MemNNConfig:
-    """What such a network is told. Every field is checked when the config is made.
+class MemNNConfig(ModelConfig):
+    """The fields of a memory network.
 
     Attributes:
         vocab_size: number of words, answers included, |W|.
@@ -47,24 +51,16 @@ class MemNNConfig:
         margin: by how much the score of what is right has to be above the others.
     """
 
-    vocab_size: int
-    memory_size: int = 50
-    d_model: int = 50
-    n_hops: int = 2
-    margin: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "memory_size", "d_model"):
-            check_size(name, getattr(self, name))
-        if type(self.n_hops) is not int or not 1 <= self.n_hops <= 3:
-            raise ValueError(f"n_hops is {self.n_hops!r}, wanted 1, 2 or 3")
-        if isinstance(self.margin, bool) or not isinstance(self.margin, int | float) or not self.margin > 0:
-            raise ValueError(f"margin is {self.margin!r}, wanted a number above 0")
+    vocab_size: Annotated[Size, FromData("vocab_size")]
+    memory_size: Annotated[Size, FromData("memory_size")] = 50
+    d_model: Size = 50
+    n_hops: Annotated[int, Ge(1), Le(3), FromData("supporting")] = 2
+    margin: Positive = 0.1
 
     @property
-    def supporting(self) -> int:
-        """How many places of supporting sentences follow the answer in the targets of the loss."""
-        return self.n_hops
+    def needs(self) -> dict[str, Any]:
+        """As many places of supporting sentences after each answer as are chosen."""
+        return {"supporting": self.n_hops}
 
 
 class MemNN(SavedModel):

@@ -16,15 +16,18 @@ Equals softmax attention: one hop without temporal encoding is attention of one 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.models.checks import check_size, check_story, check_targets
+from unrolled.fields import Count, FromData, Size
+from unrolled.models.checks import check_story, check_targets
+from unrolled.models.config import ModelConfig
 from unrolled.models.heads import mean_nll
 from unrolled.models.saving import SavedModel
 
@@ -71,8 +74,8 @@ ENCODINGS: dict[str, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {
 
 
 @dataclass(kw_only=True)
-class MemN2NConfig:
-    """What a memory network is told. Every field is checked when the config is made.
+class MemN2NConfig(ModelConfig):
+    """The fields of an end-to-end memory network.
 
     Attributes:
         vocab_size: number of words, answers included.
@@ -89,29 +92,21 @@ class MemN2NConfig:
         seed: of that randomness.
     """
 
-    vocab_size: int
-    d_model: int = 50
-    n_hops: int = 3
-    memory_size: int = 50
+    vocab_size: Annotated[Size, FromData("vocab_size")]
+    d_model: Size = 50
+    n_hops: Size = 3
+    memory_size: Annotated[Size, FromData("memory_size")] = 50
     tying: Tying = "adjacent"
     position_encoding: Encoding = "code"
     temporal: bool = True
-    linear_start: int = 0
-    noise: float = 0.1
-    seed: int = 0
+    linear_start: Count = 0
+    noise: Annotated[float, Ge(0), Le(1)] = 0.1
+    seed: Count = 0
 
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_hops", "memory_size"):
-            check_size(name, getattr(self, name))
-        for name, choices in (("tying", get_args(Tying)), ("position_encoding", get_args(Encoding))):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} is {value!r}, wanted one of {sorted(choices)}")
-        if not isinstance(self.temporal, bool):
-            raise ValueError(f"temporal is {self.temporal!r}, wanted True or False")
-        if type(self.noise) not in (int, float) or not 0 <= self.noise <= 1:
-            raise ValueError(f"noise is {self.noise!r}, wanted a part in [0, 1]")
-        for name in ("linear_start", "seed"):
-            check_size(name, getattr(self, name), 0)
+    @property
+    def needs(self) -> dict[str, Any]:
+        """Answers alone: no places of supporting sentences after them."""
+        return {"supporting": 0}
 
 
 class MemN2N(SavedModel):

@@ -8,23 +8,24 @@ section 4. Any other cell can take the place of theirs; an LSTM is what they com
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.fields import FromData, Size
 from unrolled.models.cells import stack_of
-from unrolled.models.checks import check_size
+from unrolled.models.config import ModelConfig
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape
 from unrolled.recurrent.ntm import NTM, NTMTrace
 
 
 @dataclass(kw_only=True)
-class NTMModelConfig:
-    """Sizes and the cell. Every field is checked when the config is made.
+class NTMModelConfig(ModelConfig):
+    """Sizes and the cell.
 
     Attributes:
         input_size: channels of the inputs.
@@ -35,18 +36,12 @@ class NTMModelConfig:
         hidden_size: width of each layer's output.
     """
 
-    input_size: int
-    output_size: int
+    input_size: Annotated[Size, FromData("input_size")]
+    output_size: Annotated[Size, FromData("output_size")]
     cell: str = "ntm"
     cell_options: dict[str, Any] = field(default_factory=dict)
-    n_layers: int = 1
-    hidden_size: int = 100
-
-    def __post_init__(self) -> None:
-        for name in ("input_size", "output_size", "n_layers", "hidden_size"):
-            check_size(name, getattr(self, name))
-        if not isinstance(self.cell_options, dict):
-            raise ValueError(f"cell_options is {self.cell_options!r}, wanted a dict of options")
+    n_layers: Size = 1
+    hidden_size: Size = 100
 
 
 class _Layers(SavedModel):

@@ -17,12 +17,14 @@ Without positions the inputs are a set: their order changes nothing.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from torch import Tensor
 
 from unrolled.contract import IGNORED
+from unrolled.fields import FromData, Size
 from unrolled.models.checks import check_targets
+from unrolled.models.config import check_classes
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.latents import CrossAttend, InputArray, LatentConfig, Latents, init_perceiver
@@ -42,13 +44,8 @@ class PerceiverConfig(LatentConfig):
     """
 
     _: KW_ONLY
-    n_classes: int
+    n_classes: Annotated[Size, FromData("n_classes")]
     share_weights: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least("n_classes", 1)
-        self._true_or_false("share_weights")
 
 
 @dataclass
@@ -70,37 +67,23 @@ class PerceiverIOConfig(LatentConfig):
 
     _: KW_ONLY
     output: Output = "classification"
-    n_classes: int | None = None
+    n_classes: Annotated[Size | None, FromData("n_classes")] = None
     query_residual: bool = True
     tie_embeddings: bool = False
     output_bias: bool | None = None
-    query_width: int | None = None
-    decoder_heads: int | None = None
-    decoder_width: int | None = None
-    decoder_value_width: int | None = None
+    query_width: Size | None = None
+    decoder_heads: Size | None = None
+    decoder_width: Size | None = None
+    decoder_value_width: Size | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._one_of("output", get_args(Output))
-        self._true_or_false("query_residual")
-        self._true_or_false("tie_embeddings")
-        if self.output_bias is not None:
-            self._true_or_false("output_bias")
-        for name in ("query_width", "decoder_heads", "decoder_width", "decoder_value_width"):
-            if getattr(self, name) is not None:
-                self._at_least(name, 1)
-        if self.output != "masked":
-            self._at_least("n_classes", 1)
-        elif self.vocab_size is None or self.n_classes is not None:
-            raise ValueError(
-                f"vocab_size is {self.vocab_size} and n_classes is {self.n_classes}, "
-                "wanted a vocab_size and no n_classes for output 'masked'"
-            )
+        check_classes(self.output, self.vocab_size, self.n_classes)
         width, name = self.query_width or self.d_model, "query_width" if self.query_width else "d_model"
         if self.tie_embeddings and (self.output != "masked" or self.array_width != width):
             raise ValueError(
-                f"tie_embeddings is True with output {self.output!r} and inputs {self.array_width} wide, "
-                f"wanted output 'masked' and inputs as wide as {name} = {width}"
+                f"tie_embeddings is True, but must be False with output {self.output!r} and inputs "
+                f"{self.array_width} wide: it needs output 'masked' and inputs as wide as {name} = {width}"
             )
 
 

@@ -29,9 +29,10 @@ from torch.utils.checkpoint import checkpoint
 from unrolled.attention.base import Masks
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.fields import Fraction, Size
 from unrolled.models.blocks import Block, init_weights
 from unrolled.models.checks import check_ids, check_targets
-from unrolled.models.config import TransformerConfig
+from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.heads import mean_nll
 from unrolled.ops.checks import check_key_padding_mask
@@ -53,23 +54,20 @@ class PerceiverARConfig(DecoderConfig):
     """
 
     _: KW_ONLY
-    n_latents: int = 256
-    prefix_dropout: float = 0.0
-    attention: str | list[str] = "softmax"
+    n_latents: Size = 256
+    prefix_dropout: Fraction = 0.0
+    attention: Mechanisms = "softmax"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("n_latents", 1)
-        if not isinstance(self.prefix_dropout, int | float) or not 0 <= self.prefix_dropout < 1:
-            raise ValueError(f"prefix_dropout is {self.prefix_dropout!r}, wanted a probability in [0, 1)")
         if self.reversible:
             raise ValueError(
-                "reversible is True, wanted False: the first block has fewer outputs than inputs"
+                "reversible is True, but must be False: the first block has fewer outputs than inputs"
             )
         if self.layer_attention[0] != "softmax":
             raise ValueError(
-                f"attention begins with {self.layer_attention[0]!r}, wanted 'softmax' for the block that "
-                f"reads the inputs, as in ['softmax', {self.layer_attention[-1]!r}]"
+                f"attention begins with {self.layer_attention[0]!r}, but must begin with 'softmax' for the "
+                f"block that reads the inputs, as in ['softmax', {self.layer_attention[-1]!r}]"
             )
 
 

@@ -1,21 +1,22 @@
 """The recurrent language model: embeddings, layers of any cell of `unrolled.recurrent`, and a head."""
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 
 from unrolled import recurrent
+from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.cells import stack_of
-from unrolled.models.checks import check_size
+from unrolled.models.config import ModelConfig
 from unrolled.models.heads import Categorical
 from unrolled.models.language_model import LanguageModel
 from unrolled.recurrent import StackedState
 
 
 @dataclass
-class RecurrentLMConfig:
-    """The fields of a recurrent language model. Every field is checked when the config is made.
+class RecurrentLMConfig(ModelConfig):
+    """The fields of a recurrent language model.
 
     Attributes:
         vocab_size: number of token ids.
@@ -30,35 +31,24 @@ class RecurrentLMConfig:
         start_token: whether the id `vocab_size` is a learned start symbol, which is never predicted.
     """
 
-    vocab_size: int
+    vocab_size: Annotated[Size, FromData("vocab_size")]
     _: KW_ONLY
     cell: str = "lstm"
     cell_options: dict[str, Any] = field(default_factory=dict)
-    d_model: int = 256
-    n_layers: int = 1
-    hidden_size: int | None = None
-    dropout: float = 0.0
+    d_model: Size = 256
+    n_layers: Size = 1
+    hidden_size: Size | None = None
+    dropout: Fraction = 0.0
     tie_embeddings: bool = False
-    start_token: bool = False
+    start_token: Annotated[bool, FromData("start_token")] = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_layers", "hidden_size"):
-            value = getattr(self, name)
-            if name == "hidden_size" and value is None:
-                continue
-            check_size(name, value)
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout!r}, wanted a probability in [0, 1)")
-        for name in ("tie_embeddings", "start_token"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name} is {value!r}, wanted True or False")
+        super().__post_init__()
         if self.cell not in recurrent.names():
-            raise ValueError(f"cell is {self.cell!r}, wanted one of {recurrent.names()}")
-        if not isinstance(self.cell_options, dict):
-            raise ValueError(f"cell_options is {self.cell_options!r}, wanted a dict of options")
+            raise ValueError(f"cell is {self.cell!r}, but must be one of {', '.join(recurrent.names())}")
         if self.tie_embeddings and self.width != self.d_model:
             raise ValueError(
-                f"hidden_size is {self.hidden_size}, wanted d_model = {self.d_model} to tie embeddings"
+                f"hidden_size is {self.hidden_size}, but must be d_model = {self.d_model} to tie embeddings"
             )
 
     @property

@@ -11,12 +11,13 @@ out s_{i-1}: `readout_state` chooses.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from unrolled.fields import Size
 from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
 from unrolled.ops.precision import without_autocast
 from unrolled.recurrent import Bidirectional
@@ -36,15 +37,8 @@ class RNNSeq2SeqConfig(AttentiveSeq2SeqConfig):
     """
 
     _: KW_ONLY
-    readout_size: int | None = None
+    readout_size: Size | None = None
     readout_state: ReadoutState = "previous"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.readout_size is not None:
-            self._at_least_1("readout_size")
-        if self.readout_state not in get_args(ReadoutState):
-            raise ValueError(f"readout_state is {self.readout_state!r}, wanted 'previous' or 'current'")
 
 
 class RNNSeq2SeqState(NamedTuple):

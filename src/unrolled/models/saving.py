@@ -29,6 +29,7 @@ class SavedModel(nn.Module):
 
     model_name: ClassVar[str]
     config_type: ClassVar[type[Any]]  # a dataclass, whose fields JSON can say
+    loss_unit: ClassVar[str | None] = None  # what its loss is a mean over; None for that of its task
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """What the recurrent encoder-decoders share: config, loss, and the verbs, made of an encoder and one loop."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled import alignment
 from unrolled.alignment.base import Alignment
 from unrolled.contract import IGNORED
-from unrolled.models.checks import check_ids, check_size, check_token
+from unrolled.fields import Fraction, FromData, Size
+from unrolled.models.checks import check_ids, check_token
+from unrolled.models.config import ModelConfig
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
 from unrolled.ops.checks import check_device, check_key_padding_mask, may_read
@@ -18,8 +20,8 @@ from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
 
 @dataclass
-class Seq2SeqConfig:
-    """The fields of a recurrent encoder-decoder. Every field is checked when the config is made.
+class Seq2SeqConfig(ModelConfig):
+    """The fields of a recurrent encoder-decoder.
 
     Attributes:
         vocab_size: number of ids of the target; the id `vocab_size` is the start symbol.
@@ -31,27 +33,13 @@ class Seq2SeqConfig:
         start_token: True, since every target begins with the start symbol, which is never predicted.
     """
 
-    vocab_size: int
-    source_vocab_size: int | None = None
-    d_model: int = 256
-    hidden_size: int = 512
-    dropout: float = 0.0
-    label_smoothing: float = 0.0
-    start_token: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "hidden_size"):
-            self._at_least_1(name)
-        if self.source_vocab_size is not None:
-            self._at_least_1("source_vocab_size")
-        for name in ("dropout", "label_smoothing"):
-            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value < 1:
-                raise ValueError(f"{name} is {value!r}, wanted a number in [0, 1)")
-        if self.start_token is not True:
-            raise ValueError(f"start_token is {self.start_token!r}, wanted True")
-
-    def _at_least_1(self, name: str) -> None:
-        check_size(name, getattr(self, name))
+    vocab_size: Annotated[Size, FromData("vocab_size")]
+    source_vocab_size: Annotated[Size | None, FromData("source_vocab_size")] = None
+    d_model: Size = 256
+    hidden_size: Size = 512
+    dropout: Fraction = 0.0
+    label_smoothing: Fraction = 0.0
+    start_token: Literal[True] = True
 
 
 @dataclass
@@ -68,11 +56,6 @@ class AttentiveSeq2SeqConfig(Seq2SeqConfig):
 
     attention: str = "bahdanau"
     attention_options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.attention_options, dict):
-            raise ValueError(f"attention_options is {self.attention_options!r}, wanted a dict")
 
 
 class Seq2Seq(SavedModel):

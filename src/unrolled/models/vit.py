@@ -16,16 +16,18 @@ Cost: that of the blocks for N + 1 tokens, where N is the number of pixels over 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Len
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import UnsupportedError
+from unrolled.fields import FromData, Size
 from unrolled.models.blocks import INIT_STD, init_weights
 from unrolled.models.checks import check_targets
-from unrolled.models.config import TransformerConfig
+from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll
 from unrolled.models.reversible import make_stack
@@ -34,6 +36,7 @@ from unrolled.ops.checks import check_device, check_tensor, shape
 from unrolled.ops.dense import Linear
 
 Pooling = Literal["class", "mean"]
+Axes = Annotated[list[Size], Len(2, 3)]
 
 
 @dataclass(kw_only=True)
@@ -49,34 +52,29 @@ class ViTConfig(TransformerConfig):
         max_length: follows from the sizes: the number of tokens.
     """
 
-    image_size: list[int]
-    patch_size: list[int]
-    n_classes: int
-    channels: int = 3
+    image_size: Axes
+    patch_size: Axes
+    n_classes: Annotated[Size, FromData("n_classes")]
+    channels: Size = 3
     pooling: Pooling = "class"
-    attention: str | list[str] = "softmax"
+    attention: Mechanisms = "softmax"
 
     def __post_init__(self) -> None:
-        for name in ("n_classes", "channels"):
-            self._at_least(name, 1)
-        self._one_of("pooling", get_args(Pooling))
-        for name in ("image_size", "patch_size"):
-            sizes = getattr(self, name)
-            fine = isinstance(sizes, list) and all(type(size) is int and size >= 1 for size in sizes)
-            if not fine or len(sizes) not in (2, 3):
-                raise ValueError(f"{name} is {sizes!r}, wanted a list of 2 or 3 sizes, such as [16, 16]")
+        super().__post_init__()
         fits = len(self.image_size) == len(self.patch_size)
         if not fits or any(n % p for n, p in zip(self.image_size, self.patch_size, strict=True)):
             raise ValueError(
-                f"patch_size is {self.patch_size}, wanted divisors of image_size = {self.image_size}"
+                f"patch_size is {self.patch_size}, but must divide image_size = {self.image_size}"
             )
-        self._at_least("max_length", 1)
         if self.max_length not in (TransformerConfig.max_length, self.n_tokens):
-            raise ValueError(f"max_length is {self.max_length}, wanted {self.n_tokens}, the number of tokens")
+            raise ValueError(
+                f"max_length is {self.max_length}, but must be {self.n_tokens}, the number of tokens"
+            )
         self.max_length = self.n_tokens
-        super().__post_init__()
         if self.positions == "axial" and math.prod(self.axial_shape or ()) < self.n_tokens:
-            raise ValueError(f"axial_shape is {self.axial_shape}, wanted room for {self.n_tokens} tokens")
+            raise ValueError(
+                f"axial_shape is {self.axial_shape}, but must have room for {self.n_tokens} tokens"
+            )
         for layer, name in enumerate(self.layer_attention):
             if name == "spatiotemporal":
                 self._check_spatiotemporal(layer)
@@ -96,12 +94,12 @@ class ViTConfig(TransformerConfig):
         given = self.options_of(layer).get("shape")
         if not isinstance(given, list | tuple) or list(given[-2:]) != self.grid[-2:]:
             raise ValueError(
-                f"the spatiotemporal attention of layer {layer} has the shape {given}, wanted one that ends "
-                f"in {self.grid[-2:]}, the patches of an image"
+                f"shape of the spatiotemporal attention of layer {layer} is {given}, but must end in "
+                f"{self.grid[-2:]}, the patches of an image"
             )
         if self.pooling == "class":
             raise ValueError(
-                "pooling is 'class' with spatiotemporal attention, wanted 'mean', since a class token has no "
+                "pooling is 'class', but must be 'mean' with spatiotemporal attention: a class token has no "
                 "place in a grid"
             )
 

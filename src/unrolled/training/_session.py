@@ -35,7 +35,7 @@ class SignalFlag:
         return self.signal is not None
 
 
-STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOPPING = [x for x in signal.Signals if x.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # Windows lacks SIGHUP
 
 
 @contextmanager

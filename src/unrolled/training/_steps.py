@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.contract import IGNORED, Dataset, UnsupportedError
 from unrolled.ops.random_features import Projection
 from unrolled.training import checkpoint
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import batch_loss, count_targets
-from unrolled.training.interfaces import Trainable, TrainingData
+from unrolled.training.interfaces import Recomputes, Trainable
 from unrolled.training.optim import Schedule, build_optimizer
 
 CHECKPOINT = "last.safetensors"
@@ -45,15 +45,13 @@ def go_back(path: Path, state: TrainState, identity: dict[str, Any], config: Tra
 def recompute_activations(model: Trainable, config: TrainConfig) -> None:
     """Turn it on where the config asks for it."""
     if config.gradient_checkpointing:
-        if not hasattr(model, "gradient_checkpointing"):
+        if not isinstance(model, Recomputes):
             name = type(model).__name__
             raise UnsupportedError(f"{name} cannot recompute activations: use gradient_checkpointing=False")
         model.gradient_checkpointing = True
 
 
-def update(
-    state: TrainState, dataset: TrainingData, config: TrainConfig, lr: float
-) -> tuple[float, float, int]:
+def update(state: TrainState, dataset: Dataset, config: TrainConfig, lr: float) -> tuple[float, float, int]:
     """Make one optimiser step; return the loss, the norm of the gradient and the number of targets."""
     step = state.progress.step
     if config.redraw_every is not None:
@@ -98,7 +96,7 @@ def _redraw(model: Trainable, step: int, every: int) -> None:
             projection.redraw()
 
 
-def identity_of(model: Trainable, dataset: TrainingData, config: TrainConfig) -> dict[str, Any]:
+def identity_of(model: Trainable, dataset: Dataset, config: TrainConfig) -> dict[str, Any]:
     """Describe what must be the same for a checkpoint to be resumed; the data by their first batch."""
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
     data = {"first_batch": checkpoint.fingerprint(first.inputs, first.targets)}

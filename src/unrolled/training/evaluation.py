@@ -6,10 +6,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from unrolled.contract import IGNORED
+from unrolled.contract import IGNORED, Batch, Dataset
 from unrolled.training._session import own_random_state
 from unrolled.training.config import TrainConfig
-from unrolled.training.interfaces import Batch, Trainable, TrainingData
+from unrolled.training.interfaces import Trainable
 
 
 class EvaluationStoppedError(Exception):
@@ -18,7 +18,7 @@ class EvaluationStoppedError(Exception):
 
 def evaluate(
     model: Trainable,
-    dataset: TrainingData,
+    dataset: Dataset,
     config: TrainConfig,
     *,
     stop: Callable[[], bool] = lambda: False,
@@ -59,8 +59,9 @@ def evaluate(
 def batch_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:
     """Mean loss over the targets of a batch, in nats per token, under the autocast of the run."""
     loss: Callable[..., Tensor] = model.loss
-    padding = getattr(batch, "key_padding_mask", None)  # most batches have none
-    masks = {} if padding is None else {"key_padding_mask": padding.to(device)}
+    masks = {}  # most models take none
+    if batch.key_padding_mask is not None:
+        masks["key_padding_mask"] = batch.key_padding_mask.to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         return loss(batch.inputs.to(device), batch.targets.to(device), **masks)
 

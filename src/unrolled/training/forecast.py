@@ -11,6 +11,7 @@ from statistics import mean, median
 import torch
 from torch import Tensor
 
+from unrolled.contract import Dataset
 from unrolled.threads import cpu_threads
 from unrolled.training._session import own_random_state
 from unrolled.training._steps import (
@@ -24,7 +25,7 @@ from unrolled.training._steps import (
 )
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluate
-from unrolled.training.interfaces import Trainable, TrainingData
+from unrolled.training.interfaces import Trainable
 
 STEPS = 10
 
@@ -71,7 +72,7 @@ class Forecast:
 
 def dry_run(
     model: Trainable,
-    dataset: TrainingData,
+    dataset: Dataset,
     config: TrainConfig,
     run_dir: str | Path | None = None,
     *,
@@ -140,7 +141,7 @@ def _evaluations(step: int, config: TrainConfig) -> int:
     return multiples + (config.steps % config.eval_every != 0)
 
 
-def _evaluation_seconds(model: Trainable, dataset: TrainingData, config: TrainConfig) -> float:
+def _evaluation_seconds(model: Trainable, dataset: Dataset, config: TrainConfig) -> float:
     batches = sum(1 for _ in islice(dataset.eval_batches(config.batch_size), config.eval_batches))
     began = time.perf_counter()
     evaluate(model, dataset, replace(config, eval_batches=1))

@@ -1,39 +1,10 @@
-"""What the loop asks of a model and of a data set; any object of this shape can be trained."""
+"""What the training loop needs of a model; any module of this shape can be trained."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
-
-
-class Batch(Protocol):
-    """Rows to read, and what to predict of them, in the shapes that the model's loss wants.
-
-    A batch with padding has a `key_padding_mask` too, True = padding, which the loss takes by that name.
-    """
-
-    @property
-    def inputs(self) -> Tensor:
-        """What the model reads."""
-        ...
-
-    @property
-    def targets(self) -> Tensor:
-        """What it is to predict; -100 where nothing."""
-        ...
-
-
-class TrainingData(Protocol):
-    """A data set whose order is a pure function of the step, so that nothing need be saved to resume it."""
-
-    def batch(self, split: Literal["train", "val"], *, step: int, batch_size: int, seed: int) -> Batch:
-        """Return the batch of one step."""
-        ...
-
-    def eval_batches(self, batch_size: int, /) -> Iterable[Batch]:
-        """Yield the whole validation split in order, each example once."""
-        ...
 
 
 class Trainable(Protocol):
@@ -71,3 +42,10 @@ class Trainable(Protocol):
     def state_dict(self, *, keep_vars: bool) -> Mapping[str, Any]:
         """Return parameters and buffers by name."""
         ...
+
+
+@runtime_checkable
+class Recomputes(Protocol):
+    """A model that can compute activations again in the backward pass, instead of keeping them."""
+
+    gradient_checkpointing: bool

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from unrolled.contract import Dataset
 from unrolled.folders import held, remove_staging, replacing_files
 from unrolled.threads import cpu_threads
 from unrolled.training import checkpoint
@@ -23,7 +24,7 @@ from unrolled.training._steps import (
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import EvaluationStoppedError, evaluate
-from unrolled.training.interfaces import Trainable, TrainingData
+from unrolled.training.interfaces import Trainable
 from unrolled.training.log import RunLog, open_log, progress_bar
 
 
@@ -49,7 +50,7 @@ class TrainResult:
 
 def train(
     model: Trainable,
-    dataset: TrainingData,
+    dataset: Dataset,
     config: TrainConfig,
     run_dir: str | Path,
     *,
@@ -112,7 +113,7 @@ class _Run:
     """A run in its folder, which nobody else writes to."""
 
     state: TrainState
-    dataset: TrainingData
+    dataset: Dataset
     config: TrainConfig
     run_dir: Path
     identity: dict[str, Any]

@@ -8,7 +8,7 @@ from hf_models import make
 from transformers import AutoTokenizer, pipeline
 
 from unrolled.contract import UnsupportedError
-from unrolled.data.text import Codec
+from unrolled.data._codec import Codec
 from unrolled.interop import hf
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig, RecurrentLM, RecurrentLMConfig
 

@@ -224,9 +224,9 @@ def test_names_of_both_libraries_are_the_same_field():
         ({"atention": "linear"}, "atention is no field of UnrolledConfig: did you mean attention"),
         ({"output": "masked"}, "output is no field of UnrolledConfig"),
         ({"hidden_size": 32}, "hidden_size and d_model are given, wanted one of them"),
-        ({"n_layers": 0}, "n_layers is 0, wanted an integer of at least 1"),
-        ({"num_attention_heads": 3, "n_heads": ...}, "d_model is 16, wanted a multiple of n_heads = 3"),
-        ({"positions": "rope"}, "positions is 'rope', wanted one of"),
+        ({"n_layers": 0}, "n_layers is 0, but must be an integer of at least 1"),
+        ({"num_attention_heads": 3, "n_heads": ...}, "d_model is 16, but must be a multiple of n_heads = 3"),
+        ({"positions": "rope"}, "positions is 'rope', but must be one of"),
     ],
 )
 def test_a_wrong_field_gets_one_sentence(fields, sentence):
@@ -237,7 +237,7 @@ def test_a_wrong_field_gets_one_sentence(fields, sentence):
 
 
 def test_what_only_the_model_knows_is_refused_by_it(ids):
-    with pytest.raises(ValueError, match="vocab_size is None, wanted an integer"):
+    with pytest.raises(ValueError, match="vocab_size is None, but must be an integer"):
         hf.UnrolledForCausalLM(hf.UnrolledConfig(d_model=16, n_heads=2))
     with pytest.raises(UnsupportedError, match="'bigbird' attention cannot be causal"):
         make("bigbird")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from unrolled.contract import Dataset
 from unrolled.files import write_atomically
 from unrolled.folders import check_folder, writing_folder
 from unrolled.interop.hf import digest
@@ -20,7 +21,6 @@ from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
 from unrolled.training import TrainConfig
 from unrolled.training.checkpoint import fingerprint
 from unrolled.training.evaluation import evaluate
-from unrolled.training.interfaces import TrainingData
 
 LOSSES_FILE = "linearize.json"
 EVALUATED_FILE = "evaluated.json"  # what each of the losses is the loss of
@@ -100,7 +100,7 @@ def _began_with(out: Path, teacher: Any) -> bool:
 
 
 def train_linearized(
-    teacher: Any, data: TrainingData, recipe: Recipe, out: Path, *, resume: bool = True
+    teacher: Any, data: Dataset, recipe: Recipe, out: Path, *, resume: bool = True
 ) -> tuple[Any, dict[str, float]]:
     """Linearize a copy of `teacher` and train it by the recipe; give it and the losses that `run` returns.
 

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from unrolled.contract import IGNORED
+from unrolled.contract import IGNORED, Dataset
 from unrolled.files import save_tensors
 from unrolled.interop.hf.linearize import RECORD, linearized_layers, new_parameters
 from unrolled.training import TrainConfig, TrainResult, train
 from unrolled.training.checkpoint import fingerprint
-from unrolled.training.interfaces import TrainingData
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class LanguageModel(_Trained):
 def transfer(
     student: PreTrainedModel,
     teacher: PreTrainedModel,
-    data: TrainingData,
+    data: Dataset,
     config: TrainConfig,
     run_dir: str | Path,
     *,
@@ -179,7 +178,7 @@ def transfer(
 
 def finetune(
     model: PreTrainedModel,
-    data: TrainingData,
+    data: Dataset,
     config: TrainConfig,
     run_dir: str | Path,
     *,

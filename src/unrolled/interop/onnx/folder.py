@@ -8,10 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from unrolled.contract import UnsupportedError
+from unrolled.contract import Recurrent, UnsupportedError
 from unrolled.files import write_atomically
 from unrolled.generation import generate
-from unrolled.generation.engine import Recurrent
 from unrolled.interop.onnx import manifest as _manifest
 from unrolled.interop.onnx.manifest import Manifest, Probe, describe_file
 from unrolled.interop.onnx.write import probe_names, quantized, to_onnx

@@ -1,4 +1,4 @@
-"""What the token ids of a run stand for, kept in its folder so that generating needs no data file."""
+"""What the token ids of a data set stand for, kept in the folder of a run: generating needs no data file."""
 
 import codecs
 import json
@@ -6,33 +6,28 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
+from annotated_types import Len, MinLen
 from torch import Tensor
 
 from unrolled.data._bpe import BytePairs
-from unrolled.data.text import Codec
-from unrolled.models.saving import SavedModel
+from unrolled.data._codec import Codec
+from unrolled.fields import Checked, Size
+
+if TYPE_CHECKING:
+    from unrolled.models.saving import SavedModel
 
 FILE_NAME = "vocabulary.json"
 
-
-def _are(values: object, fits: Callable[[object], bool]) -> bool:
-    return isinstance(values, list) and all(map(fits, values))
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-Model = TypeVar("Model", bound=SavedModel)
+Model = TypeVar("Model", bound="SavedModel")
 Kind = Literal["text", "bpe", "image", "ids"]
+Character = Annotated[str, Len(1, 1)]
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """Attributes as written to the file.
+class Vocabulary(Checked):
+    """What ids stand for, with the fields of the file.
 
     Attributes:
         kind: "text", "bpe" (byte pairs), "image" or "ids" (which stand for nothing else).
@@ -40,27 +35,26 @@ class Vocabulary:
         pieces: of byte pairs, what `BytePairs.to_json` says.
         shape: of an image, height and width.
         data: name of the data set, and of a text that of its file; None where it is not known.
+
+    Raises:
+        ValueError: a field has another type, or does not fit the kind.
     """
 
     kind: Kind
-    characters: list[str] | None = None
+    characters: Annotated[list[Character], MinLen(1)] | None = None
     pieces: str | None = None
-    shape: list[int] | None = None
+    shape: Annotated[list[Size], Len(2, 2)] | None = None
     data: str | None = None
 
-    @classmethod
-    def of(cls, dataset: Any) -> "Vocabulary":
-        """Describe the ids of a data set."""
-        name = type(dataset).__module__.rpartition(".")[2]
-        if hasattr(dataset, "shape"):
-            return cls("image", shape=list(dataset.shape), data=name)
-        if hasattr(dataset, "pieces"):
-            return cls("bpe", pieces=dataset.pieces.to_json(), data=name)
-        if hasattr(dataset, "vocabulary"):
-            characters = None if dataset.vocabulary is None else list(dataset.vocabulary)
-            file = Path(dataset.path).name if hasattr(dataset, "path") else name
-            return cls("text", characters=characters, data=file.partition(".")[0] or name)
-        return cls("ids", data=name)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, kind in (("pieces", "bpe"), ("shape", "image")):
+            value = vars(self)[name]
+            if (value is None) == (self.kind == kind):
+                wanted = "given" if value is None else "None"
+                raise ValueError(f"{name} is {value!r}, but must be {wanted} with kind {self.kind!r}")
+        if self.characters is not None and len(set(self.characters)) < len(self.characters):
+            raise ValueError("characters has one of them twice, but must have each once")
 
     def attach(self, model: Model) -> Model:
         """Let `model.save` write it beside the weights, as `vocabulary.json`; return the model."""
@@ -81,27 +75,7 @@ class Vocabulary:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-        if wrong := found._wrong():
-            raise ValueError(f"{path} is damaged: it has kind {found.kind!r} and {wrong}")
         return found
-
-    def _wrong(self) -> str:
-        """Say what a file cannot have said; nothing where there is no such thing."""
-        if self.kind not in get_args(Kind):
-            return f"must have one of {', '.join(get_args(Kind))}"
-        letters = self.characters
-        single = _are(letters, lambda x: isinstance(x, str) and len(x) == 1)
-        if letters is not None and not (letters and single):
-            return "characters that are not a list of single characters"
-        if letters is not None and len(set(letters)) < len(letters):
-            return "characters of which some stand twice"
-        if not isinstance(self.pieces, str if self.kind == "bpe" else NoneType):
-            return f"pieces {self.pieces!r}"
-        if not isinstance(self.data, str | NoneType):
-            return f"data {self.data!r}"
-        shape = self.shape
-        fits = _are(shape, _is_size) and len(shape or ()) == 2
-        return "" if (fits if self.kind == "image" else shape is None) else f"shape {shape!r}"
 
     def check(self, vocab_size: int) -> None:
         """Refuse a model that was trained on other ids.

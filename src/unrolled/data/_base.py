@@ -1,0 +1,78 @@
+"""What all data sets share, and what a task says of the tensors in their batches."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, ClassVar, Literal
+
+from unrolled.contract import Batch, Split
+from unrolled.data._vocabulary import Vocabulary
+from unrolled.fields import Checked
+
+Task = Literal["tokens", "labels", "translation", "answers", "bits", "numbers"]
+"""What is to be predicted, which says what the tensors of a batch are.
+
+    tokens         inputs: ids [B,T]; targets: the id that follows each, [B,T]
+    labels         inputs: ids [B,T]; targets: one label for each row, [B]; key_padding_mask [B,T]
+    translation    inputs: ids of the source [B,S]; targets: ids of its translation and an end symbol, [B,T];
+                   key_padding_mask [B,S], of the source
+    answers        inputs: word ids of the sentences of a story, the question last, [B,N,J];
+                   targets: one answer for each row, [B], or the answer and then the places of F sentences
+                   that it follows from, [B,1+F]; key_padding_mask [B,N,J]
+    bits           inputs: numbers [B,T,n]; targets: bits, as numbers, [B,T,m]
+    numbers        inputs: numbers [B,T,n]; targets: one number for each row, [B]
+
+Ids are int64, numbers fp32. A target is -100 (`unrolled.contract.IGNORED`) where nothing is to be predicted;
+`key_padding_mask` is True at padding, and None where there is none.
+
+Fields of a model's config that follow from the data are marked `unrolled.fields.FromData` with the name of an
+attribute, which every data set of a task that the model can do has:
+
+    tokens         vocab_size: ids that can be predicted; length: tokens of an example at most;
+                   start_token: whether targets begin after the id vocab_size, which is never predicted
+    labels         vocab_size, length; n_classes: labels
+    translation    vocab_size, length; source_vocab_size: ids of the source, None for those of the target
+    answers        vocab_size; memory_size: sentences of a story at most; supporting: F
+    bits           input_size: n; output_size: m
+    numbers        input_size: n; output_size: 1
+"""
+
+
+class BaseDataset(Checked, ABC):
+    """A data set of this folder: a dataclass whose fields are its options.
+
+    No method reads or moves a global random generator.
+    """
+
+    task: ClassVar[Task]
+
+    @property
+    def name(self) -> str:
+        """The name that `unrolled.data.load` knows: that of the module."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values of its options, by name."""
+        return {field.name: vars(self)[field.name] for field in fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What the ids in its batches stand for; by default they are numbers and nothing else."""
+        return Vocabulary("ids", data=self.name)
+
+    @abstractmethod
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
+        """Return batch number `step`, counted from 0; a pure function of its arguments."""
+
+    @abstractmethod
+    def epoch_size(self, split: Split) -> int:
+        """Return the number of examples that count as one pass over a split."""
+
+    @abstractmethod
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield the whole validation split in order, each example once; the last batch may be smaller."""
+
+    def test_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield the test split in order; by default there is none."""
+        return iter(())

@@ -1,0 +1,50 @@
+"""Characters or bytes as ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Text to ids and back.
+
+    Attributes:
+        vocabulary: the characters in the order of their ids, or None for the bytes of UTF-8.
+    """
+
+    vocabulary: Sequence[str] | None
+
+    def encode(self, text: str) -> Tensor:
+        """Return the ids of a text, int64 [T].
+
+        Raises:
+            ValueError: a character is not in the vocabulary.
+        """
+        if self.vocabulary is None:
+            return torch.tensor(list(text.encode()), dtype=torch.long)
+        ids = {character: i for i, character in enumerate(self.vocabulary)}
+        unknown = sorted(set(text) - ids.keys())
+        if unknown:
+            raise ValueError(
+                f"text has the characters {unknown}, which are not among the {len(ids)} of the vocabulary"
+            )
+        return torch.tensor([ids[character] for character in text], dtype=torch.long)
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """Return the text of ids [T]; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: an id is outside the vocabulary.
+        """
+        values = torch.as_tensor(ids, dtype=torch.long).tolist()
+        size = 256 if self.vocabulary is None else len(self.vocabulary)
+        if values and not 0 <= min(values) <= max(values) < size:
+            raise ValueError(
+                f"ids reach from {min(values)} to {max(values)}, but must be from 0 to {size - 1}"
+            )
+        if self.vocabulary is None:
+            return bytes(values).decode(errors="replace")
+        return "".join(self.vocabulary[i] for i in values)

@@ -1,0 +1,59 @@
+"""What synthetic tasks share: fresh examples without end to train on, and a fixed set to validate."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unrolled.contract import Batch, Split
+from unrolled.data._base import BaseDataset
+from unrolled.data._checks import check_batch_size, check_request, check_split
+
+
+class DrawnDataset(BaseDataset):
+    """A task whose examples are drawn. A subclass has the option `val_size`, and draws."""
+
+    train_epoch: ClassVar[int] = 10_000  # training examples never repeat; this many count as an epoch
+    val_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check()
+        self._val = self._draw_validation(np.random.default_rng((0, 0, 1)))
+
+    def epoch_size(self, split: Split) -> int:
+        """Return the size of the validation set, or what counts as an epoch of training."""
+        check_split(split)
+        return self.train_epoch if split == "train" else self.val_size
+
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
+        """Return examples drawn from (seed, step) to train on.
+
+        Of the validation set, return the next ones in order, beginning again after the last.
+        """
+        check_request(split, step, batch_size, seed)
+        if split == "train":
+            return self._draw(np.random.default_rng((seed, step, 0)), batch_size)
+        return self._validation(torch.arange(step * batch_size, (step + 1) * batch_size) % self.val_size)
+
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield the validation set in order."""
+        check_batch_size(batch_size)
+        return map(self._validation, torch.split(torch.arange(self.val_size), batch_size))
+
+    def _validation(self, rows: Tensor) -> Batch:
+        return Batch(self._val.inputs[rows], self._val.targets[rows])
+
+    def _check(self) -> None:
+        """Raise ValueError if options do not fit each other."""
+
+    @abstractmethod
+    def _draw(self, rng: np.random.Generator, count: int) -> Batch:
+        """Draw `count` examples."""
+
+    def _draw_validation(self, rng: np.random.Generator) -> Batch:
+        """Draw the validation set."""
+        return self._draw(rng, self.val_size)
