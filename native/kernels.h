@@ -1,7 +1,7 @@
 // What Python calls: every function once per instruction set, `linear_forward_avx2` for instance.
 #pragma once
 
-#include "problem.h"
+#include "arguments.h"
 
 #define JOINED(name, suffix) name##_##suffix
 #define NAMED_AFTER(name, isa) JOINED(name, isa)

@@ -19,7 +19,7 @@ void store_first(float* at, Int n, Vec x) {
 
 // phi(x), as `ops/feature_maps.py` defines it; a NaN stays one.
 void map_features(Int map, Int n, float* at) {
-    for (Int i = 0; i < n && map != GIVEN; i += WIDTH) {
+    for (Int i = 0; i < n && map != IDENTITY_FEATURES; i += WIDTH) {
         const Vec x = load(at + i);
         const IntVec negative = x < Vec{};
         if (map == ELU_FEATURES) {

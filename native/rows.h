@@ -4,7 +4,7 @@
 #include <cstdlib>
 
 #include "pages.h"
-#include "problem.h"
+#include "arguments.h"
 #include "product.h"
 
 namespace UNROLLED_ISA {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "problem.h"
+#include "arguments.h"
 
 namespace UNROLLED_ISA {
 

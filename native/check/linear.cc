@@ -222,7 +222,7 @@ void check_step(const Case& c) {
                           FLOAT32,
                           c.normalize,
                           c.threads,
-                          GIVEN,
+                          IDENTITY_FEATURES,
                           view(p.q, 1, c.H, c.R),
                           view(p.k, 1, c.G, c.R),
                           view(p.v, 1, c.G, c.M),

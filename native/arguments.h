@@ -39,7 +39,7 @@ struct LinearGradients {
 };
 
 enum FeatureMap : int32_t {
-    GIVEN,
+    IDENTITY_FEATURES,
     ELU_FEATURES,
     RELU_FEATURES,
     SQUARED_RELU_FEATURES
