@@ -3,6 +3,9 @@
 
 #include <cstdint>
 
+// What a kernel returns.
+enum [[nodiscard]] Status : int32_t { SUCCESS, OUT_OF_MEMORY };
+
 enum Type : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 
 // A tensor [batch, tokens, heads, width] whose last axis is contiguous; strides in elements.

@@ -48,11 +48,12 @@ void multiply_dots(const char* weights, Int outputs, Int inputs, Int rows, Rows 
 
 // Lanes hold rows of x, which is transposed: nothing is summed across lanes.
 template <Type type>
-void multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Rows x, Rows y) {
+Status multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Rows x, Rows y) {
     constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
     Workspace memory;
     const Rows widened = memory.rows(TILE_ROWS, round_up(inputs)),
                out = memory.rows(TILE_ROWS, round_up(rows));
+    if (memory.failed()) return OUT_OF_MEMORY;
     for (Int i = 0; i < outputs; i += TILE_ROWS) {
         const Int n = min(TILE_ROWS, outputs - i);
         const char *here = weights + i * inputs * SIZE, *next = here + n * inputs * SIZE;
@@ -73,15 +74,16 @@ void multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Rows
         for (Int j = 0; j < n; ++j)
             for (Int r = 0; r < rows; ++r) y.at[r * y.row + i + j] = out.at[j * out.row + r];
     }
+    return SUCCESS;
 }
 
 template <Type type>
-void run(const Dense& d) {
+Status run(const Dense& d) {
     constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
     const bool in_lanes = d.rows > WIDTH / 2;
     // A thread has to read this many weights to be worth starting.
     const Int threads = max(1, min(d.threads, d.inputs * d.outputs >> 16));
-    parallel_for(threads, threads, [&](Int part) {
+    return parallel_for(threads, threads, [&](Int part) {
         const Int first = d.outputs * part / threads, n = d.outputs * (part + 1) / threads - first;
         const char* weights = (const char*)d.weights + first * d.inputs * SIZE;
         Workspace memory;
@@ -89,29 +91,32 @@ void run(const Dense& d) {
         const Int rows = in_lanes ? round_up(d.rows) : d.rows, width = round_up(d.inputs) + WIDTH;
         const Rows x{memory.zeros(rows * width), width};
         const Rows y = memory.rows(d.rows, round_up(n) + WIDTH);
+        const Rows turned = in_lanes ? memory.rows(round_up(d.inputs), rows) : Rows{};
+        float* bias = memory.zeros(round_up(n));
+        if (memory.failed()) return OUT_OF_MEMORY;
         for (Int r = 0; r < d.rows; ++r)
             read_row<type>((const char*)d.x + r * d.inputs * SIZE, d.inputs, x.at + r * x.row);
         if (in_lanes) {
-            const Rows turned = memory.rows(round_up(d.inputs), rows);
             transpose(rows, d.inputs, x.at, x.row, turned);
-            multiply_lanes<type>(weights, n, d.inputs, d.rows, turned, y);
+            const Status status = multiply_lanes<type>(weights, n, d.inputs, d.rows, turned, y);
+            if (status != SUCCESS) return status;
         } else multiply_dots<type>(weights, n, d.inputs, d.rows, x, y);
-        float* bias = memory.zeros(round_up(n));
         if (d.bias) read_row<type>((const char*)d.bias + first * SIZE, n, bias);
         for (Int r = 0; r < d.rows; ++r) {
             float* row = y.at + r * y.row;
             for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) + load(bias + i));
             write_row<type>(row, n, (char*)d.y + (r * d.outputs + first) * SIZE);
         }
+        return SUCCESS;
     });
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(dense)(const Dense* d) {
+Status EXPORTED(dense)(const Dense* d) {
     using namespace UNROLLED_ISA;
-    if (d->type == FLOAT32) run<FLOAT32>(*d);
-    else if (d->type == BFLOAT16) run<BFLOAT16>(*d);
-    else run<FLOAT16>(*d);
+    if (d->type == FLOAT32) return run<FLOAT32>(*d);
+    if (d->type == BFLOAT16) return run<BFLOAT16>(*d);
+    return run<FLOAT16>(*d);
 }

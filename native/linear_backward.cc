@@ -140,10 +140,12 @@ Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const
     return x.heads / x.groups * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
 }
 
-void causal_query_task(const Linear& x, const LinearGradients& out, const Task& task, const States& states) {
+Status causal_query_task(const Linear& x, const LinearGradients& out, const Task& task,
+                         const States& states) {
     Workspace memory;
     KeyChunk chunk(x, true, true, memory);
     QueryGradients queries(x, out, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
@@ -160,12 +162,14 @@ void causal_query_task(const Linear& x, const LinearGradients& out, const Task& 
                   [&](Int head) { queries.find(s, chunk.token, i.n, head, state, &chunk, ahead); });
         chunk.enter_transposed(state, ahead);
     });
+    return SUCCESS;
 }
 
-void bidirectional_query_task(const Linear& x, const LinearGradients& out, const Task& task,
-                              const States& states, Int segments) {
+Status bidirectional_query_task(const Linear& x, const LinearGradients& out, const Task& task,
+                                const States& states, Int segments) {
     Workspace memory;
     QueryGradients queries(x, out, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i, true)); };
@@ -176,6 +180,7 @@ void bidirectional_query_task(const Linear& x, const LinearGradients& out, const
                        queries.find(s, s.first_query + i.token, i.n, head, state, nullptr, ahead);
                    });
                });
+    return SUCCESS;
 }
 
 // The queries of one chunk of one head: Q, exp(b) G and, for the keys of the same chunk, G and dden.
@@ -377,10 +382,11 @@ class KeyGradients {
 
 // Lets the queries of a task's segment give to the gradient of the state before it, when causal, or to that
 // of the state which they all read.
-void give_segment(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
+Status give_segment(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
     Workspace memory;
     QueryChunk queries(x, out, memory);
     Gates gates(x, chunk_length(x), memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
@@ -399,19 +405,22 @@ void give_segment(const Linear& x, const LinearGradients& out, const Task& task,
                        queries.give(gradient, x.causal ? gates.from_start : nullptr, ahead);
                    });
                });
+    return SUCCESS;
 }
 
 // Fills `gradients`, all but that of the state before the first segment.
-void find_gradients(const Linear& x, const LinearGradients& out, const Plan& plan, const States& gradients) {
-    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+Status find_gradients(const Linear& x, const LinearGradients& out, const Plan& plan,
+                      const States& gradients) {
+    const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const Task task(x, plan, i);
         const Int n = task.sequence.index;
         for (Int g = task.first_head; g < task.last_head; ++g) {
             gradients.read(n, task.segment, g, nullptr, nullptr);
             if (task.last) gradients.read(n, plan.segments, g, out.kv, out.k_sum);
         }
-        if (!x.causal || !task.first) give_segment(x, out, task, gradients);
+        return !x.causal || !task.first ? give_segment(x, out, task, gradients) : SUCCESS;
     });
+    if (status != SUCCESS) return status;
     for (Int i = plan.tasks(x) - 1; i >= 0; --i) {
         const Task task(x, plan, i);
         const Int n = task.sequence.index;
@@ -422,7 +431,7 @@ void find_gradients(const Linear& x, const LinearGradients& out, const Plan& pla
                 gradients.add(gradients.of(n, task.segment, g), gates_through(x, task, g),
                               gradients.of(n, task.segment + 1, g));
     }
-    if (x.causal) return;
+    if (x.causal) return SUCCESS;
     // Every key is read through the state after the last one. Gates, if any, are met in the one segment there
     // is.
     for (Int i = 0; i < plan.tasks(x); ++i) {
@@ -432,11 +441,13 @@ void find_gradients(const Linear& x, const LinearGradients& out, const Plan& pla
                         gradients.of(task.sequence.index, plan.segments, g).kv.at,
                         (size_t)state_floats(x, Layout::PLAIN) * 4);
     }
+    return SUCCESS;
 }
 
-void key_task(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
+Status key_task(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
     Workspace memory;
     KeyGradients keys(x, out, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
@@ -456,30 +467,38 @@ void key_task(const Linear& x, const LinearGradients& out, const Task& task, con
     if (task.first)
         for (Int g = task.first_head; g < task.last_head; ++g)
             write_state(x, gradients.of(s.index, 1, g), s.index * x.groups + g, out.d_kv, out.d_k_sum);
+    return SUCCESS;
 }
 
-void run(const Linear& x, const LinearGradients& out) {
+Status run(const Linear& x, const LinearGradients& out) {
     ask_for_pages(x, out.d_q, x.queries, x.heads, x.features);
     ask_for_pages(x, out.d_k, x.keys, x.groups, x.features);
     ask_for_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
     const Plan plan(x, x.causal || !x.log_decay);
     const States states(x, plan, Layout::TRANSPOSED, memory), gradients(x, plan, Layout::PLAIN, memory);
-    find_states(x, plan, states, !x.causal, [&](const Sequence& s, Item i, State state) {
+    if (memory.failed()) return OUT_OF_MEMORY;
+    Status status = find_states(x, plan, states, !x.causal, [&](const Sequence& s, Item i, State state) {
         if (!x.causal) save_state(x, out, s, i, state);
     });
-    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+    if (status != SUCCESS) return status;
+    status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const Task task(x, plan, i);
-        if (x.causal) causal_query_task(x, out, task, states);
-        else bidirectional_query_task(x, out, task, states, plan.segments);
+        return x.causal ? causal_query_task(x, out, task, states)
+                        : bidirectional_query_task(x, out, task, states, plan.segments);
     });
-    find_gradients(x, out, plan, gradients);
-    parallel_for(plan.tasks(x), plan.threads, [&](Int i) { key_task(x, out, Task(x, plan, i), gradients); });
+    if (status != SUCCESS) return status;
+    status = find_gradients(x, out, plan, gradients);
+    if (status != SUCCESS) return status;
+    return parallel_for(plan.tasks(x), plan.threads,
+                        [&](Int i) { return key_task(x, out, Task(x, plan, i), gradients); });
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(linear_backward)(const Linear* x, const LinearGradients* out) { UNROLLED_ISA::run(*x, *out); }
+Status EXPORTED(linear_backward)(const Linear* x, const LinearGradients* out) {
+    return UNROLLED_ISA::run(*x, *out);
+}
 
 int64_t EXPORTED(linear_saved_floats)(const Linear* x) { return UNROLLED_ISA::saved_floats(*x); }

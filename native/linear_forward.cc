@@ -104,10 +104,11 @@ Int add_queries(Ahead& ahead, const Linear& x, const LinearOutputs& out, const S
     return x.heads / x.groups * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
 }
 
-void causal_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states) {
+Status causal_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states) {
     Workspace memory;
     KeyChunk chunk(x, false, x.log_decay, memory);
     Queries queries(x, out, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
@@ -123,12 +124,14 @@ void causal_task(const Linear& x, const LinearOutputs& out, const Task& task, co
                   [&](Int head) { queries.attend(s, chunk.token, i.n, head, state, &chunk, ahead); });
         chunk.enter(state, ahead);
     });
+    return SUCCESS;
 }
 
-void bidirectional_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states,
-                        Int segments) {
+Status bidirectional_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states,
+                          Int segments) {
     Workspace memory;
     Queries queries(x, out, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i)); };
@@ -139,27 +142,34 @@ void bidirectional_task(const Linear& x, const LinearOutputs& out, const Task& t
                        queries.attend(s, s.first_query + i.token, i.n, head, state, nullptr, ahead);
                    });
                });
+    return SUCCESS;
 }
 
-void run(const Linear& x, const LinearOutputs& out) {
+Status run(const Linear& x, const LinearOutputs& out) {
     ask_for_pages(x, out.o, x.queries, x.heads, x.values);
     Workspace memory;
     const Plan plan(x, true);
     const States states(x, plan, Layout::PLAIN, memory);
-    find_states(x, plan, states, !x.causal, [](const Sequence&, Item, State) {});
-    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+    if (memory.failed()) return OUT_OF_MEMORY;
+    const Status found = find_states(x, plan, states, !x.causal, [](const Sequence&, Item, State) {});
+    if (found != SUCCESS) return found;
+    return parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const Task task(x, plan, i);
-        if (x.causal) causal_task(x, out, task, states);
-        else bidirectional_task(x, out, task, states, plan.segments);
+        const Status status = x.causal ? causal_task(x, out, task, states)
+                                       : bidirectional_task(x, out, task, states, plan.segments);
+        if (status != SUCCESS) return status;
         // The last causal task has let all keys enter its state.
         if (task.last)
             for (Int g = task.first_head; g < task.last_head; ++g)
                 write_state(x, states.of(task.sequence.index, x.causal ? task.segment : plan.segments, g),
                             task.sequence.index * x.groups + g, out.kv, out.k_sum);
+        return SUCCESS;
     });
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(linear_forward)(const Linear* x, const LinearOutputs* out) { UNROLLED_ISA::run(*x, *out); }
+Status EXPORTED(linear_forward)(const Linear* x, const LinearOutputs* out) {
+    return UNROLLED_ISA::run(*x, *out);
+}

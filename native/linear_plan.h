@@ -122,10 +122,11 @@ inline void for_chunks(const Linear& x, const Task& task, Order order, Int from,
 // Lets the keys of a task's segment enter `states` at the next slot, after `before_chunk(sequence, item,
 // state)`.
 template <typename F>
-inline void enter_segment(const Linear& x, const Task& task, const States& states, F&& before_chunk) {
+inline Status enter_segment(const Linear& x, const Task& task, const States& states, F&& before_chunk) {
     Workspace memory;
     const bool transposed = states.layout == Layout::TRANSPOSED;
     KeyChunk chunk(x, transposed, true, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Ahead ahead;
     const auto prepare = [&](Ahead& next, Item i) {
@@ -140,13 +141,14 @@ inline void enter_segment(const Linear& x, const Task& task, const States& state
         if (transposed) chunk.enter_transposed(state, ahead);
         else chunk.enter(state, ahead);
     });
+    return SUCCESS;
 }
 
 // Fills `states`, that after the last segment only if `with_last`.
 template <typename F>
-inline void find_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
-                        F&& before_chunk) {
-    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+inline Status find_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
+                          F&& before_chunk) {
+    const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const Task task(x, plan, i);
         const Int n = task.sequence.index;
         const bool enters = with_last || !task.last;
@@ -156,8 +158,9 @@ inline void find_states(const Linear& x, const Plan& plan, const States& states,
                 states.read(n, task.segment + 1, g, task.first ? x.kv : nullptr,
                             task.first ? x.k_sum : nullptr);
         }
-        if (enters) enter_segment(x, task, states, before_chunk);
+        return enters ? enter_segment(x, task, states, before_chunk) : SUCCESS;
     });
+    if (status != SUCCESS) return status;
     for (Int i = 0; i < plan.tasks(x); ++i) {
         const Task task(x, plan, i);
         if (task.first || (task.last && !with_last)) continue;
@@ -165,6 +168,7 @@ inline void find_states(const Linear& x, const Plan& plan, const States& states,
             states.add(states.of(task.sequence.index, task.segment + 1, g), gates_through(x, task, g),
                        states.of(task.sequence.index, task.segment, g));
     }
+    return SUCCESS;
 }
 
 }  // namespace UNROLLED_ISA

@@ -62,14 +62,15 @@ void step_head(const LinearStep& x, Int head, float gate, const float* key, cons
     }
 }
 
-void run(const LinearStep& x) {
+Status run(const LinearStep& x) {
     const Int R = x.features, M = x.values, P = x.heads / x.groups, type = x.type;
     // A state is read and written once: below this size a second thread costs more than it gives.
     const Int threads = x.batch * x.groups * R * M < (1 << 18) ? 1 : x.threads;
-    parallel_for(threads, threads, [&](Int part) {
+    return parallel_for(threads, threads, [&](Int part) {
         Workspace memory;
         float *key = memory.floats(round_up(R)), *value = memory.floats(round_up(M));
         const Rows queries = memory.rows(P, round_up(R)), o = memory.rows(P, round_up(M));
+        if (memory.failed()) return OUT_OF_MEMORY;
         const Int heads = x.batch * x.groups;
         for (Int head = heads * part / threads; head < heads * (part + 1) / threads; ++head) {
             const Int batch = head / x.groups, group = head % x.groups;
@@ -84,10 +85,11 @@ void run(const LinearStep& x) {
             for (Int p = 0; p < P; ++p)
                 write_row(type, o.at + p * o.row, M, (char*)x.o + (head * P + p) * M * size_of(type));
         }
+        return SUCCESS;
     });
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(linear_step)(const LinearStep* x) { UNROLLED_ISA::run(*x); }
+Status EXPORTED(linear_step)(const LinearStep* x) { return UNROLLED_ISA::run(*x); }

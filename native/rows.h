@@ -1,11 +1,9 @@
 // Rows of the callers' tensors: read into the cache as padded floats, written back in the tensor's type.
 #pragma once
 
-#include <cstdlib>
-
-#include "pages.h"
 #include "arguments.h"
-#include "product.h"
+#include "pages.h"
+#include "workspace.h"
 
 namespace UNROLLED_ISA {
 
@@ -14,28 +12,6 @@ using Int = int64_t;
 inline Int min(Int a, Int b) { return a < b ? a : b; }
 inline Int max(Int a, Int b) { return a > b ? a : b; }
 inline Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
-
-// The memory of one task, freed with it. Each piece starts on a cache line.
-class Workspace {
-  public:
-    Workspace() = default;
-    Workspace(const Workspace&) = delete;
-    ~Workspace() {
-        while (n_) std::free(pieces_[--n_]);
-    }
-    float* floats(Int n) {
-        void* piece = std::aligned_alloc(64, (size_t)(n * 4 + 64) / 64 * 64);
-        if (!piece || n_ == MOST) std::abort();
-        return (float*)(pieces_[n_++] = piece);
-    }
-    float* zeros(Int n) { return (float*)std::memset(floats(n), 0, (size_t)n * 4); }
-    Rows rows(Int rows, Int cols) { return {floats(rows * cols), cols}; }
-
-  private:
-    static constexpr int MOST = 32;
-    void* pieces_[MOST];
-    int n_ = 0;
-};
 
 template <Type type>
 inline Vec load_as(const void* at) {
@@ -148,11 +124,16 @@ inline void transpose(Int rows, Int cols, const float* a, Int a_row, Rows b) {
         }
 }
 
-// Calls `f(i)` for i in [0, n), on the threads that torch uses.
+// Runs `f(i)` for i in [0, n) on the threads of torch. Returns the first failure, after which a thread takes
+// no more work.
 template <typename F>
-inline void parallel_for(Int n, Int threads, F&& f) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && n > 1)
-    for (Int i = 0; i < n; ++i) f(i);
+inline Status parallel_for(Int n, Int threads, F&& f) {
+    int32_t status = SUCCESS;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && n > 1) \
+    reduction(| : status)
+    for (Int i = 0; i < n; ++i)
+        if (status == SUCCESS) status = f(i);
+    return (Status)status;
 }
 
 }  // namespace UNROLLED_ISA

@@ -51,20 +51,23 @@ void normalize(const TransformerBlock& b, const Norm& norm, Int rows, const floa
     }
 }
 
-void linear(const Token& t, const Layer& layer, Int inputs, Int outputs, const float* x, float* y) {
+Status linear(const Token& t, const Layer& layer, Int inputs, Int outputs, const float* x, float* y) {
     const Dense d{t.rows, inputs, outputs, FLOAT32, (int32_t)t.threads, x, layer.weights, layer.bias, y};
-    EXPORTED(dense)(&d);
+    return EXPORTED(dense)(&d);
 }
 
 void add(Int n, const float* x, const float* y, float* sum) {
     for (Int i = 0; i < n; i += WIDTH) store(sum + i, load(x + i) + load(y + i));
 }
 
-void attend(const TransformerBlock& b, const Token& t, const float* x, float* y, Workspace& memory) {
+Status attend(const TransformerBlock& b, const Token& t, const float* x, float* y) {
+    Workspace memory;
     const Int wide = b.heads * b.features, narrow = b.groups * b.features, values = b.groups * b.values;
     const Int row = wide + narrow + values;
     float *qkv = memory.floats(t.rows * row), *o = memory.floats(t.rows * b.heads * b.values);
-    linear(t, b.qkv, b.width, row, x, qkv);
+    if (memory.failed()) return OUT_OF_MEMORY;
+    Status status = linear(t, b.qkv, b.width, row, x, qkv);
+    if (status != SUCCESS) return status;
     const LinearStep step{t.rows,
                           b.heads,
                           b.groups,
@@ -83,15 +86,19 @@ void attend(const TransformerBlock& b, const Token& t, const float* x, float* y,
                           o,
                           t.kv_after,
                           t.k_sum_after};
-    EXPORTED(linear_step)(&step);
-    linear(t, b.out, b.heads * b.values, b.width, o, y);
+    status = EXPORTED(linear_step)(&step);
+    if (status != SUCCESS) return status;
+    return linear(t, b.out, b.heads * b.values, b.width, o, y);
 }
 
-void feed_forward(const TransformerBlock& b, const Token& t, const float* x, float* y, Workspace& memory) {
+Status feed_forward(const TransformerBlock& b, const Token& t, const float* x, float* y) {
+    Workspace memory;
     const Int n = b.hidden;
     const bool gated = b.activation == SWIGLU;
     float* up = memory.floats(2 * t.rows * n);
-    linear(t, b.up, b.width, gated ? 2 * n : n, x, up);
+    if (memory.failed()) return OUT_OF_MEMORY;
+    const Status status = linear(t, b.up, b.width, gated ? 2 * n : n, x, up);
+    if (status != SUCCESS) return status;
     for (Int r = 0; r < t.rows; ++r) {
         const float* from = up + r * (gated ? 2 * n : n);  // with gates: those, then what they gate
         for (Int i = 0; i < n; i += WIDTH) {
@@ -99,31 +106,37 @@ void feed_forward(const TransformerBlock& b, const Token& t, const float* x, flo
             store(up + r * n + i, gated ? active * load(from + n + i) : active);
         }
     }
-    linear(t, b.down, n, b.width, up, y);
+    return linear(t, b.down, n, b.width, up, y);
 }
 
 // x becomes the output.
-void run(const TransformerBlock& b, const Token& t, float* x) {
+Status run(const TransformerBlock& b, const Token& t, float* x) {
     Workspace memory;
     const Int n = t.rows * b.width;
     float *normed = memory.floats(n), *added = memory.floats(n);
+    if (memory.failed()) return OUT_OF_MEMORY;
     if (b.pre_norm) normalize(b, b.attention_norm, t.rows, x, normed);
-    attend(b, t, b.pre_norm ? normed : x, added, memory);
+    Status status = attend(b, t, b.pre_norm ? normed : x, added);
+    if (status != SUCCESS) return status;
     add(n, x, added, x);
     if (b.pre_norm) normalize(b, b.feed_forward_norm, t.rows, x, normed);
     else normalize(b, b.attention_norm, t.rows, x, x);
-    feed_forward(b, t, b.pre_norm ? normed : x, added, memory);
+    status = feed_forward(b, t, b.pre_norm ? normed : x, added);
+    if (status != SUCCESS) return status;
     add(n, x, added, x);
     if (!b.pre_norm) normalize(b, b.feed_forward_norm, t.rows, x, x);
+    return SUCCESS;
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(stack_step)(const StackStep* s) {
+Status EXPORTED(stack_step)(const StackStep* s) {
     using namespace UNROLLED_ISA;
     std::memcpy(s->y, s->x, (size_t)(s->batch * s->block[0]->width) * 4);
-    for (Int i = 0; i < s->blocks; ++i)
-        run(*s->block[i], {s->batch, s->threads, s->kv[i], s->k_sum[i], s->kv_after[i], s->k_sum_after[i]},
-            s->y);
+    Status status = SUCCESS;
+    for (Int i = 0; i < s->blocks && status == SUCCESS; ++i)
+        status = run(*s->block[i],
+                     {s->batch, s->threads, s->kv[i], s->k_sum[i], s->kv_after[i], s->k_sum_after[i]}, s->y);
+    return status;
 }

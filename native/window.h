@@ -76,6 +76,7 @@ class Tasks {
         stretch_ = ceil_div(stretch_, BLOCK) * BLOCK;
         for (Int i = 0; i < x.sequences; ++i) n += x.groups * stretches(sequence_at(x, i));
         tasks_ = (Task*)memory.floats(n * (Int)sizeof(Task) / 4);
+        if (memory.failed()) return;
         for (Int i = 0; i < x.sequences; ++i)
             for (Int g = 0; g < x.groups; ++g) add(x, sequence_at(x, i), g);
     }

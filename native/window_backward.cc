@@ -214,10 +214,11 @@ class Backward {
 };
 
 // Adds up, in the order of the tasks, what several of them gave to a key. The first of them does it.
-void add_partials(const Window& x, const WindowGradients& out, const Task& first) {
+Status add_partials(const Window& x, const WindowGradients& out, const Task& first) {
     Workspace memory;
     const Int floats = partial_floats(x);
     float* sum = memory.floats(floats);
+    if (memory.failed()) return OUT_OF_MEMORY;
     for (Int position = first.keys.first; position < first.keys.end; ++position) {
         const Sequence& s = first.sequence;
         if (!shared(first, position) || (!first.first && position < (&first)[-1].keys.end)) continue;
@@ -229,9 +230,10 @@ void add_partials(const Window& x, const WindowGradients& out, const Task& first
         }
         write_gradients(x, out, first, position, sum, sum + round_up(x.features));
     }
+    return SUCCESS;
 }
 
-void run(const Window& x, const WindowGradients& out) {
+Status run(const Window& x, const WindowGradients& out) {
     ask_for_pages(x, out.d_q, x.queries, x.heads, x.features);
     ask_for_pages(x, out.d_k, x.keys, x.groups, x.features);
     ask_for_pages(x, out.d_v, x.keys, x.groups, x.values);
@@ -241,16 +243,23 @@ void run(const Window& x, const WindowGradients& out) {
     for (Int i = 0; i < tasks.size(); ++i) partials += tasks[i].keys.size() * partial_floats(x);
     // What tasks do not share is never written, and takes no memory.
     float* at = tasks.threads > 1 ? memory.floats(partials) : nullptr;
+    if (memory.failed()) return OUT_OF_MEMORY;
     for (Int i = 0; i < tasks.size() && at; at += tasks[i++].keys.size() * partial_floats(x))
         tasks[i].partial = at;
-    parallel_for(tasks.size(), tasks.threads, [&](Int i) {
+    const Status status = parallel_for(tasks.size(), tasks.threads, [&](Int i) {
         Workspace own;
-        Backward(x, out, tasks[i], own).run();
+        Backward backward(x, out, tasks[i], own);
+        if (own.failed()) return OUT_OF_MEMORY;
+        backward.run();
+        return SUCCESS;
     });
-    parallel_for(tasks.size(), tasks.threads, [&](Int i) { add_partials(x, out, tasks[i]); });
+    if (status != SUCCESS) return status;
+    return parallel_for(tasks.size(), tasks.threads, [&](Int i) { return add_partials(x, out, tasks[i]); });
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(window_backward)(const Window* x, const WindowGradients* out) { UNROLLED_ISA::run(*x, *out); }
+Status EXPORTED(window_backward)(const Window* x, const WindowGradients* out) {
+    return UNROLLED_ISA::run(*x, *out);
+}

@@ -131,13 +131,17 @@ class Forward {
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(window_forward)(const Window* x, const WindowOutputs* out) {
+Status EXPORTED(window_forward)(const Window* x, const WindowOutputs* out) {
     using namespace UNROLLED_ISA;
     ask_for_pages(*x, out->o, x->queries, x->heads, x->values);
     Workspace memory;
     const window::Tasks tasks(*x, memory);
-    parallel_for(tasks.size(), tasks.threads, [&](Int i) {
+    if (memory.failed()) return OUT_OF_MEMORY;
+    return parallel_for(tasks.size(), tasks.threads, [&](Int i) {
         Workspace own;
-        Forward(*x, *out, tasks[i], own).run();
+        Forward forward(*x, *out, tasks[i], own);
+        if (own.failed()) return OUT_OF_MEMORY;
+        forward.run();
+        return SUCCESS;
     });
 }

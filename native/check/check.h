@@ -2,13 +2,16 @@
 // compares one operation and its gradients with the definition, written out in double precision.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <random>
 #include <vector>
 
 #include "../kernels.h"
+#include "../workspace.h"
 
 using Doubles = std::vector<double>;
 using Floats = std::vector<float>;
@@ -26,8 +29,16 @@ inline Tensor view(const Floats& x, int64_t tokens, int64_t heads, int64_t width
     return {x.data(), tokens * heads * width, heads * width, width};
 }
 
+// How often the kernels have allocated memory, and which time they get none; they do so on several threads.
+std::atomic<int64_t> allocations{0}, failing{-1};
+
+void* unrolled::allocate(size_t bytes) {
+    return allocations++ == failing ? nullptr : std::aligned_alloc(64, bytes);
+}
+
 struct Tally {
     int cases = 0, failures = 0;
+    bool starve = false;
     char what[200] = "";
 
     void begin(const char* format, ...) {
@@ -37,6 +48,24 @@ struct Tally {
         std::vsnprintf(what, sizeof what, format, arguments);
         va_end(arguments);
     }
+    void fail(const char* why) {
+        ++failures;
+        std::printf("%s: %s\n", why, what);
+    }
+
+    // Runs a kernel without failure, which `starve` precedes by one run for each of its allocations, in which
+    // that one fails.
+    template <typename F>
+    void run(F&& kernel) {
+        for (int64_t i = starve ? 0 : -1;; ++i) {
+            allocations = 0, failing = i;
+            const Status status = kernel();
+            const bool failed = i >= 0 && allocations > i;
+            if (status != (failed ? OUT_OF_MEMORY : SUCCESS)) fail("returned another status");
+            if (!failed) return;
+        }
+    }
+
     void compare(const char* name, const Floats& found, const Doubles& wanted) {
         double error = 0, size = 0;
         for (size_t i = 0; i < wanted.size(); ++i) {

@@ -177,7 +177,7 @@ void check_sequence(const Case& c) {
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
     Floats divisor((size_t)(c.B * c.T * c.H), NAN);
     const LinearOutputs out = {o.data(), kv.data(), k_sum.data(), divisor.data()};
-    EXPORTED(linear_forward)(&x, &out);
+    tally.run([&] { return EXPORTED(linear_forward)(&x, &out); });
     tally.compare("o", o, wanted.o);
     tally.compare("kv", kv, wanted.kv);
     tally.compare("k_sum", k_sum, wanted.k_sum);
@@ -198,7 +198,7 @@ void check_sequence(const Case& c) {
                                        d_divisor.data(),
                                        read.data(),
                                        states.data()};
-    EXPORTED(linear_backward)(&x, &gradients);
+    tally.run([&] { return EXPORTED(linear_backward)(&x, &gradients); });
     tally.compare("d_q", d_q, wanted.d_q);
     tally.compare("d_k", d_k, wanted.d_k);
     tally.compare("d_v", d_v, wanted.d_v);
@@ -232,7 +232,7 @@ void check_step(const Case& c) {
                           o.data(),
                           kv.data(),
                           k_sum.data()};
-    EXPORTED(linear_step)(&x);
+    tally.run([&] { return EXPORTED(linear_step)(&x); });
     tally.compare("o", o, wanted.o);
     tally.compare("kv", kv, wanted.kv);
     tally.compare("k_sum", k_sum, wanted.k_sum);
@@ -253,6 +253,13 @@ int main() {
             // Enough work to be shared out: one head, so that the sequence itself is cut.
             check_sequence({1, 260, 260, 1, 1, 64, 65, causal, normalize, gated, threads});
             check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads});
+        }
+    tally.starve = true;
+    for (int flags = 0; flags < 8; ++flags)
+        for (int threads : {1, 3}) {
+            const bool causal = flags & 1, normalize = flags & 2, gated = flags & 4;
+            check_sequence({1, 130, 130, 2, 1, 64, 65, causal, normalize, gated, threads});
+            check_step({300, 1, 1, 1, 1, 33, 33, true, normalize, gated, threads});
         }
     return tally.end();
 }

@@ -109,6 +109,7 @@ def test_offset_size_and_kind_of_every_field_are_the_compilers(tmp_path):
 @needs_kernels
 def test_constants_have_the_order_that_python_counts_them_in():
     constants = enums(native.header())
+    assert constants["Status"][native._SUCCESS] == "SUCCESS"
     assert constants["Type"] == [str(dtype).removeprefix("torch.").upper() for dtype in native.TYPES]
     assert list(native.TYPES.values()) == [0, 1, 2]
     assert constants["Activation"] == [name.upper() for name in stack_native.ACTIVATIONS]

@@ -47,7 +47,7 @@ def backward(
     gated = inputs.log_decay is not None
     d_gates = torch.empty(d_log_decay.shape, dtype=torch.double) if gated else None
     d_divisor, read = torch.empty(2, *inputs.q.shape[:3], dtype=torch.float32)
-    saved = native.call("linear_saved_floats", problem) if gated else 0
+    saved = native.linear_saved_floats(problem) if gated else 0
     states = torch.empty(saved, dtype=torch.float32)
     gradients = struct("LinearGradients")(
         o=view(grad_o),

@@ -21,7 +21,9 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 View = tuple[int, int, int, int]  # the struct `Tensor` of native/arguments.h
 
-_RESULTS = {"fma_peak": ctypes.c_double, "linear_saved_floats": ctypes.c_int64}  # all others: nothing
+# All other functions return the `Status` of native/arguments.h.
+_RESULTS = {"fma_peak": ctypes.c_double, "linear_saved_floats": ctypes.c_int64}
+_SUCCESS = 0
 
 _in_use: str | None = None
 
@@ -72,9 +74,19 @@ def struct(name: str) -> Callable[..., bytes]:
     return _layouts()[name].pack
 
 
-def call(name: str, *structs: bytes) -> int:
-    """Run a kernel on the instruction set in use; return its number, if it has one."""
-    return int(_function(name, instruction_set())(*structs) or 0)
+def call(name: str, *structs: bytes) -> None:
+    """Run a kernel on the instruction set in use.
+
+    Raises:
+        MemoryError: the kernel could not allocate its workspace. What it has written so far means nothing.
+    """
+    if _function(name, instruction_set())(*structs) != _SUCCESS:
+        raise MemoryError(f"the CPU kernel {name} could not allocate its workspace")
+
+
+def linear_saved_floats(linear: bytes) -> int:
+    """Return the size of the scratch memory `states` that `linear_backward` needs, in floats."""
+    return int(_function("linear_saved_floats", instruction_set())(linear))
 
 
 def view(x: Tensor) -> View:
@@ -126,7 +138,7 @@ def _symbol(name: str) -> Any:
 @cache
 def _function(name: str, instruction_set: str) -> Any:
     function = _symbol(f"{name}_{instruction_set}")
-    function.restype = _RESULTS.get(name)
+    function.restype = _RESULTS.get(name, ctypes.c_int32)
     return function
 
 

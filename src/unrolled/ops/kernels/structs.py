@@ -46,7 +46,7 @@ def layouts(header: str) -> dict[str, Layout]:
 
 def enums(header: str) -> dict[str, list[str]]:
     """List the constants of every `enum NAME : int32_t { FIRST, SECOND };`, whose values count from 0."""
-    found = re.findall(r"enum (\w+) : int32_t \{(.*?)\};", _code(header), re.DOTALL)
+    found = re.findall(r"enum (?:\[\[nodiscard\]\] )?(\w+) : int32_t \{(.*?)\};", _code(header), re.DOTALL)
     return {name: re.findall(r"\w+", constants) for name, constants in found}
 
 
