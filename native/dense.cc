@@ -1,5 +1,6 @@
 // y = x W^T + b for a few rows x, as in a step of generation. Reading the weights is most of the work, so
-// they are read once, in the order in which they lie in memory: the hardware fetches such a stream ahead.
+// they are read once, in the order in which they lie in memory: the hardware fetches such a stream
+// prefetcher.
 #include "kernels.h"
 #include "rows.h"
 
@@ -65,9 +66,8 @@ Status multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Ro
         }
         const Int left = (outputs - i - n) * inputs * SIZE;
         for (Int k = 0; k < inputs; k += DEPTH) {
-            // The next block is fetched a part at a time, while this one is computed with.
-            for (Int at = k * n * SIZE, end = min((k + DEPTH) * n * SIZE, left); at < end; at += 64)
-                __builtin_prefetch(next + at, 0, 2);
+            // A part of the next block of weights, while this one is multiplied.
+            prefetch_row<false>(next + k * n * SIZE, min(DEPTH * n * SIZE, left - k * n * SIZE));
             multiply_few_rows(n, rows, min(DEPTH, inputs - k), {block.at + k, block.row, 1},
                               {x.at + k * x.row, x.row}, out, k > 0);
         }
@@ -81,8 +81,7 @@ template <Type type>
 Status run(const Dense& d) {
     constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
     const bool in_lanes = d.rows > WIDTH / 2;
-    // A thread has to read this many weights to be worth starting.
-    const Int threads = max(1, min(d.threads, d.inputs * d.outputs >> 16));
+    const Int threads = max(1, min(d.threads, d.inputs * d.outputs / WEIGHTS_PER_THREAD));
     return parallel_for(threads, threads, [&](Int part) {
         const Int first = d.outputs * part / threads, n = d.outputs * (part + 1) / threads - first;
         const char* weights = (const char*)d.weights + first * d.inputs * SIZE;

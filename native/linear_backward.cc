@@ -51,7 +51,7 @@ class QueryGradients {
     // Queries [token, token + n) have read `state` and the keys of `chunk` up to themselves, or `state`
     // alone.
     void find(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
-              Ahead& ahead) {
+              Prefetcher& prefetcher) {
         const Rows q = rows_.read(x_.q, s.batch, token, head, n);
         for (Int i = 0; i < n; ++i) read_gradient(x_, out_, s.batch, token + i, head, g_.at + i * g_.row);
         const float* from_start = chunk ? chunk->gates.from_start : nullptr;
@@ -59,13 +59,13 @@ class QueryGradients {
         if (chunk) {
             transpose(n, x_.values, g_.at, g_.row, g_T_);
             left = {g_T_.at, 1, g_T_.row};
-            score(chunk->gates, n, x_.values, chunk->values, g_T_, d_scores_T_, ahead);
+            score(chunk->gates, n, x_.values, chunk->values, g_T_, d_scores_T_, prefetcher);
         }
         for (Int i = 0; i < n; ++i) read_[i] = 0;
         for (Int i = 0; i < n; i += TILE_ROWS) {
             const Int rows = min(TILE_ROWS, n - i);
             const Rows d_q = {d_q_.at + i * d_q_.row, d_q_.row};
-            ahead.ask();
+            prefetcher.issue();
             for (Int r = 0; r < x_.features; r += TILE_VECS * WIDTH)
                 with_tile(rows, x_.features - r, [&](auto tile) {
                     tile.add_product({left.at + i * left.row, left.row, left.col}, state.kv.at + r,
@@ -128,56 +128,59 @@ class QueryGradients {
 };
 
 // The queries of an item, their gradients, and how many times `find` will ask.
-Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const Sequence& s, Item i,
-                bool write) {
+Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearGradients& out, const Sequence& s,
+                     Item i, bool write) {
     const Int token = s.first_query + i.token;
     const Tensor d_q = contiguous(out.d_q, x.queries, x.heads, x.features);
     for_heads(x, i.group, [&](Int h) {
-        if (write) add_rows(ahead, d_q, x.type, s.batch, token, h, i.n, x.features);
-        add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
-        add_rows(ahead, out.o, x.type, s.batch, token, h, i.n, x.values);
+        if (write) prefetch_rows(prefetcher, d_q, x.type, s.batch, token, h, i.n, x.features);
+        prefetch_rows(prefetcher, x.q, x.type, s.batch, token, h, i.n, x.features);
+        prefetch_rows(prefetcher, out.o, x.type, s.batch, token, h, i.n, x.values);
     });
     return x.heads / x.groups * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
 }
 
-Status causal_query_task(const Linear& x, const LinearGradients& out, const Task& task,
+Status causal_query_task(const Linear& x, const LinearGradients& out, const LinearTask& task,
                          const States& states) {
     Workspace memory;
     KeyChunk chunk(x, true, true, memory);
     QueryGradients queries(x, out, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) {
-        const Int asks = add_queries(next, x, out, s, i, true);
-        add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
-        add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
-        next.over(asks + ceil_div(x.values, TILE_ROWS));
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, Item i) {
+        const Int asks = prefetch_queries(next, x, out, s, i, true);
+        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
+        next.spread_over(asks + ceil_div(x.values, TILE_ROWS));
     };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
-        const State state = states.of(s.index, task.segment, i.group);
-        save_state(x, out, s, i, state);
-        chunk.read(s, s.first_key + i.token, i.n, i.group);
-        for_heads(x, i.group,
-                  [&](Int head) { queries.find(s, chunk.token, i.n, head, state, &chunk, ahead); });
-        chunk.enter_transposed(state, ahead);
-    });
+    for_chunks(
+        x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare, [&](Item i) {
+            const State state = states.of(s.index, task.segment, i.group);
+            save_state(x, out, s, i, state);
+            chunk.read(s, s.first_key + i.token, i.n, i.group);
+            for_heads(x, i.group,
+                      [&](Int head) { queries.find(s, chunk.token, i.n, head, state, &chunk, prefetcher); });
+            chunk.enter_transposed(state, prefetcher);
+        });
     return SUCCESS;
 }
 
-Status bidirectional_query_task(const Linear& x, const LinearGradients& out, const Task& task,
+Status bidirectional_query_task(const Linear& x, const LinearGradients& out, const LinearTask& task,
                                 const States& states, Int segments) {
     Workspace memory;
     QueryGradients queries(x, out, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i, true)); };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, Item i) {
+        next.spread_over(prefetch_queries(next, x, out, s, i, true));
+    };
+    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), prefetcher, prepare,
                [&](Item i) {
                    const State state = states.of(s.index, segments, i.group);
                    for_heads(x, i.group, [&](Int head) {
-                       queries.find(s, s.first_query + i.token, i.n, head, state, nullptr, ahead);
+                       queries.find(s, s.first_query + i.token, i.n, head, state, nullptr, prefetcher);
                    });
                });
     return SUCCESS;
@@ -204,10 +207,10 @@ class QueryChunk {
     }
 
     // dS += (exp(b) Q)^T G and dz += (exp(b) Q)^T dden. Scales G.
-    void give(State gradient, const float* from_start, Ahead& ahead) const {
+    void give(State gradient, const float* from_start, Prefetcher& prefetcher) const {
         if (from_start)
             for (Int i = 0; i < n; ++i) scale_row(g.at + i * g.row, x_.values, from_start[i]);
-        multiply(x_.features, x_.values, n, {q.at, 1, q.row}, g, gradient.kv, true, ahead);
+        multiply(x_.features, x_.values, n, {q.at, 1, q.row}, g, gradient.kv, true, prefetcher);
         for (Int r = 0; r < x_.features && x_.normalize; r += WIDTH) {
             Vec total{};
             for (Int i = 0; i < n; ++i)
@@ -249,11 +252,11 @@ class KeyGradients {
           d_gates_((double*)memory.floats(2 * chunk.longest)) {}
 
     // `gradient` is that of the state after the chunk, and becomes that of the state before it.
-    void find(const Sequence& s, Item i, State gradient, Ahead& ahead) {
+    void find(const Sequence& s, Item i, State gradient, Prefetcher& prefetcher) {
         const Int n = i.n, group = i.group;
         chunk.read(s, s.first_key + i.token, n, group);
         if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
-        read_through_state(gradient, ahead);
+        read_through_state(gradient, prefetcher);
         if (x_.log_decay) {
             through_gates(s, i, gradient);
             scale_row(gradient.kv.at, state_floats(x_, Layout::PLAIN), chunk.gates.through);
@@ -263,7 +266,7 @@ class KeyGradients {
                 queries_.read(s, chunk.token, n, h);
                 read_by_queries();
                 if (x_.log_decay) read_gates(s, h);
-                queries_.give(gradient, chunk.gates.from_start, ahead);
+                queries_.give(gradient, chunk.gates.from_start, prefetcher);
             });
         write(s, group);
     }
@@ -273,14 +276,14 @@ class KeyGradients {
   private:
     // dK = to_end (V dS^T + dz), dV = to_end K dS: the keys are read through the state after the chunk. dK
     // comes out of dS V^T transposed, as it takes less to transpose than dS.
-    void read_through_state(State gradient, Ahead& ahead) {
+    void read_through_state(State gradient, Prefetcher& prefetcher) {
         const float* to_end = chunk.gates.to_end;
         transpose(chunk.n, x_.values, chunk.values.at, chunk.values.row, values_T_);
         multiply(x_.features, chunk.n, x_.values, {gradient.kv.at, gradient.kv.row, 1}, values_T_, d_k_T_,
-                 false, ahead);
+                 false, prefetcher);
         transpose(x_.features, chunk.n, d_k_T_.at, d_k_T_.row, d_k_);
         multiply(chunk.n, x_.values, x_.features, {chunk.keys.at, chunk.keys.row, 1}, gradient.kv, d_v_,
-                 false, ahead);
+                 false, prefetcher);
         for (Int j = 0; j < chunk.n; ++j) {
             float *d_k = d_k_.at + j * d_k_.row, *d_v = d_v_.at + j * d_v_.row;
             for (Int r = 0; r < x_.features; r += WIDTH)
@@ -382,18 +385,19 @@ class KeyGradients {
 
 // Lets the queries of a task's segment give to the gradient of the state before it, when causal, or to that
 // of the state which they all read.
-Status give_segment(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
+Status give_segment(const Linear& x, const LinearGradients& out, const LinearTask& task,
+                    const States& gradients) {
     Workspace memory;
     QueryChunk queries(x, out, memory);
     Gates gates(x, chunk_length(x), memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) {
-        add_queries(next, x, out, s, i, false);
-        next.over(x.heads / x.groups * ceil_div(x.features, TILE_ROWS));
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, Item i) {
+        prefetch_queries(next, x, out, s, i, false);
+        next.spread_over(x.heads / x.groups * ceil_div(x.features, TILE_ROWS));
     };
-    for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
+    for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), prefetcher, prepare,
                [&](Item i) {
                    const State gradient = gradients.of(s.index, task.segment, i.group);
                    if (x.causal && x.log_decay) {
@@ -402,7 +406,7 @@ Status give_segment(const Linear& x, const LinearGradients& out, const Task& tas
                    }
                    for_heads(x, i.group, [&](Int h) {
                        queries.read(s, s.first_query + i.token, i.n, h);
-                       queries.give(gradient, x.causal ? gates.from_start : nullptr, ahead);
+                       queries.give(gradient, x.causal ? gates.from_start : nullptr, prefetcher);
                    });
                });
     return SUCCESS;
@@ -412,7 +416,7 @@ Status give_segment(const Linear& x, const LinearGradients& out, const Task& tas
 Status find_gradients(const Linear& x, const LinearGradients& out, const Plan& plan,
                       const States& gradients) {
     const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
         for (Int g = task.first_head; g < task.last_head; ++g) {
             gradients.read(n, task.segment, g, nullptr, nullptr);
@@ -422,7 +426,7 @@ Status find_gradients(const Linear& x, const LinearGradients& out, const Plan& p
     });
     if (status != SUCCESS) return status;
     for (Int i = plan.tasks(x) - 1; i >= 0; --i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
         for (Int g = task.first_head; g < task.last_head; ++g)
             if (!x.causal)
@@ -435,7 +439,7 @@ Status find_gradients(const Linear& x, const LinearGradients& out, const Plan& p
     // Every key is read through the state after the last one. Gates, if any, are met in the one segment there
     // is.
     for (Int i = 0; i < plan.tasks(x); ++i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         for (Int g = task.first_head; g < task.last_head && !task.last; ++g)
             std::memcpy(gradients.of(task.sequence.index, task.segment + 1, g).kv.at,
                         gradients.of(task.sequence.index, plan.segments, g).kv.at,
@@ -444,26 +448,28 @@ Status find_gradients(const Linear& x, const LinearGradients& out, const Plan& p
     return SUCCESS;
 }
 
-Status key_task(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
+Status key_task(const Linear& x, const LinearGradients& out, const LinearTask& task,
+                const States& gradients) {
     Workspace memory;
     KeyGradients keys(x, out, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) {
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, Item i) {
         const Int token = s.first_key + i.token;
-        add_rows(next, contiguous(out.d_v, x.keys, x.groups, x.values), x.type, s.batch, token, i.group, i.n,
-                 x.values);
-        add_rows(next, contiguous(out.d_k, x.keys, x.groups, x.features), x.type, s.batch, token, i.group,
-                 i.n, x.features);
-        if (x.causal) add_queries(next, x, out, s, i, false);
-        add_rows(next, x.v, x.type, s.batch, token, i.group, i.n, x.values);
-        add_rows(next, x.k, x.type, s.batch, token, i.group, i.n, x.features);
-        next.over(ceil_div(i.n, TILE_ROWS) +
-                  ceil_div(x.features, TILE_ROWS) * (x.causal ? 1 + x.heads / x.groups : 1));
+        prefetch_rows(next, contiguous(out.d_v, x.keys, x.groups, x.values), x.type, s.batch, token, i.group,
+                      i.n, x.values);
+        prefetch_rows(next, contiguous(out.d_k, x.keys, x.groups, x.features), x.type, s.batch, token,
+                      i.group, i.n, x.features);
+        if (x.causal) prefetch_queries(next, x, out, s, i, false);
+        prefetch_rows(next, x.v, x.type, s.batch, token, i.group, i.n, x.values);
+        prefetch_rows(next, x.k, x.type, s.batch, token, i.group, i.n, x.features);
+        next.spread_over(ceil_div(i.n, TILE_ROWS) +
+                         ceil_div(x.features, TILE_ROWS) * (x.causal ? 1 + x.heads / x.groups : 1));
     };
-    for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare,
-               [&](Item i) { keys.find(s, i, gradients.of(s.index, task.segment + 1, i.group), ahead); });
+    for_chunks(
+        x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
+        [&](Item i) { keys.find(s, i, gradients.of(s.index, task.segment + 1, i.group), prefetcher); });
     if (task.first)
         for (Int g = task.first_head; g < task.last_head; ++g)
             write_state(x, gradients.of(s.index, 1, g), s.index * x.groups + g, out.d_kv, out.d_k_sum);
@@ -471,9 +477,9 @@ Status key_task(const Linear& x, const LinearGradients& out, const Task& task, c
 }
 
 Status run(const Linear& x, const LinearGradients& out) {
-    ask_for_pages(x, out.d_q, x.queries, x.heads, x.features);
-    ask_for_pages(x, out.d_k, x.keys, x.groups, x.features);
-    ask_for_pages(x, out.d_v, x.keys, x.groups, x.values);
+    advise_huge_pages(x, out.d_q, x.queries, x.heads, x.features);
+    advise_huge_pages(x, out.d_k, x.keys, x.groups, x.features);
+    advise_huge_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
     const Plan plan(x, x.causal || !x.log_decay);
     const States states(x, plan, Layout::TRANSPOSED, memory), gradients(x, plan, Layout::PLAIN, memory);
@@ -483,7 +489,7 @@ Status run(const Linear& x, const LinearGradients& out) {
     });
     if (status != SUCCESS) return status;
     status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         return x.causal ? causal_query_task(x, out, task, states)
                         : bidirectional_query_task(x, out, task, states, plan.segments);
     });
@@ -491,7 +497,7 @@ Status run(const Linear& x, const LinearGradients& out) {
     status = find_gradients(x, out, plan, gradients);
     if (status != SUCCESS) return status;
     return parallel_for(plan.tasks(x), plan.threads,
-                        [&](Int i) { return key_task(x, out, Task(x, plan, i), gradients); });
+                        [&](Int i) { return key_task(x, out, LinearTask(x, plan, i), gradients); });
 }
 
 }  // namespace

@@ -57,17 +57,6 @@ inline void write_state(const Linear& x, State from, Int head, float* kv, float*
     write_row(FLOAT32, from.k_sum, R, k_sum + head * R);
 }
 
-// Where a sequence lies.
-struct Sequence {
-    Int index, batch, first_query, queries, first_key, keys;
-};
-
-inline Sequence sequence_at(const Linear& x, Int index) {
-    if (!x.offsets) return {index, index, 0, x.queries, 0, x.keys};
-    const Int first = x.offsets[index], n = x.offsets[index + 1] - first;
-    return {index, 0, first, n, first, n};
-}
-
 constexpr double LOWEST_GATE = -1e4;  // its exponential is 0, but it may be subtracted from itself
 
 inline double log_gate(const Linear& x, Int batch, Int token, Int group) {
@@ -202,22 +191,22 @@ struct KeyChunk {
 
     // S' = through S + K^T (to_end V) and z' = through z + K^T to_end. Scales the values, which must have
     // been copied.
-    void enter(State state, Ahead& ahead) const {
+    void enter(State state, Prefetcher& prefetcher) const {
         if (gates.to_end) {
             for (Int j = 0; j < n; ++j) scale_row(values.at + j * values.row, x_.values, gates.to_end[j]);
             scale_row(state.kv.at, state_floats(x_, Layout::PLAIN), gates.through);
         }
-        multiply(x_.features, x_.values, n, {keys.at, 1, keys.row}, values, state.kv, true, ahead);
+        multiply(x_.features, x_.values, n, {keys.at, 1, keys.row}, values, state.kv, true, prefetcher);
         enter_sum(state.k_sum, gates.to_end);
     }
 
     // The same for the transposed state. Scales the keys, which must have been copied.
-    void enter_transposed(State state, Ahead& ahead) const {
+    void enter_transposed(State state, Prefetcher& prefetcher) const {
         if (gates.to_end) {
             for (Int j = 0; j < n; ++j) scale_row(keys.at + j * keys.row, x_.features, gates.to_end[j]);
             scale_row(state.kv.at, state_floats(x_, Layout::TRANSPOSED), gates.through);
         }
-        multiply(x_.values, x_.features, n, {values.at, 1, values.row}, keys, state.kv, true, ahead);
+        multiply(x_.values, x_.features, n, {values.at, 1, values.row}, keys, state.kv, true, prefetcher);
         enter_sum(state.k_sum, nullptr);
     }
 
@@ -244,11 +233,11 @@ struct KeyChunk {
 // P^T = D^T (B A^T): rows of the keys, transposed ones of the `n` queries, without the queries that come
 // before all keys of a tile.
 inline void score(const Gates& gates, Int n, Int width, Rows keys, Rows queries_T, Rows scores_T,
-                  Ahead& ahead) {
+                  Prefetcher& prefetcher) {
     for (Int j = 0; j < n; j += TILE_ROWS) {
         const Int rows = min(TILE_ROWS, n - j), from = j / WIDTH * WIDTH;
         const Rows to = {scores_T.at + j * scores_T.row, scores_T.row};
-        ahead.ask();
+        prefetcher.issue();
         multiply_few_rows(rows, n - from, width, {keys.at + j * keys.row, keys.row, 1},
                           {queries_T.at + from, queries_T.row}, {to.at + from, to.row}, false);
         for (Int a = 0; a < rows; ++a) gates.weigh_column(to.at + a * to.row, j + a, from, n);

@@ -22,14 +22,14 @@ class Queries {
 
     // Queries [token, token + n) read `state` and the keys of `chunk` up to themselves, or `state` alone.
     void attend(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
-                Ahead& ahead) {
+                Prefetcher& prefetcher) {
         const Rows q = rows_.read(x_.q, s.batch, token, head, n);
         const float* from_start = chunk ? chunk->gates.from_start : nullptr;
         Left left{q.at, q.row, 1};
         if (chunk) {
             transpose(n, x_.features, q.at, q.row, q_T_);
             left = {q_T_.at, 1, q_T_.row};
-            score(chunk->gates, n, x_.features, chunk->keys, q_T_, scores_T_, ahead);
+            score(chunk->gates, n, x_.features, chunk->keys, q_T_, scores_T_, prefetcher);
         }
         if (x_.normalize) {
             if (chunk) find_divisors(n, state.k_sum, from_start);
@@ -42,7 +42,7 @@ class Queries {
         for (Int i = 0; i < n; i += TILE_ROWS) {
             const Int rows = min(TILE_ROWS, n - i), first = row + i * x_.heads;
             const Rows o = direct ? Rows{(float*)out_.o + first * x_.values, x_.heads * x_.values} : o_;
-            ahead.ask();
+            prefetcher.issue();
             for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH)
                 with_tile(rows, x_.values - m, [&](auto tile) {
                     tile.add_product({left.at + i * left.row, left.row, left.col}, state.kv.at + m,
@@ -94,59 +94,64 @@ class Queries {
 };
 
 // The queries and outputs of an item, and how many times `attend` will ask.
-Int add_queries(Ahead& ahead, const Linear& x, const LinearOutputs& out, const Sequence& s, Item i) {
+Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearOutputs& out, const Sequence& s,
+                     Item i) {
     const Int token = s.first_query + i.token;
     for_heads(x, i.group, [&](Int h) {
-        add_rows(ahead, contiguous(out.o, x.queries, x.heads, x.values), x.type, s.batch, token, h, i.n,
-                 x.values);
-        add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
+        prefetch_rows(prefetcher, contiguous(out.o, x.queries, x.heads, x.values), x.type, s.batch, token, h,
+                      i.n, x.values);
+        prefetch_rows(prefetcher, x.q, x.type, s.batch, token, h, i.n, x.features);
     });
     return x.heads / x.groups * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
 }
 
-Status causal_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states) {
+Status causal_task(const Linear& x, const LinearOutputs& out, const LinearTask& task, const States& states) {
     Workspace memory;
     KeyChunk chunk(x, false, x.log_decay, memory);
     Queries queries(x, out, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) {
-        const Int asks = add_queries(next, x, out, s, i);
-        add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
-        add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
-        next.over(asks + ceil_div(x.features, TILE_ROWS));
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, Item i) {
+        const Int asks = prefetch_queries(next, x, out, s, i);
+        prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
+        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        next.spread_over(asks + ceil_div(x.features, TILE_ROWS));
     };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
-        const State state = states.of(s.index, task.segment, i.group);
-        chunk.read(s, s.first_key + i.token, i.n, i.group);
-        for_heads(x, i.group,
-                  [&](Int head) { queries.attend(s, chunk.token, i.n, head, state, &chunk, ahead); });
-        chunk.enter(state, ahead);
-    });
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
+               [&](Item i) {
+                   const State state = states.of(s.index, task.segment, i.group);
+                   chunk.read(s, s.first_key + i.token, i.n, i.group);
+                   for_heads(x, i.group, [&](Int head) {
+                       queries.attend(s, chunk.token, i.n, head, state, &chunk, prefetcher);
+                   });
+                   chunk.enter(state, prefetcher);
+               });
     return SUCCESS;
 }
 
-Status bidirectional_task(const Linear& x, const LinearOutputs& out, const Task& task, const States& states,
-                          Int segments) {
+Status bidirectional_task(const Linear& x, const LinearOutputs& out, const LinearTask& task,
+                          const States& states, Int segments) {
     Workspace memory;
     Queries queries(x, out, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i)); };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, Item i) {
+        next.spread_over(prefetch_queries(next, x, out, s, i));
+    };
+    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), prefetcher, prepare,
                [&](Item i) {
                    const State state = states.of(s.index, segments, i.group);
                    for_heads(x, i.group, [&](Int head) {
-                       queries.attend(s, s.first_query + i.token, i.n, head, state, nullptr, ahead);
+                       queries.attend(s, s.first_query + i.token, i.n, head, state, nullptr, prefetcher);
                    });
                });
     return SUCCESS;
 }
 
 Status run(const Linear& x, const LinearOutputs& out) {
-    ask_for_pages(x, out.o, x.queries, x.heads, x.values);
+    advise_huge_pages(x, out.o, x.queries, x.heads, x.values);
     Workspace memory;
     const Plan plan(x, true);
     const States states(x, plan, Layout::PLAIN, memory);
@@ -154,7 +159,7 @@ Status run(const Linear& x, const LinearOutputs& out) {
     const Status found = find_states(x, plan, states, !x.causal, [](const Sequence&, Item, State) {});
     if (found != SUCCESS) return found;
     return parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         const Status status = x.causal ? causal_task(x, out, task, states)
                                        : bidirectional_task(x, out, task, states, plan.segments);
         if (status != SUCCESS) return status;

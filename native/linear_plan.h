@@ -11,10 +11,9 @@ namespace UNROLLED_ISA {
 struct Plan {
     Int heads_per_task, head_blocks, segments, threads;
 
-    Plan(const Linear& x, bool may_cut) : threads(x.threads) {
+    Plan(const Linear& x, bool may_cut) {
         const Int length = max(x.queries, x.keys), state = max(1, x.features * x.values);
-        // Below this much work a second thread costs more than it gives.
-        if (x.sequences * length * x.heads * state < (1 << 20)) threads = 1;
+        threads = threads_for((double)x.sequences * (double)length * (double)(x.heads * state), x.threads);
         heads_per_task = min(max(1, x.groups), max(1, (1 << 17) / state));
         while (heads_per_task > 1 && x.sequences * ceil_div(x.groups, heads_per_task) < threads)
             heads_per_task = ceil_div(heads_per_task, 2);
@@ -26,23 +25,20 @@ struct Plan {
     Int tasks(const Linear& x) const { return x.sequences * head_blocks * segments; }
 };
 
-// One task: some key heads over one segment of a sequence.
-struct Task {
-    Sequence sequence;
-    Int segment, first_head, last_head;
-    bool first, last;
+// Task `index` of a plan.
+struct LinearTask : Task {
+    Int segment;
 
-    Task(const Linear& x, const Plan& plan, Int index)
-        : sequence(sequence_at(x, index / plan.segments / plan.head_blocks)),
-          segment(index % plan.segments),
-          first_head(index / plan.segments % plan.head_blocks * plan.heads_per_task),
-          last_head(min(x.groups, first_head + plan.heads_per_task)),
-          first(segment == 0),
-          last(segment == plan.segments - 1),
-          segments_(plan.segments),
-          chunk_(chunk_length(x)) {}
+    LinearTask(const Linear& x, const Plan& plan, Int index)
+        : segment(index % plan.segments), segments_(plan.segments), chunk_(chunk_length(x)) {
+        sequence = sequence_at(x, index / plan.segments / plan.head_blocks);
+        first_head = index / plan.segments % plan.head_blocks * plan.heads_per_task;
+        last_head = min(x.groups, first_head + plan.heads_per_task);
+        first = segment == 0;
+        last = segment == plan.segments - 1;
+    }
 
-    // The share [from, to) of this segment in `length` tokens, cut between chunks.
+    // The tokens [from, to) of this segment, of `length` in the sequence; it is cut between chunks.
     Int from(Int length) const { return cut(segment, length); }
     Int to(Int length) const { return cut(segment + 1, length); }
 
@@ -85,7 +81,7 @@ class States {
 };
 
 // The product of the gates of a segment.
-inline float gates_through(const Linear& x, const Task& task, Int head) {
+inline float gates_through(const Linear& x, const LinearTask& task, Int head) {
     double total = 0;
     const Sequence& s = task.sequence;
     if (x.log_decay)
@@ -102,10 +98,10 @@ struct Item {
 };
 
 // Calls `f(item)` for every chunk of the tokens [from, to) and each head of a task, and before it
-// `prepare(ahead, item)` with the item after it, whose rows `f` then asks for.
+// `prepare(prefetcher, item)` with the item after it, whose rows `f` then asks for.
 template <typename P, typename F>
-inline void for_chunks(const Linear& x, const Task& task, Order order, Int from, Int to, Ahead& ahead,
-                       P&& prepare, F&& f) {
+inline void for_chunks(const Linear& x, const LinearTask& task, Order order, Int from, Int to,
+                       Prefetcher& prefetcher, P&& prepare, F&& f) {
     const Int most = chunk_length(x), heads = task.last_head - task.first_head;
     const Int items = ceil_div(to - from, most) * heads;
     const auto item = [&](Int i) {
@@ -113,8 +109,8 @@ inline void for_chunks(const Linear& x, const Task& task, Order order, Int from,
         return Item{t, min(most, to - t), task.first_head + i % heads};
     };
     for (Int i = 0; i < items; ++i) {
-        ahead.clear();
-        if (i + 1 < items) prepare(ahead, item(i + 1));
+        prefetcher.clear();
+        if (i + 1 < items) prepare(prefetcher, item(i + 1));
         f(item(i));
     }
 }
@@ -122,25 +118,26 @@ inline void for_chunks(const Linear& x, const Task& task, Order order, Int from,
 // Lets the keys of a task's segment enter `states` at the next slot, after `before_chunk(sequence, item,
 // state)`.
 template <typename F>
-inline Status enter_segment(const Linear& x, const Task& task, const States& states, F&& before_chunk) {
+inline Status enter_segment(const Linear& x, const LinearTask& task, const States& states, F&& before_chunk) {
     Workspace memory;
     const bool transposed = states.layout == Layout::TRANSPOSED;
     KeyChunk chunk(x, transposed, true, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) {
-        add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
-        add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
-        next.over(ceil_div(transposed ? x.values : x.features, TILE_ROWS));
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, Item i) {
+        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
+        next.spread_over(ceil_div(transposed ? x.values : x.features, TILE_ROWS));
     };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
-        const State state = states.of(s.index, task.segment + 1, i.group);
-        before_chunk(s, i, state);
-        chunk.read(s, s.first_key + i.token, i.n, i.group);
-        if (transposed) chunk.enter_transposed(state, ahead);
-        else chunk.enter(state, ahead);
-    });
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
+               [&](Item i) {
+                   const State state = states.of(s.index, task.segment + 1, i.group);
+                   before_chunk(s, i, state);
+                   chunk.read(s, s.first_key + i.token, i.n, i.group);
+                   if (transposed) chunk.enter_transposed(state, prefetcher);
+                   else chunk.enter(state, prefetcher);
+               });
     return SUCCESS;
 }
 
@@ -149,7 +146,7 @@ template <typename F>
 inline Status find_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
                           F&& before_chunk) {
     const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
         const bool enters = with_last || !task.last;
         for (Int g = task.first_head; g < task.last_head; ++g) {
@@ -162,7 +159,7 @@ inline Status find_states(const Linear& x, const Plan& plan, const States& state
     });
     if (status != SUCCESS) return status;
     for (Int i = 0; i < plan.tasks(x); ++i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         if (task.first || (task.last && !with_last)) continue;
         for (Int g = task.first_head; g < task.last_head; ++g)
             states.add(states.of(task.sequence.index, task.segment + 1, g), gates_through(x, task, g),

@@ -64,8 +64,7 @@ void step_head(const LinearStep& x, Int head, float gate, const float* key, cons
 
 Status run(const LinearStep& x) {
     const Int R = x.features, M = x.values, P = x.heads / x.groups, type = x.type;
-    // A state is read and written once: below this size a second thread costs more than it gives.
-    const Int threads = x.batch * x.groups * R * M < (1 << 18) ? 1 : x.threads;
+    const Int threads = x.batch * x.groups * R * M < PARALLEL_STATE_FLOATS ? 1 : x.threads;
     return parallel_for(threads, threads, [&](Int part) {
         Workspace memory;
         float *key = memory.floats(round_up(R)), *value = memory.floats(round_up(M));

@@ -12,7 +12,7 @@ namespace UNROLLED_ISA {
 
 // Asks for the huge pages that lie wholly in `bytes` from `at` on, all of which will be written. Memory in
 // use already stays as it is.
-inline void ask_for_huge_pages([[maybe_unused]] const void* at, [[maybe_unused]] int64_t bytes) {
+inline void advise_huge_pages([[maybe_unused]] const void* at, [[maybe_unused]] int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     constexpr uintptr_t PAGE = 2 << 20;
     const uintptr_t first = ((uintptr_t)at + PAGE - 1) / PAGE * PAGE,

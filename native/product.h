@@ -1,7 +1,7 @@
 // C = A B or C += A B for small matrices in the cache: the one loop in which all the time is spent.
 #pragma once
 
-#include "ahead.h"
+#include "prefetch.h"
 
 namespace UNROLLED_ISA {
 
@@ -111,9 +111,9 @@ inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Left a,
 // The same for any number of rows. The sum over `depth` is formed before it is added to C: the sum of a long
 // sequence then rounds once per chunk, not once per token.
 inline void multiply(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add,
-                     Ahead& ahead) {
+                     Prefetcher& prefetcher) {
     for (int64_t i = 0; i < rows; i += TILE_ROWS) {
-        ahead.ask();
+        prefetcher.issue();
         const int64_t n = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
         multiply_few_rows(n, cols, depth, {a.at + i * a.row, a.row, a.col}, b, {c.at + i * c.row, c.row},
                           add);

@@ -3,15 +3,9 @@
 
 #include "arguments.h"
 #include "pages.h"
-#include "workspace.h"
+#include "parallel.h"
 
 namespace UNROLLED_ISA {
-
-using Int = int64_t;
-
-inline Int min(Int a, Int b) { return a < b ? a : b; }
-inline Int max(Int a, Int b) { return a > b ? a : b; }
-inline Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
 
 template <Type type>
 inline Vec load_as(const void* at) {
@@ -68,9 +62,9 @@ inline const char* address(const Tensor& x, Int type, Int batch, Int token, Int 
 }
 
 // Asks for rows of a tensor, or of a contiguous one [batch, tokens, heads, width] that is written.
-inline void add_rows(Ahead& ahead, const Tensor& x, Int type, Int batch, Int token, Int head, Int n,
-                     Int width) {
-    ahead.add(address(x, type, batch, token, head), x.token * size_of(type), n, width * size_of(type));
+inline void prefetch_rows(Prefetcher& prefetcher, const Tensor& x, Int type, Int batch, Int token, Int head,
+                          Int n, Int width) {
+    prefetcher.add(address(x, type, batch, token, head), x.token * size_of(type), n, width * size_of(type));
 }
 
 inline Tensor contiguous(const void* at, Int tokens, Int heads, Int width) {
@@ -79,9 +73,9 @@ inline Tensor contiguous(const void* at, Int tokens, Int heads, Int width) {
 
 // Asks for huge pages for a result [batches, tokens, heads, width] of the problem `x`.
 template <typename Problem>
-inline void ask_for_pages(const Problem& x, const void* result, Int tokens, Int heads, Int width) {
+inline void advise_huge_pages(const Problem& x, const void* result, Int tokens, Int heads, Int width) {
     const Int batches = x.offsets ? 1 : x.sequences;
-    ask_for_huge_pages(result, batches * tokens * heads * width * size_of(x.type));
+    advise_huge_pages(result, batches * tokens * heads * width * size_of(x.type));
 }
 
 // Whether rows of `width` elements can be used where they lie: they are floats in whole vectors.
@@ -122,18 +116,6 @@ inline void transpose(Int rows, Int cols, const float* a, Int a_row, Rows b) {
             *(LooseQuad*)(to + 2 * b.row) = __builtin_shufflevector(b1, b3, 0, 1, 4, 5);
             *(LooseQuad*)(to + 3 * b.row) = __builtin_shufflevector(b1, b3, 2, 3, 6, 7);
         }
-}
-
-// Runs `f(i)` for i in [0, n) on the threads of torch. Returns the first failure, after which a thread takes
-// no more work.
-template <typename F>
-inline Status parallel_for(Int n, Int threads, F&& f) {
-    int32_t status = SUCCESS;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && n > 1) \
-    reduction(| : status)
-    for (Int i = 0; i < n; ++i)
-        if (status == SUCCESS) status = f(i);
-    return (Status)status;
 }
 
 }  // namespace UNROLLED_ISA

@@ -27,92 +27,71 @@ struct Span {
     }
 };
 
-// Where a sequence lies.
-struct Sequence {
-    Int batch, first_query, queries, first_key, keys;
-
-    // The keys that a query reads; both bounds grow with the query.
-    Span keys_of(const Window& x, Int query) const {
-        const Int at = query + keys - queries;
-        return Span{at - x.left, at + x.right + 1}.within({0, keys});
-    }
-    // The queries that read a key.
-    Span queries_of(const Window& x, Int key) const {
-        const Int at = key + queries - keys;
-        return Span{at - x.right, at + x.left + 1}.within({0, queries});
-    }
-    // The keys that some of several queries read.
-    Span keys_of(const Window& x, Span some) const {
-        return some.size() ? Span{keys_of(x, some.first).first, keys_of(x, some.end - 1).end} : Span{0, 0};
-    }
-};
-
-inline Sequence sequence_at(const Window& x, Int index) {
-    if (!x.offsets) return {index, 0, x.queries, 0, x.keys};
-    const Int first = x.offsets[index], n = x.offsets[index + 1] - first;
-    return {0, first, n, first, n};
+// The keys that a query reads; both bounds grow with the query.
+inline Span keys_of(const Window& x, const Sequence& s, Int query) {
+    const Int at = query + s.keys - s.queries;
+    return Span{at - x.left, at + x.right + 1}.within({0, s.keys});
 }
 
-// A stretch of the queries of a sequence, for the heads that read one key head. The stretches of a sequence
-// follow one another in the list of tasks.
-struct Task {
-    Sequence sequence;
-    Int group;
+// The keys that some of several queries read.
+inline Span keys_of(const Window& x, const Sequence& s, Span some) {
+    if (!some.size()) return {0, 0};
+    return {keys_of(x, s, some.first).first, keys_of(x, s, some.end - 1).end};
+}
+
+// The queries that read a key.
+inline Span queries_of(const Window& x, const Sequence& s, Int key) {
+    const Int at = key + s.queries - s.keys;
+    return Span{at - x.right, at + x.left + 1}.within({0, s.queries});
+}
+
+// A segment of the queries for one key head. The tasks of a sequence and a head follow one another in the
+// list.
+struct WindowTask : Task {
     Span queries, keys;
-    bool first, last;
     float* partial;  // scratch of the backward pass
 };
 
 class Tasks {
   public:
-    Tasks(const Window& x, Workspace& memory) : threads(x.threads) {
+    Tasks(const Window& x, Workspace& memory) {
         Int length = 0, n = 0;
         for (Int i = 0; i < x.sequences; ++i) length += sequence_at(x, i).queries;
         const Int reach = min(x.keys, x.left + x.right + 1), per_pair = x.features + x.values;
-        // Below this much work a second thread costs more than it gives.
-        if ((double)length * (double)(x.heads * reach * per_pair) < 1 << 20) threads = 1;
-        // So long that each thread gets two stretches or more.
-        stretch_ = threads == 1 ? max(1, length) : max(4 * BLOCK, ceil_div(length * x.groups, 2 * threads));
-        stretch_ = ceil_div(stretch_, BLOCK) * BLOCK;
-        for (Int i = 0; i < x.sequences; ++i) n += x.groups * stretches(sequence_at(x, i));
-        tasks_ = (Task*)memory.floats(n * (Int)sizeof(Task) / 4);
+        threads = threads_for((double)length * (double)(x.heads * reach * per_pair), x.threads);
+        // So long that each thread gets two segments or more.
+        segment_ = threads == 1 ? max(1, length) : max(4 * BLOCK, ceil_div(length * x.groups, 2 * threads));
+        segment_ = ceil_div(segment_, BLOCK) * BLOCK;
+        for (Int i = 0; i < x.sequences; ++i) n += x.groups * ceil_div(sequence_at(x, i).queries, segment_);
+        tasks_ = (WindowTask*)memory.floats(n * (Int)sizeof(WindowTask) / 4);
         if (memory.failed()) return;
         for (Int i = 0; i < x.sequences; ++i)
             for (Int g = 0; g < x.groups; ++g) add(x, sequence_at(x, i), g);
     }
 
     Int size() const { return size_; }
-    Task& operator[](Int i) const { return tasks_[i]; }
+    WindowTask& operator[](Int i) const { return tasks_[i]; }
 
-    int threads;
+    Int threads;
 
   private:
-    Int stretches(const Sequence& s) const { return ceil_div(s.queries, stretch_); }
-
     void add(const Window& x, const Sequence& s, Int group) {
-        for (Int t = 0; t < s.queries; t += stretch_) {
-            const Span queries{t, min(s.queries, t + stretch_)};
+        for (Int t = 0; t < s.queries; t += segment_) {
+            const Span queries{t, min(s.queries, t + segment_)};
             const bool last = queries.end == s.queries;
-            tasks_[size_++] = {s, group, queries, s.keys_of(x, queries), t == 0, last, nullptr};
+            tasks_[size_++] = {{s, group, group + 1, t == 0, last}, queries, keys_of(x, s, queries), nullptr};
         }
     }
 
-    Task* tasks_;
-    Int stretch_, size_ = 0;
+    WindowTask* tasks_;
+    Int segment_, size_ = 0;
 };
-
-// Asks for a row: those of one head lie far apart, where no hardware looks ahead.
-template <bool to_write>
-inline void prefetch(const void* row, Int bytes) {
-    asm volatile("");  // GCC drops calls of functions without effects, and to ask is none
-    for (Int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, to_write, 2);
-}
 
 // The keys and values that the current queries of a task read, as rows of floats one after the other. Padded
 // keys are left out.
 class Keys {
   public:
-    Keys(const Window& x, const Task& task, Workspace& memory, bool gradients)
+    Keys(const Window& x, const WindowTask& task, Workspace& memory, bool gradients)
         : x_(x),
           task_(task),
           capacity_(min(task.keys.size(), 2 * (BLOCK + x.left + x.right))),
@@ -154,8 +133,8 @@ class Keys {
     // Asks for some of the keys that come next, `from` keys ahead.
     void prefetch_next(Int from, Int n) const {
         for (Int t = next_ + from; t < min(next_ + from + n, task_.keys.end); ++t) {
-            prefetch<false>(address_of(x_.k, t), x_.features * size_of(x_.type));
-            prefetch<false>(address_of(x_.v, t), x_.values * size_of(x_.type));
+            prefetch_row<false>(address_of(x_.k, t), x_.features * size_of(x_.type));
+            prefetch_row<false>(address_of(x_.v, t), x_.values * size_of(x_.type));
         }
     }
 
@@ -168,7 +147,7 @@ class Keys {
 
     const char* address_of(const Tensor& tensor, Int position) const {
         const Sequence& s = task_.sequence;
-        return address(tensor, x_.type, s.batch, s.first_key + position, task_.group);
+        return address(tensor, x_.type, s.batch, s.first_key + position, task_.first_head);
     }
 
     // The first row at `position` or after it.
@@ -192,7 +171,7 @@ class Keys {
     }
 
     const Window& x_;
-    const Task& task_;
+    const WindowTask& task_;
     Int capacity_, next_;
     int pieces_;
     Rows piece_[4];
@@ -233,7 +212,8 @@ struct Sight {
 // The scores of a block of queries and of the keys in reach, in groups of at most MOST_KEYS.
 class Block {
   public:
-    Block(const Window& x, const Task& task, const Keys& keys) : x_(x), s_(task.sequence), keys_(keys) {}
+    Block(const Window& x, const WindowTask& task, const Keys& keys)
+        : x_(x), s_(task.sequence), keys_(keys) {}
 
     // Continues with other queries.
     void begin(Span others) {
@@ -268,8 +248,8 @@ class Block {
     void for_keys(F&& f) const {
         for (Int row = group.first; row < group.end; row += TILE_ROWS) {
             const Int rows = min(TILE_ROWS, group.end - row);
-            const Span lanes{s_.queries_of(x_, keys_.position(row)).first,
-                             s_.queries_of(x_, keys_.position(row + rows - 1)).end};
+            const Span lanes{queries_of(x_, s_, keys_.position(row)).first,
+                             queries_of(x_, s_, keys_.position(row + rows - 1)).end};
             f(row, rows, in_block(lanes));
         }
     }
@@ -280,14 +260,14 @@ class Block {
     void for_queries(F&& f) const {
         for (Int i = 0; i < n; i += TILE_ROWS) {
             const Int count = min(TILE_ROWS, n - i), first = queries.first + i;
-            f(i, count, keys_.rows(s_.keys_of(x_, {first, first + count})).within(group));
+            f(i, count, keys_.rows(keys_of(x_, s_, {first, first + count})).within(group));
         }
     }
 
     // What the queries of the vector at `lane` read of the group.
     Sight sight(Int lane) const {
-        const Span first = s_.keys_of(x_, queries.first + lane);
-        const Span last = s_.keys_of(x_, min(queries.first + lane + WIDTH, queries.end) - 1);
+        const Span first = keys_of(x_, s_, queries.first + lane);
+        const Span last = keys_of(x_, s_, min(queries.first + lane + WIDTH, queries.end) - 1);
         const Span some = keys_.rows({first.first, last.end}).within(group);
         return {some, keys_.rows({last.first, first.end}).within(some)};
     }

@@ -12,32 +12,32 @@ using namespace window;
 // The floats of one key in `Task::partial`.
 Int partial_floats(const Window& x) { return round_up(x.features) + round_up(x.values); }
 
-float* partial(const Window& x, const Task& task, Int position) {
+float* partial(const Window& x, const WindowTask& task, Int position) {
     return task.partial + (position - task.keys.first) * partial_floats(x);
 }
 
 // Where the gradient of a key, or of its value, is written.
-char* d_key(const Window& x, void* at, Int width, const Task& task, Int position) {
+char* d_key(const Window& x, void* at, Int width, const WindowTask& task, Int position) {
     const Sequence& s = task.sequence;
-    const Int row = (s.batch * x.keys + s.first_key + position) * x.groups + task.group;
+    const Int row = (s.batch * x.keys + s.first_key + position) * x.groups + task.first_head;
     return (char*)at + row * width * size_of(x.type);
 }
 
-void write_gradients(const Window& x, const WindowGradients& out, const Task& task, Int position,
+void write_gradients(const Window& x, const WindowGradients& out, const WindowTask& task, Int position,
                      const float* d_k, const float* d_v) {
     write_row(x.type, d_k, x.features, d_key(x, out.d_k, x.features, task, position));
     write_row(x.type, d_v, x.values, d_key(x, out.d_v, x.values, task, position));
 }
 
 // Whether the queries of a neighbouring task read a key of this one.
-bool shared(const Task& task, Int position) {
+bool shared(const WindowTask& task, Int position) {
     return (!task.first && position < (&task)[-1].keys.end) ||
            (!task.last && position >= (&task)[1].keys.first);
 }
 
 class Backward {
   public:
-    Backward(const Window& x, const WindowGradients& out, const Task& task, Workspace& memory)
+    Backward(const Window& x, const WindowGradients& out, const WindowTask& task, Workspace& memory)
         : x_(x),
           out_(out),
           task_(task),
@@ -55,8 +55,9 @@ class Backward {
         const Int per_group = x_.heads / x_.groups;
         for (Int t = task_.queries.first; t < task_.queries.end; t += BLOCK) {
             block_.begin({t, min(task_.queries.end, t + BLOCK)});
-            move_to(task_.sequence.keys_of(x_, block_.queries));
-            for (Int h = task_.group * per_group; h < (task_.group + 1) * per_group; ++h) differentiate(h);
+            move_to(keys_of(x_, task_.sequence, block_.queries));
+            for (Int h = task_.first_head * per_group; h < (task_.first_head + 1) * per_group; ++h)
+                differentiate(h);
         }
         move_to({task_.keys.end, task_.keys.end});
     }
@@ -162,15 +163,16 @@ class Backward {
     void prefetch_next(Int from, Int n, Int head) const {
         const Sequence& s = task_.sequence;
         const Int size = size_of(x_.type), first = block_.queries.first + from;
-        for (Int i = from; i < from + n; ++i) prefetch<true>(d_query(i, head), x_.features * size);
+        for (Int i = from; i < from + n; ++i) prefetch_row<true>(d_query(i, head), x_.features * size);
         for (Int t = first + BLOCK; t < min(first + BLOCK + n, task_.queries.end); ++t) {
-            prefetch<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
-            prefetch<false>(address(out_.o, x_.type, s.batch, s.first_query + t, head), x_.values * size);
+            prefetch_row<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
+            prefetch_row<false>(address(out_.o, x_.type, s.batch, s.first_query + t, head), x_.values * size);
         }
         keys_.prefetch_next(from, n);
         for (Int row = keys_.all.first + from; row < min(keys_.all.first + from + n, keys_.all.end); ++row) {
-            prefetch<true>(d_key(x_, out_.d_k, x_.features, task_, keys_.position(row)), x_.features * size);
-            prefetch<true>(d_key(x_, out_.d_v, x_.values, task_, keys_.position(row)), x_.values * size);
+            prefetch_row<true>(d_key(x_, out_.d_k, x_.features, task_, keys_.position(row)),
+                               x_.features * size);
+            prefetch_row<true>(d_key(x_, out_.d_v, x_.values, task_, keys_.position(row)), x_.values * size);
         }
     }
 
@@ -205,7 +207,7 @@ class Backward {
 
     const Window& x_;
     const WindowGradients& out_;
-    const Task& task_;
+    const WindowTask& task_;
     Keys keys_;
     Block block_;
     QueryRows q_, g_;
@@ -214,7 +216,7 @@ class Backward {
 };
 
 // Adds up, in the order of the tasks, what several of them gave to a key. The first of them does it.
-Status add_partials(const Window& x, const WindowGradients& out, const Task& first) {
+Status add_partials(const Window& x, const WindowGradients& out, const WindowTask& first) {
     Workspace memory;
     const Int floats = partial_floats(x);
     float* sum = memory.floats(floats);
@@ -224,7 +226,7 @@ Status add_partials(const Window& x, const WindowGradients& out, const Task& fir
         if (!shared(first, position) || (!first.first && position < (&first)[-1].keys.end)) continue;
         if (x.padding && x.padding[s.batch * x.keys + s.first_key + position]) continue;
         std::memcpy(sum, partial(x, first, position), (size_t)floats * 4);
-        for (const Task* task = &first; !task->last && position >= task[1].keys.first; ++task) {
+        for (const WindowTask* task = &first; !task->last && position >= task[1].keys.first; ++task) {
             const float* from = partial(x, task[1], position);
             for (Int i = 0; i < floats; i += WIDTH) store(sum + i, load(sum + i) + load(from + i));
         }
@@ -234,9 +236,9 @@ Status add_partials(const Window& x, const WindowGradients& out, const Task& fir
 }
 
 Status run(const Window& x, const WindowGradients& out) {
-    ask_for_pages(x, out.d_q, x.queries, x.heads, x.features);
-    ask_for_pages(x, out.d_k, x.keys, x.groups, x.features);
-    ask_for_pages(x, out.d_v, x.keys, x.groups, x.values);
+    advise_huge_pages(x, out.d_q, x.queries, x.heads, x.features);
+    advise_huge_pages(x, out.d_k, x.keys, x.groups, x.features);
+    advise_huge_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
     const Tasks tasks(x, memory);
     Int partials = 0;

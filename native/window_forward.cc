@@ -10,7 +10,7 @@ using namespace window;
 
 class Forward {
   public:
-    Forward(const Window& x, const WindowOutputs& out, const Task& task, Workspace& memory)
+    Forward(const Window& x, const WindowOutputs& out, const WindowTask& task, Workspace& memory)
         : x_(x),
           out_(out),
           task_(task),
@@ -27,8 +27,8 @@ class Forward {
         const Int per_group = x_.heads / x_.groups;
         for (Int t = task_.queries.first; t < task_.queries.end; t += BLOCK) {
             block_.begin({t, min(task_.queries.end, t + BLOCK)});
-            keys_.move_to(task_.sequence.keys_of(x_, block_.queries), [](Int) {});
-            for (Int h = task_.group * per_group; h < (task_.group + 1) * per_group; ++h) attend(h);
+            keys_.move_to(keys_of(x_, task_.sequence, block_.queries), [](Int) {});
+            for (Int h = task_.first_head * per_group; h < (task_.first_head + 1) * per_group; ++h) attend(h);
         }
     }
 
@@ -97,9 +97,9 @@ class Forward {
     void prefetch_next(Int from, Int n, Int head) const {
         const Sequence& s = task_.sequence;
         const Int first = block_.queries.first + from, size = size_of(x_.type);
-        for (Int t = first; t < first + n; ++t) prefetch<true>(output(row_of(t, head)), x_.values * size);
+        for (Int t = first; t < first + n; ++t) prefetch_row<true>(output(row_of(t, head)), x_.values * size);
         for (Int t = first + BLOCK; t < min(first + BLOCK + n, task_.queries.end); ++t)
-            prefetch<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
+            prefetch_row<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
         keys_.prefetch_next(from, n);
     }
 
@@ -120,7 +120,7 @@ class Forward {
 
     const Window& x_;
     const WindowOutputs& out_;
-    const Task& task_;
+    const WindowTask& task_;
     Keys keys_;
     Block block_;
     QueryRows q_;
@@ -133,7 +133,7 @@ class Forward {
 
 Status EXPORTED(window_forward)(const Window* x, const WindowOutputs* out) {
     using namespace UNROLLED_ISA;
-    ask_for_pages(*x, out->o, x->queries, x->heads, x->values);
+    advise_huge_pages(*x, out->o, x->queries, x->heads, x->values);
     Workspace memory;
     const window::Tasks tasks(*x, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
