@@ -10,7 +10,7 @@ enum Type : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 
 // A tensor [batch, tokens, heads, width] whose last axis is contiguous; strides in elements.
 struct Tensor {
-    const void* at;
+    const void* data;
     int64_t batch, token, head;
 };
 

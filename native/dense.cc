@@ -21,16 +21,16 @@ void dots(const char* weights, Int width, Rows x, Rows y) {
         for (int s = 0; s < SUMS; ++s) {
             const Vec w = load_as<type>(weights + (i + s * WIDTH) * SIZE);
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sums[n][s] += w * load(x.at + n * x.row + i + s * WIDTH);
+            for (int n = 0; n < N; ++n) sums[n][s] += w * load(x.data + n * x.row + i + s * WIDTH);
         }
     for (; i < width; i += WIDTH) {
         float w[WIDTH];
         read_row<type>(weights + i * SIZE, min(WIDTH, width - i), w);
-        for (int n = 0; n < N; ++n) sums[n][0] += load(w) * load(x.at + n * x.row + i);
+        for (int n = 0; n < N; ++n) sums[n][0] += load(w) * load(x.data + n * x.row + i);
     }
     for (int n = 0; n < N; ++n) {
         for (int s = 1; s < SUMS; ++s) sums[n][0] += sums[n][s];
-        y.at[n * y.row] = sum(sums[n][0]);
+        y.data[n * y.row] = sum(sums[n][0]);
     }
 }
 
@@ -41,9 +41,9 @@ void multiply_dots(const char* weights, Int outputs, Int inputs, Int rows, Rows 
     for (Int i = 0; i < outputs; ++i, weights += inputs * SIZE) {
         Int n = 0;
         for (; n + 4 <= rows; n += 4)
-            dots<type, 4>(weights, inputs, {x.at + n * x.row, x.row}, {y.at + n * y.row + i, y.row});
+            dots<type, 4>(weights, inputs, {x.data + n * x.row, x.row}, {y.data + n * y.row + i, y.row});
         for (; n < rows; ++n)
-            dots<type, 1>(weights, inputs, {x.at + n * x.row, x.row}, {y.at + n * y.row + i, y.row});
+            dots<type, 1>(weights, inputs, {x.data + n * x.row, x.row}, {y.data + n * y.row + i, y.row});
     }
 }
 
@@ -58,21 +58,21 @@ Status multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Ro
     for (Int i = 0; i < outputs; i += TILE_ROWS) {
         const Int n = min(TILE_ROWS, outputs - i);
         const char *here = weights + i * inputs * SIZE, *next = here + n * inputs * SIZE;
-        Left block{(const float*)here, inputs, 1};
+        Strided block{(const float*)here, inputs, 1};
         if (type != FLOAT32) {
-            block = {widened.at, widened.row, 1};
+            block = {widened.data, widened.row, 1};
             for (Int j = 0; j < n; ++j)
-                read_row<type>(here + j * inputs * SIZE, inputs, widened.at + j * widened.row);
+                read_row<type>(here + j * inputs * SIZE, inputs, widened.data + j * widened.row);
         }
         const Int left = (outputs - i - n) * inputs * SIZE;
         for (Int k = 0; k < inputs; k += DEPTH) {
             // A part of the next block of weights, while this one is multiplied.
             prefetch_row<false>(next + k * n * SIZE, min(DEPTH * n * SIZE, left - k * n * SIZE));
-            multiply_few_rows(n, rows, min(DEPTH, inputs - k), {block.at + k, block.row, 1},
-                              {x.at + k * x.row, x.row}, out, k > 0);
+            multiply_few_rows(n, rows, min(DEPTH, inputs - k), {block.data + k, block.row, 1},
+                              {x.data + k * x.row, x.row}, out, k > 0);
         }
         for (Int j = 0; j < n; ++j)
-            for (Int r = 0; r < rows; ++r) y.at[r * y.row + i + j] = out.at[j * out.row + r];
+            for (Int r = 0; r < rows; ++r) y.data[r * y.row + i + j] = out.data[j * out.row + r];
     }
     return SUCCESS;
 }
@@ -94,15 +94,15 @@ Status run(const Dense& d) {
         float* bias = memory.zeros(round_up(n));
         if (memory.failed()) return OUT_OF_MEMORY;
         for (Int r = 0; r < d.rows; ++r)
-            read_row<type>((const char*)d.x + r * d.inputs * SIZE, d.inputs, x.at + r * x.row);
+            read_row<type>((const char*)d.x + r * d.inputs * SIZE, d.inputs, x.data + r * x.row);
         if (in_lanes) {
-            transpose(rows, d.inputs, x.at, x.row, turned);
+            transpose(rows, d.inputs, x.data, x.row, turned);
             const Status status = multiply_lanes<type>(weights, n, d.inputs, d.rows, turned, y);
             if (status != SUCCESS) return status;
         } else multiply_dots<type>(weights, n, d.inputs, d.rows, x, y);
         if (d.bias) read_row<type>((const char*)d.bias + first * SIZE, n, bias);
         for (Int r = 0; r < d.rows; ++r) {
-            float* row = y.at + r * y.row;
+            float* row = y.data + r * y.row;
             for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) + load(bias + i));
             write_row<type>(row, n, (char*)d.y + (r * d.outputs + first) * SIZE);
         }

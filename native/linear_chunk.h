@@ -39,13 +39,13 @@ inline State state_at(const Linear& x, Layout layout, float* at) {
 inline void read_state(const Linear& x, Layout layout, const float* kv, const float* k_sum, Int head,
                        State to) {
     const Int R = x.features, M = x.values;
-    std::memset(to.kv.at, 0, (size_t)state_floats(x, layout) * 4);
+    std::memset(to.kv.data, 0, (size_t)state_floats(x, layout) * 4);
     if (kv)
         for (Int r = 0; r < R; ++r) {
             const float* from = kv + (head * R + r) * M;
-            if (layout == Layout::PLAIN) read_row(FLOAT32, from, M, to.kv.at + r * to.kv.row);
+            if (layout == Layout::PLAIN) read_row(FLOAT32, from, M, to.kv.data + r * to.kv.row);
             else
-                for (Int m = 0; m < M; ++m) to.kv.at[m * to.kv.row + r] = from[m];
+                for (Int m = 0; m < M; ++m) to.kv.data[m * to.kv.row + r] = from[m];
         }
     if (k_sum) read_row(FLOAT32, k_sum + head * R, R, to.k_sum);
 }
@@ -53,7 +53,8 @@ inline void read_state(const Linear& x, Layout layout, const float* kv, const fl
 // `from` lies in the plain layout.
 inline void write_state(const Linear& x, State from, Int head, float* kv, float* k_sum) {
     const Int R = x.features, M = x.values;
-    for (Int r = 0; r < R; ++r) write_row(FLOAT32, from.kv.at + r * from.kv.row, M, kv + (head * R + r) * M);
+    for (Int r = 0; r < R; ++r)
+        write_row(FLOAT32, from.kv.data + r * from.kv.row, M, kv + (head * R + r) * M);
     write_row(FLOAT32, from.k_sum, R, k_sum + head * R);
 }
 
@@ -109,7 +110,7 @@ class Gates {
         exp_of_differences(1, logs_, 0, n, gate);
         exp_of_differences(1, b_, 0, n, from_start);
         exp_of_differences(-1, b_, total, n, to_end);
-        through = (float)__builtin_exp(total);
+        chunk_decay = (float)__builtin_exp(total);
     }
 
     // exp(b_i - b_j) for all i < n: column j of D. Only i >= j has a meaning.
@@ -117,7 +118,7 @@ class Gates {
 
     // Multiplies the scores of key j by D_ij for the queries i >= j, and clears those of the queries from
     // `from` on that come before it.
-    void weigh_column(float* scores, Int j, Int from, Int queries) const {
+    void apply_decay(float* scores, Int j, Int from, Int queries) const {
         if (from_start) column(j, queries, decay_);
         for (Int i = from; i < queries; i += WIDTH) {
             Vec x = load(scores + i);
@@ -129,7 +130,7 @@ class Gates {
     float* gate = nullptr;        // a
     float* from_start = nullptr;  // exp(b)
     float* to_end = nullptr;      // exp(b_C - b)
-    float through = 1;            // exp(b_C)
+    float chunk_decay = 1;        // exp(b_C)
 
   private:
     const Linear& x_;
@@ -191,23 +192,23 @@ struct KeyChunk {
 
     // S' = through S + K^T (to_end V) and z' = through z + K^T to_end. Scales the values, which must have
     // been copied.
-    void enter(State state, Prefetcher& prefetcher) const {
+    void update(State state, Prefetcher& prefetcher) const {
         if (gates.to_end) {
-            for (Int j = 0; j < n; ++j) scale_row(values.at + j * values.row, x_.values, gates.to_end[j]);
-            scale_row(state.kv.at, state_floats(x_, Layout::PLAIN), gates.through);
+            for (Int j = 0; j < n; ++j) scale_row(values.data + j * values.row, x_.values, gates.to_end[j]);
+            scale_row(state.kv.data, state_floats(x_, Layout::PLAIN), gates.chunk_decay);
         }
-        multiply(x_.features, x_.values, n, {keys.at, 1, keys.row}, values, state.kv, true, prefetcher);
-        enter_sum(state.k_sum, gates.to_end);
+        multiply(x_.features, x_.values, n, {keys.data, 1, keys.row}, values, state.kv, true, prefetcher);
+        update_key_sum(state.k_sum, gates.to_end);
     }
 
     // The same for the transposed state. Scales the keys, which must have been copied.
-    void enter_transposed(State state, Prefetcher& prefetcher) const {
+    void update_transposed(State state, Prefetcher& prefetcher) const {
         if (gates.to_end) {
-            for (Int j = 0; j < n; ++j) scale_row(keys.at + j * keys.row, x_.features, gates.to_end[j]);
-            scale_row(state.kv.at, state_floats(x_, Layout::TRANSPOSED), gates.through);
+            for (Int j = 0; j < n; ++j) scale_row(keys.data + j * keys.row, x_.features, gates.to_end[j]);
+            scale_row(state.kv.data, state_floats(x_, Layout::TRANSPOSED), gates.chunk_decay);
         }
-        multiply(x_.values, x_.features, n, {values.at, 1, values.row}, keys, state.kv, true, prefetcher);
-        enter_sum(state.k_sum, nullptr);
+        multiply(x_.values, x_.features, n, {values.data, 1, values.row}, keys, state.kv, true, prefetcher);
+        update_key_sum(state.k_sum, nullptr);
     }
 
     Int longest, token = 0, n = 0;
@@ -215,11 +216,11 @@ struct KeyChunk {
     Gates gates;
 
   private:
-    void enter_sum(float* k_sum, const float* factors) const {
+    void update_key_sum(float* k_sum, const float* factors) const {
         for (Int r = 0; r < x_.features; r += WIDTH) {
             Vec total{};
             for (Int j = 0; j < n; ++j) {
-                const Vec key = load(keys.at + j * keys.row + r);
+                const Vec key = load(keys.data + j * keys.row + r);
                 total += factors ? key * broadcast(factors[j]) : key;
             }
             store(k_sum + r, load(k_sum + r) + total);
@@ -236,11 +237,11 @@ inline void score(const Gates& gates, Int n, Int width, Rows keys, Rows queries_
                   Prefetcher& prefetcher) {
     for (Int j = 0; j < n; j += TILE_ROWS) {
         const Int rows = min(TILE_ROWS, n - j), from = j / WIDTH * WIDTH;
-        const Rows to = {scores_T.at + j * scores_T.row, scores_T.row};
+        const Rows to = {scores_T.data + j * scores_T.row, scores_T.row};
         prefetcher.issue();
-        multiply_few_rows(rows, n - from, width, {keys.at + j * keys.row, keys.row, 1},
-                          {queries_T.at + from, queries_T.row}, {to.at + from, to.row}, false);
-        for (Int a = 0; a < rows; ++a) gates.weigh_column(to.at + a * to.row, j + a, from, n);
+        multiply_few_rows(rows, n - from, width, {keys.data + j * keys.row, keys.row, 1},
+                          {queries_T.data + from, queries_T.row}, {to.data + from, to.row}, false);
+        for (Int a = 0; a < rows; ++a) gates.apply_decay(to.data + a * to.row, j + a, from, n);
     }
 }
 

@@ -25,16 +25,16 @@ class Queries {
                 Prefetcher& prefetcher) {
         const Rows q = rows_.read(x_.q, s.batch, token, head, n);
         const float* from_start = chunk ? chunk->gates.from_start : nullptr;
-        Left left{q.at, q.row, 1};
+        Strided left{q.data, q.row, 1};
         if (chunk) {
-            transpose(n, x_.features, q.at, q.row, q_T_);
-            left = {q_T_.at, 1, q_T_.row};
+            transpose(n, x_.features, q.data, q.row, q_T_);
+            left = {q_T_.data, 1, q_T_.row};
             score(chunk->gates, n, x_.features, chunk->keys, q_T_, scores_T_, prefetcher);
         }
         if (x_.normalize) {
-            if (chunk) find_divisors(n, state.k_sum, from_start);
+            if (chunk) compute_divisors(n, state.k_sum, from_start);
             else
-                for (Int i = 0; i < n; ++i) divisor_[i] = dot(q.at + i * q.row, state.k_sum, x_.features);
+                for (Int i = 0; i < n; ++i) divisor_[i] = dot(q.data + i * q.row, state.k_sum, x_.features);
             for (Int i = 0; i < n; ++i) factors_[i] = divisible(divisor_[i]) ? 1 / divisor_[i] : 0;
         }
         const bool direct = usable(x_.type, x_.values);
@@ -45,24 +45,25 @@ class Queries {
             prefetcher.issue();
             for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH)
                 with_tile(rows, x_.values - m, [&](auto tile) {
-                    tile.add_product({left.at + i * left.row, left.row, left.col}, state.kv.at + m,
+                    tile.add_product({left.data + i * left.row, left.row, left.col}, state.kv.data + m,
                                      state.kv.row, x_.features);
                     if (from_start) tile.scale_rows(from_start + i);
                     if (chunk)
-                        tile.add_product({scores_T_.at + i, 1, scores_T_.row}, chunk->values.at + m,
+                        tile.add_product({scores_T_.data + i, 1, scores_T_.row}, chunk->values.data + m,
                                          chunk->values.row, i + rows);
                     if (x_.normalize) tile.scale_rows(factors_ + i);
-                    tile.write(o.at + m, o.row);
+                    tile.write(o.data + m, o.row);
                 });
             for (Int a = 0; a < rows; ++a) {
                 const Int at = first + a * x_.heads;
                 if (x_.normalize) {
                     out_.divisor[at] = divisor_[i + a];
                     // Even where the numerator is no number.
-                    if (!divisible(divisor_[i + a])) std::memset(o.at + a * o.row, 0, (size_t)x_.values * 4);
+                    if (!divisible(divisor_[i + a]))
+                        std::memset(o.data + a * o.row, 0, (size_t)x_.values * 4);
                 }
                 if (!direct)
-                    write_row(x_.type, o.at + a * o.row, x_.values,
+                    write_row(x_.type, o.data + a * o.row, x_.values,
                               (char*)out_.o + at * x_.values * size_of(x_.type));
             }
         }
@@ -70,16 +71,17 @@ class Queries {
 
   private:
     // P 1 + exp(b) q . z
-    void find_divisors(Int n, const float* k_sum, const float* from_start) {
+    void compute_divisors(Int n, const float* k_sum, const float* from_start) {
         for (Int i = 0; i < n; i += WIDTH) {
             Vec parts[4]{};  // of a sum, that none waits for the one before
             for (Int r = 0; r < x_.features; r += 4)
                 for (int a = 0; a < 4; ++a)
-                    parts[a] += load(q_T_.at + (r + a) * q_T_.row + i) * broadcast(k_sum[r + a]);
+                    parts[a] += load(q_T_.data + (r + a) * q_T_.row + i) * broadcast(k_sum[r + a]);
             Vec total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
             if (from_start) total *= load(from_start + i);
             Vec scores{};
-            for (Int j = 0; j < min(n, i + WIDTH); ++j) scores += load(scores_T_.at + j * scores_T_.row + i);
+            for (Int j = 0; j < min(n, i + WIDTH); ++j)
+                scores += load(scores_T_.data + j * scores_T_.row + i);
             store(divisor_ + i, total + scores);
         }
     }
@@ -93,9 +95,9 @@ class Queries {
     Rows o_;
 };
 
-// The queries and outputs of an item, and how many times `attend` will ask.
+// The queries and outputs of an head_chunk, and how many times `attend` will ask.
 Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearOutputs& out, const Sequence& s,
-                     Item i) {
+                     HeadChunk i) {
     const Int token = s.first_query + i.token;
     for_heads(x, i.group, [&](Int h) {
         prefetch_rows(prefetcher, contiguous(out.o, x.queries, x.heads, x.values), x.type, s.batch, token, h,
@@ -112,20 +114,20 @@ Status causal_task(const Linear& x, const LinearOutputs& out, const LinearTask& 
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Prefetcher prefetcher;
-    const auto prepare = [&](Prefetcher& next, Item i) {
+    const auto prepare = [&](Prefetcher& next, HeadChunk i) {
         const Int asks = prefetch_queries(next, x, out, s, i);
         prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
         prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
         next.spread_over(asks + ceil_div(x.features, TILE_ROWS));
     };
     for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
-               [&](Item i) {
+               [&](HeadChunk i) {
                    const State state = states.of(s.index, task.segment, i.group);
                    chunk.read(s, s.first_key + i.token, i.n, i.group);
                    for_heads(x, i.group, [&](Int head) {
                        queries.attend(s, chunk.token, i.n, head, state, &chunk, prefetcher);
                    });
-                   chunk.enter(state, prefetcher);
+                   chunk.update(state, prefetcher);
                });
     return SUCCESS;
 }
@@ -137,11 +139,11 @@ Status bidirectional_task(const Linear& x, const LinearOutputs& out, const Linea
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Prefetcher prefetcher;
-    const auto prepare = [&](Prefetcher& next, Item i) {
+    const auto prepare = [&](Prefetcher& next, HeadChunk i) {
         next.spread_over(prefetch_queries(next, x, out, s, i));
     };
     for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), prefetcher, prepare,
-               [&](Item i) {
+               [&](HeadChunk i) {
                    const State state = states.of(s.index, segments, i.group);
                    for_heads(x, i.group, [&](Int head) {
                        queries.attend(s, s.first_query + i.token, i.n, head, state, nullptr, prefetcher);
@@ -156,7 +158,7 @@ Status run(const Linear& x, const LinearOutputs& out) {
     const Plan plan(x, true);
     const States states(x, plan, Layout::PLAIN, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
-    const Status found = find_states(x, plan, states, !x.causal, [](const Sequence&, Item, State) {});
+    const Status found = compute_states(x, plan, states, !x.causal, [](const Sequence&, HeadChunk, State) {});
     if (found != SUCCESS) return found;
     return parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const LinearTask task(x, plan, i);

@@ -11,15 +11,15 @@ namespace UNROLLED_ISA {
 struct Plan {
     Int heads_per_task, head_blocks, segments, threads;
 
-    Plan(const Linear& x, bool may_cut) {
+    Plan(const Linear& x, bool may_segment) {
         const Int length = max(x.queries, x.keys), state = max(1, x.features * x.values);
         threads = threads_for((double)x.sequences * (double)length * (double)(x.heads * state), x.threads);
         heads_per_task = min(max(1, x.groups), max(1, (1 << 17) / state));
         while (heads_per_task > 1 && x.sequences * ceil_div(x.groups, heads_per_task) < threads)
             heads_per_task = ceil_div(heads_per_task, 2);
         head_blocks = ceil_div(x.groups, heads_per_task);
-        const Int wanted = ceil_div(threads, max(1, x.sequences * head_blocks));
-        segments = may_cut ? min(wanted, max(1, length / chunk_length(x) / 4)) : 1;
+        const Int enough = ceil_div(threads, max(1, x.sequences * head_blocks));
+        segments = may_segment ? min(enough, max(1, length / chunk_length(x) / 4)) : 1;
     }
 
     Int tasks(const Linear& x) const { return x.sequences * head_blocks * segments; }
@@ -69,7 +69,7 @@ class States {
     // to += factor * from
     void add(State to, float factor, State from) const {
         for (Int i = 0; i < size_; i += WIDTH)
-            store(to.kv.at + i, load(to.kv.at + i) + load(from.kv.at + i) * broadcast(factor));
+            store(to.kv.data + i, load(to.kv.data + i) + load(from.kv.data + i) * broadcast(factor));
     }
 
     const Layout layout;
@@ -81,7 +81,7 @@ class States {
 };
 
 // The product of the gates of a segment.
-inline float gates_through(const Linear& x, const LinearTask& task, Int head) {
+inline float segment_decay(const Linear& x, const LinearTask& task, Int head) {
     double total = 0;
     const Sequence& s = task.sequence;
     if (x.log_decay)
@@ -93,58 +93,59 @@ inline float gates_through(const Linear& x, const LinearTask& task, Int head) {
 enum class Order { FORWARDS, BACKWARDS };
 
 // One chunk of the tokens of a task, for one of its key heads.
-struct Item {
+struct HeadChunk {
     Int token, n, group;  // tokens are counted from the first of the sequence
 };
 
-// Calls `f(item)` for every chunk of the tokens [from, to) and each head of a task, and before it
-// `prepare(prefetcher, item)` with the item after it, whose rows `f` then asks for.
+// Calls `f(head_chunk)` for every chunk of the tokens [from, to) and each head of a task, and before it
+// `prepare(prefetcher, head_chunk)` with the head_chunk after it, whose rows `f` then asks for.
 template <typename P, typename F>
 inline void for_chunks(const Linear& x, const LinearTask& task, Order order, Int from, Int to,
                        Prefetcher& prefetcher, P&& prepare, F&& f) {
     const Int most = chunk_length(x), heads = task.last_head - task.first_head;
-    const Int items = ceil_div(to - from, most) * heads;
-    const auto item = [&](Int i) {
-        const Int t = from + (order == Order::FORWARDS ? i / heads : (items - 1 - i) / heads) * most;
-        return Item{t, min(most, to - t), task.first_head + i % heads};
+    const Int head_chunks = ceil_div(to - from, most) * heads;
+    const auto head_chunk = [&](Int i) {
+        const Int t = from + (order == Order::FORWARDS ? i / heads : (head_chunks - 1 - i) / heads) * most;
+        return HeadChunk{t, min(most, to - t), task.first_head + i % heads};
     };
-    for (Int i = 0; i < items; ++i) {
+    for (Int i = 0; i < head_chunks; ++i) {
         prefetcher.clear();
-        if (i + 1 < items) prepare(prefetcher, item(i + 1));
-        f(item(i));
+        if (i + 1 < head_chunks) prepare(prefetcher, head_chunk(i + 1));
+        f(head_chunk(i));
     }
 }
 
-// Lets the keys of a task's segment enter `states` at the next slot, after `before_chunk(sequence, item,
-// state)`.
+// Lets the keys of a task's segment enter `states` at the next slot, after `before_update(sequence,
+// head_chunk, state)`.
 template <typename F>
-inline Status enter_segment(const Linear& x, const LinearTask& task, const States& states, F&& before_chunk) {
+inline Status accumulate_segment(const Linear& x, const LinearTask& task, const States& states,
+                                 F&& before_update) {
     Workspace memory;
     const bool transposed = states.layout == Layout::TRANSPOSED;
     KeyChunk chunk(x, transposed, true, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Prefetcher prefetcher;
-    const auto prepare = [&](Prefetcher& next, Item i) {
+    const auto prepare = [&](Prefetcher& next, HeadChunk i) {
         prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
         prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
         next.spread_over(ceil_div(transposed ? x.values : x.features, TILE_ROWS));
     };
     for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
-               [&](Item i) {
+               [&](HeadChunk i) {
                    const State state = states.of(s.index, task.segment + 1, i.group);
-                   before_chunk(s, i, state);
+                   before_update(s, i, state);
                    chunk.read(s, s.first_key + i.token, i.n, i.group);
-                   if (transposed) chunk.enter_transposed(state, prefetcher);
-                   else chunk.enter(state, prefetcher);
+                   if (transposed) chunk.update_transposed(state, prefetcher);
+                   else chunk.update(state, prefetcher);
                });
     return SUCCESS;
 }
 
 // Fills `states`, that after the last segment only if `with_last`.
 template <typename F>
-inline Status find_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
-                          F&& before_chunk) {
+inline Status compute_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
+                             F&& before_update) {
     const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
@@ -155,14 +156,14 @@ inline Status find_states(const Linear& x, const Plan& plan, const States& state
                 states.read(n, task.segment + 1, g, task.first ? x.kv : nullptr,
                             task.first ? x.k_sum : nullptr);
         }
-        return enters ? enter_segment(x, task, states, before_chunk) : SUCCESS;
+        return enters ? accumulate_segment(x, task, states, before_update) : SUCCESS;
     });
     if (status != SUCCESS) return status;
     for (Int i = 0; i < plan.tasks(x); ++i) {
         const LinearTask task(x, plan, i);
         if (task.first || (task.last && !with_last)) continue;
         for (Int g = task.first_head; g < task.last_head; ++g)
-            states.add(states.of(task.sequence.index, task.segment + 1, g), gates_through(x, task, g),
+            states.add(states.of(task.sequence.index, task.segment + 1, g), segment_decay(x, task, g),
                        states.of(task.sequence.index, task.segment, g));
     }
     return SUCCESS;

@@ -44,21 +44,22 @@ void step_head(const LinearStep& x, Int head, float gate, const float* key, cons
         for (Int r = 0; r < R; ++r) {
             const Vec s = load_first(kv + r * M + m, M - m) * broadcast(gate) + v * broadcast(key[r]);
             store_first(kv_after + r * M + m, M - m, s);
-            total += s * broadcast(queries.at[r]);
+            total += s * broadcast(queries.data[r]);
         }
-        store(o.at + m, total);
+        store(o.data + m, total);
         for (Int p = 1; p < P; ++p) {
             Vec other{};
             for (Int r = 0; r < R; ++r)
-                other += load_first(kv_after + r * M + m, M - m) * broadcast(queries.at[p * queries.row + r]);
-            store(o.at + p * o.row + m, other);
+                other +=
+                    load_first(kv_after + r * M + m, M - m) * broadcast(queries.data[p * queries.row + r]);
+            store(o.data + p * o.row + m, other);
         }
     }
     for (Int r = 0; r < R; ++r) k_sum_after[r] = k_sum[r] * gate + key[r];
     for (Int p = 0; p < P && x.normalize; ++p) {
         float divisor = 0;
-        for (Int r = 0; r < R; ++r) divisor += queries.at[p * queries.row + r] * k_sum_after[r];
-        divide_row(o.at + p * o.row, M, divisor);
+        for (Int r = 0; r < R; ++r) divisor += queries.data[p * queries.row + r] * k_sum_after[r];
+        divide_row(o.data + p * o.row, M, divisor);
     }
 }
 
@@ -76,13 +77,14 @@ Status run(const LinearStep& x) {
             read_row(type, address(x.k, type, batch, 0, group), R, key);
             read_row(type, address(x.v, type, batch, 0, group), M, value);
             for (Int p = 0; p < P; ++p)
-                read_row(type, address(x.q, type, batch, 0, group * P + p), R, queries.at + p * queries.row);
+                read_row(type, address(x.q, type, batch, 0, group * P + p), R,
+                         queries.data + p * queries.row);
             map_features(x.feature_map, R, key);
-            for (Int p = 0; p < P; ++p) map_features(x.feature_map, R, queries.at + p * queries.row);
+            for (Int p = 0; p < P; ++p) map_features(x.feature_map, R, queries.data + p * queries.row);
             const float gate = x.log_decay ? (float)__builtin_exp(x.log_decay[head]) : 1;
             step_head(x, head, gate, key, value, queries, o);
             for (Int p = 0; p < P; ++p)
-                write_row(type, o.at + p * o.row, M, (char*)x.o + (head * P + p) * M * size_of(type));
+                write_row(type, o.data + p * o.row, M, (char*)x.o + (head * P + p) * M * size_of(type));
         }
         return SUCCESS;
     });

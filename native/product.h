@@ -16,33 +16,33 @@ constexpr int TILE_ROWS = 4, TILE_VECS = 2;
 #endif
 
 // A matrix whose element (i, j) lies at `at[i * row + j * col]`.
-struct Left {
-    const float* at;
+struct Strided {
+    const float* data;
     int64_t row, col;
 };
 
 // A matrix with rows of whole vectors.
 struct Rows {
-    float* at;
+    float* data;
     int64_t row;
 };
 
 // A block of C held in registers.
 template <int ROWS, int VECS>
 struct Tile {
-    Vec at[ROWS][VECS] = {};
+    Vec sums[ROWS][VECS] = {};
 
     // Inlined, or else the tile would pass through memory.
-    __attribute__((always_inline)) void add_product(Left a, const float* b, int64_t b_row, int64_t depth) {
+    __attribute__((always_inline)) void add_product(Strided a, const float* b, int64_t b_row, int64_t depth) {
         for (int64_t k = 0; k < depth; ++k) {
             Vec right[VECS];
 #pragma GCC unroll 8
             for (int j = 0; j < VECS; ++j) right[j] = load(b + k * b_row + j * WIDTH);
 #pragma GCC unroll 8
             for (int i = 0; i < ROWS; ++i) {
-                const Vec left = broadcast(a.at[i * a.row + k * a.col]);
+                const Vec left = broadcast(a.data[i * a.row + k * a.col]);
 #pragma GCC unroll 8
-                for (int j = 0; j < VECS; ++j) at[i][j] += left * right[j];
+                for (int j = 0; j < VECS; ++j) sums[i][j] += left * right[j];
             }
         }
     }
@@ -51,14 +51,14 @@ struct Tile {
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < VECS; ++j) at[i][j] *= broadcast(factors[i]);
+            for (int j = 0; j < VECS; ++j) sums[i][j] *= broadcast(factors[i]);
     }
 
     void write(float* c, int64_t c_row) const {
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < VECS; ++j) store(c + i * c_row + j * WIDTH, at[i][j]);
+            for (int j = 0; j < VECS; ++j) store(c + i * c_row + j * WIDTH, sums[i][j]);
     }
 
     void add_to(float* c, int64_t c_row) const {
@@ -67,7 +67,7 @@ struct Tile {
 #pragma GCC unroll 8
             for (int j = 0; j < VECS; ++j) {
                 float* out = c + i * c_row + j * WIDTH;
-                store(out, load(out) + at[i][j]);
+                store(out, load(out) + sums[i][j]);
             }
     }
 };
@@ -98,24 +98,25 @@ inline void with_tile(int64_t rows, int64_t cols, F&& f) {
 }
 
 // C = A B, or C += A B if `add`, for A [rows, depth] of at most TILE_ROWS rows and B [depth, cols].
-inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add) {
+inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Strided a, Rows b, Rows c,
+                              bool add) {
     for (int64_t j = 0; j < cols; j += TILE_VECS * WIDTH)
         // Inlined, or else the tile would pass through memory.
         with_tile(rows, cols - j, [&](auto tile) __attribute__((always_inline)) {
-            tile.add_product(a, b.at + j, b.row, depth);
-            if (add) tile.add_to(c.at + j, c.row);
-            else tile.write(c.at + j, c.row);
+            tile.add_product(a, b.data + j, b.row, depth);
+            if (add) tile.add_to(c.data + j, c.row);
+            else tile.write(c.data + j, c.row);
         });
 }
 
 // The same for any number of rows. The sum over `depth` is formed before it is added to C: the sum of a long
 // sequence then rounds once per chunk, not once per token.
-inline void multiply(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add,
+inline void multiply(int64_t rows, int64_t cols, int64_t depth, Strided a, Rows b, Rows c, bool add,
                      Prefetcher& prefetcher) {
     for (int64_t i = 0; i < rows; i += TILE_ROWS) {
         prefetcher.issue();
         const int64_t n = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
-        multiply_few_rows(n, cols, depth, {a.at + i * a.row, a.row, a.col}, b, {c.at + i * c.row, c.row},
+        multiply_few_rows(n, cols, depth, {a.data + i * a.row, a.row, a.col}, b, {c.data + i * c.row, c.row},
                           add);
     }
 }

@@ -10,13 +10,13 @@ namespace UNROLLED_ISA {
 template <Type type>
 inline Vec load_as(const void* at) {
     if constexpr (type == FLOAT32) return load((const float*)at);
-    else return widen<type>(*(const LooseHalfVec*)at);
+    else return widen<type>(*(const UnalignedHalfVec*)at);
 }
 
 template <Type type>
 inline void store_as(void* at, Vec x) {
     if constexpr (type == FLOAT32) store((float*)at, x);
-    else *(LooseHalfVec*)at = narrow<type>(x);
+    else *(UnalignedHalfVec*)at = narrow<type>(x);
 }
 
 template <Type type>
@@ -58,7 +58,7 @@ inline void write_row(Int type, const float* from, Int n, void* to) {
 }
 
 inline const char* address(const Tensor& x, Int type, Int batch, Int token, Int head) {
-    return (const char*)x.at + (batch * x.batch + token * x.token + head * x.head) * size_of(type);
+    return (const char*)x.data + (batch * x.batch + token * x.token + head * x.head) * size_of(type);
 }
 
 // Asks for rows of a tensor, or of a contiguous one [batch, tokens, heads, width] that is written.
@@ -83,7 +83,7 @@ inline bool usable(Int type, Int width) { return type == FLOAT32 && width % WIDT
 
 inline void read_rows(const Tensor& x, Int type, Int batch, Int token, Int head, Int n, Int width, Rows to) {
     for (Int i = 0; i < n; ++i)
-        read_row(type, address(x, type, batch, token + i, head), width, to.at + i * to.row);
+        read_row(type, address(x, type, batch, token + i, head), width, to.data + i * to.row);
 }
 
 inline void scale_row(float* row, Int n, float factor) {
@@ -104,17 +104,18 @@ inline void transpose(Int rows, Int cols, const float* a, Int a_row, Rows b) {
     for (Int i = 0; i < rows; i += 4)
         for (Int j = 0; j < cols; j += 4) {
             const float* from = a + i * a_row + j;
-            float* to = b.at + j * b.row + i;
-            const Quad a0 = *(const LooseQuad*)from, a1 = *(const LooseQuad*)(from + a_row);
-            const Quad a2 = *(const LooseQuad*)(from + 2 * a_row), a3 = *(const LooseQuad*)(from + 3 * a_row);
+            float* to = b.data + j * b.row + i;
+            const Quad a0 = *(const UnalignedQuad*)from, a1 = *(const UnalignedQuad*)(from + a_row);
+            const Quad a2 = *(const UnalignedQuad*)(from + 2 * a_row),
+                       a3 = *(const UnalignedQuad*)(from + 3 * a_row);
             const Quad b0 = __builtin_shufflevector(a0, a1, 0, 4, 1, 5);
             const Quad b1 = __builtin_shufflevector(a0, a1, 2, 6, 3, 7);
             const Quad b2 = __builtin_shufflevector(a2, a3, 0, 4, 1, 5);
             const Quad b3 = __builtin_shufflevector(a2, a3, 2, 6, 3, 7);
-            *(LooseQuad*)to = __builtin_shufflevector(b0, b2, 0, 1, 4, 5);
-            *(LooseQuad*)(to + b.row) = __builtin_shufflevector(b0, b2, 2, 3, 6, 7);
-            *(LooseQuad*)(to + 2 * b.row) = __builtin_shufflevector(b1, b3, 0, 1, 4, 5);
-            *(LooseQuad*)(to + 3 * b.row) = __builtin_shufflevector(b1, b3, 2, 3, 6, 7);
+            *(UnalignedQuad*)to = __builtin_shufflevector(b0, b2, 0, 1, 4, 5);
+            *(UnalignedQuad*)(to + b.row) = __builtin_shufflevector(b0, b2, 2, 3, 6, 7);
+            *(UnalignedQuad*)(to + 2 * b.row) = __builtin_shufflevector(b1, b3, 0, 1, 4, 5);
+            *(UnalignedQuad*)(to + 3 * b.row) = __builtin_shufflevector(b1, b3, 2, 3, 6, 7);
         }
 }
 

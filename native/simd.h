@@ -25,22 +25,22 @@ typedef uint32_t BitVec __attribute__((vector_size(WIDTH * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(WIDTH * 2)));
 
 // The same at any address, whatever is stored there.
-typedef float LooseVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
-typedef uint16_t LooseHalfVec __attribute__((vector_size(WIDTH * 2), aligned(2), may_alias));
+typedef float UnalignedVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+typedef uint16_t UnalignedHalfVec __attribute__((vector_size(WIDTH * 2), aligned(2), may_alias));
 
 // Subtracting zeros, and not adding them, which would turn -0 into 0 and so is not free.
 inline Vec broadcast(float x) { return x - Vec{}; }
 
-inline Vec load(const float* at) { return *(const LooseVec*)at; }
+inline Vec load(const float* at) { return *(const UnalignedVec*)at; }
 
-inline void store(float* at, Vec x) { *(LooseVec*)at = x; }
+inline void store(float* at, Vec x) { *(UnalignedVec*)at = x; }
 
 inline Vec select(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
 
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
 typedef float Quad __attribute__((vector_size(16)));
-typedef float LooseQuad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float UnalignedQuad __attribute__((vector_size(16), aligned(4), may_alias));
 
 inline float sum(Vec x) {
     Quad parts[WIDTH / 4];

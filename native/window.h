@@ -15,7 +15,7 @@ namespace window {
 constexpr Int BLOCK = 64;
 
 // Keys whose scores are held at once.
-constexpr Int MOST_KEYS = 1024;
+constexpr Int MAX_KEYS = 1024;
 
 struct Span {
     Int first, end;
@@ -123,9 +123,9 @@ class Keys {
         for (; next_ < keys.end; ++next_) {
             const Sequence& s = task_.sequence;
             if (x_.padding && x_.padding[s.batch * x_.keys + s.first_key + next_]) continue;
-            read_row(x_.type, address_of(x_.k, next_), x_.features, k(all.end).at);
-            read_row(x_.type, address_of(x_.v, next_), x_.values, v(all.end).at);
-            for (int i = 2; i < pieces_; ++i) std::memset(at(i, all.end).at, 0, (size_t)piece_[i].row * 4);
+            read_row(x_.type, address_of(x_.k, next_), x_.features, k(all.end).data);
+            read_row(x_.type, address_of(x_.v, next_), x_.values, v(all.end).data);
+            for (int i = 2; i < pieces_; ++i) std::memset(at(i, all.end).data, 0, (size_t)piece_[i].row * 4);
             position_[all.end++] = (int32_t)next_;
         }
     }
@@ -142,7 +142,7 @@ class Keys {
 
   private:
     Rows at(int piece, Int row) const {
-        return {piece_[piece].at + row * piece_[piece].row, piece_[piece].row};
+        return {piece_[piece].data + row * piece_[piece].row, piece_[piece].row};
     }
 
     const char* address_of(const Tensor& tensor, Int position) const {
@@ -165,7 +165,7 @@ class Keys {
     void move_to_front() {
         const size_t n = (size_t)all.size() * 4;
         for (int i = 0; i < pieces_; ++i)
-            std::memmove(piece_[i].at, at(i, all.first).at, n * (size_t)piece_[i].row);
+            std::memmove(piece_[i].data, at(i, all.first).data, n * (size_t)piece_[i].row);
         std::memmove(position_, position_ + all.first, n);
         all = {0, all.size()};
     }
@@ -187,14 +187,14 @@ class QueryRows {
           rows(memory.rows(BLOCK, round_up(width))),
           transposed(memory.rows(round_up(width), BLOCK)) {}
 
-    float* at(Int i) const { return rows.at + i * rows.row; }
+    float* at(Int i) const { return rows.data + i * rows.row; }
 
     // Calls `read(i, row)` for each of `n` rows.
     template <typename F>
     void read(Int n, F&& read) const {
         for (Int i = 0; i < n; ++i) read(i, at(i));
         std::memset(at(n), 0, (size_t)((round_up(n) - n) * rows.row) * 4);
-        transpose(round_up(n), width_, rows.at, rows.row, transposed);
+        transpose(round_up(n), width_, rows.data, rows.row, transposed);
     }
 
   private:
@@ -205,11 +205,11 @@ class QueryRows {
 };
 
 // Rows of keys that some, and that all, queries of one vector read.
-struct Sight {
+struct Visible {
     Span some, all;
 };
 
-// The scores of a block of queries and of the keys in reach, in groups of at most MOST_KEYS.
+// The scores of a block of queries and of the keys in reach, in groups of at most MAX_KEYS.
 class Block {
   public:
     Block(const Window& x, const WindowTask& task, const Keys& keys)
@@ -224,22 +224,22 @@ class Block {
     // Calls `f` with one `group` of the keys after the other.
     template <typename F>
     void for_groups(F&& f) {
-        for (Int row = keys_.all.first; row < keys_.all.end; row += MOST_KEYS) {
-            group = {row, min(keys_.all.end, row + MOST_KEYS)};
+        for (Int row = keys_.all.first; row < keys_.all.end; row += MAX_KEYS) {
+            group = {row, min(keys_.all.end, row + MAX_KEYS)};
             f();
         }
     }
-    Int most_keys() const { return min(MOST_KEYS, keys_.capacity()); }
-    Int groups() const { return ceil_div(keys_.all.size(), MOST_KEYS); }
+    Int max_keys() const { return min(MAX_KEYS, keys_.capacity()); }
+    Int groups() const { return ceil_div(keys_.all.size(), MAX_KEYS); }
 
     // A row of `scores` for each key of the group: the product of its row in `keys` with the lanes of
     // `queries_T` that read it.
     void multiply_keys(Rows keys, Int depth, Rows queries_T, Rows scores) const {
         for_keys([&](Int row, Int rows, Span lanes) {
             const Int first = lanes.first / WIDTH * WIDTH;
-            multiply_few_rows(rows, lanes.end - first, depth, {keys.at + row * keys.row, keys.row, 1},
-                              {queries_T.at + first, queries_T.row},
-                              {scores.at + (row - group.first) * scores.row + first, scores.row}, false);
+            multiply_few_rows(rows, lanes.end - first, depth, {keys.data + row * keys.row, keys.row, 1},
+                              {queries_T.data + first, queries_T.row},
+                              {scores.data + (row - group.first) * scores.row + first, scores.row}, false);
         });
     }
 
@@ -265,19 +265,19 @@ class Block {
     }
 
     // What the queries of the vector at `lane` read of the group.
-    Sight sight(Int lane) const {
+    Visible visible(Int lane) const {
         const Span first = keys_of(x_, s_, queries.first + lane);
         const Span last = keys_of(x_, s_, min(queries.first + lane + WIDTH, queries.end) - 1);
         const Span some = keys_.rows({first.first, last.end}).within(group);
         return {some, keys_.rows({last.first, first.end}).within(some)};
     }
 
-    // `f(row, all)` for the rows in sight; `all` says whether every query of the vector reads them.
+    // `f(row, all)` for the rows in visible; `all` says whether every query of the vector reads them.
     template <typename F>
-    static void for_sight(Sight sight, F&& f) {
-        for (Int row = sight.some.first; row < sight.all.first; ++row) f(row, false);
-        for (Int row = sight.all.first; row < sight.all.end; ++row) f(row, true);
-        for (Int row = sight.all.end; row < sight.some.end; ++row) f(row, false);
+    static void for_visible(Visible visible, F&& f) {
+        for (Int row = visible.some.first; row < visible.all.first; ++row) f(row, false);
+        for (Int row = visible.all.first; row < visible.all.end; ++row) f(row, true);
+        for (Int row = visible.all.end; row < visible.some.end; ++row) f(row, false);
     }
 
     // The lanes of the vector at `lane` that read a key.

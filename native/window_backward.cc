@@ -1,5 +1,5 @@
 // Sliding-window attention, backward: one walk along the queries, in which every score is computed once and
-// gives to dQ, dK and dV. Only a query with more than MOST_KEYS keys has its scores computed twice, as delta
+// gives to dQ, dK and dV. Only a query with more than MAX_KEYS keys has its scores computed twice, as delta
 // must be known before the rest.
 #include "kernels.h"
 #include "window.h"
@@ -45,8 +45,8 @@ class Backward {
           block_(x, task, keys_),
           q_(x.features, memory),
           g_(x.values, memory),
-          scores_(memory.rows(block_.most_keys(), BLOCK)),
-          d_scores_(memory.rows(block_.most_keys(), BLOCK)),
+          scores_(memory.rows(block_.max_keys(), BLOCK)),
+          d_scores_(memory.rows(block_.max_keys(), BLOCK)),
           d_q_(memory.rows(BLOCK, round_up(x.features))),
           lse_(memory.floats(BLOCK)),
           delta_(memory.floats(BLOCK)) {}
@@ -67,10 +67,10 @@ class Backward {
         keys_.move_to(keys, [&](Int row) {
             const Int position = keys_.position(row);
             if (!shared(task_, position))
-                return write_gradients(x_, out_, task_, position, keys_.d_k(row).at, keys_.d_v(row).at);
+                return write_gradients(x_, out_, task_, position, keys_.d_k(row).data, keys_.d_v(row).data);
             float* to = partial(x_, task_, position);
-            std::memcpy(to, keys_.d_k(row).at, (size_t)round_up(x_.features) * 4);
-            std::memcpy(to + round_up(x_.features), keys_.d_v(row).at, (size_t)round_up(x_.values) * 4);
+            std::memcpy(to, keys_.d_k(row).data, (size_t)round_up(x_.features) * 4);
+            std::memcpy(to + round_up(x_.features), keys_.d_v(row).data, (size_t)round_up(x_.values) * 4);
         });
     }
 
@@ -87,13 +87,13 @@ class Backward {
             multiply_keys();
             for (Int lane = 0; lane < block_.n; lane += WIDTH) {
                 weigh(lane, once);
-                through_softmax(lane);
+                softmax_backward(lane);
             }
-            give(head, first);
+            accumulate(head, first);
             first = false;
         });
         for (Int i = 0; i < block_.n; ++i) {
-            float* d_q = d_q_.at + i * d_q_.row;
+            float* d_q = d_q_.data + i * d_q_.row;
             if (first) std::memset(d_q, 0, (size_t)d_q_.row * 4);
             scale_row(d_q, x_.features, (float)x_.scale);
             write_row(x_.type, d_q, x_.features, d_query(i, head));
@@ -128,10 +128,10 @@ class Backward {
     // P = exp(s - lse) for the vector of queries at `lane`; if `sum`, P dP is added to delta.
     void weigh(Int lane, bool sum) {
         const Int first = block_.group.first;
-        float *const s = scores_.at + lane, *const d_p = d_scores_.at + lane;
+        float *const s = scores_.data + lane, *const d_p = d_scores_.data + lane;
         const Vec lse = load(lse_ + lane);
         Vec delta = load(delta_ + lane);
-        Block::for_sight(block_.sight(lane), [&](Int row, bool all) {
+        Block::for_visible(block_.visible(lane), [&](Int row, bool all) {
             const Int at = (row - first) * BLOCK;
             Vec p = exp_of_negative(load(s + at) - lse);
             if (!all) p = select(block_.readers(row, lane), p, Vec{});
@@ -141,12 +141,12 @@ class Backward {
         if (sum) store(delta_ + lane, delta);
     }
 
-    // dS = P (dP - delta), and zeros out of sight.
-    void through_softmax(Int lane) {
+    // dS = P (dP - delta), and zeros out of visible.
+    void softmax_backward(Int lane) {
         const Int first = block_.group.first;
-        float *const p = scores_.at + lane, *const d_s = d_scores_.at + lane;
+        float *const p = scores_.data + lane, *const d_s = d_scores_.data + lane;
         const Vec delta = load(delta_ + lane);
-        const Span some = block_.sight(lane).some;
+        const Span some = block_.visible(lane).some;
         const auto clear = [&](Int row) {
             store(p + (row - first) * BLOCK, Vec{});
             store(d_s + (row - first) * BLOCK, Vec{});
@@ -177,7 +177,7 @@ class Backward {
     }
 
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
-    void give(Int head, bool first) {
+    void accumulate(Int head, bool first) {
         block_.for_keys([&](Int row, Int rows, Span lanes) {
             multiply_few_rows(rows, x_.values, lanes.size(), {at(scores_, row, lanes.first), scores_.row, 1},
                               {g_.at(lanes.first), g_.rows.row}, keys_.d_v(row), true);
@@ -188,12 +188,12 @@ class Backward {
         block_.for_queries([&](Int i, Int n, Span rows) {
             prefetch_next(i, n, head);
             multiply_few_rows(n, x_.features, rows.size(), {at(d_scores_, rows.first, i), 1, d_scores_.row},
-                              keys_.k(rows.first), {d_q_.at + i * d_q_.row, d_q_.row}, !first);
+                              keys_.k(rows.first), {d_q_.data + i * d_q_.row, d_q_.row}, !first);
         });
     }
 
     float* at(Rows scores, Int row, Int lane) const {
-        return scores.at + (row - block_.group.first) * BLOCK + lane;
+        return scores.data + (row - block_.group.first) * BLOCK + lane;
     }
 
     Int row_of(Int i, Int head) const {

@@ -17,10 +17,10 @@ class Forward {
           keys_(x, task, memory, false),
           block_(x, task, keys_),
           q_(x.features, memory),
-          scores_(memory.rows(block_.most_keys(), BLOCK)),
+          scores_(memory.rows(block_.max_keys(), BLOCK)),
           o_(memory.rows(BLOCK, round_up(x.values))),
-          tops_(memory.floats(BLOCK)),
-          totals_(memory.floats(BLOCK)),
+          maxima_(memory.floats(BLOCK)),
+          sums_(memory.floats(BLOCK)),
           factors_(memory.floats(BLOCK)) {}
 
     void run() {
@@ -40,21 +40,21 @@ class Forward {
             scale_row(row, x_.features, (float)x_.scale);
         });
         for (Int lane = 0; lane < BLOCK; lane += WIDTH) {
-            store(tops_ + lane, broadcast(-__FLT_MAX__));
-            store(totals_ + lane, Vec{});
+            store(maxima_ + lane, broadcast(-__FLT_MAX__));
+            store(sums_ + lane, Vec{});
         }
         bool first = true;
         block_.for_groups([&] {
             block_.multiply_keys(keys_.k(), x_.features, q_.transposed, scores_);
             for (Int lane = 0; lane < block_.n; lane += WIDTH) weigh(lane);
             for (Int i = 0; i < block_.n && !first; ++i)
-                scale_row(o_.at + i * o_.row, x_.values, factors_[i]);
+                scale_row(o_.data + i * o_.row, x_.values, factors_[i]);
             block_.for_queries([&](Int i, Int n, Span rows) {
                 prefetch_next(i, n, head);
                 multiply_few_rows(
                     n, x_.values, rows.size(),
-                    {scores_.at + (rows.first - block_.group.first) * scores_.row + i, 1, scores_.row},
-                    keys_.v(rows.first), {o_.at + i * o_.row, o_.row}, !first);
+                    {scores_.data + (rows.first - block_.group.first) * scores_.row + i, 1, scores_.row},
+                    keys_.v(rows.first), {o_.data + i * o_.row, o_.row}, !first);
             });
             first = false;
         });
@@ -64,21 +64,21 @@ class Forward {
     // P = exp(s - max s) for the vector of queries at `lane`, where max s is that of the groups up to this
     // one.
     void weigh(Int lane) {
-        const Sight sight = block_.sight(lane);
+        const Visible visible = block_.visible(lane);
         const Int first = block_.group.first;
-        const auto s = [&](Int row) { return scores_.at + (row - first) * BLOCK + lane; };
-        const Vec before = load(tops_ + lane);
+        const auto s = [&](Int row) { return scores_.data + (row - first) * BLOCK + lane; };
+        const Vec before = load(maxima_ + lane);
         Vec top = before;
-        block_.for_sight(sight, [&](Int row, bool all) {
+        block_.for_visible(visible, [&](Int row, bool all) {
             Vec x = load(s(row));
             if (!all) store(s(row), x = select(block_.readers(row, lane), x, broadcast(-__builtin_inff())));
             top = max(top, x);
         });
         const Vec factor = exp_of_negative(before - top);
-        Vec total = load(totals_ + lane) * factor;
-        for (Int row = first; row < sight.some.first; ++row) store(s(row), Vec{});
-        for (Int row = sight.some.first; row < sight.some.end;) {
-            const Int end = min(row + 32, sight.some.end);
+        Vec total = load(sums_ + lane) * factor;
+        for (Int row = first; row < visible.some.first; ++row) store(s(row), Vec{});
+        for (Int row = visible.some.first; row < visible.some.end;) {
+            const Int end = min(row + 32, visible.some.end);
             Vec part{};  // many terms, added one by one, would lose digits
             for (; row < end; ++row) {
                 const Vec p = exp_of_negative(load(s(row)) - top);
@@ -87,9 +87,9 @@ class Forward {
             }
             total += part;
         }
-        for (Int row = sight.some.end; row < block_.group.end; ++row) store(s(row), Vec{});
-        store(tops_ + lane, top);
-        store(totals_ + lane, total);
+        for (Int row = visible.some.end; row < block_.group.end; ++row) store(s(row), Vec{});
+        store(maxima_ + lane, top);
+        store(sums_ + lane, total);
         store(factors_ + lane, factor);
     }
 
@@ -110,12 +110,12 @@ class Forward {
     char* output(Int row) const { return (char*)out_.o + row * x_.values * size_of(x_.type); }
 
     void write(Int i, Int row) const {
-        const bool nothing = totals_[i] == 0;
-        float* o = o_.at + i * o_.row;
+        const bool nothing = sums_[i] == 0;
+        float* o = o_.data + i * o_.row;
         if (nothing) std::memset(o, 0, (size_t)o_.row * 4);
-        else scale_row(o, x_.values, 1 / totals_[i]);
+        else scale_row(o, x_.values, 1 / sums_[i]);
         write_row(x_.type, o, x_.values, output(row));
-        out_.lse[row] = nothing ? -__builtin_inff() : tops_[i] + __builtin_logf(totals_[i]);
+        out_.lse[row] = nothing ? -__builtin_inff() : maxima_[i] + __builtin_logf(sums_[i]);
     }
 
     const Window& x_;
@@ -125,7 +125,7 @@ class Forward {
     Block block_;
     QueryRows q_;
     Rows scores_, o_;
-    float *tops_, *totals_, *factors_;
+    float *maxima_, *sums_, *factors_;
 };
 
 }  // namespace

@@ -28,7 +28,7 @@ class Workspace {
 
     // Null once memory has run out, of which nothing may be read or written: see `failed`.
     float* floats(int64_t n) {
-        void* array = n_ < MOST ? unrolled::allocate((size_t)(n * 4 + 64) / 64 * 64) : nullptr;
+        void* array = n_ < MAX_ARRAYS ? unrolled::allocate((size_t)(n * 4 + 64) / 64 * 64) : nullptr;
         if (array) arrays_[n_++] = array;
         else failed_ = true;
         return (float*)array;
@@ -44,8 +44,8 @@ class Workspace {
     bool failed() const { return failed_; }
 
   private:
-    static constexpr int MOST = 32;  // no kernel has more arrays, whatever the sizes
-    void* arrays_[MOST];
+    static constexpr int MAX_ARRAYS = 32;  // no kernel has more arrays, whatever the sizes
+    void* arrays_[MAX_ARRAYS];
     int n_ = 0;
     bool failed_ = false;
 };

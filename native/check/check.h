@@ -36,7 +36,7 @@ void* unrolled::allocate(size_t bytes) {
     return allocations++ == failing ? nullptr : std::aligned_alloc(64, bytes);
 }
 
-struct Tally {
+struct Report {
     int cases = 0, failures = 0;
     bool starve = false;
     char what[200] = "";
@@ -66,12 +66,12 @@ struct Tally {
         }
     }
 
-    void compare(const char* name, const Floats& found, const Doubles& wanted) {
+    void compare(const char* name, const Floats& found, const Doubles& expected) {
         double error = 0, size = 0;
-        for (size_t i = 0; i < wanted.size(); ++i) {
-            const double difference = found[i] == wanted[i] ? 0 : std::fabs(found[i] - wanted[i]);
+        for (size_t i = 0; i < expected.size(); ++i) {
+            const double difference = found[i] == expected[i] ? 0 : std::fabs(found[i] - expected[i]);
             error = difference <= error ? error : difference;  // NaN is an error too
-            size = std::isinf(wanted[i]) ? size : std::fmax(size, std::fabs(wanted[i]));
+            size = std::isinf(expected[i]) ? size : std::fmax(size, std::fabs(expected[i]));
         }
         if (error <= 2e-5 * (1 + size)) return;
         ++failures;
