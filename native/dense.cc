@@ -1,18 +1,24 @@
-// y = x W^T + b for a few rows x, as in a step of generation. Reading the weights is most of the work, so
-// they are read once, in the order in which they lie in memory: the hardware fetches such a stream
-// prefetcher.
+// y = x W^T + b for a few rows x, as in a step of generation. Reading the weights takes most of the time, so
+// they are read once and in the order of memory, which the hardware prefetcher follows.
+//
+// Each thread has a range of the outputs:
+// 1. Read the rows of x as floats.
+// 2. Multiply, in one of two ways:
+//    a. a few rows: lanes hold inputs, and each output is a dot product;
+//    b. more than half a vector of rows: lanes hold rows of x, which is transposed first.
+// 3. Add the bias and write.
 #include "kernels.h"
 #include "rows.h"
 
 namespace UNROLLED_ISA {
 namespace {
 
-constexpr Int DEPTH = 64;  // products that are added up before they join the sum: it rounds less often
+constexpr Int DEPTH = 64;  // terms of a partial sum: the total is rounded once per 64 terms
 
-// The sums over one row of weights for `N` rows of x, which are padded with zeros to whole vectors.
+// 2a. Dot products of one row of weights and `N` rows of x, which are padded with zeros to whole vectors.
 template <Type type, int N>
 void dots(const char* weights, Int width, Rows x, Rows y) {
-    constexpr int SUMS = 8 / N;  // for each row, so that few additions wait for the one before
+    constexpr int SUMS = 8 / N;  // independent sums for each row, which hide the latency of an addition
     constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
     Vec sums[N][SUMS] = {};
     Int i = 0;
@@ -34,7 +40,7 @@ void dots(const char* weights, Int width, Rows x, Rows y) {
     }
 }
 
-// Lanes hold inputs: for rows too few to fill a vector.
+// 2a. Lanes hold inputs.
 template <Type type>
 void multiply_dots(const char* weights, Int outputs, Int inputs, Int rows, Rows x, Rows y) {
     constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
@@ -47,7 +53,7 @@ void multiply_dots(const char* weights, Int outputs, Int inputs, Int rows, Rows 
     }
 }
 
-// Lanes hold rows of x, which is transposed: nothing is summed across lanes.
+// 2b. Lanes hold rows of x, which is transposed, so that nothing is summed across lanes.
 template <Type type>
 Status multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Rows x, Rows y) {
     constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
@@ -66,7 +72,7 @@ Status multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Ro
         }
         const Int left = (outputs - i - n) * inputs * SIZE;
         for (Int k = 0; k < inputs; k += DEPTH) {
-            // A part of the next block of weights, while this one is multiplied.
+            // Prefetches a part of the next block of weights while this one is multiplied.
             prefetch_row<false>(next + k * n * SIZE, min(DEPTH * n * SIZE, left - k * n * SIZE));
             multiply_few_rows(n, rows, min(DEPTH, inputs - k), {block.data + k, block.row, 1},
                               {x.data + k * x.row, x.row}, out, k > 0);
@@ -86,20 +92,24 @@ Status run(const Dense& d) {
         const Int first = d.outputs * part / threads, n = d.outputs * (part + 1) / threads - first;
         const char* weights = (const char*)d.weights + first * d.inputs * SIZE;
         Workspace memory;
-        // One vector longer than they are: a power of two between rows would send them to the same cache set.
+        // Rows are a vector apart: at a distance of a power of two they would compete for the same cache
+        // sets.
         const Int rows = in_lanes ? round_up(d.rows) : d.rows, width = round_up(d.inputs) + WIDTH;
         const Rows x{memory.zeros(rows * width), width};
         const Rows y = memory.rows(d.rows, round_up(n) + WIDTH);
-        const Rows turned = in_lanes ? memory.rows(round_up(d.inputs), rows) : Rows{};
+        const Rows x_T = in_lanes ? memory.rows(round_up(d.inputs), rows) : Rows{};
         float* bias = memory.zeros(round_up(n));
         if (memory.failed()) return OUT_OF_MEMORY;
+        // 1. Rows of x.
         for (Int r = 0; r < d.rows; ++r)
             read_row<type>((const char*)d.x + r * d.inputs * SIZE, d.inputs, x.data + r * x.row);
+        // 2. Product.
         if (in_lanes) {
-            transpose(rows, d.inputs, x.data, x.row, turned);
-            const Status status = multiply_lanes<type>(weights, n, d.inputs, d.rows, turned, y);
+            transpose(rows, d.inputs, x.data, x.row, x_T);
+            const Status status = multiply_lanes<type>(weights, n, d.inputs, d.rows, x_T, y);
             if (status != SUCCESS) return status;
         } else multiply_dots<type>(weights, n, d.inputs, d.rows, x, y);
+        // 3. Bias.
         if (d.bias) read_row<type>((const char*)d.bias + first * SIZE, n, bias);
         for (Int r = 0; r < d.rows; ++r) {
             float* row = y.data + r * y.row;

@@ -1,4 +1,4 @@
-// What Python calls: every function once per instruction set, `linear_forward_avx2` for instance.
+// The functions that Python calls, each once per instruction set: `linear_forward_avx2`, for instance.
 #pragma once
 
 #include "arguments.h"

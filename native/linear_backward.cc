@@ -1,13 +1,30 @@
-// Linear attention, backward: one pass forwards for the queries, one backwards for the keys, the values and
-// the gates. Only the states between chunks are kept, and those only with gates; everything else is
-// recomputed.
+// Linear attention, backward: one pass forwards for the queries, one backwards for the keys, values and
+// gates. Scores are recomputed. The gradients of gates need the state before every chunk, which the first
+// pass keeps for them; without gates nothing is kept. With G = dO / den and the letters of `linear_chunk.h`:
+//
+// 1. Compute the states before the segments, where there are any (`linear_plan.h`).
+// Forwards, for each chunk and each query head:
+// 2. dQ' = (D * (G V^T)) K + exp(b) G S^T, and the state is updated as in the forward pass.
+// 3. Through the divisors: dden = -(q . dQ') / den and dQ = dQ' + dden ((D K) + exp(b) z).
+// 4. Compute the gradients of the states after the segments, as in phase 1 but backwards and from queries.
+// Backwards, for each chunk and each key head, with the gradient dS, dz of the state after it:
+// 5. Through the state: dK = exp(b_C - b) (V dS^T + dz) and dV = exp(b_C - b) K dS.
+// 6. The gradients of the gates that act on the state.
+// For each query head, if causal:
+// 7. Inside the chunk: dK += dP^T Q and dV += P^T G with dP = D * (G V^T + dden), and the gates between.
+// 8. Gradient of the state before the chunk: dS' = exp(b_C) dS + (exp(b) Q)^T G, dz' alike with dden.
+// At the end:
+// 9. The gradient of the initial state is that before the first chunk.
+//
+// Bidirectional queries all read the final state: phases 2, 3 without scores, then 4, 5, 6.
 #include "kernels.h"
 #include "linear_plan.h"
 
 namespace UNROLLED_ISA {
 namespace {
 
-// A slot for every chunk of every sequence; packed ones may each have one more than their tokens fill.
+// One state for every chunk of every sequence. A packed sequence may need one more than its tokens fill, as
+// it need not begin at a multiple of the chunk.
 Int saved_floats(const Linear& x) {
     const Int C = chunk_length(x);
     const Int slots = x.offsets ? x.keys / C + x.sequences : x.sequences * ceil_div(x.keys, C);
@@ -26,15 +43,16 @@ void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, 
                     (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
 }
 
-// G = dO / den, in whole vectors.
+// G = dO / den, padded to whole vectors. Dividing first keeps products of extreme inputs in range: keys of
+// 1e28 with gradients of 1e8 would overflow if it came last, and it is as fast.
 void read_gradient(const Linear& x, const LinearGradients& out, Int batch, Int token, Int head, float* g) {
     read_row(x.type, address(out.o, x.type, batch, token, head), x.values, g);
     if (!x.normalize) return;
     divide_row(g, x.values, out.divisor[(batch * x.queries + token) * x.heads + head]);
 }
 
-// dQ of the queries of one chunk of one head, and what the other pass needs of them. Where they read keys, G
-// and the scores are kept transposed, as the forward pass keeps Q.
+// Phases 2 and 3 for the queries of one chunk of one head: dQ, and what the pass over the keys needs from
+// them. If causal, G and the scores are kept transposed, like Q in the forward pass.
 class QueryGradients {
   public:
     QueryGradients(const Linear& x, const LinearGradients& out, Workspace& memory)
@@ -49,10 +67,11 @@ class QueryGradients {
           read_(memory.floats(longest_)),
           d_divisors_(memory.floats(longest_)) {}
 
-    // Queries [token, token + n) have read `state` and the keys of `chunk` up to themselves, or `state`
-    // alone.
+    // Queries [token, token + n) attended to `state` and to the keys of `chunk` up to themselves; without
+    // `chunk` to `state` alone.
     void compute(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
                  Prefetcher& prefetcher) {
+        // 2. dQ', without what comes through the divisors.
         const Rows q = rows_.read(x_.q, s.batch, token, head, n);
         for (Int i = 0; i < n; ++i) read_gradient(x_, out_, s.batch, token + i, head, g_.data + i * g_.row);
         const float* from_start = chunk ? chunk->gates.from_start : nullptr;
@@ -88,14 +107,14 @@ class QueryGradients {
         if (x_.normalize) add_divisor_gradients(q, n, first, state.k_sum, chunk);
         for (Int i = 0; i < n; ++i) {
             const Int row = first + i * x_.heads;
-            if (from_start) out_.read[row] = read_[i];
+            if (from_start) out_.d_log_from_start[row] = read_[i];
             write_row(x_.type, d_q_.data + i * d_q_.row, x_.features,
                       (char*)out_.d_q + row * x_.features * size_of(x_.type));
         }
     }
 
   private:
-    // dden = -(q . dQ') / den and dQ = dQ' + dden ((D K) + exp(b) z)
+    // 3. dden = -(q . dQ') / den and dQ = dQ' + dden ((D K) + exp(b) z).
     void add_divisor_gradients(Rows q, Int n, Int first, const float* k_sum, const KeyChunk* chunk) {
         const float *gate = chunk ? chunk->gates.gate : nullptr,
                     *from_start = chunk ? chunk->gates.from_start : nullptr;
@@ -128,7 +147,7 @@ class QueryGradients {
     float *read_, *d_divisors_;
 };
 
-// The queries of an head_chunk, their gradients, and how many times `find` will ask.
+// Adds the queries of a chunk and, to be written, their gradients; returns how often `compute` calls `issue`.
 Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearGradients& out, const Sequence& s,
                      HeadChunk i, bool write) {
     const Int token = s.first_query + i.token;
@@ -150,10 +169,10 @@ Status causal_query_task(const Linear& x, const LinearGradients& out, const Line
     const Sequence& s = task.sequence;
     Prefetcher prefetcher;
     const auto prepare = [&](Prefetcher& next, HeadChunk i) {
-        const Int asks = prefetch_queries(next, x, out, s, i, true);
+        const Int calls = prefetch_queries(next, x, out, s, i, true);
         prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
         prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
-        next.spread_over(asks + ceil_div(x.values, TILE_ROWS));
+        next.spread_over(calls + ceil_div(x.values, TILE_ROWS));
     };
     for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
                [&](HeadChunk i) {
@@ -188,7 +207,7 @@ Status bidirectional_query_task(const Linear& x, const LinearGradients& out, con
     return SUCCESS;
 }
 
-// The queries of one chunk of one head: Q, exp(b) G and, for the keys of the same chunk, G and dden.
+// The queries of one chunk of one head, with G and dden, for phases 4, 7 and 8.
 class QueryChunk {
   public:
     QueryChunk(const Linear& x, const LinearGradients& out, Workspace& memory)
@@ -208,7 +227,7 @@ class QueryChunk {
         }
     }
 
-    // dS += (exp(b) Q)^T G and dz += (exp(b) Q)^T dden. Scales G.
+    // 8. dS += (exp(b) Q)^T G and dz += (exp(b) Q)^T dden. With gates it scales G in place.
     void accumulate(State gradient, const float* from_start, Prefetcher& prefetcher) const {
         if (from_start)
             for (Int i = 0; i < n; ++i) scale_row(g.data + i * g.row, x_.values, from_start[i]);
@@ -232,7 +251,7 @@ class QueryChunk {
     HeadRows rows_;
 };
 
-// dK, dV and the gradient of the gates of one chunk of one key head.
+// Phases 5 to 8 for one chunk of one key head: dK, dV and the gradients of the gates.
 class KeyGradients {
   public:
     KeyGradients(const Linear& x, const LinearGradients& out, Workspace& memory)
@@ -253,7 +272,7 @@ class KeyGradients {
           pairs_(memory.floats(chunk.longest)),
           d_gates_((double*)memory.floats(2 * chunk.longest)) {}
 
-    // `gradient` is that of the state after the chunk, and becomes that of the state before it.
+    // `gradient` is that of the state after the chunk, and is replaced by that of the state before it.
     void compute(const Sequence& s, HeadChunk i, State gradient, Prefetcher& prefetcher) {
         const Int n = i.n, group = i.group;
         chunk.read(s, s.first_key + i.token, n, group);
@@ -276,8 +295,8 @@ class KeyGradients {
     KeyChunk chunk;
 
   private:
-    // dK = to_end (V dS^T + dz), dV = to_end K dS: the keys are read through the state after the chunk. dK
-    // comes out of dS V^T transposed, as it takes less to transpose than dS.
+    // 5. dK = to_end (V dS^T + dz) and dV = to_end K dS. dK is the transpose of dS V^T, as it is smaller than
+    // dS, which would be transposed otherwise.
     void compute_through_state(State gradient, Prefetcher& prefetcher) {
         const float* to_end = chunk.gates.to_end;
         transpose(chunk.n, x_.values, chunk.values.data, chunk.values.row, values_T_);
@@ -296,8 +315,7 @@ class KeyGradients {
         }
     }
 
-    // What reaches the gates through the state: gate t scales what the keys before t give to it, and the
-    // state before the chunk.
+    // 6. Gate t scales the state before the chunk and what the keys before t have added to it.
     void add_gate_gradients(const Sequence& s, HeadChunk i, State gradient) {
         double before = 0;
         transpose(x_.features, x_.values, gradient.kv.data, gradient.kv.row, gradient_T_);
@@ -314,16 +332,16 @@ class KeyGradients {
         }
     }
 
-    // Queries i >= t read the state before the chunk through gate t.
+    // 7. Queries i >= t read the state before the chunk decayed by gate t.
     void add_query_gate_gradients(const Sequence& s, Int head) {
         double read = 0;
         for (Int i = chunk.n - 1; i >= 0; --i) {
-            read += out_.read[(s.batch * x_.queries + chunk.token + i) * x_.heads + head];
+            read += out_.d_log_from_start[(s.batch * x_.queries + chunk.token + i) * x_.heads + head];
             d_gates_[i] += read;
         }
     }
 
-    // dK += dP^T Q and dV += P^T G, over the queries of the chunk from each key on.
+    // 7. dK += dP^T Q and dV += P^T G, over the queries from each key on.
     void accumulate_queries() {
         const Int n = chunk.n;
         const Rows q = queries_.q, g = queries_.g;
@@ -346,7 +364,7 @@ class KeyGradients {
         }
     }
 
-    // Row j of P^T and dP^T, and what pairs of key j and query i give to the gates j < t <= i between them.
+    // Row j of P^T and dP^T. Key j and query i contribute P dP to the gradients of the gates j < t <= i.
     void mask(Int j, Int from, float* scores, float* d_scores) {
         const bool gated = chunk.gates.from_start;
         if (gated) chunk.gates.column(j, chunk.n, decay_);
@@ -386,8 +404,8 @@ class KeyGradients {
     double* d_gates_;
 };
 
-// Lets the queries of a task's segment give to the gradient of the state before it, when causal, or to that
-// of the state which they all read.
+// 4. Accumulates the gradient of the state that a segment's queries read: the one before the segment if
+// causal, otherwise the final state.
 Status accumulate_query_segment(const Linear& x, const LinearGradients& out, const LinearTask& task,
                                 const States& gradients) {
     Workspace memory;
@@ -415,7 +433,7 @@ Status accumulate_query_segment(const Linear& x, const LinearGradients& out, con
     return SUCCESS;
 }
 
-// Fills `gradients`, all but that of the state before the first segment.
+// 4. Computes the gradients of all states but the one before the first segment.
 Status compute_state_gradients(const Linear& x, const LinearGradients& out, const Plan& plan,
                                const States& gradients) {
     const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
@@ -439,8 +457,7 @@ Status compute_state_gradients(const Linear& x, const LinearGradients& out, cons
                               gradients.of(n, task.segment + 1, g));
     }
     if (x.causal) return SUCCESS;
-    // Every key is read through the state after the last one. Gates, if any, are met in the one segment there
-    // is.
+    // Keys of all segments reach the outputs through the final state only. With gates there is one segment.
     for (Int i = 0; i < plan.tasks(x); ++i) {
         const LinearTask task(x, plan, i);
         for (Int g = task.first_head; g < task.last_head && !task.last; ++g)
@@ -474,6 +491,7 @@ Status key_task(const Linear& x, const LinearGradients& out, const LinearTask& t
                [&](HeadChunk i) {
                    keys.compute(s, i, gradients.of(s.index, task.segment + 1, i.group), prefetcher);
                });
+    // 9. Gradient of the initial state.
     if (task.first)
         for (Int g = task.first_head; g < task.last_head; ++g)
             write_state(x, gradients.of(s.index, 1, g), s.index * x.groups + g, out.d_kv, out.d_k_sum);
@@ -485,6 +503,7 @@ Status run(const Linear& x, const LinearGradients& out) {
     advise_huge_pages(x, out.d_k, x.keys, x.groups, x.features);
     advise_huge_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
+    // 1. States before the segments.
     const Plan plan(x, x.causal || !x.log_decay);
     const States states(x, plan, Layout::TRANSPOSED, memory), gradients(x, plan, Layout::PLAIN, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
@@ -493,14 +512,17 @@ Status run(const Linear& x, const LinearGradients& out) {
             if (!x.causal) save_state(x, out, s, i, state);
         });
     if (status != SUCCESS) return status;
+    // 2 and 3. Queries.
     status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const LinearTask task(x, plan, i);
         return x.causal ? causal_query_task(x, out, task, states)
                         : bidirectional_query_task(x, out, task, states, plan.segments);
     });
     if (status != SUCCESS) return status;
+    // 4. Gradients of the states.
     status = compute_state_gradients(x, out, plan, gradients);
     if (status != SUCCESS) return status;
+    // 5 to 9. Keys, values and gates.
     return parallel_for(plan.tasks(x), plan.threads,
                         [&](Int i) { return key_task(x, out, LinearTask(x, plan, i), gradients); });
 }

@@ -1,13 +1,20 @@
-// How the work of linear attention is shared out, and the states that pass between the shares.
+// How linear attention is divided into tasks, and the states that pass between them.
+//
+// 1. A plan: heads are divided among tasks first, sequences into segments only if there are fewer tasks
+//    than threads.
+// 2. The states before every segment. Each task sums what the keys of its segment add to a state of 0,
+//    then the sums are accumulated along the sequence. Without segments there is only the initial
+//    state to read.
+// 3. A walk over the chunks of a task, which prefetches the rows of the next chunk.
 #pragma once
 
 #include "linear_chunk.h"
 
 namespace UNROLLED_ISA {
 
-// The heads of a token lie side by side, so a task walks along a sequence with several heads at once, as many
-// as have their states in the second cache. If that makes fewer tasks than threads, sequences are cut into
-// segments, whose first states are found beforehand.
+// 1. The heads of a token are adjacent in memory, so a task walks along a sequence with several heads at
+// once: as many as have their states in the second-level cache, 2^17 floats or 512 KiB. A segment has four
+// chunks or more.
 struct Plan {
     Int heads_per_task, head_blocks, segments, threads;
 
@@ -50,7 +57,7 @@ struct LinearTask : Task {
     Int segments_, chunk_;
 };
 
-// The state before each segment of every sequence, and that after the last one, for every key head.
+// 2. For every key head, the state before each segment of every sequence and the state after the last one.
 class States {
   public:
     States(const Linear& x, const Plan& plan, Layout layout, Workspace& memory)
@@ -80,7 +87,7 @@ class States {
     float* at_;
 };
 
-// The product of the gates of a segment.
+// The product of the gates of a segment, by which a state decays that passes through it.
 inline float segment_decay(const Linear& x, const LinearTask& task, Int head) {
     double total = 0;
     const Sequence& s = task.sequence;
@@ -92,21 +99,21 @@ inline float segment_decay(const Linear& x, const LinearTask& task, Int head) {
 
 enum class Order { FORWARDS, BACKWARDS };
 
-// One chunk of the tokens of a task, for one of its key heads.
+// 3. One chunk of the tokens of a task, for one of its key heads.
 struct HeadChunk {
-    Int token, n, group;  // tokens are counted from the first of the sequence
+    Int token, n, group;  // tokens count from the start of the sequence
 };
 
-// Calls `f(head_chunk)` for every chunk of the tokens [from, to) and each head of a task, and before it
-// `prepare(prefetcher, head_chunk)` with the head_chunk after it, whose rows `f` then asks for.
+// Calls `f(c)` for every chunk of the tokens [from, to) and each head of a task. Before it,
+// `prepare(prefetcher, next)` adds the rows of the following one, which `f` requests part by part.
 template <typename P, typename F>
 inline void for_chunks(const Linear& x, const LinearTask& task, Order order, Int from, Int to,
                        Prefetcher& prefetcher, P&& prepare, F&& f) {
-    const Int most = chunk_length(x), heads = task.last_head - task.first_head;
-    const Int head_chunks = ceil_div(to - from, most) * heads;
+    const Int longest = chunk_length(x), heads = task.last_head - task.first_head;
+    const Int head_chunks = ceil_div(to - from, longest) * heads;
     const auto head_chunk = [&](Int i) {
-        const Int t = from + (order == Order::FORWARDS ? i / heads : (head_chunks - 1 - i) / heads) * most;
-        return HeadChunk{t, min(most, to - t), task.first_head + i % heads};
+        const Int t = from + (order == Order::FORWARDS ? i / heads : (head_chunks - 1 - i) / heads) * longest;
+        return HeadChunk{t, min(longest, to - t), task.first_head + i % heads};
     };
     for (Int i = 0; i < head_chunks; ++i) {
         prefetcher.clear();
@@ -115,8 +122,8 @@ inline void for_chunks(const Linear& x, const LinearTask& task, Order order, Int
     }
 }
 
-// Lets the keys of a task's segment enter `states` at the next slot, after `before_update(sequence,
-// head_chunk, state)`.
+// Adds the keys of a task's segment to the state after it. `before_update(sequence, c, state)` sees the state
+// before each chunk.
 template <typename F>
 inline Status accumulate_segment(const Linear& x, const LinearTask& task, const States& states,
                                  F&& before_update) {
@@ -142,21 +149,21 @@ inline Status accumulate_segment(const Linear& x, const LinearTask& task, const 
     return SUCCESS;
 }
 
-// Fills `states`, that after the last segment only if `with_last`.
+// Computes all states; the one after the last segment only if `with_last`.
 template <typename F>
 inline Status compute_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
                              F&& before_update) {
     const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
         const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
-        const bool enters = with_last || !task.last;
+        const bool needed = with_last || !task.last;
         for (Int g = task.first_head; g < task.last_head; ++g) {
             if (task.first) states.read(n, 0, g, x.kv, x.k_sum);
-            if (enters)
+            if (needed)
                 states.read(n, task.segment + 1, g, task.first ? x.kv : nullptr,
                             task.first ? x.k_sum : nullptr);
         }
-        return enters ? accumulate_segment(x, task, states, before_update) : SUCCESS;
+        return needed ? accumulate_segment(x, task, states, before_update) : SUCCESS;
     });
     if (status != SUCCESS) return status;
     for (Int i = 0; i < plan.tasks(x); ++i) {

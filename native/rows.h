@@ -1,4 +1,4 @@
-// Rows of the callers' tensors: read into the cache as padded floats, written back in the tensor's type.
+// Rows of the tensors: read as floats padded to whole vectors, written in the type of the tensor.
 #pragma once
 
 #include "arguments.h"
@@ -43,14 +43,14 @@ inline void write_row(const float* from, Int n, void* to) {
 
 inline Int size_of(Int type) { return type == FLOAT32 ? 4 : 2; }
 
-// `n` floats from `from`, with zeros up to the next whole vector.
+// Reads `n` elements as floats, followed by zeros up to a whole vector.
 inline void read_row(Int type, const void* from, Int n, float* to) {
     if (type == FLOAT32) return read_row<FLOAT32>(from, n, to);
     if (type == BFLOAT16) return read_row<BFLOAT16>(from, n, to);
     read_row<FLOAT16>(from, n, to);
 }
 
-// `from` is readable up to the next whole vector.
+// Writes `n` floats in the type of the tensor. `from` must be readable up to a whole vector.
 inline void write_row(Int type, const float* from, Int n, void* to) {
     if (type == FLOAT32) return write_row<FLOAT32>(from, n, to);
     if (type == BFLOAT16) return write_row<BFLOAT16>(from, n, to);
@@ -61,24 +61,25 @@ inline const char* address(const Tensor& x, Int type, Int batch, Int token, Int 
     return (const char*)x.data + (batch * x.batch + token * x.token + head * x.head) * size_of(type);
 }
 
-// Asks for rows of a tensor, or of a contiguous one [batch, tokens, heads, width] that is written.
+// Adds `n` tokens of one head to what a prefetcher requests.
 inline void prefetch_rows(Prefetcher& prefetcher, const Tensor& x, Int type, Int batch, Int token, Int head,
                           Int n, Int width) {
     prefetcher.add(address(x, type, batch, token, head), x.token * size_of(type), n, width * size_of(type));
 }
 
+// A contiguous tensor [batch, tokens, heads, width].
 inline Tensor contiguous(const void* at, Int tokens, Int heads, Int width) {
     return {at, tokens * heads * width, heads * width, width};
 }
 
-// Asks for huge pages for a result [batches, tokens, heads, width] of the problem `x`.
+// Advises huge pages for a result [batches, tokens, heads, width].
 template <typename Problem>
 inline void advise_huge_pages(const Problem& x, const void* result, Int tokens, Int heads, Int width) {
     const Int batches = x.offsets ? 1 : x.sequences;
     advise_huge_pages(result, batches * tokens * heads * width * size_of(x.type));
 }
 
-// Whether rows of `width` elements can be used where they lie: they are floats in whole vectors.
+// Whether rows of `width` elements need no copy, being floats in whole vectors.
 inline bool usable(Int type, Int width) { return type == FLOAT32 && width % WIDTH == 0; }
 
 inline void read_rows(const Tensor& x, Int type, Int batch, Int token, Int head, Int n, Int width, Rows to) {
@@ -90,8 +91,8 @@ inline void scale_row(float* row, Int n, float factor) {
     for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
 }
 
-// Too small a divisor counts as nothing to attend to, and gives zeros whatever it would divide; NaN stays
-// NaN.
+// A divisor of smaller magnitude means that there is nothing to attend to: the output is 0 then, whatever the
+// numerator. NaN passes, and stays NaN.
 inline bool divisible(float divisor) { return !(__builtin_fabsf(divisor) < __FLT_MIN__ / __FLT_EPSILON__); }
 
 inline void divide_row(float* row, Int n, float divisor) {
@@ -99,7 +100,7 @@ inline void divide_row(float* row, Int n, float divisor) {
     else std::memset(row, 0, (size_t)n * 4);
 }
 
-// B = the transpose of A [rows, cols]; whole squares of four, so that B has its rows and columns rounded up.
+// B = A^T for A [rows, cols], in squares of 4 x 4: both sizes are rounded up to a multiple of four.
 inline void transpose(Int rows, Int cols, const float* a, Int a_row, Rows b) {
     for (Int i = 0; i < rows; i += 4)
         for (Int j = 0; j < cols; j += 4) {

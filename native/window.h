@@ -1,9 +1,9 @@
 // Sliding-window attention, one block of queries of one head at a time: what the forward and the backward
-// pass share. The formulas are those of `ops/window_blocks.py`.
+// pass share. The formulas are those of the block form in Python.
 //
-// Scores are held transposed, a row for each key and a lane for each query: maxima and sums over the keys are
-// then vertical, the queries that read a key are neighbouring lanes, and a padded key is a row that is left
-// out.
+// Scores are kept transposed, with a row for each key and a lane for each query. Maxima and sums over keys
+// then need no operation across lanes, the queries that read a key are adjacent lanes, and a padded key is a
+// row left out.
 #pragma once
 
 #include "rows.h"
@@ -14,7 +14,7 @@ namespace window {
 // Queries of a block, a multiple of every WIDTH.
 constexpr Int BLOCK = 64;
 
-// Keys whose scores are held at once.
+// Keys whose scores are computed at once.
 constexpr Int MAX_KEYS = 1024;
 
 struct Span {
@@ -59,7 +59,8 @@ class Tasks {
         for (Int i = 0; i < x.sequences; ++i) length += sequence_at(x, i).queries;
         const Int reach = min(x.keys, x.left + x.right + 1), per_pair = x.features + x.values;
         threads = threads_for((double)length * (double)(x.heads * reach * per_pair), x.threads);
-        // So long that each thread gets two segments or more.
+        // Long enough for four blocks, and short enough for two segments per thread, so that none waits long
+        // for another.
         segment_ = threads == 1 ? max(1, length) : max(4 * BLOCK, ceil_div(length * x.groups, 2 * threads));
         segment_ = ceil_div(segment_, BLOCK) * BLOCK;
         for (Int i = 0; i < x.sequences; ++i) n += x.groups * ceil_div(sequence_at(x, i).queries, segment_);
@@ -87,8 +88,8 @@ class Tasks {
     Int segment_, size_ = 0;
 };
 
-// The keys and values that the current queries of a task read, as rows of floats one after the other. Padded
-// keys are left out.
+// A sliding buffer of the keys and values that the current block of queries reads, as contiguous rows of
+// floats without the padded keys; in the backward pass with their gradients.
 class Keys {
   public:
     Keys(const Window& x, const WindowTask& task, Workspace& memory, bool gradients)
@@ -102,7 +103,7 @@ class Keys {
         position_ = (int32_t*)memory.floats(capacity_);
     }
 
-    // From a row on.
+    // Rows from `row` on.
     Rows k(Int row = 0) const { return at(0, row); }
     Rows v(Int row = 0) const { return at(1, row); }
     Rows d_k(Int row = 0) const { return at(2, row); }
@@ -111,10 +112,11 @@ class Keys {
     Int position(Int row) const { return position_[row]; }
     Int capacity() const { return capacity_; }
 
-    // The rows of the keys between two positions.
+    // The rows of the keys at `positions`.
     Span rows(Span positions) const { return {row_from(positions.first), row_from(positions.end)}; }
 
-    // Drops what lies before `keys`, after `leave(row)`, and reads what is missing of them.
+    // Slides to `keys`: drops the rows before them, after calling `leave(row)`, and reads those that are
+    // missing.
     template <typename F>
     void move_to(Span keys, F&& leave) {
         while (all.first < all.end && position_[all.first] < keys.first) leave(all.first++);
@@ -130,7 +132,7 @@ class Keys {
         }
     }
 
-    // Asks for some of the keys that come next, `from` keys ahead.
+    // Prefetches `n` of the keys that will be read next, from the one `from` positions further.
     void prefetch_next(Int from, Int n) const {
         for (Int t = next_ + from; t < min(next_ + from + n, task_.keys.end); ++t) {
             prefetch_row<false>(address_of(x_.k, t), x_.features * size_of(x_.type));
@@ -178,8 +180,7 @@ class Keys {
     int32_t* position_;
 };
 
-// Rows of a block of queries and, for the scores, their transpose; zeros up to the next whole vector of
-// queries.
+// Rows of a block of queries and their transpose, with zeros up to a whole vector of queries.
 class QueryRows {
   public:
     QueryRows(Int width, Workspace& memory)
@@ -204,24 +205,24 @@ class QueryRows {
     Rows rows, transposed;
 };
 
-// Rows of keys that some, and that all, queries of one vector read.
+// The rows of keys that some queries of a vector read, and those that all of them read.
 struct Visible {
     Span some, all;
 };
 
-// The scores of a block of queries and of the keys in reach, in groups of at most MAX_KEYS.
+// The products of a block of queries and the keys that they read, in groups of at most MAX_KEYS.
 class Block {
   public:
     Block(const Window& x, const WindowTask& task, const Keys& keys)
         : x_(x), s_(task.sequence), keys_(keys) {}
 
-    // Continues with other queries.
+    // Moves to another block of queries.
     void begin(Span others) {
         queries = others;
         n = others.size();
     }
 
-    // Calls `f` with one `group` of the keys after the other.
+    // Calls `f` once for each group, which is then `group`.
     template <typename F>
     void for_groups(F&& f) {
         for (Int row = keys_.all.first; row < keys_.all.end; row += MAX_KEYS) {
@@ -232,8 +233,7 @@ class Block {
     Int max_keys() const { return min(MAX_KEYS, keys_.capacity()); }
     Int groups() const { return ceil_div(keys_.all.size(), MAX_KEYS); }
 
-    // A row of `scores` for each key of the group: the product of its row in `keys` with the lanes of
-    // `queries_T` that read it.
+    // scores = keys queries_T for the group: a row for each key, in the lanes of the queries that read it.
     void multiply_keys(Rows keys, Int depth, Rows queries_T, Rows scores) const {
         for_keys([&](Int row, Int rows, Span lanes) {
             const Int first = lanes.first / WIDTH * WIDTH;
@@ -243,7 +243,8 @@ class Block {
         });
     }
 
-    // `f(row, rows, lanes)` for the keys of the group tile by tile, with the queries that read some of them.
+    // Calls `f(row, rows, lanes)` for each tile of keys of the group, with the queries that read some of
+    // them.
     template <typename F>
     void for_keys(F&& f) const {
         for (Int row = group.first; row < group.end; row += TILE_ROWS) {
@@ -254,7 +255,7 @@ class Block {
         }
     }
 
-    // `f(i, queries, keys)` for the queries of the block tile by tile, with the rows of the group that some
+    // Calls `f(i, queries, keys)` for each tile of queries, with the rows of the group that some of them
     // read.
     template <typename F>
     void for_queries(F&& f) const {
@@ -264,7 +265,7 @@ class Block {
         }
     }
 
-    // What the queries of the vector at `lane` read of the group.
+    // The rows of the group that the vector of queries at `lane` reads.
     Visible visible(Int lane) const {
         const Span first = keys_of(x_, s_, queries.first + lane);
         const Span last = keys_of(x_, s_, min(queries.first + lane + WIDTH, queries.end) - 1);
@@ -272,7 +273,7 @@ class Block {
         return {some, keys_.rows({last.first, first.end}).within(some)};
     }
 
-    // `f(row, all)` for the rows in visible; `all` says whether every query of the vector reads them.
+    // Calls `f(row, all)` for these rows; `all` says whether every query of the vector reads the row.
     template <typename F>
     static void for_visible(Visible visible, F&& f) {
         for (Int row = visible.some.first; row < visible.all.first; ++row) f(row, false);
@@ -280,9 +281,9 @@ class Block {
         for (Int row = visible.all.end; row < visible.some.end; ++row) f(row, false);
     }
 
-    // The lanes of the vector at `lane` that read a key.
+    // Which queries of the vector at `lane` read the key.
     IntVec readers(Int row, Int lane) const {
-        IntVec ahead;  // of the first key that a lane reads
+        IntVec ahead;  // how far the key is behind the first one that the lane reads
         for (int i = 0; i < WIDTH; ++i) ahead[i] = -i;
         ahead += (int32_t)(keys_.position(row) - (queries.first + lane + s_.keys - s_.queries - x_.left));
         return (ahead >= 0) & (ahead <= (int32_t)(x_.left + x_.right));

@@ -1,6 +1,22 @@
-// Sliding-window attention, backward: one walk along the queries, in which every score is computed once and
-// gives to dQ, dK and dV. Only a query with more than MAX_KEYS keys has its scores computed twice, as delta
-// must be known before the rest.
+// Sliding-window attention, backward, in one pass over the queries. Each score is computed once and
+// contributes to dQ, dK and dV, unless the keys of a block are more than MAX_KEYS: delta must be complete
+// before dS, so that their scores are computed twice.
+//
+// For each block of queries of a task:
+// 1. Slide the buffer of keys and values to those that the block reads, and write the gradients of the keys
+//    that leave it, which are complete.
+// For each query head:
+// 2. Read Q, dO, lse, and delta = -dlse.
+// For each group of keys:
+// 3. Scores s = K Q^T and dP = V dO^T, a row for each key.
+// 4. P = exp(s - lse), and delta += sum of P dP.
+// 5. Softmax backward: dS = P (dP - delta).
+// 6. dV += P^T dO, dK += dS^T Q, dQ += dS K.
+// And for the query head:
+// 7. Scale and write dQ.
+// After all tasks:
+// 8. Add the gradients of keys that several tasks read, in the order of the tasks, so that every run gives
+//    the same bits.
 #include "kernels.h"
 #include "window.h"
 
@@ -9,14 +25,14 @@ namespace {
 
 using namespace window;
 
-// The floats of one key in `Task::partial`.
+// The floats of one key in `WindowTask::partial`: its gradients before phase 8.
 Int partial_floats(const Window& x) { return round_up(x.features) + round_up(x.values); }
 
 float* partial(const Window& x, const WindowTask& task, Int position) {
     return task.partial + (position - task.keys.first) * partial_floats(x);
 }
 
-// Where the gradient of a key, or of its value, is written.
+// The address of the gradient of a key or of a value.
 char* d_key(const Window& x, void* at, Int width, const WindowTask& task, Int position) {
     const Sequence& s = task.sequence;
     const Int row = (s.batch * x.keys + s.first_key + position) * x.groups + task.first_head;
@@ -29,7 +45,7 @@ void write_gradients(const Window& x, const WindowGradients& out, const WindowTa
     write_row(x.type, d_v, x.values, d_key(x, out.d_v, x.values, task, position));
 }
 
-// Whether the queries of a neighbouring task read a key of this one.
+// Whether queries of a neighbouring task read this key too.
 bool shared(const WindowTask& task, Int position) {
     return (!task.first && position < (&task)[-1].keys.end) ||
            (!task.last && position >= (&task)[1].keys.first);
@@ -55,6 +71,7 @@ class Backward {
         const Int per_group = x_.heads / x_.groups;
         for (Int t = task_.queries.first; t < task_.queries.end; t += BLOCK) {
             block_.begin({t, min(task_.queries.end, t + BLOCK)});
+            // 1. Keys and values.
             move_to(keys_of(x_, task_.sequence, block_.queries));
             for (Int h = task_.first_head * per_group; h < (task_.first_head + 1) * per_group; ++h)
                 differentiate(h);
@@ -75,23 +92,27 @@ class Backward {
     }
 
     void differentiate(Int head) {
+        // 2. Queries.
         read_queries(head);
         const bool once = block_.groups() <= 1;
+        // 3 and 4, to complete delta.
         if (!once)
             block_.for_groups([&] {
                 multiply_keys();
-                for (Int lane = 0; lane < block_.n; lane += WIDTH) weigh(lane, true);
+                for (Int lane = 0; lane < block_.n; lane += WIDTH) compute_weights(lane, true);
             });
+        // 3 to 6. Scores, softmax and gradients.
         bool first = true;
         block_.for_groups([&] {
             multiply_keys();
             for (Int lane = 0; lane < block_.n; lane += WIDTH) {
-                weigh(lane, once);
+                compute_weights(lane, once);
                 softmax_backward(lane);
             }
             accumulate(head, first);
             first = false;
         });
+        // 7. dQ.
         for (Int i = 0; i < block_.n; ++i) {
             float* d_q = d_q_.data + i * d_q_.row;
             if (first) std::memset(d_q, 0, (size_t)d_q_.row * 4);
@@ -100,7 +121,7 @@ class Backward {
         }
     }
 
-    // Q and dO, lse and -dlse. Nothing goes through a query that read nothing, whatever comes back to it.
+    // 2. Q, dO, lse and -dlse. A query that reads no key has lse = infinity here, so P = 0, and a dO of 0.
     void read_queries(Int head) {
         const Int batch = task_.sequence.batch, token = task_.sequence.first_query + block_.queries.first;
         for (Int i = 0; i < round_up(block_.n); ++i) {
@@ -119,14 +140,14 @@ class Backward {
         });
     }
 
-    // The scores and dP = dO V^T.
+    // 3. The scores and dP.
     void multiply_keys() {
         block_.multiply_keys(keys_.k(), x_.features, q_.transposed, scores_);
         block_.multiply_keys(keys_.v(), x_.values, g_.transposed, d_scores_);
     }
 
-    // P = exp(s - lse) for the vector of queries at `lane`; if `sum`, P dP is added to delta.
-    void weigh(Int lane, bool sum) {
+    // 4. P = exp(s - lse) for the vector of queries at `lane`; with `sum`, delta += sum of P dP.
+    void compute_weights(Int lane, bool sum) {
         const Int first = block_.group.first;
         float *const s = scores_.data + lane, *const d_p = d_scores_.data + lane;
         const Vec lse = load(lse_ + lane);
@@ -141,7 +162,7 @@ class Backward {
         if (sum) store(delta_ + lane, delta);
     }
 
-    // dS = P (dP - delta), and zeros out of visible.
+    // 5. dS = P (dP - delta). Rows that the vector of queries does not read get 0.
     void softmax_backward(Int lane) {
         const Int first = block_.group.first;
         float *const p = scores_.data + lane, *const d_s = d_scores_.data + lane;
@@ -159,7 +180,7 @@ class Backward {
         for (Int row = some.end; row < block_.group.end; ++row) clear(row);
     }
 
-    // Asks for the rows that will be written, and for those that the next block will read.
+    // Prefetches what will be written for queries [from, from + n), and what the next block reads.
     void prefetch_next(Int from, Int n, Int head) const {
         const Sequence& s = task_.sequence;
         const Int size = size_of(x_.type), first = block_.queries.first + from;
@@ -176,7 +197,7 @@ class Backward {
         }
     }
 
-    // dV += P^T dO, dK += dS^T Q and dQ += dS K.
+    // 6. dV += P^T dO, dK += dS^T Q and dQ += dS K.
     void accumulate(Int head, bool first) {
         block_.for_keys([&](Int row, Int rows, Span lanes) {
             multiply_few_rows(rows, x_.values, lanes.size(), {at(scores_, row, lanes.first), scores_.row, 1},
@@ -215,7 +236,7 @@ class Backward {
     float *lse_, *delta_;
 };
 
-// Adds up, in the order of the tasks, what several of them gave to a key. The first of them does it.
+// 8. Adds the gradients of the keys that `first` shares with tasks after it, and writes them.
 Status add_partials(const Window& x, const WindowGradients& out, const WindowTask& first) {
     Workspace memory;
     const Int floats = partial_floats(x);
@@ -243,7 +264,7 @@ Status run(const Window& x, const WindowGradients& out) {
     const Tasks tasks(x, memory);
     Int partials = 0;
     for (Int i = 0; i < tasks.size(); ++i) partials += tasks[i].keys.size() * partial_floats(x);
-    // What tasks do not share is never written, and takes no memory.
+    // Enough for all keys of a task; what is never written takes no physical memory.
     float* at = tasks.threads > 1 ? memory.floats(partials) : nullptr;
     if (memory.failed()) return OUT_OF_MEMORY;
     for (Int i = 0; i < tasks.size() && at; at += tasks[i++].keys.size() * partial_floats(x))

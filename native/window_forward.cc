@@ -1,5 +1,16 @@
-// Sliding-window attention, forward: a softmax over groups of keys, which are all the keys unless they are
-// many.
+// Sliding-window attention, forward: an online softmax over groups of at most MAX_KEYS keys, which for most
+// windows is one group.
+//
+// For each block of queries of a task:
+// 1. Slide the buffer of keys and values to those that the block reads.
+// For each query head:
+// 2. Read, scale and transpose the queries.
+// For each group of keys:
+// 3. Scores s = K Q^T, a row for each key.
+// 4. Softmax: the new maximum, P = exp(s - max) and its sums; keys that a query does not read get 0.
+// 5. O = O exp(old max - max) + P V, tile by tile of queries, which prefetches for the next block.
+// And for the query head:
+// 6. Divide by the sums; write O and lse = max + log sum.
 #include "kernels.h"
 #include "window.h"
 
@@ -27,6 +38,7 @@ class Forward {
         const Int per_group = x_.heads / x_.groups;
         for (Int t = task_.queries.first; t < task_.queries.end; t += BLOCK) {
             block_.begin({t, min(task_.queries.end, t + BLOCK)});
+            // 1. Keys and values.
             keys_.move_to(keys_of(x_, task_.sequence, block_.queries), [](Int) {});
             for (Int h = task_.first_head * per_group; h < (task_.first_head + 1) * per_group; ++h) attend(h);
         }
@@ -35,6 +47,7 @@ class Forward {
   private:
     void attend(Int head) {
         const Int batch = task_.sequence.batch, token = task_.sequence.first_query + block_.queries.first;
+        // 2. Queries.
         q_.read(block_.n, [&](Int i, float* row) {
             read_row(x_.type, address(x_.q, x_.type, batch, token + i, head), x_.features, row);
             scale_row(row, x_.features, (float)x_.scale);
@@ -45,8 +58,11 @@ class Forward {
         }
         bool first = true;
         block_.for_groups([&] {
+            // 3. Scores.
             block_.multiply_keys(keys_.k(), x_.features, q_.transposed, scores_);
-            for (Int lane = 0; lane < block_.n; lane += WIDTH) weigh(lane);
+            // 4. Softmax.
+            for (Int lane = 0; lane < block_.n; lane += WIDTH) softmax(lane);
+            // 5. Outputs.
             for (Int i = 0; i < block_.n && !first; ++i)
                 scale_row(o_.data + i * o_.row, x_.values, factors_[i]);
             block_.for_queries([&](Int i, Int n, Span rows) {
@@ -58,12 +74,12 @@ class Forward {
             });
             first = false;
         });
+        // 6. Division.
         for (Int i = 0; i < block_.n; ++i) write(i, row_of(block_.queries.first + i, head));
     }
 
-    // P = exp(s - max s) for the vector of queries at `lane`, where max s is that of the groups up to this
-    // one.
-    void weigh(Int lane) {
+    // 4. P = exp(s - max) for the vector of queries at `lane`, with the maximum over the groups so far.
+    void softmax(Int lane) {
         const Visible visible = block_.visible(lane);
         const Int first = block_.group.first;
         const auto s = [&](Int row) { return scores_.data + (row - first) * BLOCK + lane; };
@@ -79,7 +95,8 @@ class Forward {
         for (Int row = first; row < visible.some.first; ++row) store(s(row), Vec{});
         for (Int row = visible.some.first; row < visible.some.end;) {
             const Int end = min(row + 32, visible.some.end);
-            Vec part{};  // many terms, added one by one, would lose digits
+            Vec part{};  // sums of 32 terms, which are then added: a sum of many terms one by one loses
+                         // digits
             for (; row < end; ++row) {
                 const Vec p = exp_of_negative(load(s(row)) - top);
                 store(s(row), p);
@@ -93,7 +110,7 @@ class Forward {
         store(factors_ + lane, factor);
     }
 
-    // Asks for the rows that will be written, and for those that the next block will read.
+    // Prefetches the outputs of queries [from, from + n) for writing, and what the next block reads.
     void prefetch_next(Int from, Int n, Int head) const {
         const Sequence& s = task_.sequence;
         const Int first = block_.queries.first + from, size = size_of(x_.type);

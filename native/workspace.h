@@ -1,5 +1,6 @@
-// Memory of one task of a kernel. An allocation that fails makes the kernel return OUT_OF_MEMORY, which
-// Python raises as MemoryError: to abort would end the whole interpreter.
+// Scratch memory of one task of a kernel. If an allocation fails, the kernel returns OUT_OF_MEMORY, which
+// becomes a MemoryError in Python. Kernels never throw, since no exception may leave a thread of OpenMP, nor
+// abort.
 #pragma once
 
 #include <cstdlib>
@@ -9,15 +10,15 @@
 
 namespace unrolled {
 
-// `bytes`, a multiple of 64, on a cache line, to be freed by `free`; null if there are none. It is defined
-// outside of the kernels, so that the check programs can make it fail.
+// Returns `bytes`, a multiple of 64, aligned to a cache line, for `std::free`; null if the memory is
+// exhausted. It is defined outside the kernels, so that the check programs can replace it by one that fails.
 void* allocate(size_t bytes);
 
 }  // namespace unrolled
 
 namespace UNROLLED_ISA {
 
-// Freed with the task. Each array starts on a cache line.
+// Arrays that are freed together. Each is aligned to a cache line.
 class Workspace {
   public:
     Workspace() = default;
@@ -26,7 +27,7 @@ class Workspace {
         while (n_) std::free(arrays_[--n_]);
     }
 
-    // Null once memory has run out, of which nothing may be read or written: see `failed`.
+    // Null if the memory is exhausted; check `failed` before the first use.
     float* floats(int64_t n) {
         void* array = n_ < MAX_ARRAYS ? unrolled::allocate((size_t)(n * 4 + 64) / 64 * 64) : nullptr;
         if (array) arrays_[n_++] = array;
@@ -40,7 +41,7 @@ class Workspace {
     }
     Rows rows(int64_t rows, int64_t cols) { return {floats(rows * cols), cols}; }
 
-    // Whether an allocation has failed. Asked once, after all of them and before their first use.
+    // Whether an allocation has failed. A task allocates all its arrays, checks this once, and then computes.
     bool failed() const { return failed_; }
 
   private:

@@ -1,5 +1,6 @@
-// Checks the kernels without Python: under sanitizers, and on machines that are only emulated. Each program
-// compares one operation and its gradients with the definition, written out in double precision.
+// Checks of the kernels without Python, for sanitizers and emulators. Each program compares operations and
+// their gradients with their definitions in double precision, and lets every allocation of a kernel fail
+// once.
 #pragma once
 
 #include <atomic>
@@ -29,7 +30,7 @@ inline Tensor view(const Floats& x, int64_t tokens, int64_t heads, int64_t width
     return {x.data(), tokens * heads * width, heads * width, width};
 }
 
-// How often the kernels have allocated memory, and which time they get none; they do so on several threads.
+// The number of allocations of the running kernel, on all threads, and the index of the one that fails.
 std::atomic<int64_t> allocations{0}, failing{-1};
 
 void* unrolled::allocate(size_t bytes) {
@@ -53,8 +54,7 @@ struct Report {
         std::printf("%s: %s\n", why, what);
     }
 
-    // Runs a kernel without failure, which `starve` precedes by one run for each of its allocations, in which
-    // that one fails.
+    // Runs a kernel. With `starve` there is first a run for each of its allocations, in which that one fails.
     template <typename F>
     void run(F&& kernel) {
         for (int64_t i = starve ? 0 : -1;; ++i) {

@@ -23,7 +23,7 @@ void check_dense(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
     report.compare("y", y, expected);
 }
 
-// Pre-norm blocks whose layers all give 0: they hand on what they were given, whatever the layers are.
+// Pre-norm blocks whose layers all return 0 return their input.
 void check_stack(int64_t rows, int64_t features, int32_t activation, int threads) {
     report.begin("stack rows=%ld features=%ld activation=%d threads=%d", (long)rows, (long)features,
                  activation, threads);

@@ -10,7 +10,7 @@ struct Case {
 
 Report report;
 
-// All tensors of a problem [batch, tokens, heads, width], and of its gradients.
+// All inputs [batch, tokens, heads, width], and the gradients of the outputs.
 struct Problem {
     Case c;
     Floats q, k, v, kv, k_sum, grad_o, grad_kv, grad_k_sum;
@@ -250,7 +250,7 @@ int main() {
                     if (!causal)
                         check_sequence({1, T, 40, 1, 1, 9, width, causal, normalize, gated, threads});
                 }
-            // Enough work to be shared out: one head, so that the sequence itself is cut.
+            // Enough work for threads, and one head, so that the sequence is cut into segments.
             check_sequence({1, 260, 260, 1, 1, 64, 65, causal, normalize, gated, threads});
             check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads});
         }

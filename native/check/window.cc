@@ -103,7 +103,7 @@ int main() {
                         check({2, T, T, 4, 2, width, 20, left, 0, padded, threads});
                         check({1, T, 40, 1, 1, 9, width, left, 7, padded, threads});
                     }
-            // Enough work to be shared out, and more keys than are held at once.
+            // Enough work for threads; then more keys than one group holds.
             check({1, 600, 600, 1, 1, 32, 33, 20, 30, padded, threads});
             check({1, 40, 1100, 1, 1, 16, 16, 1100, 0, padded, threads});
         }

@@ -46,7 +46,7 @@ def backward(
     d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum = linear_packed.like_gradients(grad_kv, grad_k_sum, inputs)
     gated = inputs.log_decay is not None
     d_gates = torch.empty(d_log_decay.shape, dtype=torch.double) if gated else None
-    d_divisor, read = torch.empty(2, *inputs.q.shape[:3], dtype=torch.float32)
+    d_divisor, d_log_from_start = torch.empty(2, *inputs.q.shape[:3], dtype=torch.float32)
     saved = native.linear_saved_floats(problem) if gated else 0
     states = torch.empty(saved, dtype=torch.float32)
     gradients = struct("LinearGradients")(
@@ -61,7 +61,7 @@ def backward(
         d_kv=address(d_kv),
         d_k_sum=address(d_k_sum),
         d_divisor=address(d_divisor),
-        read=address(read),
+        d_log_from_start=address(d_log_from_start),
         states=address(states),
     )
     native.call("linear_backward", problem, gradients)
