@@ -11,7 +11,7 @@ from linear_cases import Case, assert_error_at_most_twice_that_of, errors, outpu
 from torch import Tensor
 
 from unrolled.ops.kernels import native
-from unrolled.ops.kernels.door import prefer
+from unrolled.ops.kernels.dispatch import prefer
 from unrolled.ops.linear import (
     LinearState,
     linear_attention,

@@ -10,7 +10,7 @@ from torch import Size, Tensor
 
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.kernels import dense_native, native
-from unrolled.ops.kernels.door import prefers
+from unrolled.ops.kernels.dispatch import prefers
 from unrolled.ops.kernels.linear_native import FEATURE_MAPS
 
 WIDEST = 16  # floats in a vector: widths have to be multiples of it
