@@ -1,16 +1,3 @@
-#include "problem.h"
-
-// What Python compares with its own, so that a library built from other sources is not used.
-#pragma GCC visibility push(default)
-extern "C" {
-extern const int64_t sizeof_Linear = sizeof(Linear), sizeof_LinearOutputs = sizeof(LinearOutputs),
-                     sizeof_LinearGradients = sizeof(LinearGradients), sizeof_LinearStep = sizeof(LinearStep),
-                     sizeof_Window = sizeof(Window), sizeof_WindowOutputs = sizeof(WindowOutputs),
-                     sizeof_WindowGradients = sizeof(WindowGradients), sizeof_Dense = sizeof(Dense),
-                     sizeof_TransformerBlock = sizeof(TransformerBlock), sizeof_StackStep = sizeof(StackStep);
-}
-#pragma GCC visibility pop
-
 // Which of the instruction sets that the kernels were compiled for this machine can run, best first.
 extern "C" __attribute__((visibility("default"))) const char* instruction_sets() {
 #if defined(__x86_64__)

@@ -1,7 +1,7 @@
-// What Python calls: every function once per instruction set, `linear_forward_avx2` for instance.
+// The functions that Python calls, each once per instruction set: `linear_forward_avx2`, for instance.
 #pragma once
 
-#include "problem.h"
+#include "arguments.h"
 
 #define JOINED(name, suffix) name##_##suffix
 #define NAMED_AFTER(name, isa) JOINED(name, isa)
@@ -9,14 +9,14 @@
 
 extern "C" {
 #pragma GCC visibility push(default)
-void EXPORTED(linear_forward)(const Linear*, const LinearOutputs*);
-void EXPORTED(linear_backward)(const Linear*, const LinearGradients*);
+Status EXPORTED(linear_forward)(const Linear*, const LinearOutputs*);
+Status EXPORTED(linear_backward)(const Linear*, const LinearGradients*);
 int64_t EXPORTED(linear_saved_floats)(const Linear*);
-void EXPORTED(linear_step)(const LinearStep*);
-void EXPORTED(window_forward)(const Window*, const WindowOutputs*);
-void EXPORTED(window_backward)(const Window*, const WindowGradients*);
-void EXPORTED(dense)(const Dense*);
-void EXPORTED(stack_step)(const StackStep*);
+Status EXPORTED(linear_step)(const LinearStep*);
+Status EXPORTED(window_forward)(const Window*, const WindowOutputs*);
+Status EXPORTED(window_backward)(const Window*, const WindowGradients*);
+Status EXPORTED(dense)(const Dense*);
+Status EXPORTED(stack_step)(const StackStep*);
 double EXPORTED(fma_peak)(double seconds);
 #pragma GCC visibility pop
 }

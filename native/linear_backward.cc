@@ -1,39 +1,58 @@
-// Linear attention, backward: one pass forwards for the queries, one backwards for the keys, the values and
-// the gates. Only the states between chunks are kept, and those only with gates; everything else is
-// recomputed.
+// Linear attention, backward: one pass forwards for the queries, one backwards for the keys, values and
+// gates. Scores are recomputed. The gradients of gates need the state before every chunk, which the first
+// pass keeps for them; without gates nothing is kept. With G = dO / den and the letters of `linear_chunk.h`:
+//
+// 1. Compute the states before the segments, where there are any (`linear_plan.h`).
+// Forwards, for each chunk and each query head:
+// 2. dQ' = (D * (G V^T)) K + exp(b) G S^T, and the state is updated as in the forward pass.
+// 3. Through the divisors: dden = -(q . dQ') / den and dQ = dQ' + dden ((D K) + exp(b) z).
+// 4. Compute the gradients of the states after the segments, as in phase 1 but backwards and from queries.
+// Backwards, for each chunk and each key head, with the gradient dS, dz of the state after it:
+// 5. Through the state: dK = exp(b_C - b) (V dS^T + dz) and dV = exp(b_C - b) K dS.
+// 6. The gradients of the gates that act on the state.
+// For each query head, if causal:
+// 7. Inside the chunk: dK += dP^T Q and dV += P^T G with dP = D * (G V^T + dden), and the gates between.
+// 8. Gradient of the state before the chunk: dS' = exp(b_C) dS + (exp(b) Q)^T G, dz' alike with dden.
+// At the end:
+// 9. The gradient of the initial state is that before the first chunk.
+//
+// Bidirectional queries all read the final state: phases 2, 3 without scores, then 4, 5, 6.
 #include "kernels.h"
 #include "linear_plan.h"
 
 namespace UNROLLED_ISA {
 namespace {
 
-// A slot for every chunk of every sequence; packed ones may each have one more than their tokens fill.
+// One state for every chunk of every sequence. A packed sequence may need one more than its tokens fill, as
+// it need not begin at a multiple of the chunk.
 Int saved_floats(const Linear& x) {
     const Int C = chunk_length(x);
     const Int slots = x.offsets ? x.keys / C + x.sequences : x.sequences * ceil_div(x.keys, C);
     return slots * x.groups * state_floats(x, Layout::TRANSPOSED);
 }
 
-float* saved_state(const Linear& x, const LinearGradients& out, const Sequence& s, Item i) {
+float* saved_state(const Linear& x, const LinearGradients& out, const Sequence& s, HeadChunk i) {
     const Int C = chunk_length(x);
     const Int first = x.offsets ? s.first_key / C + s.index : s.batch * ceil_div(x.keys, C);
     return out.states + ((first + i.token / C) * x.groups + i.group) * state_floats(x, Layout::TRANSPOSED);
 }
 
-void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, Item i, State state) {
+void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, HeadChunk i, State state) {
     if (x.log_decay)
-        std::memcpy(saved_state(x, out, s, i), state.kv.at, (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
+        std::memcpy(saved_state(x, out, s, i), state.kv.data,
+                    (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
 }
 
-// G = dO / den, in whole vectors.
+// G = dO / den, padded to whole vectors. Dividing first keeps products of extreme inputs in range: keys of
+// 1e28 with gradients of 1e8 would overflow if it came last, and it is as fast.
 void read_gradient(const Linear& x, const LinearGradients& out, Int batch, Int token, Int head, float* g) {
     read_row(x.type, address(out.o, x.type, batch, token, head), x.values, g);
     if (!x.normalize) return;
     divide_row(g, x.values, out.divisor[(batch * x.queries + token) * x.heads + head]);
 }
 
-// dQ of the queries of one chunk of one head, and what the other pass needs of them. Where they read keys, G
-// and the scores are kept transposed, as the forward pass keeps Q.
+// Phases 2 and 3 for the queries of one chunk of one head: dQ, and what the pass over the keys needs from
+// them. If causal, G and the scores are kept transposed, like Q in the forward pass.
 class QueryGradients {
   public:
     QueryGradients(const Linear& x, const LinearGradients& out, Workspace& memory)
@@ -48,72 +67,73 @@ class QueryGradients {
           read_(memory.floats(longest_)),
           d_divisors_(memory.floats(longest_)) {}
 
-    // Queries [token, token + n) have read `state` and the keys of `chunk` up to themselves, or `state`
-    // alone.
-    void find(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
-              Ahead& ahead) {
+    // Queries [token, token + n) attended to `state` and to the keys of `chunk` up to themselves; without
+    // `chunk` to `state` alone.
+    void compute(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
+                 Prefetcher& prefetcher) {
+        // 2. dQ', without what comes through the divisors.
         const Rows q = rows_.read(x_.q, s.batch, token, head, n);
-        for (Int i = 0; i < n; ++i) read_gradient(x_, out_, s.batch, token + i, head, g_.at + i * g_.row);
+        for (Int i = 0; i < n; ++i) read_gradient(x_, out_, s.batch, token + i, head, g_.data + i * g_.row);
         const float* from_start = chunk ? chunk->gates.from_start : nullptr;
-        Left left{g_.at, g_.row, 1};
+        Strided left{g_.data, g_.row, 1};
         if (chunk) {
-            transpose(n, x_.values, g_.at, g_.row, g_T_);
-            left = {g_T_.at, 1, g_T_.row};
-            score(chunk->gates, n, x_.values, chunk->values, g_T_, d_scores_T_, ahead);
+            transpose(n, x_.values, g_.data, g_.row, g_T_);
+            left = {g_T_.data, 1, g_T_.row};
+            score(chunk->gates, n, x_.values, chunk->values, g_T_, d_scores_T_, prefetcher);
         }
         for (Int i = 0; i < n; ++i) read_[i] = 0;
         for (Int i = 0; i < n; i += TILE_ROWS) {
             const Int rows = min(TILE_ROWS, n - i);
-            const Rows d_q = {d_q_.at + i * d_q_.row, d_q_.row};
-            ahead.ask();
+            const Rows d_q = {d_q_.data + i * d_q_.row, d_q_.row};
+            prefetcher.issue();
             for (Int r = 0; r < x_.features; r += TILE_VECS * WIDTH)
                 with_tile(rows, x_.features - r, [&](auto tile) {
-                    tile.add_product({left.at + i * left.row, left.row, left.col}, state.kv.at + r,
+                    tile.add_product({left.data + i * left.row, left.row, left.col}, state.kv.data + r,
                                      state.kv.row, x_.values);
                     if (from_start) {
                         tile.scale_rows(from_start + i);
-                        tile.write(d_q.at + r, d_q.row);
+                        tile.write(d_q.data + r, d_q.row);
                         for (Int a = 0; a < rows; ++a)
-                            read_[i + a] += dot(q.at + (i + a) * q.row + r, d_q.at + a * d_q.row + r,
+                            read_[i + a] += dot(q.data + (i + a) * q.row + r, d_q.data + a * d_q.row + r,
                                                 min(x_.features - r, TILE_VECS * WIDTH));
                     }
                     if (chunk)
-                        tile.add_product({d_scores_T_.at + i, 1, d_scores_T_.row}, chunk->keys.at + r,
+                        tile.add_product({d_scores_T_.data + i, 1, d_scores_T_.row}, chunk->keys.data + r,
                                          chunk->keys.row, i + rows);
-                    tile.write(d_q.at + r, d_q.row);
+                    tile.write(d_q.data + r, d_q.row);
                 });
         }
         const Int first = (s.batch * x_.queries + token) * x_.heads + head;
-        if (x_.normalize) go_through_divisors(q, n, first, state.k_sum, chunk);
+        if (x_.normalize) add_divisor_gradients(q, n, first, state.k_sum, chunk);
         for (Int i = 0; i < n; ++i) {
             const Int row = first + i * x_.heads;
-            if (from_start) out_.read[row] = read_[i];
-            write_row(x_.type, d_q_.at + i * d_q_.row, x_.features,
+            if (from_start) out_.d_log_from_start[row] = read_[i];
+            write_row(x_.type, d_q_.data + i * d_q_.row, x_.features,
                       (char*)out_.d_q + row * x_.features * size_of(x_.type));
         }
     }
 
   private:
-    // dden = -(q . dQ') / den and dQ = dQ' + dden ((D K) + exp(b) z)
-    void go_through_divisors(Rows q, Int n, Int first, const float* k_sum, const KeyChunk* chunk) {
+    // 3. dden = -(q . dQ') / den and dQ = dQ' + dden ((D K) + exp(b) z).
+    void add_divisor_gradients(Rows q, Int n, Int first, const float* k_sum, const KeyChunk* chunk) {
         const float *gate = chunk ? chunk->gates.gate : nullptr,
                     *from_start = chunk ? chunk->gates.from_start : nullptr;
         for (Int i = 0; i < n; ++i) {
             const float divisor = out_.divisor[first + i * x_.heads];
-            const float total = dot(q.at + i * q.row, d_q_.at + i * d_q_.row, x_.features);
+            const float total = dot(q.data + i * q.row, d_q_.data + i * d_q_.row, x_.features);
             d_divisors_[i] = divisible(divisor) ? -total / divisor : 0;
             out_.d_divisor[first + i * x_.heads] = d_divisors_[i];
             if (from_start)
-                read_[i] += d_divisors_[i] * from_start[i] * dot(q.at + i * q.row, k_sum, x_.features);
+                read_[i] += d_divisors_[i] * from_start[i] * dot(q.data + i * q.row, k_sum, x_.features);
         }
         for (Int r = 0; r < x_.features; r += WIDTH) {
             const Vec before = load(k_sum + r);
             Vec seen{};
             for (Int i = 0; i < n; ++i) {
                 if (gate) seen *= broadcast(gate[i]);
-                if (chunk) seen += load(chunk->keys.at + i * chunk->keys.row + r);
+                if (chunk) seen += load(chunk->keys.data + i * chunk->keys.row + r);
                 const Vec sum = from_start ? seen + before * broadcast(from_start[i]) : seen + before;
-                float* d_q = d_q_.at + i * d_q_.row + r;
+                float* d_q = d_q_.data + i * d_q_.row + r;
                 store(d_q, load(d_q) + sum * broadcast(d_divisors_[i]));
             }
         }
@@ -127,58 +147,67 @@ class QueryGradients {
     float *read_, *d_divisors_;
 };
 
-// The queries of an item, their gradients, and how many times `find` will ask.
-Int add_queries(Ahead& ahead, const Linear& x, const LinearGradients& out, const Sequence& s, Item i,
-                bool write) {
+// Adds the queries of a chunk and, to be written, their gradients; returns how often `compute` calls `issue`.
+Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearGradients& out, const Sequence& s,
+                     HeadChunk i, bool write) {
     const Int token = s.first_query + i.token;
     const Tensor d_q = contiguous(out.d_q, x.queries, x.heads, x.features);
     for_heads(x, i.group, [&](Int h) {
-        if (write) add_rows(ahead, d_q, x.type, s.batch, token, h, i.n, x.features);
-        add_rows(ahead, x.q, x.type, s.batch, token, h, i.n, x.features);
-        add_rows(ahead, out.o, x.type, s.batch, token, h, i.n, x.values);
+        if (write) prefetch_rows(prefetcher, d_q, x.type, s.batch, token, h, i.n, x.features);
+        prefetch_rows(prefetcher, x.q, x.type, s.batch, token, h, i.n, x.features);
+        prefetch_rows(prefetcher, out.o, x.type, s.batch, token, h, i.n, x.values);
     });
     return x.heads / x.groups * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
 }
 
-void causal_query_task(const Linear& x, const LinearGradients& out, const Task& task, const States& states) {
+Status causal_query_task(const Linear& x, const LinearGradients& out, const LinearTask& task,
+                         const States& states) {
     Workspace memory;
     KeyChunk chunk(x, true, true, memory);
     QueryGradients queries(x, out, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) {
-        const Int asks = add_queries(next, x, out, s, i, true);
-        add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
-        add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
-        next.over(asks + ceil_div(x.values, TILE_ROWS));
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, HeadChunk i) {
+        const Int calls = prefetch_queries(next, x, out, s, i, true);
+        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
+        next.spread_over(calls + ceil_div(x.values, TILE_ROWS));
     };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
-        const State state = states.of(s.index, task.segment, i.group);
-        save_state(x, out, s, i, state);
-        chunk.read(s, s.first_key + i.token, i.n, i.group);
-        for_heads(x, i.group,
-                  [&](Int head) { queries.find(s, chunk.token, i.n, head, state, &chunk, ahead); });
-        chunk.enter_transposed(state, ahead);
-    });
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
+               [&](HeadChunk i) {
+                   const State state = states.of(s.index, task.segment, i.group);
+                   save_state(x, out, s, i, state);
+                   chunk.read(s, s.first_key + i.token, i.n, i.group);
+                   for_heads(x, i.group, [&](Int head) {
+                       queries.compute(s, chunk.token, i.n, head, state, &chunk, prefetcher);
+                   });
+                   chunk.update_transposed(state, prefetcher);
+               });
+    return SUCCESS;
 }
 
-void bidirectional_query_task(const Linear& x, const LinearGradients& out, const Task& task,
-                              const States& states, Int segments) {
+Status bidirectional_query_task(const Linear& x, const LinearGradients& out, const LinearTask& task,
+                                const States& states, Int segments) {
     Workspace memory;
     QueryGradients queries(x, out, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) { next.over(add_queries(next, x, out, s, i, true)); };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
-               [&](Item i) {
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, HeadChunk i) {
+        next.spread_over(prefetch_queries(next, x, out, s, i, true));
+    };
+    for_chunks(x, task, Order::FORWARDS, task.from(s.queries), task.to(s.queries), prefetcher, prepare,
+               [&](HeadChunk i) {
                    const State state = states.of(s.index, segments, i.group);
                    for_heads(x, i.group, [&](Int head) {
-                       queries.find(s, s.first_query + i.token, i.n, head, state, nullptr, ahead);
+                       queries.compute(s, s.first_query + i.token, i.n, head, state, nullptr, prefetcher);
                    });
                });
+    return SUCCESS;
 }
 
-// The queries of one chunk of one head: Q, exp(b) G and, for the keys of the same chunk, G and dden.
+// The queries of one chunk of one head, with G and dden, for phases 4, 7 and 8.
 class QueryChunk {
   public:
     QueryChunk(const Linear& x, const LinearGradients& out, Workspace& memory)
@@ -192,22 +221,22 @@ class QueryChunk {
         n = count;
         q = rows_.read(x_.q, s.batch, token, head, n);
         for (Int i = 0; i < n; ++i) {
-            read_gradient(x_, out_, s.batch, token + i, head, g.at + i * g.row);
+            read_gradient(x_, out_, s.batch, token + i, head, g.data + i * g.row);
             d_divisor[i] =
                 x_.normalize ? out_.d_divisor[(s.batch * x_.queries + token + i) * x_.heads + head] : 0;
         }
     }
 
-    // dS += (exp(b) Q)^T G and dz += (exp(b) Q)^T dden. Scales G.
-    void give(State gradient, const float* from_start, Ahead& ahead) const {
+    // 8. dS += (exp(b) Q)^T G and dz += (exp(b) Q)^T dden. With gates it scales G in place.
+    void accumulate(State gradient, const float* from_start, Prefetcher& prefetcher) const {
         if (from_start)
-            for (Int i = 0; i < n; ++i) scale_row(g.at + i * g.row, x_.values, from_start[i]);
-        multiply(x_.features, x_.values, n, {q.at, 1, q.row}, g, gradient.kv, true, ahead);
+            for (Int i = 0; i < n; ++i) scale_row(g.data + i * g.row, x_.values, from_start[i]);
+        multiply(x_.features, x_.values, n, {q.data, 1, q.row}, g, gradient.kv, true, prefetcher);
         for (Int r = 0; r < x_.features && x_.normalize; r += WIDTH) {
             Vec total{};
             for (Int i = 0; i < n; ++i)
                 total +=
-                    load(q.at + i * q.row + r) * broadcast(d_divisor[i] * (from_start ? from_start[i] : 1));
+                    load(q.data + i * q.row + r) * broadcast(d_divisor[i] * (from_start ? from_start[i] : 1));
             store(gradient.k_sum + r, load(gradient.k_sum + r) + total);
         }
     }
@@ -222,7 +251,7 @@ class QueryChunk {
     HeadRows rows_;
 };
 
-// dK, dV and the gradient of the gates of one chunk of one key head.
+// Phases 5 to 8 for one chunk of one key head: dK, dV and the gradients of the gates.
 class KeyGradients {
   public:
     KeyGradients(const Linear& x, const LinearGradients& out, Workspace& memory)
@@ -243,22 +272,22 @@ class KeyGradients {
           pairs_(memory.floats(chunk.longest)),
           d_gates_((double*)memory.floats(2 * chunk.longest)) {}
 
-    // `gradient` is that of the state after the chunk, and becomes that of the state before it.
-    void find(const Sequence& s, Item i, State gradient, Ahead& ahead) {
+    // `gradient` is that of the state after the chunk, and is replaced by that of the state before it.
+    void compute(const Sequence& s, HeadChunk i, State gradient, Prefetcher& prefetcher) {
         const Int n = i.n, group = i.group;
         chunk.read(s, s.first_key + i.token, n, group);
         if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
-        read_through_state(gradient, ahead);
+        compute_through_state(gradient, prefetcher);
         if (x_.log_decay) {
-            through_gates(s, i, gradient);
-            scale_row(gradient.kv.at, state_floats(x_, Layout::PLAIN), chunk.gates.through);
+            add_gate_gradients(s, i, gradient);
+            scale_row(gradient.kv.data, state_floats(x_, Layout::PLAIN), chunk.gates.chunk_decay);
         }
         if (x_.causal)
             for_heads(x_, group, [&](Int h) {
                 queries_.read(s, chunk.token, n, h);
-                read_by_queries();
-                if (x_.log_decay) read_gates(s, h);
-                queries_.give(gradient, chunk.gates.from_start, ahead);
+                accumulate_queries();
+                if (x_.log_decay) add_query_gate_gradients(s, h);
+                queries_.accumulate(gradient, chunk.gates.from_start, prefetcher);
             });
         write(s, group);
     }
@@ -266,18 +295,18 @@ class KeyGradients {
     KeyChunk chunk;
 
   private:
-    // dK = to_end (V dS^T + dz), dV = to_end K dS: the keys are read through the state after the chunk. dK
-    // comes out of dS V^T transposed, as it takes less to transpose than dS.
-    void read_through_state(State gradient, Ahead& ahead) {
+    // 5. dK = to_end (V dS^T + dz) and dV = to_end K dS. dK is the transpose of dS V^T, as it is smaller than
+    // dS, which would be transposed otherwise.
+    void compute_through_state(State gradient, Prefetcher& prefetcher) {
         const float* to_end = chunk.gates.to_end;
-        transpose(chunk.n, x_.values, chunk.values.at, chunk.values.row, values_T_);
-        multiply(x_.features, chunk.n, x_.values, {gradient.kv.at, gradient.kv.row, 1}, values_T_, d_k_T_,
-                 false, ahead);
-        transpose(x_.features, chunk.n, d_k_T_.at, d_k_T_.row, d_k_);
-        multiply(chunk.n, x_.values, x_.features, {chunk.keys.at, chunk.keys.row, 1}, gradient.kv, d_v_,
-                 false, ahead);
+        transpose(chunk.n, x_.values, chunk.values.data, chunk.values.row, values_T_);
+        multiply(x_.features, chunk.n, x_.values, {gradient.kv.data, gradient.kv.row, 1}, values_T_, d_k_T_,
+                 false, prefetcher);
+        transpose(x_.features, chunk.n, d_k_T_.data, d_k_T_.row, d_k_);
+        multiply(chunk.n, x_.values, x_.features, {chunk.keys.data, chunk.keys.row, 1}, gradient.kv, d_v_,
+                 false, prefetcher);
         for (Int j = 0; j < chunk.n; ++j) {
-            float *d_k = d_k_.at + j * d_k_.row, *d_v = d_v_.at + j * d_v_.row;
+            float *d_k = d_k_.data + j * d_k_.row, *d_v = d_v_.data + j * d_v_.row;
             for (Int r = 0; r < x_.features; r += WIDTH)
                 store(d_k + r, load(d_k + r) + load(gradient.k_sum + r));
             if (!to_end) continue;
@@ -286,56 +315,56 @@ class KeyGradients {
         }
     }
 
-    // What reaches the gates through the state: gate t scales what the keys before t give to it, and the
-    // state before the chunk.
-    void through_gates(const Sequence& s, Item i, State gradient) {
+    // 6. Gate t scales the state before the chunk and what the keys before t have added to it.
+    void add_gate_gradients(const Sequence& s, HeadChunk i, State gradient) {
         double before = 0;
-        transpose(x_.features, x_.values, gradient.kv.at, gradient.kv.row, gradient_T_);
+        transpose(x_.features, x_.values, gradient.kv.data, gradient.kv.row, gradient_T_);
         const float* saved = saved_state(x_, out_, s, i);
         const State state = state_at(x_, Layout::TRANSPOSED, const_cast<float*>(saved));
         for (Int m = 0; m < x_.values; ++m)
-            before += dot(state.kv.at + m * state.kv.row, gradient_T_.at + m * gradient_T_.row, x_.features);
+            before +=
+                dot(state.kv.data + m * state.kv.row, gradient_T_.data + m * gradient_T_.row, x_.features);
         before += dot(state.k_sum, gradient.k_sum, x_.features);
-        before *= chunk.gates.through;
+        before *= chunk.gates.chunk_decay;
         for (Int j = 0; j < chunk.n; ++j) {
             d_gates_[j] += before;
-            before += dot(chunk.keys.at + j * chunk.keys.row, d_k_.at + j * d_k_.row, x_.features);
+            before += dot(chunk.keys.data + j * chunk.keys.row, d_k_.data + j * d_k_.row, x_.features);
         }
     }
 
-    // Queries i >= t read the state before the chunk through gate t.
-    void read_gates(const Sequence& s, Int head) {
+    // 7. Queries i >= t read the state before the chunk decayed by gate t.
+    void add_query_gate_gradients(const Sequence& s, Int head) {
         double read = 0;
         for (Int i = chunk.n - 1; i >= 0; --i) {
-            read += out_.read[(s.batch * x_.queries + chunk.token + i) * x_.heads + head];
+            read += out_.d_log_from_start[(s.batch * x_.queries + chunk.token + i) * x_.heads + head];
             d_gates_[i] += read;
         }
     }
 
-    // dK += dP^T Q and dV += P^T G, over the queries of the chunk from each key on.
-    void read_by_queries() {
+    // 7. dK += dP^T Q and dV += P^T G, over the queries from each key on.
+    void accumulate_queries() {
         const Int n = chunk.n;
         const Rows q = queries_.q, g = queries_.g;
-        transpose(n, x_.features, q.at, q.row, q_T_);
-        transpose(n, x_.values, g.at, g.row, g_T_);
+        transpose(n, x_.features, q.data, q.row, q_T_);
+        transpose(n, x_.values, g.data, g.row, g_T_);
         for (Int j = 0; j < n; j += TILE_ROWS) {
             const Int rows = min(TILE_ROWS, n - j), from = j / WIDTH * WIDTH;
-            const float *key = chunk.keys.at + j * chunk.keys.row,
-                        *value = chunk.values.at + j * chunk.values.row;
+            const float *key = chunk.keys.data + j * chunk.keys.row,
+                        *value = chunk.values.data + j * chunk.values.row;
             multiply_few_rows(rows, n - from, x_.features, {key, chunk.keys.row, 1},
-                              {q_T_.at + from, q_T_.row}, {scores_.at + from, scores_.row}, false);
+                              {q_T_.data + from, q_T_.row}, {scores_.data + from, scores_.row}, false);
             multiply_few_rows(rows, n - from, x_.values, {value, chunk.values.row, 1},
-                              {g_T_.at + from, g_T_.row}, {d_scores_.at + from, d_scores_.row}, false);
+                              {g_T_.data + from, g_T_.row}, {d_scores_.data + from, d_scores_.row}, false);
             for (Int a = 0; a < rows; ++a)
-                mask(j + a, from, scores_.at + a * scores_.row, d_scores_.at + a * d_scores_.row);
-            multiply_few_rows(rows, x_.features, n - j, {d_scores_.at + j, d_scores_.row, 1},
-                              {q.at + j * q.row, q.row}, {d_k_.at + j * d_k_.row, d_k_.row}, true);
-            multiply_few_rows(rows, x_.values, n - j, {scores_.at + j, scores_.row, 1},
-                              {g.at + j * g.row, g.row}, {d_v_.at + j * d_v_.row, d_v_.row}, true);
+                mask(j + a, from, scores_.data + a * scores_.row, d_scores_.data + a * d_scores_.row);
+            multiply_few_rows(rows, x_.features, n - j, {d_scores_.data + j, d_scores_.row, 1},
+                              {q.data + j * q.row, q.row}, {d_k_.data + j * d_k_.row, d_k_.row}, true);
+            multiply_few_rows(rows, x_.values, n - j, {scores_.data + j, scores_.row, 1},
+                              {g.data + j * g.row, g.row}, {d_v_.data + j * d_v_.row, d_v_.row}, true);
         }
     }
 
-    // Row j of P^T and dP^T, and what pairs of key j and query i give to the gates j < t <= i between them.
+    // Row j of P^T and dP^T. Key j and query i contribute P dP to the gradients of the gates j < t <= i.
     void mask(Int j, Int from, float* scores, float* d_scores) {
         const bool gated = chunk.gates.from_start;
         if (gated) chunk.gates.column(j, chunk.n, decay_);
@@ -359,9 +388,9 @@ class KeyGradients {
     void write(const Sequence& s, Int group) const {
         for (Int j = 0; j < chunk.n; ++j) {
             const Int row = (s.batch * x_.keys + chunk.token + j) * x_.groups + group;
-            write_row(x_.type, d_k_.at + j * d_k_.row, x_.features,
+            write_row(x_.type, d_k_.data + j * d_k_.row, x_.features,
                       (char*)out_.d_k + row * x_.features * size_of(x_.type));
-            write_row(x_.type, d_v_.at + j * d_v_.row, x_.values,
+            write_row(x_.type, d_v_.data + j * d_v_.row, x_.values,
                       (char*)out_.d_v + row * x_.values * size_of(x_.type));
             if (x_.log_decay) out_.d_log_decay[row] = x_.log_decay[row] < LOWEST_GATE ? 0 : d_gates_[j];
         }
@@ -375,111 +404,134 @@ class KeyGradients {
     double* d_gates_;
 };
 
-// Lets the queries of a task's segment give to the gradient of the state before it, when causal, or to that
-// of the state which they all read.
-void give_segment(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
+// 4. Accumulates the gradient of the state that a segment's queries read: the one before the segment if
+// causal, otherwise the final state.
+Status accumulate_query_segment(const Linear& x, const LinearGradients& out, const LinearTask& task,
+                                const States& gradients) {
     Workspace memory;
     QueryChunk queries(x, out, memory);
     Gates gates(x, chunk_length(x), memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) {
-        add_queries(next, x, out, s, i, false);
-        next.over(x.heads / x.groups * ceil_div(x.features, TILE_ROWS));
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, HeadChunk i) {
+        prefetch_queries(next, x, out, s, i, false);
+        next.spread_over(x.heads / x.groups * ceil_div(x.features, TILE_ROWS));
     };
-    for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), ahead, prepare,
-               [&](Item i) {
+    for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), prefetcher, prepare,
+               [&](HeadChunk i) {
                    const State gradient = gradients.of(s.index, task.segment, i.group);
                    if (x.causal && x.log_decay) {
                        gates.read(s.batch, s.first_key + i.token, i.n, i.group);
-                       scale_row(gradient.kv.at, state_floats(x, Layout::PLAIN), gates.through);
+                       scale_row(gradient.kv.data, state_floats(x, Layout::PLAIN), gates.chunk_decay);
                    }
                    for_heads(x, i.group, [&](Int h) {
                        queries.read(s, s.first_query + i.token, i.n, h);
-                       queries.give(gradient, x.causal ? gates.from_start : nullptr, ahead);
+                       queries.accumulate(gradient, x.causal ? gates.from_start : nullptr, prefetcher);
                    });
                });
+    return SUCCESS;
 }
 
-// Fills `gradients`, all but that of the state before the first segment.
-void find_gradients(const Linear& x, const LinearGradients& out, const Plan& plan, const States& gradients) {
-    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
-        const Task task(x, plan, i);
+// 4. Computes the gradients of all states but the one before the first segment.
+Status compute_state_gradients(const Linear& x, const LinearGradients& out, const Plan& plan,
+                               const States& gradients) {
+    const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
         for (Int g = task.first_head; g < task.last_head; ++g) {
             gradients.read(n, task.segment, g, nullptr, nullptr);
             if (task.last) gradients.read(n, plan.segments, g, out.kv, out.k_sum);
         }
-        if (!x.causal || !task.first) give_segment(x, out, task, gradients);
+        return !x.causal || !task.first ? accumulate_query_segment(x, out, task, gradients) : SUCCESS;
     });
+    if (status != SUCCESS) return status;
     for (Int i = plan.tasks(x) - 1; i >= 0; --i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
         for (Int g = task.first_head; g < task.last_head; ++g)
             if (!x.causal)
                 gradients.add(gradients.of(n, plan.segments, g), 1, gradients.of(n, task.segment, g));
             else if (!task.first)
-                gradients.add(gradients.of(n, task.segment, g), gates_through(x, task, g),
+                gradients.add(gradients.of(n, task.segment, g), segment_decay(x, task, g),
                               gradients.of(n, task.segment + 1, g));
     }
-    if (x.causal) return;
-    // Every key is read through the state after the last one. Gates, if any, are met in the one segment there
-    // is.
+    if (x.causal) return SUCCESS;
+    // Keys of all segments reach the outputs through the final state only. With gates there is one segment.
     for (Int i = 0; i < plan.tasks(x); ++i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         for (Int g = task.first_head; g < task.last_head && !task.last; ++g)
-            std::memcpy(gradients.of(task.sequence.index, task.segment + 1, g).kv.at,
-                        gradients.of(task.sequence.index, plan.segments, g).kv.at,
+            std::memcpy(gradients.of(task.sequence.index, task.segment + 1, g).kv.data,
+                        gradients.of(task.sequence.index, plan.segments, g).kv.data,
                         (size_t)state_floats(x, Layout::PLAIN) * 4);
     }
+    return SUCCESS;
 }
 
-void key_task(const Linear& x, const LinearGradients& out, const Task& task, const States& gradients) {
+Status key_task(const Linear& x, const LinearGradients& out, const LinearTask& task,
+                const States& gradients) {
     Workspace memory;
     KeyGradients keys(x, out, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) {
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, HeadChunk i) {
         const Int token = s.first_key + i.token;
-        add_rows(next, contiguous(out.d_v, x.keys, x.groups, x.values), x.type, s.batch, token, i.group, i.n,
-                 x.values);
-        add_rows(next, contiguous(out.d_k, x.keys, x.groups, x.features), x.type, s.batch, token, i.group,
-                 i.n, x.features);
-        if (x.causal) add_queries(next, x, out, s, i, false);
-        add_rows(next, x.v, x.type, s.batch, token, i.group, i.n, x.values);
-        add_rows(next, x.k, x.type, s.batch, token, i.group, i.n, x.features);
-        next.over(ceil_div(i.n, TILE_ROWS) +
-                  ceil_div(x.features, TILE_ROWS) * (x.causal ? 1 + x.heads / x.groups : 1));
+        prefetch_rows(next, contiguous(out.d_v, x.keys, x.groups, x.values), x.type, s.batch, token, i.group,
+                      i.n, x.values);
+        prefetch_rows(next, contiguous(out.d_k, x.keys, x.groups, x.features), x.type, s.batch, token,
+                      i.group, i.n, x.features);
+        if (x.causal) prefetch_queries(next, x, out, s, i, false);
+        prefetch_rows(next, x.v, x.type, s.batch, token, i.group, i.n, x.values);
+        prefetch_rows(next, x.k, x.type, s.batch, token, i.group, i.n, x.features);
+        next.spread_over(ceil_div(i.n, TILE_ROWS) +
+                         ceil_div(x.features, TILE_ROWS) * (x.causal ? 1 + x.heads / x.groups : 1));
     };
-    for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare,
-               [&](Item i) { keys.find(s, i, gradients.of(s.index, task.segment + 1, i.group), ahead); });
+    for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
+               [&](HeadChunk i) {
+                   keys.compute(s, i, gradients.of(s.index, task.segment + 1, i.group), prefetcher);
+               });
+    // 9. Gradient of the initial state.
     if (task.first)
         for (Int g = task.first_head; g < task.last_head; ++g)
             write_state(x, gradients.of(s.index, 1, g), s.index * x.groups + g, out.d_kv, out.d_k_sum);
+    return SUCCESS;
 }
 
-void run(const Linear& x, const LinearGradients& out) {
-    ask_for_pages(x, out.d_q, x.queries, x.heads, x.features);
-    ask_for_pages(x, out.d_k, x.keys, x.groups, x.features);
-    ask_for_pages(x, out.d_v, x.keys, x.groups, x.values);
+Status run(const Linear& x, const LinearGradients& out) {
+    advise_huge_pages(x, out.d_q, x.queries, x.heads, x.features);
+    advise_huge_pages(x, out.d_k, x.keys, x.groups, x.features);
+    advise_huge_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
+    // 1. States before the segments.
     const Plan plan(x, x.causal || !x.log_decay);
     const States states(x, plan, Layout::TRANSPOSED, memory), gradients(x, plan, Layout::PLAIN, memory);
-    find_states(x, plan, states, !x.causal, [&](const Sequence& s, Item i, State state) {
-        if (!x.causal) save_state(x, out, s, i, state);
+    if (memory.failed()) return OUT_OF_MEMORY;
+    Status status =
+        compute_states(x, plan, states, !x.causal, [&](const Sequence& s, HeadChunk i, State state) {
+            if (!x.causal) save_state(x, out, s, i, state);
+        });
+    if (status != SUCCESS) return status;
+    // 2 and 3. Queries.
+    status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const LinearTask task(x, plan, i);
+        return x.causal ? causal_query_task(x, out, task, states)
+                        : bidirectional_query_task(x, out, task, states, plan.segments);
     });
-    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
-        const Task task(x, plan, i);
-        if (x.causal) causal_query_task(x, out, task, states);
-        else bidirectional_query_task(x, out, task, states, plan.segments);
-    });
-    find_gradients(x, out, plan, gradients);
-    parallel_for(plan.tasks(x), plan.threads, [&](Int i) { key_task(x, out, Task(x, plan, i), gradients); });
+    if (status != SUCCESS) return status;
+    // 4. Gradients of the states.
+    status = compute_state_gradients(x, out, plan, gradients);
+    if (status != SUCCESS) return status;
+    // 5 to 9. Keys, values and gates.
+    return parallel_for(plan.tasks(x), plan.threads,
+                        [&](Int i) { return key_task(x, out, LinearTask(x, plan, i), gradients); });
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(linear_backward)(const Linear* x, const LinearGradients* out) { UNROLLED_ISA::run(*x, *out); }
+Status EXPORTED(linear_backward)(const Linear* x, const LinearGradients* out) {
+    return UNROLLED_ISA::run(*x, *out);
+}
 
 int64_t EXPORTED(linear_saved_floats)(const Linear* x) { return UNROLLED_ISA::saved_floats(*x); }

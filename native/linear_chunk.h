@@ -1,20 +1,29 @@
-// Linear attention, one chunk of one head at a time: what the forward and the backward pass share. The
-// formulas are those of `ops/linear_chunked.py`, and so are the names.
+// Linear attention, one chunk of one head at a time: what the forward and the backward pass share. Formulas
+// and letters are those of the chunked form in Python. For a key head with state S, z before the chunk:
+//
+//     b = cumsum(log a), over the chunk
+//     D_ij = exp(b_i - b_j) for i >= j, else 0
+//     P = (Q K^T) * D
+//     den = P 1 + exp(b) Q z
+//     O = (P V + exp(b) Q S) / den
+//     S' = exp(b_C) S + K^T (exp(b_C - b) V)
+//     z' = exp(b_C) z + K^T exp(b_C - b)
 #pragma once
 
 #include "rows.h"
 
 namespace UNROLLED_ISA {
 
-// Tokens of a chunk, a multiple of every WIDTH. Between chunks a state is read and written. If causal, the
-// work per token inside a chunk grows with its length; a short one then pays, unless the state is too wide
-// for the first cache.
+// Tokens of a chunk, a multiple of every WIDTH. The state is read and written once per chunk, which a long
+// chunk saves. If causal, the scores inside a chunk cost more the longer it is: 13% of the multiply-adds of
+// the recurrence at 16 tokens and widths of 64. So it is short, unless the state exceeds the 16 KiB of 64 x
+// 64 floats and no longer fits into the first-level cache beside the rest.
 inline Int chunk_length(const Linear& x) {
     if (!x.causal) return 64;
     return x.features * x.values <= 64 * 64 ? 16 : 32;
 }
 
-// S [features, values], or its transpose [values, features], and z [features]; all in whole vectors.
+// S [features, values], or its transpose [values, features], and z [features], padded to whole vectors.
 struct State {
     Rows kv;
     float* k_sum;
@@ -22,7 +31,7 @@ struct State {
 
 enum class Layout { PLAIN, TRANSPOSED };
 
-// The plain layout has its rows rounded up to four, for `transpose`.
+// The number of rows of the plain layout is rounded up to four, for `transpose`.
 inline Int kv_floats(const Linear& x, Layout layout) {
     const Int R = x.features, M = x.values;
     return layout == Layout::PLAIN ? (R + 3) / 4 * 4 * round_up(M) : M * round_up(R);
@@ -39,43 +48,34 @@ inline State state_at(const Linear& x, Layout layout, float* at) {
 inline void read_state(const Linear& x, Layout layout, const float* kv, const float* k_sum, Int head,
                        State to) {
     const Int R = x.features, M = x.values;
-    std::memset(to.kv.at, 0, (size_t)state_floats(x, layout) * 4);
+    std::memset(to.kv.data, 0, (size_t)state_floats(x, layout) * 4);
     if (kv)
         for (Int r = 0; r < R; ++r) {
             const float* from = kv + (head * R + r) * M;
-            if (layout == Layout::PLAIN) read_row(FLOAT32, from, M, to.kv.at + r * to.kv.row);
+            if (layout == Layout::PLAIN) read_row(FLOAT32, from, M, to.kv.data + r * to.kv.row);
             else
-                for (Int m = 0; m < M; ++m) to.kv.at[m * to.kv.row + r] = from[m];
+                for (Int m = 0; m < M; ++m) to.kv.data[m * to.kv.row + r] = from[m];
         }
     if (k_sum) read_row(FLOAT32, k_sum + head * R, R, to.k_sum);
 }
 
-// `from` lies in the plain layout.
+// Writes a state of the plain layout.
 inline void write_state(const Linear& x, State from, Int head, float* kv, float* k_sum) {
     const Int R = x.features, M = x.values;
-    for (Int r = 0; r < R; ++r) write_row(FLOAT32, from.kv.at + r * from.kv.row, M, kv + (head * R + r) * M);
+    for (Int r = 0; r < R; ++r)
+        write_row(FLOAT32, from.kv.data + r * from.kv.row, M, kv + (head * R + r) * M);
     write_row(FLOAT32, from.k_sum, R, k_sum + head * R);
 }
 
-// Where a sequence lies.
-struct Sequence {
-    Int index, batch, first_query, queries, first_key, keys;
-};
-
-inline Sequence sequence_at(const Linear& x, Int index) {
-    if (!x.offsets) return {index, index, 0, x.queries, 0, x.keys};
-    const Int first = x.offsets[index], n = x.offsets[index + 1] - first;
-    return {index, 0, first, n, first, n};
-}
-
-constexpr double LOWEST_GATE = -1e4;  // its exponential is 0, but it may be subtracted from itself
+constexpr double LOWEST_GATE = -1e4;  // exp of it is 0, and unlike -infinity it may be subtracted from itself
 
 inline double log_gate(const Linear& x, Int batch, Int token, Int group) {
     const double gate = x.log_decay[(batch * x.keys + token) * x.groups + group];
     return gate < LOWEST_GATE ? LOWEST_GATE : gate;
 }
 
-// out_j = exp(sign (b_j - base)) for j < n, with the digits of the double-precision difference.
+// out_j = exp(sign (b_j - base)) for j < n. The difference is taken in double precision and kept as the sum
+// of two floats, so that the result is exact to single precision however large b is.
 inline void exp_of_differences(double sign, const double* b, double base, Int n, float* out) {
     for (Int j = 0; j < n; j += WIDTH) {
         float high[WIDTH], low[WIDTH];
@@ -89,7 +89,7 @@ inline void exp_of_differences(double sign, const double* b, double base, Int n,
     }
 }
 
-// Keeps the lanes [first, end) of a vector whose own first lane is number `at`, and clears the others.
+// Keeps the elements [first, end) of a vector that begins at element `at`, and sets the others to 0.
 inline Vec keep(Int first, Int end, Int at, Vec x) {
     IntVec lane;
     for (int i = 0; i < WIDTH; ++i) lane[i] = i;
@@ -97,7 +97,7 @@ inline Vec keep(Int first, Int end, Int at, Vec x) {
     return select((lane >= (int32_t)first) & (lane < (int32_t)end), x, Vec{});
 }
 
-// The decays of one chunk, b being the cumulated logarithms of its gates. Absent when there are no gates.
+// The decays of one chunk, from the gates a. Its arrays are null without gates.
 class Gates {
   public:
     Gates(const Linear& x, Int longest, Workspace& memory) : x_(x) {
@@ -120,15 +120,14 @@ class Gates {
         exp_of_differences(1, logs_, 0, n, gate);
         exp_of_differences(1, b_, 0, n, from_start);
         exp_of_differences(-1, b_, total, n, to_end);
-        through = (float)__builtin_exp(total);
+        chunk_decay = (float)__builtin_exp(total);
     }
 
-    // exp(b_i - b_j) for all i < n: column j of D. Only i >= j has a meaning.
+    // Column j of D: exp(b_i - b_j) for all i < n, of which only i >= j is meaningful.
     void column(Int j, Int n, float* out) const { exp_of_differences(1, b_, b_[j], n, out); }
 
-    // Multiplies the scores of key j by D_ij for the queries i >= j, and clears those of the queries from
-    // `from` on that come before it.
-    void weigh_column(float* scores, Int j, Int from, Int queries) const {
+    // Multiplies the scores of key j and the queries i >= `from` by D_ij, which is 0 for i < j.
+    void apply_decay(float* scores, Int j, Int from, Int queries) const {
         if (from_start) column(j, queries, decay_);
         for (Int i = from; i < queries; i += WIDTH) {
             Vec x = load(scores + i);
@@ -140,7 +139,7 @@ class Gates {
     float* gate = nullptr;        // a
     float* from_start = nullptr;  // exp(b)
     float* to_end = nullptr;      // exp(b_C - b)
-    float through = 1;            // exp(b_C)
+    float chunk_decay = 1;        // exp(b_C)
 
   private:
     const Linear& x_;
@@ -148,7 +147,7 @@ class Gates {
     float* decay_ = nullptr;
 };
 
-// Rows of one head as floats in whole vectors: where they lie, if possible, else in a copy.
+// Rows of one head as floats in whole vectors: in place if possible, otherwise copied.
 class HeadRows {
   public:
     HeadRows(Int type, Int width, Int most, Workspace& memory, bool copy = false)
@@ -175,7 +174,7 @@ inline float dot(const float* a, const float* b, Int n) {
     return sum(total);
 }
 
-// Runs `f(head)` over the query heads that read key head `group`.
+// Calls `f(head)` for the query heads that read key head `group`.
 template <typename F>
 inline void for_heads(const Linear& x, Int group, F&& f) {
     const Int per_group = x.heads / x.groups;
@@ -184,7 +183,7 @@ inline void for_heads(const Linear& x, Int group, F&& f) {
 
 // The keys and values of one chunk of one head.
 struct KeyChunk {
-    // Rows far apart crowd the first cache, so what is read again and again is copied.
+    // What is read often is copied: rows a whole token apart compete for few sets of the first-level cache.
     KeyChunk(const Linear& x, bool copy_keys, bool copy_values, Workspace& memory)
         : longest(chunk_length(x)),
           gates(x, longest, memory),
@@ -200,25 +199,25 @@ struct KeyChunk {
         gates.read(s.batch, token, n, group);
     }
 
-    // S' = through S + K^T (to_end V) and z' = through z + K^T to_end. Scales the values, which must have
-    // been copied.
-    void enter(State state, Ahead& ahead) const {
+    // S' = chunk_decay S + K^T (to_end V) and z' = chunk_decay z + K^T to_end. With gates it scales the
+    // values in place, which must be copies.
+    void update(State state, Prefetcher& prefetcher) const {
         if (gates.to_end) {
-            for (Int j = 0; j < n; ++j) scale_row(values.at + j * values.row, x_.values, gates.to_end[j]);
-            scale_row(state.kv.at, state_floats(x_, Layout::PLAIN), gates.through);
+            for (Int j = 0; j < n; ++j) scale_row(values.data + j * values.row, x_.values, gates.to_end[j]);
+            scale_row(state.kv.data, state_floats(x_, Layout::PLAIN), gates.chunk_decay);
         }
-        multiply(x_.features, x_.values, n, {keys.at, 1, keys.row}, values, state.kv, true, ahead);
-        enter_sum(state.k_sum, gates.to_end);
+        multiply(x_.features, x_.values, n, {keys.data, 1, keys.row}, values, state.kv, true, prefetcher);
+        update_key_sum(state.k_sum, gates.to_end);
     }
 
-    // The same for the transposed state. Scales the keys, which must have been copied.
-    void enter_transposed(State state, Ahead& ahead) const {
+    // The same for the transposed state. With gates it scales the keys in place, which must be copies.
+    void update_transposed(State state, Prefetcher& prefetcher) const {
         if (gates.to_end) {
-            for (Int j = 0; j < n; ++j) scale_row(keys.at + j * keys.row, x_.features, gates.to_end[j]);
-            scale_row(state.kv.at, state_floats(x_, Layout::TRANSPOSED), gates.through);
+            for (Int j = 0; j < n; ++j) scale_row(keys.data + j * keys.row, x_.features, gates.to_end[j]);
+            scale_row(state.kv.data, state_floats(x_, Layout::TRANSPOSED), gates.chunk_decay);
         }
-        multiply(x_.values, x_.features, n, {values.at, 1, values.row}, keys, state.kv, true, ahead);
-        enter_sum(state.k_sum, nullptr);
+        multiply(x_.values, x_.features, n, {values.data, 1, values.row}, keys, state.kv, true, prefetcher);
+        update_key_sum(state.k_sum, nullptr);
     }
 
     Int longest, token = 0, n = 0;
@@ -226,11 +225,11 @@ struct KeyChunk {
     Gates gates;
 
   private:
-    void enter_sum(float* k_sum, const float* factors) const {
+    void update_key_sum(float* k_sum, const float* factors) const {
         for (Int r = 0; r < x_.features; r += WIDTH) {
             Vec total{};
             for (Int j = 0; j < n; ++j) {
-                const Vec key = load(keys.at + j * keys.row + r);
+                const Vec key = load(keys.data + j * keys.row + r);
                 total += factors ? key * broadcast(factors[j]) : key;
             }
             store(k_sum + r, load(k_sum + r) + total);
@@ -241,17 +240,17 @@ struct KeyChunk {
     HeadRows key_rows_, value_rows_;
 };
 
-// P^T = D^T (B A^T): rows of the keys, transposed ones of the `n` queries, without the queries that come
-// before all keys of a tile.
+// P^T = D^T * (K Q^T), from rows of keys and transposed queries. Queries before all keys of a tile are left
+// out.
 inline void score(const Gates& gates, Int n, Int width, Rows keys, Rows queries_T, Rows scores_T,
-                  Ahead& ahead) {
+                  Prefetcher& prefetcher) {
     for (Int j = 0; j < n; j += TILE_ROWS) {
         const Int rows = min(TILE_ROWS, n - j), from = j / WIDTH * WIDTH;
-        const Rows to = {scores_T.at + j * scores_T.row, scores_T.row};
-        ahead.ask();
-        multiply_few_rows(rows, n - from, width, {keys.at + j * keys.row, keys.row, 1},
-                          {queries_T.at + from, queries_T.row}, {to.at + from, to.row}, false);
-        for (Int a = 0; a < rows; ++a) gates.weigh_column(to.at + a * to.row, j + a, from, n);
+        const Rows to = {scores_T.data + j * scores_T.row, scores_T.row};
+        prefetcher.issue();
+        multiply_few_rows(rows, n - from, width, {keys.data + j * keys.row, keys.row, 1},
+                          {queries_T.data + from, queries_T.row}, {to.data + from, to.row}, false);
+        for (Int a = 0; a < rows; ++a) gates.apply_decay(to.data + a * to.row, j + a, from, n);
     }
 }
 

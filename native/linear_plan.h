@@ -1,48 +1,51 @@
-// How the work of linear attention is shared out, and the states that pass between the shares.
+// How linear attention is divided into tasks, and the states that pass between them.
+//
+// 1. A plan: heads are divided among tasks first, sequences into segments only if there are fewer tasks
+//    than threads.
+// 2. The states before every segment. Each task sums what the keys of its segment add to a state of 0,
+//    then the sums are accumulated along the sequence. Without segments there is only the initial
+//    state to read.
+// 3. A walk over the chunks of a task, which prefetches the rows of the next chunk.
 #pragma once
 
 #include "linear_chunk.h"
 
 namespace UNROLLED_ISA {
 
-// The heads of a token lie side by side, so a task walks along a sequence with several heads at once, as many
-// as have their states in the second cache. If that makes fewer tasks than threads, sequences are cut into
-// segments, whose first states are found beforehand.
+// 1. The heads of a token are adjacent in memory, so a task walks along a sequence with several heads at
+// once: as many as have their states in the second-level cache, 2^17 floats or 512 KiB. A segment has four
+// chunks or more.
 struct Plan {
     Int heads_per_task, head_blocks, segments, threads;
 
-    Plan(const Linear& x, bool may_cut) : threads(x.threads) {
+    Plan(const Linear& x, bool may_segment) {
         const Int length = max(x.queries, x.keys), state = max(1, x.features * x.values);
-        // Below this much work a second thread costs more than it gives.
-        if (x.sequences * length * x.heads * state < (1 << 20)) threads = 1;
+        threads = threads_for((double)x.sequences * (double)length * (double)(x.heads * state), x.threads);
         heads_per_task = min(max(1, x.groups), max(1, (1 << 17) / state));
         while (heads_per_task > 1 && x.sequences * ceil_div(x.groups, heads_per_task) < threads)
             heads_per_task = ceil_div(heads_per_task, 2);
         head_blocks = ceil_div(x.groups, heads_per_task);
-        const Int wanted = ceil_div(threads, max(1, x.sequences * head_blocks));
-        segments = may_cut ? min(wanted, max(1, length / chunk_length(x) / 4)) : 1;
+        const Int enough = ceil_div(threads, max(1, x.sequences * head_blocks));
+        segments = may_segment ? min(enough, max(1, length / chunk_length(x) / 4)) : 1;
     }
 
     Int tasks(const Linear& x) const { return x.sequences * head_blocks * segments; }
 };
 
-// One task: some key heads over one segment of a sequence.
-struct Task {
-    Sequence sequence;
-    Int segment, first_head, last_head;
-    bool first, last;
+// Task `index` of a plan.
+struct LinearTask : Task {
+    Int segment;
 
-    Task(const Linear& x, const Plan& plan, Int index)
-        : sequence(sequence_at(x, index / plan.segments / plan.head_blocks)),
-          segment(index % plan.segments),
-          first_head(index / plan.segments % plan.head_blocks * plan.heads_per_task),
-          last_head(min(x.groups, first_head + plan.heads_per_task)),
-          first(segment == 0),
-          last(segment == plan.segments - 1),
-          segments_(plan.segments),
-          chunk_(chunk_length(x)) {}
+    LinearTask(const Linear& x, const Plan& plan, Int index)
+        : segment(index % plan.segments), segments_(plan.segments), chunk_(chunk_length(x)) {
+        sequence = sequence_at(x, index / plan.segments / plan.head_blocks);
+        first_head = index / plan.segments % plan.head_blocks * plan.heads_per_task;
+        last_head = min(x.groups, first_head + plan.heads_per_task);
+        first = segment == 0;
+        last = segment == plan.segments - 1;
+    }
 
-    // The share [from, to) of this segment in `length` tokens, cut between chunks.
+    // The tokens [from, to) of this segment, of `length` in the sequence; it is cut between chunks.
     Int from(Int length) const { return cut(segment, length); }
     Int to(Int length) const { return cut(segment + 1, length); }
 
@@ -54,7 +57,7 @@ struct Task {
     Int segments_, chunk_;
 };
 
-// The state before each segment of every sequence, and that after the last one, for every key head.
+// 2. For every key head, the state before each segment of every sequence and the state after the last one.
 class States {
   public:
     States(const Linear& x, const Plan& plan, Layout layout, Workspace& memory)
@@ -73,7 +76,7 @@ class States {
     // to += factor * from
     void add(State to, float factor, State from) const {
         for (Int i = 0; i < size_; i += WIDTH)
-            store(to.kv.at + i, load(to.kv.at + i) + load(from.kv.at + i) * broadcast(factor));
+            store(to.kv.data + i, load(to.kv.data + i) + load(from.kv.data + i) * broadcast(factor));
     }
 
     const Layout layout;
@@ -84,8 +87,8 @@ class States {
     float* at_;
 };
 
-// The product of the gates of a segment.
-inline float gates_through(const Linear& x, const Task& task, Int head) {
+// The product of the gates of a segment, by which a state decays that passes through it.
+inline float segment_decay(const Linear& x, const LinearTask& task, Int head) {
     double total = 0;
     const Sequence& s = task.sequence;
     if (x.log_decay)
@@ -96,75 +99,81 @@ inline float gates_through(const Linear& x, const Task& task, Int head) {
 
 enum class Order { FORWARDS, BACKWARDS };
 
-// One chunk of the tokens of a task, for one of its key heads.
-struct Item {
-    Int token, n, group;  // tokens are counted from the first of the sequence
+// 3. One chunk of the tokens of a task, for one of its key heads.
+struct HeadChunk {
+    Int token, n, group;  // tokens count from the start of the sequence
 };
 
-// Calls `f(item)` for every chunk of the tokens [from, to) and each head of a task, and before it
-// `prepare(ahead, item)` with the item after it, whose rows `f` then asks for.
+// Calls `f(c)` for every chunk of the tokens [from, to) and each head of a task. Before it,
+// `prepare(prefetcher, next)` adds the rows of the following one, which `f` requests part by part.
 template <typename P, typename F>
-inline void for_chunks(const Linear& x, const Task& task, Order order, Int from, Int to, Ahead& ahead,
-                       P&& prepare, F&& f) {
-    const Int most = chunk_length(x), heads = task.last_head - task.first_head;
-    const Int items = ceil_div(to - from, most) * heads;
-    const auto item = [&](Int i) {
-        const Int t = from + (order == Order::FORWARDS ? i / heads : (items - 1 - i) / heads) * most;
-        return Item{t, min(most, to - t), task.first_head + i % heads};
+inline void for_chunks(const Linear& x, const LinearTask& task, Order order, Int from, Int to,
+                       Prefetcher& prefetcher, P&& prepare, F&& f) {
+    const Int longest = chunk_length(x), heads = task.last_head - task.first_head;
+    const Int head_chunks = ceil_div(to - from, longest) * heads;
+    const auto head_chunk = [&](Int i) {
+        const Int t = from + (order == Order::FORWARDS ? i / heads : (head_chunks - 1 - i) / heads) * longest;
+        return HeadChunk{t, min(longest, to - t), task.first_head + i % heads};
     };
-    for (Int i = 0; i < items; ++i) {
-        ahead.clear();
-        if (i + 1 < items) prepare(ahead, item(i + 1));
-        f(item(i));
+    for (Int i = 0; i < head_chunks; ++i) {
+        prefetcher.clear();
+        if (i + 1 < head_chunks) prepare(prefetcher, head_chunk(i + 1));
+        f(head_chunk(i));
     }
 }
 
-// Lets the keys of a task's segment enter `states` at the next slot, after `before_chunk(sequence, item,
-// state)`.
+// Adds the keys of a task's segment to the state after it. `before_update(sequence, c, state)` sees the state
+// before each chunk.
 template <typename F>
-inline void enter_segment(const Linear& x, const Task& task, const States& states, F&& before_chunk) {
+inline Status accumulate_segment(const Linear& x, const LinearTask& task, const States& states,
+                                 F&& before_update) {
     Workspace memory;
     const bool transposed = states.layout == Layout::TRANSPOSED;
     KeyChunk chunk(x, transposed, true, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
-    Ahead ahead;
-    const auto prepare = [&](Ahead& next, Item i) {
-        add_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
-        add_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
-        next.over(ceil_div(transposed ? x.values : x.features, TILE_ROWS));
+    Prefetcher prefetcher;
+    const auto prepare = [&](Prefetcher& next, HeadChunk i) {
+        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
+        next.spread_over(ceil_div(transposed ? x.values : x.features, TILE_ROWS));
     };
-    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), ahead, prepare, [&](Item i) {
-        const State state = states.of(s.index, task.segment + 1, i.group);
-        before_chunk(s, i, state);
-        chunk.read(s, s.first_key + i.token, i.n, i.group);
-        if (transposed) chunk.enter_transposed(state, ahead);
-        else chunk.enter(state, ahead);
-    });
+    for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
+               [&](HeadChunk i) {
+                   const State state = states.of(s.index, task.segment + 1, i.group);
+                   before_update(s, i, state);
+                   chunk.read(s, s.first_key + i.token, i.n, i.group);
+                   if (transposed) chunk.update_transposed(state, prefetcher);
+                   else chunk.update(state, prefetcher);
+               });
+    return SUCCESS;
 }
 
-// Fills `states`, that after the last segment only if `with_last`.
+// Computes all states; the one after the last segment only if `with_last`.
 template <typename F>
-inline void find_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
-                        F&& before_chunk) {
-    parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
-        const Task task(x, plan, i);
+inline Status compute_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
+                             F&& before_update) {
+    const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
-        const bool enters = with_last || !task.last;
+        const bool needed = with_last || !task.last;
         for (Int g = task.first_head; g < task.last_head; ++g) {
             if (task.first) states.read(n, 0, g, x.kv, x.k_sum);
-            if (enters)
+            if (needed)
                 states.read(n, task.segment + 1, g, task.first ? x.kv : nullptr,
                             task.first ? x.k_sum : nullptr);
         }
-        if (enters) enter_segment(x, task, states, before_chunk);
+        return needed ? accumulate_segment(x, task, states, before_update) : SUCCESS;
     });
+    if (status != SUCCESS) return status;
     for (Int i = 0; i < plan.tasks(x); ++i) {
-        const Task task(x, plan, i);
+        const LinearTask task(x, plan, i);
         if (task.first || (task.last && !with_last)) continue;
         for (Int g = task.first_head; g < task.last_head; ++g)
-            states.add(states.of(task.sequence.index, task.segment + 1, g), gates_through(x, task, g),
+            states.add(states.of(task.sequence.index, task.segment + 1, g), segment_decay(x, task, g),
                        states.of(task.sequence.index, task.segment, g));
     }
+    return SUCCESS;
 }
 
 }  // namespace UNROLLED_ISA

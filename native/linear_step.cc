@@ -1,4 +1,13 @@
-// One token of the recurrence: the new key and value enter the state, and the query reads it, in one pass.
+// One token of the linear-attention recurrence. The state is read and written once, which is nearly all the
+// work, and the first query reads it while it is in registers.
+//
+// For each key head, in parallel where the states are large:
+// 1. Read the key, the value and the queries, and apply the feature map.
+// 2. S' = a S + k v^T, and o = S'^T q for the first query head.
+// 3. o = S'^T q for the other query heads, from the columns of S' just written.
+// 4. z' = a z + k.
+// 5. o is divided by q . z'.
+// 6. Write o.
 #include "kernels.h"
 #include "rows.h"
 
@@ -17,13 +26,14 @@ void store_first(float* at, Int n, Vec x) {
     else std::memcpy(at, &x, (size_t)n * 4);
 }
 
-// phi(x), as `ops/feature_maps.py` defines it; a NaN stays one.
+// phi(x) of the feature maps in Python. NaN stays NaN.
 void map_features(Int map, Int n, float* at) {
-    for (Int i = 0; i < n && map != GIVEN; i += WIDTH) {
+    for (Int i = 0; i < n && map != IDENTITY_FEATURES; i += WIDTH) {
         const Vec x = load(at + i);
         const IntVec negative = x < Vec{};
         if (map == ELU_FEATURES) {
-            const Vec root = exp(x * broadcast(0.5f));  // its square may be subnormal, which exp never is
+            const Vec root =
+                exp(x * broadcast(0.5f));  // its square may be subnormal; `exp` returns 0 instead
             const Vec y = select(x < broadcast(-80), root * root, exp(x));
             store(at + i, select(negative, y, x + broadcast(1)));
         } else if (map == RELU_FEATURES) store(at + i, select(negative, Vec{}, x));
@@ -31,63 +41,72 @@ void map_features(Int map, Int n, float* at) {
     }
 }
 
-// One key head, and the query heads that read it. `key` and `queries` hold R floats a row, the others M.
+// Phases 2 to 5 for one key head. `key` and `queries` have rows of R floats, `value` and `o` of M.
 void step_head(const LinearStep& x, Int head, float gate, const float* key, const float* value, Rows queries,
                Rows o) {
     const Int R = x.features, M = x.values, P = x.heads / x.groups;
     const float *kv = x.kv + head * R * M, *k_sum = x.k_sum + head * R;
     float *kv_after = x.kv_after + head * R * M, *k_sum_after = x.k_sum_after + head * R;
-    // S' = a S + k v^T, and the first query's q^T S' while S' is at hand
+    // 2. S' = a S + k v^T, and the output of the first query.
     for (Int m = 0; m < M; m += WIDTH) {
         const Vec v = load(value + m);
         Vec total{};
         for (Int r = 0; r < R; ++r) {
             const Vec s = load_first(kv + r * M + m, M - m) * broadcast(gate) + v * broadcast(key[r]);
             store_first(kv_after + r * M + m, M - m, s);
-            total += s * broadcast(queries.at[r]);
+            total += s * broadcast(queries.data[r]);
         }
-        store(o.at + m, total);
+        store(o.data + m, total);
+        // 3. Outputs of the other queries.
         for (Int p = 1; p < P; ++p) {
             Vec other{};
             for (Int r = 0; r < R; ++r)
-                other += load_first(kv_after + r * M + m, M - m) * broadcast(queries.at[p * queries.row + r]);
-            store(o.at + p * o.row + m, other);
+                other +=
+                    load_first(kv_after + r * M + m, M - m) * broadcast(queries.data[p * queries.row + r]);
+            store(o.data + p * o.row + m, other);
         }
     }
+    // 4. z' = a z + k.
     for (Int r = 0; r < R; ++r) k_sum_after[r] = k_sum[r] * gate + key[r];
+    // 5. Division by q . z'.
     for (Int p = 0; p < P && x.normalize; ++p) {
         float divisor = 0;
-        for (Int r = 0; r < R; ++r) divisor += queries.at[p * queries.row + r] * k_sum_after[r];
-        divide_row(o.at + p * o.row, M, divisor);
+        for (Int r = 0; r < R; ++r) divisor += queries.data[p * queries.row + r] * k_sum_after[r];
+        divide_row(o.data + p * o.row, M, divisor);
     }
 }
 
-void run(const LinearStep& x) {
+Status run(const LinearStep& x) {
     const Int R = x.features, M = x.values, P = x.heads / x.groups, type = x.type;
-    // A state is read and written once: below this size a second thread costs more than it gives.
-    const Int threads = x.batch * x.groups * R * M < (1 << 18) ? 1 : x.threads;
-    parallel_for(threads, threads, [&](Int part) {
+    const Int threads = x.batch * x.groups * R * M < PARALLEL_STATE_FLOATS ? 1 : x.threads;
+    return parallel_for(threads, threads, [&](Int part) {
         Workspace memory;
         float *key = memory.floats(round_up(R)), *value = memory.floats(round_up(M));
         const Rows queries = memory.rows(P, round_up(R)), o = memory.rows(P, round_up(M));
+        if (memory.failed()) return OUT_OF_MEMORY;
         const Int heads = x.batch * x.groups;
         for (Int head = heads * part / threads; head < heads * (part + 1) / threads; ++head) {
             const Int batch = head / x.groups, group = head % x.groups;
+            // 1. Key, value and queries.
             read_row(type, address(x.k, type, batch, 0, group), R, key);
             read_row(type, address(x.v, type, batch, 0, group), M, value);
             for (Int p = 0; p < P; ++p)
-                read_row(type, address(x.q, type, batch, 0, group * P + p), R, queries.at + p * queries.row);
+                read_row(type, address(x.q, type, batch, 0, group * P + p), R,
+                         queries.data + p * queries.row);
             map_features(x.feature_map, R, key);
-            for (Int p = 0; p < P; ++p) map_features(x.feature_map, R, queries.at + p * queries.row);
+            for (Int p = 0; p < P; ++p) map_features(x.feature_map, R, queries.data + p * queries.row);
             const float gate = x.log_decay ? (float)__builtin_exp(x.log_decay[head]) : 1;
+            // 2 to 5.
             step_head(x, head, gate, key, value, queries, o);
+            // 6. Output.
             for (Int p = 0; p < P; ++p)
-                write_row(type, o.at + p * o.row, M, (char*)x.o + (head * P + p) * M * size_of(type));
+                write_row(type, o.data + p * o.row, M, (char*)x.o + (head * P + p) * M * size_of(type));
         }
+        return SUCCESS;
     });
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(linear_step)(const LinearStep* x) { UNROLLED_ISA::run(*x); }
+Status EXPORTED(linear_step)(const LinearStep* x) { return UNROLLED_ISA::run(*x); }

@@ -1,5 +1,5 @@
-// Large results lie in memory that is often new to the process, and getting it page by page takes longer than
-// filling it.
+// Large results often lie in memory that is new to the process, where page faults of 4 KiB each take longer
+// than writing the results. Huge pages of 2 MiB make them rare.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 
 namespace UNROLLED_ISA {
 
-// Asks for the huge pages that lie wholly in `bytes` from `at` on, all of which will be written. Memory in
-// use already stays as it is.
-inline void ask_for_huge_pages([[maybe_unused]] const void* at, [[maybe_unused]] int64_t bytes) {
+// Advises the kernel of Linux to back `bytes` from `at` on, all of which will be written, by huge pages.
+// Pages that are mapped already stay as they are.
+inline void advise_huge_pages([[maybe_unused]] const void* at, [[maybe_unused]] int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     constexpr uintptr_t PAGE = 2 << 20;
     const uintptr_t first = ((uintptr_t)at + PAGE - 1) / PAGE * PAGE,

@@ -1,4 +1,4 @@
-// The machine's limit: how fast the register tile of `product.h` multiplies matrices that lie in the first
+// The limit of the machine: the rate of the register tile of `product.h` on matrices in the first-level
 // cache.
 #include <ctime>
 
@@ -18,7 +18,7 @@ double EXPORTED(fma_peak)(double seconds) {
             Tile<TILE_ROWS, TILE_VECS> tile;
             tile.add_product({left, DEPTH, 1}, right, TILE_VECS * WIDTH, DEPTH);
             tile.write(out, TILE_VECS * WIDTH);
-            asm volatile("" : : "r"(out) : "memory");  // every product counts: none may be left out
+            asm volatile("" : : "r"(out) : "memory");  // the compiler may not drop a product
         }
         clock_gettime(CLOCK_MONOTONIC, &end);
         const double took =

@@ -1,12 +1,17 @@
-// C = A B or C += A B for small matrices in the cache: the one loop in which all the time is spent.
+// C = A B or C += A B for small matrices in the cache: the inner loop of every kernel but `linear_step`.
+//
+// 1. A tile of C, a few rows by a few vectors, is kept in registers. For each element of the depth it takes
+//    a row of B and a column of A: 24 multiply-adds for 4 loads and 6 broadcasts on AVX-512.
+// 2. The tile is chosen from templates by the rows and vectors that are left at the edges.
+// 3. Larger products are cut into tiles.
 #pragma once
 
-#include "ahead.h"
+#include "prefetch.h"
 
 namespace UNROLLED_ISA {
 
-// Rows and vectors of the tile of C that stays in registers: 24 of the 32 registers of AVX-512 and NEON, 12
-// or 8 of the 16 of AVX2 and SSE; the rest hold a row of B and an element of A.
+// Rows and vectors of the tile: 24 of the 32 registers of AVX-512 and NEON, 12 of the 16 of AVX2, 8 of the 16
+// of SSE. The others hold a row of B and an element of A.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int TILE_ROWS = 6, TILE_VECS = 4;
 #elif defined(__AVX__)
@@ -15,34 +20,34 @@ constexpr int TILE_ROWS = 6, TILE_VECS = 2;
 constexpr int TILE_ROWS = 4, TILE_VECS = 2;
 #endif
 
-// A matrix whose element (i, j) lies at `at[i * row + j * col]`.
-struct Left {
-    const float* at;
+// A matrix whose element (i, j) is `data[i * row + j * col]`.
+struct Strided {
+    const float* data;
     int64_t row, col;
 };
 
-// A matrix with rows of whole vectors.
+// A matrix with contiguous rows, `row` floats apart, that are readable in whole vectors.
 struct Rows {
-    float* at;
+    float* data;
     int64_t row;
 };
 
-// A block of C held in registers.
+// 1. A tile of C in registers.
 template <int ROWS, int VECS>
 struct Tile {
-    Vec at[ROWS][VECS] = {};
+    Vec sums[ROWS][VECS] = {};
 
-    // Inlined, or else the tile would pass through memory.
-    __attribute__((always_inline)) void add_product(Left a, const float* b, int64_t b_row, int64_t depth) {
+    // Inlined by force: a call would pass the tile through memory.
+    __attribute__((always_inline)) void add_product(Strided a, const float* b, int64_t b_row, int64_t depth) {
         for (int64_t k = 0; k < depth; ++k) {
             Vec right[VECS];
 #pragma GCC unroll 8
             for (int j = 0; j < VECS; ++j) right[j] = load(b + k * b_row + j * WIDTH);
 #pragma GCC unroll 8
             for (int i = 0; i < ROWS; ++i) {
-                const Vec left = broadcast(a.at[i * a.row + k * a.col]);
+                const Vec left = broadcast(a.data[i * a.row + k * a.col]);
 #pragma GCC unroll 8
-                for (int j = 0; j < VECS; ++j) at[i][j] += left * right[j];
+                for (int j = 0; j < VECS; ++j) sums[i][j] += left * right[j];
             }
         }
     }
@@ -51,14 +56,14 @@ struct Tile {
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < VECS; ++j) at[i][j] *= broadcast(factors[i]);
+            for (int j = 0; j < VECS; ++j) sums[i][j] *= broadcast(factors[i]);
     }
 
     void write(float* c, int64_t c_row) const {
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < VECS; ++j) store(c + i * c_row + j * WIDTH, at[i][j]);
+            for (int j = 0; j < VECS; ++j) store(c + i * c_row + j * WIDTH, sums[i][j]);
     }
 
     void add_to(float* c, int64_t c_row) const {
@@ -67,11 +72,12 @@ struct Tile {
 #pragma GCC unroll 8
             for (int j = 0; j < VECS; ++j) {
                 float* out = c + i * c_row + j * WIDTH;
-                store(out, load(out) + at[i][j]);
+                store(out, load(out) + sums[i][j]);
             }
     }
 };
 
+// 2. The tile of the right size.
 template <int ROWS, typename F>
 inline void with_tile_of(int64_t vecs, F&& f) {
     if (vecs == 1) return f(Tile<ROWS, 1>());
@@ -97,25 +103,26 @@ inline void with_tile(int64_t rows, int64_t cols, F&& f) {
     }
 }
 
-// C = A B, or C += A B if `add`, for A [rows, depth] of at most TILE_ROWS rows and B [depth, cols].
-inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add) {
+// 3. C = A B, or C += A B if `add`, for A [rows, depth] of at most TILE_ROWS rows and B [depth, cols].
+inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Strided a, Rows b, Rows c,
+                              bool add) {
     for (int64_t j = 0; j < cols; j += TILE_VECS * WIDTH)
-        // Inlined, or else the tile would pass through memory.
+        // Inlined by force, as above.
         with_tile(rows, cols - j, [&](auto tile) __attribute__((always_inline)) {
-            tile.add_product(a, b.at + j, b.row, depth);
-            if (add) tile.add_to(c.at + j, c.row);
-            else tile.write(c.at + j, c.row);
+            tile.add_product(a, b.data + j, b.row, depth);
+            if (add) tile.add_to(c.data + j, c.row);
+            else tile.write(c.data + j, c.row);
         });
 }
 
-// The same for any number of rows. The sum over `depth` is formed before it is added to C: the sum of a long
-// sequence then rounds once per chunk, not once per token.
-inline void multiply(int64_t rows, int64_t cols, int64_t depth, Left a, Rows b, Rows c, bool add,
-                     Ahead& ahead) {
+// The same for any number of rows. The sum over `depth` is complete before it is added to C, so that the
+// state of a long sequence is rounded once per chunk and not once per token.
+inline void multiply(int64_t rows, int64_t cols, int64_t depth, Strided a, Rows b, Rows c, bool add,
+                     Prefetcher& prefetcher) {
     for (int64_t i = 0; i < rows; i += TILE_ROWS) {
-        ahead.ask();
+        prefetcher.issue();
         const int64_t n = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
-        multiply_few_rows(n, cols, depth, {a.at + i * a.row, a.row, a.col}, b, {c.at + i * c.row, c.row},
+        multiply_few_rows(n, cols, depth, {a.data + i * a.row, a.row, a.col}, b, {c.data + i * c.row, c.row},
                           add);
     }
 }

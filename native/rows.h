@@ -1,52 +1,22 @@
-// Rows of the callers' tensors: read into the cache as padded floats, written back in the tensor's type.
+// Rows of the tensors: read as floats padded to whole vectors, written in the type of the tensor.
 #pragma once
 
-#include <cstdlib>
-
+#include "arguments.h"
 #include "pages.h"
-#include "problem.h"
-#include "product.h"
+#include "parallel.h"
 
 namespace UNROLLED_ISA {
-
-using Int = int64_t;
-
-inline Int min(Int a, Int b) { return a < b ? a : b; }
-inline Int max(Int a, Int b) { return a > b ? a : b; }
-inline Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
-
-// The memory of one task, freed with it. Each piece starts on a cache line.
-class Workspace {
-  public:
-    Workspace() = default;
-    Workspace(const Workspace&) = delete;
-    ~Workspace() {
-        while (n_) std::free(pieces_[--n_]);
-    }
-    float* floats(Int n) {
-        void* piece = std::aligned_alloc(64, (size_t)(n * 4 + 64) / 64 * 64);
-        if (!piece || n_ == MOST) std::abort();
-        return (float*)(pieces_[n_++] = piece);
-    }
-    float* zeros(Int n) { return (float*)std::memset(floats(n), 0, (size_t)n * 4); }
-    Rows rows(Int rows, Int cols) { return {floats(rows * cols), cols}; }
-
-  private:
-    static constexpr int MOST = 32;
-    void* pieces_[MOST];
-    int n_ = 0;
-};
 
 template <Type type>
 inline Vec load_as(const void* at) {
     if constexpr (type == FLOAT32) return load((const float*)at);
-    else return widen<type>(*(const LooseHalfVec*)at);
+    else return widen<type>(*(const UnalignedHalfVec*)at);
 }
 
 template <Type type>
 inline void store_as(void* at, Vec x) {
     if constexpr (type == FLOAT32) store((float*)at, x);
-    else *(LooseHalfVec*)at = narrow<type>(x);
+    else *(UnalignedHalfVec*)at = narrow<type>(x);
 }
 
 template <Type type>
@@ -73,14 +43,14 @@ inline void write_row(const float* from, Int n, void* to) {
 
 inline Int size_of(Int type) { return type == FLOAT32 ? 4 : 2; }
 
-// `n` floats from `from`, with zeros up to the next whole vector.
+// Reads `n` elements as floats, followed by zeros up to a whole vector.
 inline void read_row(Int type, const void* from, Int n, float* to) {
     if (type == FLOAT32) return read_row<FLOAT32>(from, n, to);
     if (type == BFLOAT16) return read_row<BFLOAT16>(from, n, to);
     read_row<FLOAT16>(from, n, to);
 }
 
-// `from` is readable up to the next whole vector.
+// Writes `n` floats in the type of the tensor. `from` must be readable up to a whole vector.
 inline void write_row(Int type, const float* from, Int n, void* to) {
     if (type == FLOAT32) return write_row<FLOAT32>(from, n, to);
     if (type == BFLOAT16) return write_row<BFLOAT16>(from, n, to);
@@ -88,40 +58,41 @@ inline void write_row(Int type, const float* from, Int n, void* to) {
 }
 
 inline const char* address(const Tensor& x, Int type, Int batch, Int token, Int head) {
-    return (const char*)x.at + (batch * x.batch + token * x.token + head * x.head) * size_of(type);
+    return (const char*)x.data + (batch * x.batch + token * x.token + head * x.head) * size_of(type);
 }
 
-// Asks for rows of a tensor, or of a contiguous one [batch, tokens, heads, width] that is written.
-inline void add_rows(Ahead& ahead, const Tensor& x, Int type, Int batch, Int token, Int head, Int n,
-                     Int width) {
-    ahead.add(address(x, type, batch, token, head), x.token * size_of(type), n, width * size_of(type));
+// Adds `n` tokens of one head to what a prefetcher requests.
+inline void prefetch_rows(Prefetcher& prefetcher, const Tensor& x, Int type, Int batch, Int token, Int head,
+                          Int n, Int width) {
+    prefetcher.add(address(x, type, batch, token, head), x.token * size_of(type), n, width * size_of(type));
 }
 
+// A contiguous tensor [batch, tokens, heads, width].
 inline Tensor contiguous(const void* at, Int tokens, Int heads, Int width) {
     return {at, tokens * heads * width, heads * width, width};
 }
 
-// Asks for huge pages for a result [batches, tokens, heads, width] of the problem `x`.
+// Advises huge pages for a result [batches, tokens, heads, width].
 template <typename Problem>
-inline void ask_for_pages(const Problem& x, const void* result, Int tokens, Int heads, Int width) {
+inline void advise_huge_pages(const Problem& x, const void* result, Int tokens, Int heads, Int width) {
     const Int batches = x.offsets ? 1 : x.sequences;
-    ask_for_huge_pages(result, batches * tokens * heads * width * size_of(x.type));
+    advise_huge_pages(result, batches * tokens * heads * width * size_of(x.type));
 }
 
-// Whether rows of `width` elements can be used where they lie: they are floats in whole vectors.
+// Whether rows of `width` elements need no copy, being floats in whole vectors.
 inline bool usable(Int type, Int width) { return type == FLOAT32 && width % WIDTH == 0; }
 
 inline void read_rows(const Tensor& x, Int type, Int batch, Int token, Int head, Int n, Int width, Rows to) {
     for (Int i = 0; i < n; ++i)
-        read_row(type, address(x, type, batch, token + i, head), width, to.at + i * to.row);
+        read_row(type, address(x, type, batch, token + i, head), width, to.data + i * to.row);
 }
 
 inline void scale_row(float* row, Int n, float factor) {
     for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
 }
 
-// Too small a divisor counts as nothing to attend to, and gives zeros whatever it would divide; NaN stays
-// NaN.
+// A divisor of smaller magnitude means that there is nothing to attend to: the output is 0 then, whatever the
+// numerator. NaN passes, and stays NaN.
 inline bool divisible(float divisor) { return !(__builtin_fabsf(divisor) < __FLT_MIN__ / __FLT_EPSILON__); }
 
 inline void divide_row(float* row, Int n, float divisor) {
@@ -129,30 +100,24 @@ inline void divide_row(float* row, Int n, float divisor) {
     else std::memset(row, 0, (size_t)n * 4);
 }
 
-// B = the transpose of A [rows, cols]; whole squares of four, so that B has its rows and columns rounded up.
+// B = A^T for A [rows, cols], in squares of 4 x 4: both sizes are rounded up to a multiple of four.
 inline void transpose(Int rows, Int cols, const float* a, Int a_row, Rows b) {
     for (Int i = 0; i < rows; i += 4)
         for (Int j = 0; j < cols; j += 4) {
             const float* from = a + i * a_row + j;
-            float* to = b.at + j * b.row + i;
-            const Quad a0 = *(const LooseQuad*)from, a1 = *(const LooseQuad*)(from + a_row);
-            const Quad a2 = *(const LooseQuad*)(from + 2 * a_row), a3 = *(const LooseQuad*)(from + 3 * a_row);
+            float* to = b.data + j * b.row + i;
+            const Quad a0 = *(const UnalignedQuad*)from, a1 = *(const UnalignedQuad*)(from + a_row);
+            const Quad a2 = *(const UnalignedQuad*)(from + 2 * a_row),
+                       a3 = *(const UnalignedQuad*)(from + 3 * a_row);
             const Quad b0 = __builtin_shufflevector(a0, a1, 0, 4, 1, 5);
             const Quad b1 = __builtin_shufflevector(a0, a1, 2, 6, 3, 7);
             const Quad b2 = __builtin_shufflevector(a2, a3, 0, 4, 1, 5);
             const Quad b3 = __builtin_shufflevector(a2, a3, 2, 6, 3, 7);
-            *(LooseQuad*)to = __builtin_shufflevector(b0, b2, 0, 1, 4, 5);
-            *(LooseQuad*)(to + b.row) = __builtin_shufflevector(b0, b2, 2, 3, 6, 7);
-            *(LooseQuad*)(to + 2 * b.row) = __builtin_shufflevector(b1, b3, 0, 1, 4, 5);
-            *(LooseQuad*)(to + 3 * b.row) = __builtin_shufflevector(b1, b3, 2, 3, 6, 7);
+            *(UnalignedQuad*)to = __builtin_shufflevector(b0, b2, 0, 1, 4, 5);
+            *(UnalignedQuad*)(to + b.row) = __builtin_shufflevector(b0, b2, 2, 3, 6, 7);
+            *(UnalignedQuad*)(to + 2 * b.row) = __builtin_shufflevector(b1, b3, 0, 1, 4, 5);
+            *(UnalignedQuad*)(to + 3 * b.row) = __builtin_shufflevector(b1, b3, 2, 3, 6, 7);
         }
-}
-
-// Calls `f(i)` for i in [0, n), on the threads that torch uses.
-template <typename F>
-inline void parallel_for(Int n, Int threads, F&& f) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && n > 1)
-    for (Int i = 0; i < n; ++i) f(i);
 }
 
 }  // namespace UNROLLED_ISA

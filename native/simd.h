@@ -1,13 +1,13 @@
-// Vectors of floats as wide as the instruction set that this file is compiled for, on the vector extensions
-// that GCC and Clang share. Everything that depends on the instruction set lives in its own namespace, and no
-// standard C++ template is used there: the linker would merge the copies, and might keep one that the machine
-// cannot run.
+// Vectors of floats as wide as the instruction set that this file is compiled for, by the vector extensions
+// that GCC and Clang share. All that depends on the instruction set is in a namespace of its own, and uses no
+// template of the C++ standard library: the linker would merge its copies, and might keep one that this
+// machine cannot run.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "problem.h"
+#include "arguments.h"
 
 namespace UNROLLED_ISA {
 
@@ -24,23 +24,23 @@ typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4)));
 typedef uint32_t BitVec __attribute__((vector_size(WIDTH * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(WIDTH * 2)));
 
-// The same at any address, whatever is stored there.
-typedef float LooseVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
-typedef uint16_t LooseHalfVec __attribute__((vector_size(WIDTH * 2), aligned(2), may_alias));
+// The same without alignment, allowed to alias any type.
+typedef float UnalignedVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+typedef uint16_t UnalignedHalfVec __attribute__((vector_size(WIDTH * 2), aligned(2), may_alias));
 
-// Subtracting zeros, and not adding them, which would turn -0 into 0 and so is not free.
+// x - 0, which the compiler may drop. It may not drop x + 0, which turns -0 into 0.
 inline Vec broadcast(float x) { return x - Vec{}; }
 
-inline Vec load(const float* at) { return *(const LooseVec*)at; }
+inline Vec load(const float* at) { return *(const UnalignedVec*)at; }
 
-inline void store(float* at, Vec x) { *(LooseVec*)at = x; }
+inline void store(float* at, Vec x) { *(UnalignedVec*)at = x; }
 
 inline Vec select(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
 
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
 typedef float Quad __attribute__((vector_size(16)));
-typedef float LooseQuad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float UnalignedQuad __attribute__((vector_size(16), aligned(4), may_alias));
 
 inline float sum(Vec x) {
     Quad parts[WIDTH / 4];
@@ -71,7 +71,7 @@ inline Vec exp(Vec x) {
     return select(tiny, Vec{}, y);
 }
 
-// The same to about two units in the last place, in half the time, for x <= 88.
+// e^x to about two units in the last place for x <= 88, in half the time of `exp`.
 __attribute__((always_inline)) inline Vec exp_of_negative(Vec x) {
     const Vec shifted = x * broadcast(1.44269504f) + broadcast(12582912.0f);
     const Vec n = shifted - broadcast(12582912.0f);
@@ -85,13 +85,13 @@ __attribute__((always_inline)) inline Vec exp_of_negative(Vec x) {
     return select(x < broadcast(-87.3f), Vec{}, y);
 }
 
-// The sixteen bits of each lane as a float, and back with rounding to nearest even.
+// 16-bit lanes to floats, and back with rounding to nearest even.
 template <Type type>
 inline Vec widen(HalfVec x) {
     BitVec bits = __builtin_convertvector(x, BitVec);
     if (type == BFLOAT16) return (Vec)(bits << 16);
     const BitVec sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
-    // Moves exponent and mantissa in place; the multiplication mends the bias and normalises subnormals.
+    // Exponent and mantissa are shifted into place; the product corrects the bias and normalises subnormals.
     Vec value = (Vec)(rest << 13) * broadcast(0x1p112f);
     value = select((IntVec)(rest >= 0x7c00), (Vec)((rest << 13) | 0x7f800000), value);
     return (Vec)((BitVec)value | sign);

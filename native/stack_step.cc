@@ -1,14 +1,21 @@
-// One token through transformer blocks with linear attention: what `models/blocks.py` computes in steps. A
-// token is so little work that handing it back to Python between the layers would take longer than they do.
+// One token through transformer blocks with linear attention, as the `step` of the blocks in Python.
+// Returning to Python between two layers would take longer than a small layer does.
+//
+// For each block:
+// 1. Normalise x, if pre-norm.
+// 2. Attention: project to q, k and v, run `linear_step`, project back. Add the result to x.
+// 3. Normalise x: for the feed-forward layer if pre-norm, otherwise the sum of phase 2.
+// 4. Feed-forward layer: project up, apply the activation, project down. Add the result to x.
+// 5. Normalise x, if post-norm.
 #include "kernels.h"
 #include "rows.h"
 
 namespace UNROLLED_ISA {
 namespace {
 
-// x times the normal distribution function, 1 - erfc(x / sqrt 2) / 2. erfc(z) exp(z^2) is t times a
-// polynomial of t = 1 / (1 + 0.45 z), fitted to a relative error of 4e-8; below 0 the tail comes out of it
-// undiminished.
+// x times the normal distribution function, 1 - erfc(x / sqrt 2) / 2. With t = 1 / (1 + 0.45 z), erfc(z)
+// exp(z^2) is t times a polynomial in t, fitted to a relative error of 4e-8. For x < 0 the tail is computed
+// directly, so that nothing cancels.
 Vec gelu(Vec x) {
     const IntVec negative = x < Vec{};
     const Vec z = select(negative, Vec{} - x, x) * broadcast(0.707106781f);
@@ -28,14 +35,14 @@ Vec activate(Int activation, Vec x) {
     return select(x < Vec{}, Vec{}, x);
 }
 
-// The rows of one token, and what a block needs beside its weights.
+// The batch of one token and the states of one block.
 struct Token {
     Int rows, threads;
     const float *kv, *k_sum;
     float *kv_after, *k_sum_after;
 };
 
-// y = (x - mean) / sqrt(variance + epsilon) w + b for each row; root mean squares take the mean as 0.
+// y = (x - mean) / sqrt(variance + epsilon) w + b for each row. RMSNorm has no mean.
 void normalize(const TransformerBlock& b, const Norm& norm, Int rows, const float* x, float* y) {
     const Int n = b.width;
     for (Int r = 0; r < rows; ++r, x += n, y += n) {
@@ -51,20 +58,24 @@ void normalize(const TransformerBlock& b, const Norm& norm, Int rows, const floa
     }
 }
 
-void linear(const Token& t, const Layer& layer, Int inputs, Int outputs, const float* x, float* y) {
+Status linear(const Token& t, const Layer& layer, Int inputs, Int outputs, const float* x, float* y) {
     const Dense d{t.rows, inputs, outputs, FLOAT32, (int32_t)t.threads, x, layer.weights, layer.bias, y};
-    EXPORTED(dense)(&d);
+    return EXPORTED(dense)(&d);
 }
 
 void add(Int n, const float* x, const float* y, float* sum) {
     for (Int i = 0; i < n; i += WIDTH) store(sum + i, load(x + i) + load(y + i));
 }
 
-void attend(const TransformerBlock& b, const Token& t, const float* x, float* y, Workspace& memory) {
+// 2. y = attention of x.
+Status attend(const TransformerBlock& b, const Token& t, const float* x, float* y) {
+    Workspace memory;
     const Int wide = b.heads * b.features, narrow = b.groups * b.features, values = b.groups * b.values;
     const Int row = wide + narrow + values;
     float *qkv = memory.floats(t.rows * row), *o = memory.floats(t.rows * b.heads * b.values);
-    linear(t, b.qkv, b.width, row, x, qkv);
+    if (memory.failed()) return OUT_OF_MEMORY;
+    Status status = linear(t, b.qkv, b.width, row, x, qkv);
+    if (status != SUCCESS) return status;
     const LinearStep step{t.rows,
                           b.heads,
                           b.groups,
@@ -83,47 +94,63 @@ void attend(const TransformerBlock& b, const Token& t, const float* x, float* y,
                           o,
                           t.kv_after,
                           t.k_sum_after};
-    EXPORTED(linear_step)(&step);
-    linear(t, b.out, b.heads * b.values, b.width, o, y);
+    status = EXPORTED(linear_step)(&step);
+    if (status != SUCCESS) return status;
+    return linear(t, b.out, b.heads * b.values, b.width, o, y);
 }
 
-void feed_forward(const TransformerBlock& b, const Token& t, const float* x, float* y, Workspace& memory) {
+// 4. y = feed-forward layer of x.
+Status feed_forward(const TransformerBlock& b, const Token& t, const float* x, float* y) {
+    Workspace memory;
     const Int n = b.hidden;
     const bool gated = b.activation == SWIGLU;
     float* up = memory.floats(2 * t.rows * n);
-    linear(t, b.up, b.width, gated ? 2 * n : n, x, up);
+    if (memory.failed()) return OUT_OF_MEMORY;
+    const Status status = linear(t, b.up, b.width, gated ? 2 * n : n, x, up);
+    if (status != SUCCESS) return status;
     for (Int r = 0; r < t.rows; ++r) {
-        const float* from = up + r * (gated ? 2 * n : n);  // with gates: those, then what they gate
+        const float* from = up + r * (gated ? 2 * n : n);  // SwiGLU: the gates, then what they multiply
         for (Int i = 0; i < n; i += WIDTH) {
             const Vec active = activate(b.activation, load(from + i));
             store(up + r * n + i, gated ? active * load(from + n + i) : active);
         }
     }
-    linear(t, b.down, n, b.width, up, y);
+    return linear(t, b.down, n, b.width, up, y);
 }
 
-// x becomes the output.
-void run(const TransformerBlock& b, const Token& t, float* x) {
+// Runs one block, in place.
+Status run(const TransformerBlock& b, const Token& t, float* x) {
     Workspace memory;
     const Int n = t.rows * b.width;
     float *normed = memory.floats(n), *added = memory.floats(n);
+    if (memory.failed()) return OUT_OF_MEMORY;
+    // 1.
     if (b.pre_norm) normalize(b, b.attention_norm, t.rows, x, normed);
-    attend(b, t, b.pre_norm ? normed : x, added, memory);
+    // 2.
+    Status status = attend(b, t, b.pre_norm ? normed : x, added);
+    if (status != SUCCESS) return status;
     add(n, x, added, x);
+    // 3.
     if (b.pre_norm) normalize(b, b.feed_forward_norm, t.rows, x, normed);
     else normalize(b, b.attention_norm, t.rows, x, x);
-    feed_forward(b, t, b.pre_norm ? normed : x, added, memory);
+    // 4.
+    status = feed_forward(b, t, b.pre_norm ? normed : x, added);
+    if (status != SUCCESS) return status;
     add(n, x, added, x);
+    // 5.
     if (!b.pre_norm) normalize(b, b.feed_forward_norm, t.rows, x, x);
+    return SUCCESS;
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(stack_step)(const StackStep* s) {
+Status EXPORTED(stack_step)(const StackStep* s) {
     using namespace UNROLLED_ISA;
     std::memcpy(s->y, s->x, (size_t)(s->batch * s->block[0]->width) * 4);
-    for (Int i = 0; i < s->blocks; ++i)
-        run(*s->block[i], {s->batch, s->threads, s->kv[i], s->k_sum[i], s->kv_after[i], s->k_sum_after[i]},
-            s->y);
+    Status status = SUCCESS;
+    for (Int i = 0; i < s->blocks && status == SUCCESS; ++i)
+        status = run(*s->block[i],
+                     {s->batch, s->threads, s->kv[i], s->k_sum[i], s->kv_after[i], s->k_sum_after[i]}, s->y);
+    return status;
 }

@@ -1,9 +1,9 @@
 // Sliding-window attention, one block of queries of one head at a time: what the forward and the backward
-// pass share. The formulas are those of `ops/window_blocks.py`.
+// pass share. The formulas are those of the block form in Python.
 //
-// Scores are held transposed, a row for each key and a lane for each query: maxima and sums over the keys are
-// then vertical, the queries that read a key are neighbouring lanes, and a padded key is a row that is left
-// out.
+// Scores are kept transposed, with a row for each key and a lane for each query. Maxima and sums over keys
+// then need no operation across lanes, the queries that read a key are adjacent lanes, and a padded key is a
+// row left out.
 #pragma once
 
 #include "rows.h"
@@ -14,8 +14,8 @@ namespace window {
 // Queries of a block, a multiple of every WIDTH.
 constexpr Int BLOCK = 64;
 
-// Keys whose scores are held at once.
-constexpr Int MOST_KEYS = 1024;
+// Keys whose scores are computed at once.
+constexpr Int MAX_KEYS = 1024;
 
 struct Span {
     Int first, end;
@@ -27,91 +27,72 @@ struct Span {
     }
 };
 
-// Where a sequence lies.
-struct Sequence {
-    Int batch, first_query, queries, first_key, keys;
-
-    // The keys that a query reads; both bounds grow with the query.
-    Span keys_of(const Window& x, Int query) const {
-        const Int at = query + keys - queries;
-        return Span{at - x.left, at + x.right + 1}.within({0, keys});
-    }
-    // The queries that read a key.
-    Span queries_of(const Window& x, Int key) const {
-        const Int at = key + queries - keys;
-        return Span{at - x.right, at + x.left + 1}.within({0, queries});
-    }
-    // The keys that some of several queries read.
-    Span keys_of(const Window& x, Span some) const {
-        return some.size() ? Span{keys_of(x, some.first).first, keys_of(x, some.end - 1).end} : Span{0, 0};
-    }
-};
-
-inline Sequence sequence_at(const Window& x, Int index) {
-    if (!x.offsets) return {index, 0, x.queries, 0, x.keys};
-    const Int first = x.offsets[index], n = x.offsets[index + 1] - first;
-    return {0, first, n, first, n};
+// The keys that a query reads; both bounds grow with the query.
+inline Span keys_of(const Window& x, const Sequence& s, Int query) {
+    const Int at = query + s.keys - s.queries;
+    return Span{at - x.left, at + x.right + 1}.within({0, s.keys});
 }
 
-// A stretch of the queries of a sequence, for the heads that read one key head. The stretches of a sequence
-// follow one another in the list of tasks.
-struct Task {
-    Sequence sequence;
-    Int group;
+// The keys that some of several queries read.
+inline Span keys_of(const Window& x, const Sequence& s, Span some) {
+    if (!some.size()) return {0, 0};
+    return {keys_of(x, s, some.first).first, keys_of(x, s, some.end - 1).end};
+}
+
+// The queries that read a key.
+inline Span queries_of(const Window& x, const Sequence& s, Int key) {
+    const Int at = key + s.queries - s.keys;
+    return Span{at - x.right, at + x.left + 1}.within({0, s.queries});
+}
+
+// A segment of the queries for one key head. The tasks of a sequence and a head follow one another in the
+// list.
+struct WindowTask : Task {
     Span queries, keys;
-    bool first, last;
     float* partial;  // scratch of the backward pass
 };
 
 class Tasks {
   public:
-    Tasks(const Window& x, Workspace& memory) : threads(x.threads) {
+    Tasks(const Window& x, Workspace& memory) {
         Int length = 0, n = 0;
         for (Int i = 0; i < x.sequences; ++i) length += sequence_at(x, i).queries;
         const Int reach = min(x.keys, x.left + x.right + 1), per_pair = x.features + x.values;
-        // Below this much work a second thread costs more than it gives.
-        if ((double)length * (double)(x.heads * reach * per_pair) < 1 << 20) threads = 1;
-        // So long that each thread gets two stretches or more.
-        stretch_ = threads == 1 ? max(1, length) : max(4 * BLOCK, ceil_div(length * x.groups, 2 * threads));
-        stretch_ = ceil_div(stretch_, BLOCK) * BLOCK;
-        for (Int i = 0; i < x.sequences; ++i) n += x.groups * stretches(sequence_at(x, i));
-        tasks_ = (Task*)memory.floats(n * (Int)sizeof(Task) / 4);
+        threads = threads_for((double)length * (double)(x.heads * reach * per_pair), x.threads);
+        // Long enough for four blocks, and short enough for two segments per thread, so that none waits long
+        // for another.
+        segment_ = threads == 1 ? max(1, length) : max(4 * BLOCK, ceil_div(length * x.groups, 2 * threads));
+        segment_ = ceil_div(segment_, BLOCK) * BLOCK;
+        for (Int i = 0; i < x.sequences; ++i) n += x.groups * ceil_div(sequence_at(x, i).queries, segment_);
+        tasks_ = (WindowTask*)memory.floats(n * (Int)sizeof(WindowTask) / 4);
+        if (memory.failed()) return;
         for (Int i = 0; i < x.sequences; ++i)
             for (Int g = 0; g < x.groups; ++g) add(x, sequence_at(x, i), g);
     }
 
     Int size() const { return size_; }
-    Task& operator[](Int i) const { return tasks_[i]; }
+    WindowTask& operator[](Int i) const { return tasks_[i]; }
 
-    int threads;
+    Int threads;
 
   private:
-    Int stretches(const Sequence& s) const { return ceil_div(s.queries, stretch_); }
-
     void add(const Window& x, const Sequence& s, Int group) {
-        for (Int t = 0; t < s.queries; t += stretch_) {
-            const Span queries{t, min(s.queries, t + stretch_)};
+        for (Int t = 0; t < s.queries; t += segment_) {
+            const Span queries{t, min(s.queries, t + segment_)};
             const bool last = queries.end == s.queries;
-            tasks_[size_++] = {s, group, queries, s.keys_of(x, queries), t == 0, last, nullptr};
+            tasks_[size_++] = {{s, group, group + 1, t == 0, last}, queries, keys_of(x, s, queries), nullptr};
         }
     }
 
-    Task* tasks_;
-    Int stretch_, size_ = 0;
+    WindowTask* tasks_;
+    Int segment_, size_ = 0;
 };
 
-// Asks for a row: those of one head lie far apart, where no hardware looks ahead.
-template <bool to_write>
-inline void prefetch(const void* row, Int bytes) {
-    asm volatile("");  // GCC drops calls of functions without effects, and to ask is none
-    for (Int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, to_write, 2);
-}
-
-// The keys and values that the current queries of a task read, as rows of floats one after the other. Padded
-// keys are left out.
+// A sliding buffer of the keys and values that the current block of queries reads, as contiguous rows of
+// floats without the padded keys; in the backward pass with their gradients.
 class Keys {
   public:
-    Keys(const Window& x, const Task& task, Workspace& memory, bool gradients)
+    Keys(const Window& x, const WindowTask& task, Workspace& memory, bool gradients)
         : x_(x),
           task_(task),
           capacity_(min(task.keys.size(), 2 * (BLOCK + x.left + x.right))),
@@ -122,7 +103,7 @@ class Keys {
         position_ = (int32_t*)memory.floats(capacity_);
     }
 
-    // From a row on.
+    // Rows from `row` on.
     Rows k(Int row = 0) const { return at(0, row); }
     Rows v(Int row = 0) const { return at(1, row); }
     Rows d_k(Int row = 0) const { return at(2, row); }
@@ -131,10 +112,11 @@ class Keys {
     Int position(Int row) const { return position_[row]; }
     Int capacity() const { return capacity_; }
 
-    // The rows of the keys between two positions.
+    // The rows of the keys at `positions`.
     Span rows(Span positions) const { return {row_from(positions.first), row_from(positions.end)}; }
 
-    // Drops what lies before `keys`, after `leave(row)`, and reads what is missing of them.
+    // Slides to `keys`: drops the rows before them, after calling `leave(row)`, and reads those that are
+    // missing.
     template <typename F>
     void move_to(Span keys, F&& leave) {
         while (all.first < all.end && position_[all.first] < keys.first) leave(all.first++);
@@ -143,18 +125,18 @@ class Keys {
         for (; next_ < keys.end; ++next_) {
             const Sequence& s = task_.sequence;
             if (x_.padding && x_.padding[s.batch * x_.keys + s.first_key + next_]) continue;
-            read_row(x_.type, address_of(x_.k, next_), x_.features, k(all.end).at);
-            read_row(x_.type, address_of(x_.v, next_), x_.values, v(all.end).at);
-            for (int i = 2; i < pieces_; ++i) std::memset(at(i, all.end).at, 0, (size_t)piece_[i].row * 4);
+            read_row(x_.type, address_of(x_.k, next_), x_.features, k(all.end).data);
+            read_row(x_.type, address_of(x_.v, next_), x_.values, v(all.end).data);
+            for (int i = 2; i < pieces_; ++i) std::memset(at(i, all.end).data, 0, (size_t)piece_[i].row * 4);
             position_[all.end++] = (int32_t)next_;
         }
     }
 
-    // Asks for some of the keys that come next, `from` keys ahead.
+    // Prefetches `n` of the keys that will be read next, from the one `from` positions further.
     void prefetch_next(Int from, Int n) const {
         for (Int t = next_ + from; t < min(next_ + from + n, task_.keys.end); ++t) {
-            prefetch<false>(address_of(x_.k, t), x_.features * size_of(x_.type));
-            prefetch<false>(address_of(x_.v, t), x_.values * size_of(x_.type));
+            prefetch_row<false>(address_of(x_.k, t), x_.features * size_of(x_.type));
+            prefetch_row<false>(address_of(x_.v, t), x_.values * size_of(x_.type));
         }
     }
 
@@ -162,12 +144,12 @@ class Keys {
 
   private:
     Rows at(int piece, Int row) const {
-        return {piece_[piece].at + row * piece_[piece].row, piece_[piece].row};
+        return {piece_[piece].data + row * piece_[piece].row, piece_[piece].row};
     }
 
     const char* address_of(const Tensor& tensor, Int position) const {
         const Sequence& s = task_.sequence;
-        return address(tensor, x_.type, s.batch, s.first_key + position, task_.group);
+        return address(tensor, x_.type, s.batch, s.first_key + position, task_.first_head);
     }
 
     // The first row at `position` or after it.
@@ -185,21 +167,20 @@ class Keys {
     void move_to_front() {
         const size_t n = (size_t)all.size() * 4;
         for (int i = 0; i < pieces_; ++i)
-            std::memmove(piece_[i].at, at(i, all.first).at, n * (size_t)piece_[i].row);
+            std::memmove(piece_[i].data, at(i, all.first).data, n * (size_t)piece_[i].row);
         std::memmove(position_, position_ + all.first, n);
         all = {0, all.size()};
     }
 
     const Window& x_;
-    const Task& task_;
+    const WindowTask& task_;
     Int capacity_, next_;
     int pieces_;
     Rows piece_[4];
     int32_t* position_;
 };
 
-// Rows of a block of queries and, for the scores, their transpose; zeros up to the next whole vector of
-// queries.
+// Rows of a block of queries and their transpose, with zeros up to a whole vector of queries.
 class QueryRows {
   public:
     QueryRows(Int width, Workspace& memory)
@@ -207,14 +188,14 @@ class QueryRows {
           rows(memory.rows(BLOCK, round_up(width))),
           transposed(memory.rows(round_up(width), BLOCK)) {}
 
-    float* at(Int i) const { return rows.at + i * rows.row; }
+    float* at(Int i) const { return rows.data + i * rows.row; }
 
     // Calls `read(i, row)` for each of `n` rows.
     template <typename F>
     void read(Int n, F&& read) const {
         for (Int i = 0; i < n; ++i) read(i, at(i));
         std::memset(at(n), 0, (size_t)((round_up(n) - n) * rows.row) * 4);
-        transpose(round_up(n), width_, rows.at, rows.row, transposed);
+        transpose(round_up(n), width_, rows.data, rows.row, transposed);
     }
 
   private:
@@ -224,84 +205,85 @@ class QueryRows {
     Rows rows, transposed;
 };
 
-// Rows of keys that some, and that all, queries of one vector read.
-struct Sight {
+// The rows of keys that some queries of a vector read, and those that all of them read.
+struct Visible {
     Span some, all;
 };
 
-// The scores of a block of queries and of the keys in reach, in groups of at most MOST_KEYS.
+// The products of a block of queries and the keys that they read, in groups of at most MAX_KEYS.
 class Block {
   public:
-    Block(const Window& x, const Task& task, const Keys& keys) : x_(x), s_(task.sequence), keys_(keys) {}
+    Block(const Window& x, const WindowTask& task, const Keys& keys)
+        : x_(x), s_(task.sequence), keys_(keys) {}
 
-    // Continues with other queries.
+    // Moves to another block of queries.
     void begin(Span others) {
         queries = others;
         n = others.size();
     }
 
-    // Calls `f` with one `group` of the keys after the other.
+    // Calls `f` once for each group, which is then `group`.
     template <typename F>
     void for_groups(F&& f) {
-        for (Int row = keys_.all.first; row < keys_.all.end; row += MOST_KEYS) {
-            group = {row, min(keys_.all.end, row + MOST_KEYS)};
+        for (Int row = keys_.all.first; row < keys_.all.end; row += MAX_KEYS) {
+            group = {row, min(keys_.all.end, row + MAX_KEYS)};
             f();
         }
     }
-    Int most_keys() const { return min(MOST_KEYS, keys_.capacity()); }
-    Int groups() const { return ceil_div(keys_.all.size(), MOST_KEYS); }
+    Int max_keys() const { return min(MAX_KEYS, keys_.capacity()); }
+    Int groups() const { return ceil_div(keys_.all.size(), MAX_KEYS); }
 
-    // A row of `scores` for each key of the group: the product of its row in `keys` with the lanes of
-    // `queries_T` that read it.
+    // scores = keys queries_T for the group: a row for each key, in the lanes of the queries that read it.
     void multiply_keys(Rows keys, Int depth, Rows queries_T, Rows scores) const {
         for_keys([&](Int row, Int rows, Span lanes) {
             const Int first = lanes.first / WIDTH * WIDTH;
-            multiply_few_rows(rows, lanes.end - first, depth, {keys.at + row * keys.row, keys.row, 1},
-                              {queries_T.at + first, queries_T.row},
-                              {scores.at + (row - group.first) * scores.row + first, scores.row}, false);
+            multiply_few_rows(rows, lanes.end - first, depth, {keys.data + row * keys.row, keys.row, 1},
+                              {queries_T.data + first, queries_T.row},
+                              {scores.data + (row - group.first) * scores.row + first, scores.row}, false);
         });
     }
 
-    // `f(row, rows, lanes)` for the keys of the group tile by tile, with the queries that read some of them.
+    // Calls `f(row, rows, lanes)` for each tile of keys of the group, with the queries that read some of
+    // them.
     template <typename F>
     void for_keys(F&& f) const {
         for (Int row = group.first; row < group.end; row += TILE_ROWS) {
             const Int rows = min(TILE_ROWS, group.end - row);
-            const Span lanes{s_.queries_of(x_, keys_.position(row)).first,
-                             s_.queries_of(x_, keys_.position(row + rows - 1)).end};
+            const Span lanes{queries_of(x_, s_, keys_.position(row)).first,
+                             queries_of(x_, s_, keys_.position(row + rows - 1)).end};
             f(row, rows, in_block(lanes));
         }
     }
 
-    // `f(i, queries, keys)` for the queries of the block tile by tile, with the rows of the group that some
+    // Calls `f(i, queries, keys)` for each tile of queries, with the rows of the group that some of them
     // read.
     template <typename F>
     void for_queries(F&& f) const {
         for (Int i = 0; i < n; i += TILE_ROWS) {
             const Int count = min(TILE_ROWS, n - i), first = queries.first + i;
-            f(i, count, keys_.rows(s_.keys_of(x_, {first, first + count})).within(group));
+            f(i, count, keys_.rows(keys_of(x_, s_, {first, first + count})).within(group));
         }
     }
 
-    // What the queries of the vector at `lane` read of the group.
-    Sight sight(Int lane) const {
-        const Span first = s_.keys_of(x_, queries.first + lane);
-        const Span last = s_.keys_of(x_, min(queries.first + lane + WIDTH, queries.end) - 1);
+    // The rows of the group that the vector of queries at `lane` reads.
+    Visible visible(Int lane) const {
+        const Span first = keys_of(x_, s_, queries.first + lane);
+        const Span last = keys_of(x_, s_, min(queries.first + lane + WIDTH, queries.end) - 1);
         const Span some = keys_.rows({first.first, last.end}).within(group);
         return {some, keys_.rows({last.first, first.end}).within(some)};
     }
 
-    // `f(row, all)` for the rows in sight; `all` says whether every query of the vector reads them.
+    // Calls `f(row, all)` for these rows; `all` says whether every query of the vector reads the row.
     template <typename F>
-    static void for_sight(Sight sight, F&& f) {
-        for (Int row = sight.some.first; row < sight.all.first; ++row) f(row, false);
-        for (Int row = sight.all.first; row < sight.all.end; ++row) f(row, true);
-        for (Int row = sight.all.end; row < sight.some.end; ++row) f(row, false);
+    static void for_visible(Visible visible, F&& f) {
+        for (Int row = visible.some.first; row < visible.all.first; ++row) f(row, false);
+        for (Int row = visible.all.first; row < visible.all.end; ++row) f(row, true);
+        for (Int row = visible.all.end; row < visible.some.end; ++row) f(row, false);
     }
 
-    // The lanes of the vector at `lane` that read a key.
+    // Which queries of the vector at `lane` read the key.
     IntVec readers(Int row, Int lane) const {
-        IntVec ahead;  // of the first key that a lane reads
+        IntVec ahead;  // how far the key is behind the first one that the lane reads
         for (int i = 0; i < WIDTH; ++i) ahead[i] = -i;
         ahead += (int32_t)(keys_.position(row) - (queries.first + lane + s_.keys - s_.queries - x_.left));
         return (ahead >= 0) & (ahead <= (int32_t)(x_.left + x_.right));

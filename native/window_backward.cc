@@ -1,6 +1,22 @@
-// Sliding-window attention, backward: one walk along the queries, in which every score is computed once and
-// gives to dQ, dK and dV. Only a query with more than MOST_KEYS keys has its scores computed twice, as delta
-// must be known before the rest.
+// Sliding-window attention, backward, in one pass over the queries. Each score is computed once and
+// contributes to dQ, dK and dV, unless the keys of a block are more than MAX_KEYS: delta must be complete
+// before dS, so that their scores are computed twice.
+//
+// For each block of queries of a task:
+// 1. Slide the buffer of keys and values to those that the block reads, and write the gradients of the keys
+//    that leave it, which are complete.
+// For each query head:
+// 2. Read Q, dO, lse, and delta = -dlse.
+// For each group of keys:
+// 3. Scores s = K Q^T and dP = V dO^T, a row for each key.
+// 4. P = exp(s - lse), and delta += sum of P dP.
+// 5. Softmax backward: dS = P (dP - delta).
+// 6. dV += P^T dO, dK += dS^T Q, dQ += dS K.
+// And for the query head:
+// 7. Scale and write dQ.
+// After all tasks:
+// 8. Add the gradients of keys that several tasks read, in the order of the tasks, so that every run gives
+//    the same bits.
 #include "kernels.h"
 #include "window.h"
 
@@ -9,35 +25,35 @@ namespace {
 
 using namespace window;
 
-// The floats of one key in `Task::partial`.
+// The floats of one key in `WindowTask::partial`: its gradients before phase 8.
 Int partial_floats(const Window& x) { return round_up(x.features) + round_up(x.values); }
 
-float* partial(const Window& x, const Task& task, Int position) {
+float* partial(const Window& x, const WindowTask& task, Int position) {
     return task.partial + (position - task.keys.first) * partial_floats(x);
 }
 
-// Where the gradient of a key, or of its value, is written.
-char* d_key(const Window& x, void* at, Int width, const Task& task, Int position) {
+// The address of the gradient of a key or of a value.
+char* d_key(const Window& x, void* at, Int width, const WindowTask& task, Int position) {
     const Sequence& s = task.sequence;
-    const Int row = (s.batch * x.keys + s.first_key + position) * x.groups + task.group;
+    const Int row = (s.batch * x.keys + s.first_key + position) * x.groups + task.first_head;
     return (char*)at + row * width * size_of(x.type);
 }
 
-void write_gradients(const Window& x, const WindowGradients& out, const Task& task, Int position,
+void write_gradients(const Window& x, const WindowGradients& out, const WindowTask& task, Int position,
                      const float* d_k, const float* d_v) {
     write_row(x.type, d_k, x.features, d_key(x, out.d_k, x.features, task, position));
     write_row(x.type, d_v, x.values, d_key(x, out.d_v, x.values, task, position));
 }
 
-// Whether the queries of a neighbouring task read a key of this one.
-bool shared(const Task& task, Int position) {
+// Whether queries of a neighbouring task read this key too.
+bool shared(const WindowTask& task, Int position) {
     return (!task.first && position < (&task)[-1].keys.end) ||
            (!task.last && position >= (&task)[1].keys.first);
 }
 
 class Backward {
   public:
-    Backward(const Window& x, const WindowGradients& out, const Task& task, Workspace& memory)
+    Backward(const Window& x, const WindowGradients& out, const WindowTask& task, Workspace& memory)
         : x_(x),
           out_(out),
           task_(task),
@@ -45,8 +61,8 @@ class Backward {
           block_(x, task, keys_),
           q_(x.features, memory),
           g_(x.values, memory),
-          scores_(memory.rows(block_.most_keys(), BLOCK)),
-          d_scores_(memory.rows(block_.most_keys(), BLOCK)),
+          scores_(memory.rows(block_.max_keys(), BLOCK)),
+          d_scores_(memory.rows(block_.max_keys(), BLOCK)),
           d_q_(memory.rows(BLOCK, round_up(x.features))),
           lse_(memory.floats(BLOCK)),
           delta_(memory.floats(BLOCK)) {}
@@ -55,8 +71,10 @@ class Backward {
         const Int per_group = x_.heads / x_.groups;
         for (Int t = task_.queries.first; t < task_.queries.end; t += BLOCK) {
             block_.begin({t, min(task_.queries.end, t + BLOCK)});
-            move_to(task_.sequence.keys_of(x_, block_.queries));
-            for (Int h = task_.group * per_group; h < (task_.group + 1) * per_group; ++h) differentiate(h);
+            // 1. Keys and values.
+            move_to(keys_of(x_, task_.sequence, block_.queries));
+            for (Int h = task_.first_head * per_group; h < (task_.first_head + 1) * per_group; ++h)
+                differentiate(h);
         }
         move_to({task_.keys.end, task_.keys.end});
     }
@@ -66,40 +84,44 @@ class Backward {
         keys_.move_to(keys, [&](Int row) {
             const Int position = keys_.position(row);
             if (!shared(task_, position))
-                return write_gradients(x_, out_, task_, position, keys_.d_k(row).at, keys_.d_v(row).at);
+                return write_gradients(x_, out_, task_, position, keys_.d_k(row).data, keys_.d_v(row).data);
             float* to = partial(x_, task_, position);
-            std::memcpy(to, keys_.d_k(row).at, (size_t)round_up(x_.features) * 4);
-            std::memcpy(to + round_up(x_.features), keys_.d_v(row).at, (size_t)round_up(x_.values) * 4);
+            std::memcpy(to, keys_.d_k(row).data, (size_t)round_up(x_.features) * 4);
+            std::memcpy(to + round_up(x_.features), keys_.d_v(row).data, (size_t)round_up(x_.values) * 4);
         });
     }
 
     void differentiate(Int head) {
+        // 2. Queries.
         read_queries(head);
         const bool once = block_.groups() <= 1;
+        // 3 and 4, to complete delta.
         if (!once)
             block_.for_groups([&] {
                 multiply_keys();
-                for (Int lane = 0; lane < block_.n; lane += WIDTH) weigh(lane, true);
+                for (Int lane = 0; lane < block_.n; lane += WIDTH) compute_weights(lane, true);
             });
+        // 3 to 6. Scores, softmax and gradients.
         bool first = true;
         block_.for_groups([&] {
             multiply_keys();
             for (Int lane = 0; lane < block_.n; lane += WIDTH) {
-                weigh(lane, once);
-                through_softmax(lane);
+                compute_weights(lane, once);
+                softmax_backward(lane);
             }
-            give(head, first);
+            accumulate(head, first);
             first = false;
         });
+        // 7. dQ.
         for (Int i = 0; i < block_.n; ++i) {
-            float* d_q = d_q_.at + i * d_q_.row;
+            float* d_q = d_q_.data + i * d_q_.row;
             if (first) std::memset(d_q, 0, (size_t)d_q_.row * 4);
             scale_row(d_q, x_.features, (float)x_.scale);
             write_row(x_.type, d_q, x_.features, d_query(i, head));
         }
     }
 
-    // Q and dO, lse and -dlse. Nothing goes through a query that read nothing, whatever comes back to it.
+    // 2. Q, dO, lse and -dlse. A query that reads no key has lse = infinity here, so P = 0, and a dO of 0.
     void read_queries(Int head) {
         const Int batch = task_.sequence.batch, token = task_.sequence.first_query + block_.queries.first;
         for (Int i = 0; i < round_up(block_.n); ++i) {
@@ -118,19 +140,19 @@ class Backward {
         });
     }
 
-    // The scores and dP = dO V^T.
+    // 3. The scores and dP.
     void multiply_keys() {
         block_.multiply_keys(keys_.k(), x_.features, q_.transposed, scores_);
         block_.multiply_keys(keys_.v(), x_.values, g_.transposed, d_scores_);
     }
 
-    // P = exp(s - lse) for the vector of queries at `lane`; if `sum`, P dP is added to delta.
-    void weigh(Int lane, bool sum) {
+    // 4. P = exp(s - lse) for the vector of queries at `lane`; with `sum`, delta += sum of P dP.
+    void compute_weights(Int lane, bool sum) {
         const Int first = block_.group.first;
-        float *const s = scores_.at + lane, *const d_p = d_scores_.at + lane;
+        float *const s = scores_.data + lane, *const d_p = d_scores_.data + lane;
         const Vec lse = load(lse_ + lane);
         Vec delta = load(delta_ + lane);
-        Block::for_sight(block_.sight(lane), [&](Int row, bool all) {
+        Block::for_visible(block_.visible(lane), [&](Int row, bool all) {
             const Int at = (row - first) * BLOCK;
             Vec p = exp_of_negative(load(s + at) - lse);
             if (!all) p = select(block_.readers(row, lane), p, Vec{});
@@ -140,12 +162,12 @@ class Backward {
         if (sum) store(delta_ + lane, delta);
     }
 
-    // dS = P (dP - delta), and zeros out of sight.
-    void through_softmax(Int lane) {
+    // 5. dS = P (dP - delta). Rows that the vector of queries does not read get 0.
+    void softmax_backward(Int lane) {
         const Int first = block_.group.first;
-        float *const p = scores_.at + lane, *const d_s = d_scores_.at + lane;
+        float *const p = scores_.data + lane, *const d_s = d_scores_.data + lane;
         const Vec delta = load(delta_ + lane);
-        const Span some = block_.sight(lane).some;
+        const Span some = block_.visible(lane).some;
         const auto clear = [&](Int row) {
             store(p + (row - first) * BLOCK, Vec{});
             store(d_s + (row - first) * BLOCK, Vec{});
@@ -158,24 +180,25 @@ class Backward {
         for (Int row = some.end; row < block_.group.end; ++row) clear(row);
     }
 
-    // Asks for the rows that will be written, and for those that the next block will read.
+    // Prefetches what will be written for queries [from, from + n), and what the next block reads.
     void prefetch_next(Int from, Int n, Int head) const {
         const Sequence& s = task_.sequence;
         const Int size = size_of(x_.type), first = block_.queries.first + from;
-        for (Int i = from; i < from + n; ++i) prefetch<true>(d_query(i, head), x_.features * size);
+        for (Int i = from; i < from + n; ++i) prefetch_row<true>(d_query(i, head), x_.features * size);
         for (Int t = first + BLOCK; t < min(first + BLOCK + n, task_.queries.end); ++t) {
-            prefetch<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
-            prefetch<false>(address(out_.o, x_.type, s.batch, s.first_query + t, head), x_.values * size);
+            prefetch_row<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
+            prefetch_row<false>(address(out_.o, x_.type, s.batch, s.first_query + t, head), x_.values * size);
         }
         keys_.prefetch_next(from, n);
         for (Int row = keys_.all.first + from; row < min(keys_.all.first + from + n, keys_.all.end); ++row) {
-            prefetch<true>(d_key(x_, out_.d_k, x_.features, task_, keys_.position(row)), x_.features * size);
-            prefetch<true>(d_key(x_, out_.d_v, x_.values, task_, keys_.position(row)), x_.values * size);
+            prefetch_row<true>(d_key(x_, out_.d_k, x_.features, task_, keys_.position(row)),
+                               x_.features * size);
+            prefetch_row<true>(d_key(x_, out_.d_v, x_.values, task_, keys_.position(row)), x_.values * size);
         }
     }
 
-    // dV += P^T dO, dK += dS^T Q and dQ += dS K.
-    void give(Int head, bool first) {
+    // 6. dV += P^T dO, dK += dS^T Q and dQ += dS K.
+    void accumulate(Int head, bool first) {
         block_.for_keys([&](Int row, Int rows, Span lanes) {
             multiply_few_rows(rows, x_.values, lanes.size(), {at(scores_, row, lanes.first), scores_.row, 1},
                               {g_.at(lanes.first), g_.rows.row}, keys_.d_v(row), true);
@@ -186,12 +209,12 @@ class Backward {
         block_.for_queries([&](Int i, Int n, Span rows) {
             prefetch_next(i, n, head);
             multiply_few_rows(n, x_.features, rows.size(), {at(d_scores_, rows.first, i), 1, d_scores_.row},
-                              keys_.k(rows.first), {d_q_.at + i * d_q_.row, d_q_.row}, !first);
+                              keys_.k(rows.first), {d_q_.data + i * d_q_.row, d_q_.row}, !first);
         });
     }
 
     float* at(Rows scores, Int row, Int lane) const {
-        return scores.at + (row - block_.group.first) * BLOCK + lane;
+        return scores.data + (row - block_.group.first) * BLOCK + lane;
     }
 
     Int row_of(Int i, Int head) const {
@@ -205,7 +228,7 @@ class Backward {
 
     const Window& x_;
     const WindowGradients& out_;
-    const Task& task_;
+    const WindowTask& task_;
     Keys keys_;
     Block block_;
     QueryRows q_, g_;
@@ -213,44 +236,53 @@ class Backward {
     float *lse_, *delta_;
 };
 
-// Adds up, in the order of the tasks, what several of them gave to a key. The first of them does it.
-void add_partials(const Window& x, const WindowGradients& out, const Task& first) {
+// 8. Adds the gradients of the keys that `first` shares with tasks after it, and writes them.
+Status add_partials(const Window& x, const WindowGradients& out, const WindowTask& first) {
     Workspace memory;
     const Int floats = partial_floats(x);
     float* sum = memory.floats(floats);
+    if (memory.failed()) return OUT_OF_MEMORY;
     for (Int position = first.keys.first; position < first.keys.end; ++position) {
         const Sequence& s = first.sequence;
         if (!shared(first, position) || (!first.first && position < (&first)[-1].keys.end)) continue;
         if (x.padding && x.padding[s.batch * x.keys + s.first_key + position]) continue;
         std::memcpy(sum, partial(x, first, position), (size_t)floats * 4);
-        for (const Task* task = &first; !task->last && position >= task[1].keys.first; ++task) {
+        for (const WindowTask* task = &first; !task->last && position >= task[1].keys.first; ++task) {
             const float* from = partial(x, task[1], position);
             for (Int i = 0; i < floats; i += WIDTH) store(sum + i, load(sum + i) + load(from + i));
         }
         write_gradients(x, out, first, position, sum, sum + round_up(x.features));
     }
+    return SUCCESS;
 }
 
-void run(const Window& x, const WindowGradients& out) {
-    ask_for_pages(x, out.d_q, x.queries, x.heads, x.features);
-    ask_for_pages(x, out.d_k, x.keys, x.groups, x.features);
-    ask_for_pages(x, out.d_v, x.keys, x.groups, x.values);
+Status run(const Window& x, const WindowGradients& out) {
+    advise_huge_pages(x, out.d_q, x.queries, x.heads, x.features);
+    advise_huge_pages(x, out.d_k, x.keys, x.groups, x.features);
+    advise_huge_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
     const Tasks tasks(x, memory);
     Int partials = 0;
     for (Int i = 0; i < tasks.size(); ++i) partials += tasks[i].keys.size() * partial_floats(x);
-    // What tasks do not share is never written, and takes no memory.
+    // Enough for all keys of a task; what is never written takes no physical memory.
     float* at = tasks.threads > 1 ? memory.floats(partials) : nullptr;
+    if (memory.failed()) return OUT_OF_MEMORY;
     for (Int i = 0; i < tasks.size() && at; at += tasks[i++].keys.size() * partial_floats(x))
         tasks[i].partial = at;
-    parallel_for(tasks.size(), tasks.threads, [&](Int i) {
+    const Status status = parallel_for(tasks.size(), tasks.threads, [&](Int i) {
         Workspace own;
-        Backward(x, out, tasks[i], own).run();
+        Backward backward(x, out, tasks[i], own);
+        if (own.failed()) return OUT_OF_MEMORY;
+        backward.run();
+        return SUCCESS;
     });
-    parallel_for(tasks.size(), tasks.threads, [&](Int i) { add_partials(x, out, tasks[i]); });
+    if (status != SUCCESS) return status;
+    return parallel_for(tasks.size(), tasks.threads, [&](Int i) { return add_partials(x, out, tasks[i]); });
 }
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(window_backward)(const Window* x, const WindowGradients* out) { UNROLLED_ISA::run(*x, *out); }
+Status EXPORTED(window_backward)(const Window* x, const WindowGradients* out) {
+    return UNROLLED_ISA::run(*x, *out);
+}

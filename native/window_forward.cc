@@ -1,5 +1,16 @@
-// Sliding-window attention, forward: a softmax over groups of keys, which are all the keys unless they are
-// many.
+// Sliding-window attention, forward: an online softmax over groups of at most MAX_KEYS keys, which for most
+// windows is one group.
+//
+// For each block of queries of a task:
+// 1. Slide the buffer of keys and values to those that the block reads.
+// For each query head:
+// 2. Read, scale and transpose the queries.
+// For each group of keys:
+// 3. Scores s = K Q^T, a row for each key.
+// 4. Softmax: the new maximum, P = exp(s - max) and its sums; keys that a query does not read get 0.
+// 5. O = O exp(old max - max) + P V, tile by tile of queries, which prefetches for the next block.
+// And for the query head:
+// 6. Divide by the sums; write O and lse = max + log sum.
 #include "kernels.h"
 #include "window.h"
 
@@ -10,76 +21,82 @@ using namespace window;
 
 class Forward {
   public:
-    Forward(const Window& x, const WindowOutputs& out, const Task& task, Workspace& memory)
+    Forward(const Window& x, const WindowOutputs& out, const WindowTask& task, Workspace& memory)
         : x_(x),
           out_(out),
           task_(task),
           keys_(x, task, memory, false),
           block_(x, task, keys_),
           q_(x.features, memory),
-          scores_(memory.rows(block_.most_keys(), BLOCK)),
+          scores_(memory.rows(block_.max_keys(), BLOCK)),
           o_(memory.rows(BLOCK, round_up(x.values))),
-          tops_(memory.floats(BLOCK)),
-          totals_(memory.floats(BLOCK)),
+          maxima_(memory.floats(BLOCK)),
+          sums_(memory.floats(BLOCK)),
           factors_(memory.floats(BLOCK)) {}
 
     void run() {
         const Int per_group = x_.heads / x_.groups;
         for (Int t = task_.queries.first; t < task_.queries.end; t += BLOCK) {
             block_.begin({t, min(task_.queries.end, t + BLOCK)});
-            keys_.move_to(task_.sequence.keys_of(x_, block_.queries), [](Int) {});
-            for (Int h = task_.group * per_group; h < (task_.group + 1) * per_group; ++h) attend(h);
+            // 1. Keys and values.
+            keys_.move_to(keys_of(x_, task_.sequence, block_.queries), [](Int) {});
+            for (Int h = task_.first_head * per_group; h < (task_.first_head + 1) * per_group; ++h) attend(h);
         }
     }
 
   private:
     void attend(Int head) {
         const Int batch = task_.sequence.batch, token = task_.sequence.first_query + block_.queries.first;
+        // 2. Queries.
         q_.read(block_.n, [&](Int i, float* row) {
             read_row(x_.type, address(x_.q, x_.type, batch, token + i, head), x_.features, row);
             scale_row(row, x_.features, (float)x_.scale);
         });
         for (Int lane = 0; lane < BLOCK; lane += WIDTH) {
-            store(tops_ + lane, broadcast(-__FLT_MAX__));
-            store(totals_ + lane, Vec{});
+            store(maxima_ + lane, broadcast(-__FLT_MAX__));
+            store(sums_ + lane, Vec{});
         }
         bool first = true;
         block_.for_groups([&] {
+            // 3. Scores.
             block_.multiply_keys(keys_.k(), x_.features, q_.transposed, scores_);
-            for (Int lane = 0; lane < block_.n; lane += WIDTH) weigh(lane);
+            // 4. Softmax.
+            for (Int lane = 0; lane < block_.n; lane += WIDTH) softmax(lane);
+            // 5. Outputs.
             for (Int i = 0; i < block_.n && !first; ++i)
-                scale_row(o_.at + i * o_.row, x_.values, factors_[i]);
+                scale_row(o_.data + i * o_.row, x_.values, factors_[i]);
             block_.for_queries([&](Int i, Int n, Span rows) {
                 prefetch_next(i, n, head);
                 multiply_few_rows(
                     n, x_.values, rows.size(),
-                    {scores_.at + (rows.first - block_.group.first) * scores_.row + i, 1, scores_.row},
-                    keys_.v(rows.first), {o_.at + i * o_.row, o_.row}, !first);
+                    {scores_.data + (rows.first - block_.group.first) * scores_.row + i, 1, scores_.row},
+                    keys_.v(rows.first), {o_.data + i * o_.row, o_.row}, !first);
             });
             first = false;
         });
+        // 6. Division.
         for (Int i = 0; i < block_.n; ++i) write(i, row_of(block_.queries.first + i, head));
     }
 
-    // P = exp(s - max s) for the vector of queries at `lane`, where max s is that of the groups up to this
-    // one.
-    void weigh(Int lane) {
-        const Sight sight = block_.sight(lane);
+    // 4. P = exp(s - max) for the vector of queries at `lane`, with the maximum over the groups so far.
+    void softmax(Int lane) {
+        const Visible visible = block_.visible(lane);
         const Int first = block_.group.first;
-        const auto s = [&](Int row) { return scores_.at + (row - first) * BLOCK + lane; };
-        const Vec before = load(tops_ + lane);
+        const auto s = [&](Int row) { return scores_.data + (row - first) * BLOCK + lane; };
+        const Vec before = load(maxima_ + lane);
         Vec top = before;
-        block_.for_sight(sight, [&](Int row, bool all) {
+        block_.for_visible(visible, [&](Int row, bool all) {
             Vec x = load(s(row));
             if (!all) store(s(row), x = select(block_.readers(row, lane), x, broadcast(-__builtin_inff())));
             top = max(top, x);
         });
         const Vec factor = exp_of_negative(before - top);
-        Vec total = load(totals_ + lane) * factor;
-        for (Int row = first; row < sight.some.first; ++row) store(s(row), Vec{});
-        for (Int row = sight.some.first; row < sight.some.end;) {
-            const Int end = min(row + 32, sight.some.end);
-            Vec part{};  // many terms, added one by one, would lose digits
+        Vec total = load(sums_ + lane) * factor;
+        for (Int row = first; row < visible.some.first; ++row) store(s(row), Vec{});
+        for (Int row = visible.some.first; row < visible.some.end;) {
+            const Int end = min(row + 32, visible.some.end);
+            Vec part{};  // sums of 32 terms, which are then added: a sum of many terms one by one loses
+                         // digits
             for (; row < end; ++row) {
                 const Vec p = exp_of_negative(load(s(row)) - top);
                 store(s(row), p);
@@ -87,19 +104,19 @@ class Forward {
             }
             total += part;
         }
-        for (Int row = sight.some.end; row < block_.group.end; ++row) store(s(row), Vec{});
-        store(tops_ + lane, top);
-        store(totals_ + lane, total);
+        for (Int row = visible.some.end; row < block_.group.end; ++row) store(s(row), Vec{});
+        store(maxima_ + lane, top);
+        store(sums_ + lane, total);
         store(factors_ + lane, factor);
     }
 
-    // Asks for the rows that will be written, and for those that the next block will read.
+    // Prefetches the outputs of queries [from, from + n) for writing, and what the next block reads.
     void prefetch_next(Int from, Int n, Int head) const {
         const Sequence& s = task_.sequence;
         const Int first = block_.queries.first + from, size = size_of(x_.type);
-        for (Int t = first; t < first + n; ++t) prefetch<true>(output(row_of(t, head)), x_.values * size);
+        for (Int t = first; t < first + n; ++t) prefetch_row<true>(output(row_of(t, head)), x_.values * size);
         for (Int t = first + BLOCK; t < min(first + BLOCK + n, task_.queries.end); ++t)
-            prefetch<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
+            prefetch_row<false>(address(x_.q, x_.type, s.batch, s.first_query + t, head), x_.features * size);
         keys_.prefetch_next(from, n);
     }
 
@@ -110,34 +127,38 @@ class Forward {
     char* output(Int row) const { return (char*)out_.o + row * x_.values * size_of(x_.type); }
 
     void write(Int i, Int row) const {
-        const bool nothing = totals_[i] == 0;
-        float* o = o_.at + i * o_.row;
+        const bool nothing = sums_[i] == 0;
+        float* o = o_.data + i * o_.row;
         if (nothing) std::memset(o, 0, (size_t)o_.row * 4);
-        else scale_row(o, x_.values, 1 / totals_[i]);
+        else scale_row(o, x_.values, 1 / sums_[i]);
         write_row(x_.type, o, x_.values, output(row));
-        out_.lse[row] = nothing ? -__builtin_inff() : tops_[i] + __builtin_logf(totals_[i]);
+        out_.lse[row] = nothing ? -__builtin_inff() : maxima_[i] + __builtin_logf(sums_[i]);
     }
 
     const Window& x_;
     const WindowOutputs& out_;
-    const Task& task_;
+    const WindowTask& task_;
     Keys keys_;
     Block block_;
     QueryRows q_;
     Rows scores_, o_;
-    float *tops_, *totals_, *factors_;
+    float *maxima_, *sums_, *factors_;
 };
 
 }  // namespace
 }  // namespace UNROLLED_ISA
 
-void EXPORTED(window_forward)(const Window* x, const WindowOutputs* out) {
+Status EXPORTED(window_forward)(const Window* x, const WindowOutputs* out) {
     using namespace UNROLLED_ISA;
-    ask_for_pages(*x, out->o, x->queries, x->heads, x->values);
+    advise_huge_pages(*x, out->o, x->queries, x->heads, x->values);
     Workspace memory;
     const window::Tasks tasks(*x, memory);
-    parallel_for(tasks.size(), tasks.threads, [&](Int i) {
+    if (memory.failed()) return OUT_OF_MEMORY;
+    return parallel_for(tasks.size(), tasks.threads, [&](Int i) {
         Workspace own;
-        Forward(*x, *out, tasks[i], own).run();
+        Forward forward(*x, *out, tasks[i], own);
+        if (own.failed()) return OUT_OF_MEMORY;
+        forward.run();
+        return SUCCESS;
     });
 }

@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.kernels import dense_native, native
-from unrolled.ops.kernels.door import prefer
+from unrolled.ops.kernels.dispatch import prefer
 
 needs_kernels = pytest.mark.skipif(not native.available(), reason=str(native.missing()))
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

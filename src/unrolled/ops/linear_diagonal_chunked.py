@@ -24,7 +24,7 @@ while the shorter formula q_i * dq_i - k_i * dk_i subtracts large equal parts an
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from unrolled.ops.checks import transforming
 from unrolled.ops.chunks import join_chunks, scan, scan_back, split_chunks, sum_heads
-from unrolled.ops.kernels.door import differentiable_gradients
+from unrolled.ops.kernels.operators import register
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 LONGEST = 64  # tokens in a chunk; a power of two
@@ -215,51 +215,37 @@ def _parted(weights: Tensor, s: int) -> Tensor:
     return blocks[..., s:, :s, :].movedim(-1, 3)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    o, state_end = forward(q, k, v, log_decay, state)
+def _forward(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    o, state_end = forward(*inputs)
     return o.contiguous(), state_end
 
 
-def _backward(
-    grad_o: Tensor,
-    grad_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
-) -> list[Tensor]:
-    return [g.contiguous() for g in backward(grad_o, grad_state, q, k, v, log_decay, state)]
+def _backward(*arguments: Tensor) -> list[Tensor]:
+    return [g.contiguous() for g in backward(*arguments)]
 
 
-_operator = torch.library.custom_op("unrolled::diagonal_linear_attention", _forward, mutates_args=())
-_backward_operator = torch.library.custom_op(
-    "unrolled::diagonal_linear_attention_backward", _backward, mutates_args=()
-)
-
-
-@_operator.register_fake
-def _(q, k, v, log_decay, state):  # type: ignore[no-untyped-def]
+def _like_outputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return v.new_empty(*q.shape[:3], v.shape[3]), state.new_empty(state.shape)
 
 
-@_backward_operator.register_fake
-def _(grad_o, grad_state, *inputs):  # type: ignore[no-untyped-def]
+def _like_gradients(grad_o: Tensor, grad_state: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in inputs]
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradient(ctx: Any, grad_o: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-    inputs = ctx.saved_tensors
-    if torch.is_grad_enabled():  # create_graph=True
-        return tuple(differentiable_gradients(forward, inputs, (grad_o, grad_state)))
-    return tuple(_backward_operator(grad_o, grad_state, *inputs))
-
-
-_operator.register_autograd(_gradient, setup_context=_keep_for_backward)
+_operator = register(
+    "diagonal_linear_attention(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor state)"
+    " -> (Tensor, Tensor)",
+    "diagonal_linear_attention_backward(Tensor grad_o, Tensor grad_state,"
+    " Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor state) -> Tensor[]",
+    _forward,
+    _backward,
+    forward,
+    like_outputs=_like_outputs,
+    like_gradients=_like_gradients,
+    n_inputs=5,
+    n_tensors=5,
+    n_outputs=2,
+)
 
 
 def operator(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

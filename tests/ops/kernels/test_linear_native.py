@@ -1,6 +1,5 @@
 """The C++ kernels of linear attention, on every instruction set that this machine can run."""
 
-import ctypes
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +11,7 @@ from linear_cases import Case, assert_error_at_most_twice_that_of, errors, outpu
 from torch import Tensor
 
 from unrolled.ops.kernels import native
-from unrolled.ops.kernels.door import prefer
+from unrolled.ops.kernels.dispatch import prefer
 from unrolled.ops.linear import (
     LinearState,
     linear_attention,
@@ -189,14 +188,6 @@ def test_tensors_elsewhere_are_refused():
     state = LinearState(torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8))
     with pytest.raises(ValueError, match="k is on meta, but must be on cpu like q"):
         linear_attention_step(q, k, q, state)
-
-
-def test_a_library_of_other_sources_is_refused():
-    class LinearStep(ctypes.Structure):
-        _fields_ = (("batch", ctypes.c_int64),)
-
-    with pytest.raises(RuntimeError, match="of another version; install unrolled again"):
-        native.call("linear_step", LinearStep())
 
 
 def test_an_unknown_instruction_set_is_refused():

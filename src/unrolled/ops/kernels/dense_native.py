@@ -1,27 +1,15 @@
-"""Linear layers of a few rows on a CPU: hands the tensors to the C++ kernel, mirroring its struct."""
+"""Linear layers of a few rows on a CPU: passes the tensors to the C++ kernel."""
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from unrolled.ops.kernels import native
-from unrolled.ops.kernels.door import prefers
-from unrolled.ops.kernels.native import FLAG, INT, POINTER
+from unrolled.ops.kernels.dispatch import prefers
 
-# Above these, torch's matrix products are as fast; they have bf16 instructions to use.
+# With more rows torch's matrix products are as fast; in half precision they have instructions of their own.
 MOST_ROWS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
-
-
-class Dense(ctypes.Structure):
-    """`Dense` of `native/problem.h`."""
-
-    _fields_ = [
-        *((name, INT) for name in ("rows", "inputs", "outputs")),
-        *((name, FLAG) for name in ("type", "threads")),
-        *((name, POINTER) for name in ("x", "weights", "bias", "y")),
-    ]
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -49,7 +37,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `x W^T + b` for `x [..., in]`, `weight [out, in]` and `bias [out]`."""
     (outputs, inputs), (*batch, _), dtype, x = weight.shape, x.shape, x.dtype, x.contiguous()
     y = x.new_empty(*batch, outputs)
-    sizes = (x.numel() // inputs, inputs, outputs, native.TYPES[dtype], torch.get_num_threads())
-    at_bias = None if bias is None else bias.data_ptr()
-    native.call("dense", Dense(*sizes, x.data_ptr(), weight.data_ptr(), at_bias, y.data_ptr()))
+    problem = native.struct("Dense")(
+        rows=x.numel() // inputs,
+        inputs=inputs,
+        outputs=outputs,
+        type=native.TYPES[dtype],
+        threads=torch.get_num_threads(),
+        x=x.data_ptr(),
+        weights=weight.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        y=y.data_ptr(),
+    )
+    native.call("dense", problem)
     return y

@@ -1,12 +1,12 @@
-"""The C++ library of CPU kernels: whether it is there, and which instruction set it runs.
+"""The library of C++ kernels for CPUs: whether it is there, which instruction set it runs, and calls into it.
 
-The sources lie in `native/`, know nothing of PyTorch and are built when the package is installed with a
-compiler at hand. They are compiled with OpenMP but linked to no OpenMP runtime: the
+The sources are in `native/`. They include no header of PyTorch or Python, and are built when the package is
+installed on a machine with a compiler. They are compiled with OpenMP but linked to no OpenMP runtime, so the
 threads are those of torch.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unrolled.ops.kernels.structs import Layout, layouts
+
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-INT, FLAG, FLOAT, POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
+View = tuple[int, int, int, int]  # the struct `Tensor` of native/arguments.h
+
+# All other functions return the `Status` of native/arguments.h.
 _RESULTS = {"fma_peak": ctypes.c_double, "linear_saved_floats": ctypes.c_int64}
+_SUCCESS = 0
 
 _in_use: str | None = None
-
-
-class TensorView(ctypes.Structure):
-    """A tensor `[batch, tokens, heads, width]` whose last axis is contiguous."""
-
-    _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3)]
 
 
 def available() -> bool:
@@ -70,34 +69,49 @@ def fma_peak(seconds: float = 0.2) -> float:
     return float(_function("fma_peak", instruction_set())(ctypes.c_double(seconds)))
 
 
-def call(name: str, *arguments: ctypes.Structure) -> int:
-    """Run a kernel on the instruction set in use; returns its number, if it has one."""
-    function = _function(name, instruction_set(), *map(type, arguments))
-    return int(function(*map(ctypes.byref, arguments)) or 0)
+def struct(name: str) -> Callable[..., bytes]:
+    """Return the function that packs a struct of `native/arguments.h`; null pointers are 0."""
+    return _layouts()[name].pack
 
 
-def view(x: Tensor) -> TensorView:
-    """Describe a tensor of four axes whose last one is contiguous."""
-    return TensorView(address(x), x.stride()[:3])
+def call(name: str, *structs: bytes) -> None:
+    """Run a kernel on the instruction set in use.
+
+    Raises:
+        MemoryError: the kernel could not allocate its workspace. What it has written so far means nothing.
+    """
+    if _function(name, instruction_set())(*structs) != _SUCCESS:
+        raise MemoryError(f"the CPU kernel {name} could not allocate its workspace")
+
+
+def linear_saved_floats(linear: bytes) -> int:
+    """Return the size of the scratch memory `states` that `linear_backward` needs, in floats."""
+    return int(_function("linear_saved_floats", instruction_set())(linear))
+
+
+def view(x: Tensor) -> View:
+    """Describe a tensor `[batch, tokens, heads, width]` whose last axis is contiguous."""
+    batch, token, head, _ = x.stride()
+    return address(x), batch, token, head
 
 
 def readable(x: Tensor) -> Tensor:
-    """Copy a tensor whose last axis is not contiguous; any other strides will do."""
+    """Copy a tensor whose last axis is not contiguous; the other axes may have any strides."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def address(x: Tensor | None) -> int | None:
-    """Where a contiguous tensor lies; nowhere if it is absent."""
+def address(x: Tensor | None) -> int:
+    """Return the address of a contiguous tensor, 0 for None."""
     if x is None:
-        return None
+        return 0
     if not x.is_cpu:
-        raise ValueError(f"a tensor is on {x.device}, but all of them must be on the CPU, like q")
+        raise ValueError(f"a tensor is on {x.device}, but must be on the CPU like q")
     return x.data_ptr()
 
 
 @cache
 def _library() -> Any:
-    """Load the library; the reason as a string if that fails."""
+    """Load the library; return the reason as a string if that fails."""
     found = sorted(Path(__file__).parent.glob("unrolled_native.*"))
     if not found:
         return "the C++ kernels were not built when unrolled was installed"
@@ -109,17 +123,34 @@ def _library() -> Any:
     return library
 
 
-@cache
-def _function(name: str, instruction_set: str, *structs: type[ctypes.Structure]) -> Any:
+def _symbol(name: str) -> Any:
     library = _library()
     if isinstance(library, str):
         raise RuntimeError(library)
     try:
-        function = library[f"{name}_{instruction_set}"]
-        sizes = [INT.in_dll(library, f"sizeof_{struct.__name__}").value for struct in structs]
-    except (AttributeError, ValueError):
-        sizes = None
-    if sizes != [ctypes.sizeof(struct) for struct in structs]:
-        raise RuntimeError("the library of CPU kernels is of another version; install unrolled again")
-    function.restype = _RESULTS.get(name)
+        return library[name]
+    except AttributeError:
+        raise RuntimeError(
+            "the library of CPU kernels is of another version; install unrolled again"
+        ) from None
+
+
+@cache
+def _function(name: str, instruction_set: str) -> Any:
+    function = _symbol(f"{name}_{instruction_set}")
+    function.restype = _RESULTS.get(name, ctypes.c_int32)
     return function
+
+
+@cache
+def _layouts() -> dict[str, Layout]:
+    return layouts(header())
+
+
+@cache
+def header() -> str:
+    """Return the text of `native/arguments.h` that the library was compiled from."""
+    function = _symbol("arguments_header")
+    function.restype = ctypes.c_char_p
+    text: bytes = function()
+    return text.decode()

@@ -1,4 +1,4 @@
-"""A token through transformer blocks on a CPU: hands the tensors to the C++ kernel, mirroring its structs."""
+"""A token through transformer blocks on a CPU: passes the tensors to the C++ kernel."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -10,9 +10,8 @@ from torch import Size, Tensor
 
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.kernels import dense_native, native
-from unrolled.ops.kernels.door import prefers
+from unrolled.ops.kernels.dispatch import prefers
 from unrolled.ops.kernels.linear_native import FEATURE_MAPS
-from unrolled.ops.kernels.native import FLAG, FLOAT, INT, POINTER
 
 WIDEST = 16  # floats in a vector: widths have to be multiples of it
 MOST_ROWS = dense_native.MOST_ROWS[torch.float32]
@@ -20,27 +19,6 @@ ACTIVATIONS = ("gelu", "relu", "swiglu")
 LAYERS = ("attention_norm", "feed_forward_norm", "qkv", "out", "up", "down")
 
 Array = tuple[int, Size]  # where contiguous floats lie, and their shape
-
-
-class TransformerBlock(ctypes.Structure):
-    """`TransformerBlock` of `native/problem.h`."""
-
-    _fields_ = [
-        *((name, INT) for name in ("width", "hidden", "heads", "groups", "features", "values")),
-        *((name, FLAG) for name in ("pre_norm", "root_mean_square", "activation", "feature_map")),
-        ("epsilon", FLOAT),
-        *((f"{layer}_{name}", POINTER) for layer in LAYERS for name in ("weights", "bias")),
-    ]
-
-
-class StackStep(ctypes.Structure):
-    """`StackStep` of `native/problem.h`."""
-
-    _fields_ = [
-        *((name, INT) for name in ("batch", "blocks")),
-        ("threads", FLAG),
-        *((name, POINTER) for name in ("block", "kv", "k_sum", "kv_after", "k_sum_after", "x", "y")),
-    ]
 
 
 class Options(NamedTuple):
@@ -61,12 +39,12 @@ class Plan(NamedTuple):
     """A block as the kernel reads it.
 
     Attributes:
-        struct: its description, which holds no tensor: those have to stay alive by themselves.
+        struct: the kernel's description of it, which does not keep the weights alive.
         width: of the residual stream.
         state: the shape of its attention's state S, without the batch.
     """
 
-    struct: TransformerBlock
+    struct: ctypes.Array[ctypes.c_char]
     width: int
     state: tuple[int, int, int]
 
@@ -109,10 +87,22 @@ def plan(options: Options, weights: tuple[Array | None, ...]) -> Plan | None:
         return None
     if any(w is not None and w[1] != shape for w, shape in zip(weights, shapes, strict=True)):
         return None
-    sizes = (width, hidden, heads, groups, features, values)
-    kinds = (pre_norm, root_mean_square, ACTIVATIONS.index(activation), FEATURE_MAPS[feature_map])
-    pointers = (None if w is None else w[0] for w in weights)
-    return Plan(TransformerBlock(*sizes, *kinds, epsilon, *pointers), width, (groups, features, values))
+    pointers = [0 if w is None else w[0] for w in weights]
+    struct = native.struct("TransformerBlock")(
+        width=width,
+        hidden=hidden,
+        heads=heads,
+        groups=groups,
+        features=features,
+        values=values,
+        pre_norm=pre_norm,
+        root_mean_square=root_mean_square,
+        activation=ACTIVATIONS.index(activation),
+        feature_map=FEATURE_MAPS[feature_map],
+        epsilon=epsilon,
+        **dict(zip(LAYERS, zip(pointers[::2], pointers[1::2], strict=True), strict=True)),
+    )
+    return Plan(ctypes.create_string_buffer(struct), width, (groups, features, values))
 
 
 def available() -> bool:
@@ -126,11 +116,21 @@ def step(
     """Compute the output of the last block for `x [B, width]`, and the states of all after this token."""
     y, n = torch.empty_like(x), len(plans)
     kvs_after, k_sums_after = [torch.empty_like(s) for s in kvs], [torch.empty_like(s) for s in k_sums]
-    pointers = POINTER * n
+    pointers = ctypes.c_void_p * n
     blocks = pointers(*(ctypes.addressof(plan.struct) for plan in plans))
     states = [pointers(*(s.data_ptr() for s in some)) for some in (kvs, k_sums, kvs_after, k_sums_after)]
-    at = (ctypes.addressof(pointers) for pointers in (blocks, *states))
-    native.call(
-        "stack_step", StackStep(x.shape[0], n, torch.get_num_threads(), *at, x.data_ptr(), y.data_ptr())
+    kv, k_sum, kv_after, k_sum_after = map(ctypes.addressof, states)
+    problem = native.struct("StackStep")(
+        batch=x.shape[0],
+        blocks=n,
+        threads=torch.get_num_threads(),
+        block=ctypes.addressof(blocks),
+        kv=kv,
+        k_sum=k_sum,
+        kv_after=kv_after,
+        k_sum_after=k_sum_after,
+        x=x.data_ptr(),
+        y=y.data_ptr(),
     )
+    native.call("stack_step", problem)
     return y, kvs_after, k_sums_after

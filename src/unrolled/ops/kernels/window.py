@@ -1,24 +1,20 @@
-"""The door of window attention: one torch operator, behind which the form to run is chosen.
+"""Window attention as one torch operator, which dispatches to the backends."""
 
-Being one operator, `torch.compile` and `torch.export` see a single node, and autograd a single formula.
-"""
-
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from unrolled.ops import window_blocks
 from unrolled.ops.checks import transforming
 from unrolled.ops.kernels import window_flex, window_native
-from unrolled.ops.kernels.door import check_backend, choose, differentiable_gradients
+from unrolled.ops.kernels.dispatch import check_backend, choose
+from unrolled.ops.kernels.operators import register
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.window_blocks import Inputs
 
 
-class Form(Protocol):
-    """What each implementation offers, as functions of a module."""
+class Backend(Protocol):
+    """The functions of the module of a backend."""
 
     def supports(self, inputs: Inputs) -> bool:
         """Whether it can run these inputs."""
@@ -41,12 +37,11 @@ class Form(Protocol):
         """Compute the gradients of `q`, `k` and `v`."""
 
 
-FORMS: dict[str, Form] = {  # the fastest first
+BACKENDS: dict[str, Backend] = {  # the fastest first
     "flex": window_flex,
     "native": window_native,
     "plain": window_blocks,
 }
-BACKENDS = tuple(FORMS)
 
 
 def window_attention(
@@ -57,88 +52,56 @@ def window_attention(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `o` and `lse` for checked inputs of one type, with finite keys and values in the padding."""
-    check_backend(backend, FORMS)
+    check_backend(backend, BACKENDS)
     if transforming():
         return window_blocks.forward(inputs, cu_seqlens, window_size, scale)
     o, lse = _operator(*inputs, cu_seqlens, *window_size, scale, backend)
     return o, lse
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(q, k, v, key_padding_mask)
-    form: Form = choose(FORMS, backend, q, inputs)
-    o, lse = form.forward(inputs, cu_seqlens, (left, right), scale)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors, cu_seqlens, left, right, scale, backend = arguments
+    inputs = Inputs(*tensors)
+    chosen: Backend = choose(BACKENDS, backend, inputs.q, inputs)
+    o, lse = chosen.forward(inputs, cu_seqlens, (left, right), scale)
     return o.contiguous(), lse.contiguous()
 
 
-def _backward(
-    grad_o: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lse: Tensor,
-    left: int,
-    right: int,
-    scale: float,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = Inputs(q, k, v, key_padding_mask)
-    form: Form = choose(FORMS, backend, q, inputs)
-    dq, dk, dv = form.backward(grad_o, grad_lse, inputs, cu_seqlens, lse, (left, right), scale)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]:
+    *tensors, cu_seqlens, lse, left, right, scale, backend = arguments
+    inputs = Inputs(*tensors)
+    chosen: Backend = choose(BACKENDS, backend, inputs.q, inputs)
+    grads = chosen.backward(grad_o, grad_lse, inputs, cu_seqlens, lse, (left, right), scale)
+    return [g.contiguous() for g in grads]
 
 
-_operator = torch.library.custom_op("unrolled::window_attention", _forward, mutates_args=())
-_backward_operator = torch.library.custom_op(
-    "unrolled::window_attention_backward", _backward, mutates_args=()
+def _plain(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors, cu_seqlens, left, right, scale, _ = arguments
+    return window_blocks.forward(Inputs(*tensors), cu_seqlens, (left, right), scale)
+
+
+def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return v.new_empty(*q.shape[:3], v.shape[3]), lse
+
+
+def _like_gradients(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in arguments[:3]]
+
+
+_operator = register(
+    "window_attention(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? cu_seqlens,"
+    " SymInt left, SymInt right, float scale, str? backend) -> (Tensor, Tensor)",
+    "window_attention_backward(Tensor grad_o, Tensor grad_lse, Tensor q, Tensor k, Tensor v,"
+    " Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor lse,"
+    " SymInt left, SymInt right, float scale, str? backend) -> Tensor[]",
+    _forward,
+    _backward,
+    _plain,
+    like_outputs=_like_outputs,
+    like_gradients=_like_gradients,
+    n_inputs=3,
+    n_tensors=5,
+    n_outputs=2,
+    saved_outputs=[1],  # lse
 )
-
-
-@_operator.register_fake
-def _(q, k, v, *_):  # type: ignore[no-untyped-def]
-    B, T, H, _ = q.shape
-    return v.new_empty(B, T, H, v.shape[3]), q.new_empty(B, T, H, dtype=accumulation_dtype(q.dtype))
-
-
-@_backward_operator.register_fake
-def _(grad_o, grad_lse, q, k, v, *_):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.left, ctx.right, ctx.scale, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def _gradient(ctx: Any, grad_o: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    q, k, v, key_padding_mask, cu_seqlens, lse = ctx.saved_tensors
-    grads, window_size = (grad_o, grad_lse), (ctx.left, ctx.right)
-    found: Sequence[Tensor | None]
-    if torch.is_grad_enabled():  # create_graph=True
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return window_blocks.forward(
-                Inputs(q, k, v, key_padding_mask), cu_seqlens, window_size, ctx.scale
-            )
-
-        found = differentiable_gradients(run, (q, k, v), grads)
-    else:
-        inputs = (q, k, v, key_padding_mask)
-        found = _backward_operator(*grads, *inputs, cu_seqlens, lse, *window_size, ctx.scale, ctx.backend)
-    return *found, None, None, None, None, None, None
-
-
-_operator.register_autograd(_gradient, setup_context=_keep_for_backward)

@@ -1,39 +1,12 @@
-"""Window attention on a CPU: hands the tensors to the C++ kernels, whose structs are mirrored here."""
-
-import ctypes
+"""Window attention on a CPU: passes the tensors to the C++ kernels."""
 
 import torch
 from torch import Tensor
 
 from unrolled.ops.checks import check_offsets
 from unrolled.ops.kernels import native
-from unrolled.ops.kernels.native import FLAG, INT, POINTER, TYPES, TensorView, address, readable, view
+from unrolled.ops.kernels.native import TYPES, address, readable, struct, view
 from unrolled.ops.window_blocks import Inputs, bounded
-
-
-class Window(ctypes.Structure):
-    """`Window` of `native/problem.h`."""
-
-    _fields_ = [
-        *((name, INT) for name in ("sequences", "queries", "keys", "heads", "groups", "features", "values")),
-        *((name, INT) for name in ("left", "right")),
-        *((name, FLAG) for name in ("type", "threads")),
-        ("scale", ctypes.c_double),
-        *((name, POINTER) for name in ("offsets", "padding")),
-        *((name, TensorView) for name in "qkv"),
-    ]
-
-
-class WindowOutputs(ctypes.Structure):
-    """`WindowOutputs` of `native/problem.h`."""
-
-    _fields_ = [(name, POINTER) for name in ("o", "lse")]
-
-
-class WindowGradients(ctypes.Structure):
-    """`WindowGradients` of `native/problem.h`."""
-
-    _fields_ = [("o", TensorView), *((name, POINTER) for name in ("d_lse", "lse", "d_q", "d_k", "d_v"))]
 
 
 def supports(inputs: Inputs) -> bool:
@@ -48,7 +21,7 @@ def forward(
     problem, _kept = _problem(inputs, cu_seqlens, window_size, scale)
     B, T, H, _ = inputs.q.shape
     o, lse = inputs.v.new_empty(B, T, H, inputs.v.shape[3]), inputs.q.new_empty(B, T, H, dtype=torch.float32)
-    native.call("window_forward", problem, WindowOutputs(address(o), address(lse)))
+    native.call("window_forward", problem, struct("WindowOutputs")(o=address(o), lse=address(lse)))
     return o, lse
 
 
@@ -69,15 +42,22 @@ def backward(
     new = torch.empty if every_key_is_read else torch.zeros
     d_q = torch.empty(q.shape, dtype=q.dtype)
     d_k, d_v = (new(x.shape, dtype=x.dtype) for x in (k, v))
-    arriving = (view(grad_o), address(grad_lse), address(lse))
-    native.call("window_backward", problem, WindowGradients(*arriving, *map(address, (d_q, d_k, d_v))))
+    gradients = struct("WindowGradients")(
+        o=view(grad_o),
+        d_lse=address(grad_lse),
+        lse=address(lse),
+        d_q=address(d_q),
+        d_k=address(d_k),
+        d_v=address(d_v),
+    )
+    native.call("window_backward", problem, gradients)
     return d_q, d_k, d_v
 
 
 def _problem(
     inputs: Inputs, cu_seqlens: Tensor | None, window_size: tuple[int, int], scale: float
-) -> tuple[Window, tuple[Tensor | None, ...]]:
-    """Describe the problem; the tensors own the memory it points at, and are kept until it is solved."""
+) -> tuple[bytes, tuple[Tensor | None, ...]]:
+    """Fill the struct, and return the tensors that it points to, to be kept alive during the call."""
     q, k, v, padding = inputs
     (B, T, H, D), (_, S, G, M) = q.shape, v.shape
     N = B
@@ -87,6 +67,23 @@ def _problem(
     q, k, v = readable(q), readable(k), readable(v)
     padding = None if padding is None else padding.contiguous()
     left, right = bounded(window_size, T, S)
-    sizes = (N, T, S, H, G, D, M, min(left, S), min(right, T), TYPES[q.dtype], torch.get_num_threads(), scale)
-    problem = Window(*sizes, address(cu_seqlens), address(padding), view(q), view(k), view(v))
+    problem = struct("Window")(
+        sequences=N,
+        queries=T,
+        keys=S,
+        heads=H,
+        groups=G,
+        features=D,
+        values=M,
+        left=min(left, S),
+        right=min(right, T),
+        type=TYPES[q.dtype],
+        threads=torch.get_num_threads(),
+        scale=scale,
+        offsets=address(cu_seqlens),
+        padding=address(padding),
+        q=view(q),
+        k=view(k),
+        v=view(v),
+    )
     return problem, (cu_seqlens, padding, q, k, v)

@@ -1,0 +1,42 @@
+"""Choice of the backend that runs an operation: the fastest that supports the arguments, or the one named."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+_preferred: str | None = None
+
+
+@contextmanager
+def prefer(backend: str) -> Iterator[None]:
+    """Choose this backend where it supports the arguments and no other one is named, in tests."""
+    global _preferred
+    before, _preferred = _preferred, backend
+    try:
+        yield
+    finally:
+        _preferred = before
+
+
+def prefers(backend: str) -> bool:
+    """Whether no other backend than this one is preferred."""
+    return _preferred in (None, backend)
+
+
+def check_backend(backend: str | None, backends: Mapping[str, Any]) -> None:
+    """Require the name of a backend, or None."""
+    if backend is not None and backend not in backends:
+        raise ValueError(
+            f"backend is {backend!r}, but must be None for the fastest or one of {', '.join(backends)}"
+        )
+
+
+def choose(backends: Mapping[str, Any], backend: str | None, like: Tensor, *arguments: Any) -> Any:
+    """Return the first backend, or the one named, that supports `arguments`; errors describe `like`."""
+    for name in sorted(backends, key=lambda name: name != _preferred):
+        if backend in (None, name) and backends[name].supports(*arguments):
+            return backends[name]
+    found = f"{like.dtype} tensors of these shapes on {like.device}"
+    raise ValueError(f"backend is {backend!r}, which cannot run {found}; None takes one that can")

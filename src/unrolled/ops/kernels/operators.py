@@ -1,0 +1,89 @@
+"""Registration of an operation as a torch operator, with derivatives of any order.
+
+`torch.compile` and `torch.export` see one node, and autograd one formula.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def register(
+    forward_schema: str,
+    backward_schema: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    plain: Callable[..., Sequence[Tensor]],
+    *,
+    like_outputs: Callable[..., Any],
+    like_gradients: Callable[..., Any],
+    n_inputs: int,
+    n_tensors: int,
+    n_outputs: int,
+    saved_outputs: Sequence[int] = (),
+) -> Any:
+    """Register an operator and its backward operator, and return the former.
+
+    Args:
+        forward_schema: `NAME(inputs, other tensors, options) -> outputs`, as `torch.library` writes it.
+        backward_schema: `NAME(output gradients, inputs, other tensors, saved outputs, options) -> Tensor[]`.
+        forward: computes the outputs.
+        backward: computes the gradients of all inputs; that of an absent input is ignored.
+        plain: computes the outputs by differentiable operations, for gradients of gradients.
+        like_outputs: returns empty tensors like those of `forward`, for the same arguments.
+        like_gradients: returns empty tensors like those of `backward`, for the same arguments.
+        n_inputs: number of inputs, which are the tensors that have gradients.
+        n_tensors: number of inputs and other tensors.
+        n_outputs: number of outputs that have gradients, which are the first.
+        saved_outputs: indices of the outputs that `backward` needs.
+    """
+    operator = _custom_op(forward_schema, forward, like_outputs)
+    backward_operator = _custom_op(backward_schema, backward, like_gradients)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.options = inputs[n_tensors:]
+        ctx.save_for_backward(*inputs[:n_tensors], *(output[i] for i in saved_outputs))
+
+    def gradient(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grads, tensors, options = grads[:n_outputs], ctx.saved_tensors, ctx.options
+        inputs, others = tensors[:n_inputs], tensors[n_inputs:n_tensors]
+        if torch.is_grad_enabled():  # create_graph=True
+            found = differentiable_gradients(lambda *xs: plain(*xs, *others, *options), inputs, grads)
+        else:
+            found = backward_operator(*grads, *tensors, *options)
+        of_inputs = (None if x is None else g for x, g in zip(inputs, found, strict=True))
+        return *of_inputs, *(None for _ in (*others, *options))
+
+    operator.register_autograd(gradient, setup_context=setup_context)
+    return operator
+
+
+def _custom_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    name, parenthesis, arguments = schema.partition("(")
+    operator: Any = torch.library.custom_op(
+        f"unrolled::{name}", function, mutates_args=(), schema=parenthesis + arguments
+    )
+    operator.register_fake(fake)
+    return operator
+
+
+def differentiable_gradients(
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Differentiate `run`, which consists of differentiable operations, so that the gradients have gradients.
+
+    They are taken with respect to aliases: an input may itself be computed from another one, and autograd
+    would add up both paths.
+    """
+    aliases = [None if x is None else x.view_as(x) for x in inputs]
+    outputs = run(*aliases)
+    required = [x for x in aliases if x is not None and x.requires_grad]
+    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    if pairs:
+        ys, gs = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(ys, required, gs, create_graph=True, materialize_grads=True))
+    else:  # nothing was computed: a pack of no sequences, or queries without keys
+        found = iter([torch.zeros_like(x) for x in required])
+    return [next(found) if x is not None and x.requires_grad else None for x in aliases]

@@ -1,0 +1,62 @@
+"""The structs that the C++ kernels take, packed as bytes whose layout is read from the C header itself.
+
+The library holds the text of the header that it was compiled from (`native/arguments.h`). That is the only
+declaration of a struct, so what Python writes is what the kernels read. Packing bytes takes a fraction of the
+time of filling a `ctypes.Structure`, which matters where a kernel runs for a few microseconds.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from struct import Struct, calcsize
+
+_POINTER = "P"  # formats of the module `struct`
+_FORMATS = {"int32_t": "i", "int64_t": "q", "float": "f", "double": "d"}
+
+
+class Layout:
+    """The fields of one C struct.
+
+    Attributes:
+        fields: the format of each field by its name, in the order of the header.
+        format: of the whole struct, nested ones being expanded in place.
+        pack: returns the struct as bytes, given every field by its name, a nested struct as a tuple.
+    """
+
+    def __init__(self, fields: Mapping[str, str]):
+        self.fields = dict(fields)
+        scalars = "".join(fields.values())
+        # "0q" adds the padding that aligns what follows to a q: a struct is aligned like its widest scalar.
+        align = f"0{max(re.sub('[^a-zA-Z]', '', scalars), key=calcsize)}"
+        self.format = align + scalars + align
+        # A function of the fields' names, so that Python checks them at the price of any other call.
+        values = (name if len(kind) == 1 else f"*{name}" for name, kind in fields.items())
+        source = f"lambda *, {', '.join(fields)}: pack({', '.join(values)})"
+        self.pack: Callable[..., bytes] = eval(source, {"pack": Struct(self.format).pack})
+
+
+def layouts(header: str) -> dict[str, Layout]:
+    """Read the layout of every `struct NAME { TYPE field, *pointer; };` of a header."""
+    found: dict[str, Layout] = {}
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", _code(header), re.DOTALL):
+        found[name] = Layout(
+            {field: kind for declaration in body.split(";") for field, kind in _fields(declaration, found)}
+        )
+    return found
+
+
+def enums(header: str) -> dict[str, list[str]]:
+    """List the constants of every `enum NAME : int32_t { FIRST, SECOND };`, whose values count from 0."""
+    found = re.findall(r"enum (?:\[\[nodiscard\]\] )?(\w+) : int32_t \{(.*?)\};", _code(header), re.DOTALL)
+    return {name: re.findall(r"\w+", constants) for name, constants in found}
+
+
+def _code(header: str) -> str:
+    return re.sub(r"//.*", "", header)
+
+
+def _fields(declaration: str, known: Mapping[str, Layout]) -> Iterator[tuple[str, str]]:
+    """Yield the names and formats of `const TYPE a, *b`."""
+    kind = next((word for word in re.findall(r"\w+", declaration) if word != "const"), "")
+    for declarator in declaration.split(",") if kind else ():
+        name = re.findall(r"\w+", declarator)[-1]
+        yield name, _POINTER if "*" in declarator else _FORMATS.get(kind) or known[kind].format

@@ -1,0 +1,43 @@
+"""Calls of the C++ library: a kernel without memory is an error of Python's, and leaves the process alive."""
+
+import subprocess
+import sys
+
+import pytest
+
+from unrolled.ops.kernels import native
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+
+def test_a_kernel_that_reports_no_memory_raises_memory_error(monkeypatch):
+    monkeypatch.setattr(native, "_function", lambda name, instruction_set: lambda *structs: 1)
+    with pytest.raises(MemoryError, match="the CPU kernel dense could not allocate its workspace"):
+        native.call("dense", b"")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS and /proc")
+def test_a_process_out_of_memory_goes_on_after_a_memory_error():
+    # One query reads 2**20 keys and their values, of which the kernel copies all to its workspace: 128 MiB.
+    script = """
+import re, resource
+from pathlib import Path
+import torch
+from unrolled import window_attention
+
+q, k, v = torch.ones(1, 1, 1, 16), torch.ones(1, 2**20, 1, 16), torch.ones(1, 2**20, 1, 16)
+with torch.no_grad():
+    window_attention(q, k[:, :9], v[:, :9], window_size=(8, 0), backend="native")
+    in_use = int(re.search(r"VmSize:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**26, resource.RLIM_INFINITY))
+    try:
+        window_attention(q, k, v, window_size=(-1, 0), backend="native")
+    except MemoryError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    print(window_attention(q, k, v, window_size=(-1, 0), backend="native").mean().item())
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "the CPU kernel window_forward could not allocate its workspace\n1.0\n"
