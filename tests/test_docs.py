@@ -12,7 +12,7 @@ from documents import GUIDE, ROOT, blocks, broken_links, check_command, commands
 
 from unrolled import alignment, attention
 
-PAGES = [*GUIDE, ROOT / "CONTRIBUTING.md"]
+PAGES = [*GUIDE, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "LOG.md"]
 
 pytestmark = pytest.mark.checkout
 

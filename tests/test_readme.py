@@ -65,7 +65,7 @@ def test_the_check_of_commands_can_fail(wrong):
         check_command(shlex.split(wrong))
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/LOG.md"])
 def test_the_links_lead_somewhere(page):
     assert broken_links(ROOT / page) == []
 
