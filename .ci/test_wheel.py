@@ -16,13 +16,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COPIED = ["tests", "examples", "pyproject.toml"]  # the last for pytest's settings
-KERNELS = "unrolled/ops/kernels/unrolled_native.library"
+KERNELS = "unrolled/ops/unrolled_native.library"
 COMPILERS = ["cc", "c++", "gcc", "g++", "clang", "clang++", "cl", "clang-cl", "cmake"]
 INSTALL = ["-m", "pip", "install", "--quiet", "--only-binary", ":all:", "-c", str(ROOT / "constraints.txt")]
 PYTEST = ["-m", "pytest", "-n", "2", "-rs", "-m", "not oracles and not web and not checkout"]
 WITH_KERNELS = """
 import sys, unrolled
-from unrolled.ops.kernels import native
+from unrolled.ops import native
 print(unrolled.__file__, native.missing() or native.instruction_sets(), sep="\\n")
 sys.exit(str(native.available()) != sys.argv[1])
 """

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from unrolled import attention
-from unrolled.ops.kernels import native
-from unrolled.ops.kernels.dispatch import prefer
+from unrolled.ops import native
+from unrolled.ops.dispatch import prefer
 from unrolled.testing import (
     Maker,
     check_compiles,

@@ -16,11 +16,12 @@ from unrolled.attention.similarity import Exponential, similarity_attention
 from unrolled.attention.sparse_transformer import factorized
 from unrolled.attention.sparse_transformer import state as factorized_state
 from unrolled.attention.spatiotemporal import spatiotemporal_attention
-from unrolled.ops import linear, softmax, window, window_state
+from unrolled.ops import linear, softmax, window
 from unrolled.ops.block_sparse import block_sparse_attention
-from unrolled.ops.linear_diagonal import diagonal_linear_attention, diagonal_linear_attention_reference
+from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_reference
 from unrolled.ops.random_features import Projection, signed_linear_attention
-from unrolled.ops.window_dilated import dilated_window_attention
+from unrolled.ops.window import state as window_state
+from unrolled.ops.window.dilated import dilated_window_attention
 from unrolled.testing.padding import PADDING
 
 B, T = PADDING.shape

@@ -12,7 +12,7 @@ from unrolled.attention.window import WindowAttention
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.state import nbytes
-from unrolled.ops.window_dilated import dilated_window_attention
+from unrolled.ops.window.dilated import dilated_window_attention
 from unrolled.testing import Maker, check_compiles, checks
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from unrolled import alignment, attention, recurrent
 from unrolled.generation import sampling
 from unrolled.ops.feature_maps import FEATURE_MAPS, make_feature_map
+from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
-from unrolled.ops.linear_diagonal import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.softmax import softmax_attention
 from unrolled.ops.state import leaves, map_tensors, select
 from unrolled.ops.window import window_attention

@@ -8,8 +8,8 @@ from torch import nn
 
 from unrolled.models import Decoder, DecoderConfig, fused
 from unrolled.models.blocks import Block, FeedForward
-from unrolled.ops.kernels import native
-from unrolled.ops.kernels.dispatch import prefer
+from unrolled.ops import native
+from unrolled.ops.dispatch import prefer
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
+from unrolled.ops import native
 from unrolled.ops.dense import Linear, linear
-from unrolled.ops.kernels import dense_native, native
-from unrolled.ops.kernels.dispatch import prefer
+from unrolled.ops.dense import native as dense_native
+from unrolled.ops.dispatch import prefer
 
 needs_kernels = pytest.mark.skipif(not native.available(), reason=str(native.missing()))
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from linear_cases import Case, assert_error_at_most_twice_that_of, outputs_and_gradients
 from torch import Tensor
 
+from unrolled.ops import native
 from unrolled.ops.feature_maps import Elu, make_feature_map
-from unrolled.ops.kernels import native
 from unrolled.ops.linear import (
     LinearState,
     linear_attention,

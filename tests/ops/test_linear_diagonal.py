@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unrolled.ops import linear_diagonal_chunked as chunked
-from unrolled.ops.linear import LinearState, linear_attention
-from unrolled.ops.linear_diagonal import (
+from unrolled.ops.gla import (
+    chunked,
     diagonal_linear_attention,
     diagonal_linear_attention_reference,
     diagonal_linear_attention_step,
 )
+from unrolled.ops.linear import LinearState, linear_attention
 
 
 def random_inputs(T=70, S=None, B=2, G=2, P=2, R=5, M=7, seed=0, dtype=torch.float64, rows=None):

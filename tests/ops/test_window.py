@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from window_cases import PADDINGS, Case, outputs_and_gradients
 
 from unrolled import softmax_attention, window_attention, window_attention_reference
-from unrolled.ops import window_blocks
 from unrolled.ops.packing import unpack
-from unrolled.ops.window_blocks import BLOCK, Inputs
+from unrolled.ops.window import blocks as window_blocks
+from unrolled.ops.window.blocks import BLOCK, Inputs
 
 
 def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:

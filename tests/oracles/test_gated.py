@@ -9,8 +9,8 @@ from agreement import assert_agree, gradients
 from torch.nn.functional import logsigmoid, softplus
 
 from unrolled.attention.retention import log_gamma, retention
+from unrolled.ops.gla import diagonal_linear_attention
 from unrolled.ops.linear import linear_attention
-from unrolled.ops.linear_diagonal import diagonal_linear_attention
 
 pytestmark = pytest.mark.oracles
 

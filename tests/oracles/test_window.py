@@ -7,7 +7,7 @@ import pytest
 import torch
 from agreement import assert_agree, gradients
 
-from unrolled.ops.window_dilated import dilated_window_attention
+from unrolled.ops.window.dilated import dilated_window_attention
 
 pytestmark = pytest.mark.oracles
 

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from unrolled.attention.base import Heads, Inputs, MultiHeadAttention
-from unrolled.ops.window_dilated import dilated_window_attention
-from unrolled.ops.window_state import WindowState, empty_window, window_prefill, window_step
+from unrolled.ops.window.dilated import dilated_window_attention
+from unrolled.ops.window.state import WindowState, empty_window, window_prefill, window_step
 
 
 def window_sides(window: int | tuple[int, int], *, causal: bool) -> tuple[int, int]:

@@ -51,7 +51,7 @@ from unrolled.ops.checks import (
 from unrolled.ops.chunks import join_chunks, split_chunks
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
-from unrolled.ops.linear_chunked import LOWEST_GATE, decay_between
+from unrolled.ops.linear.chunked import LOWEST_GATE, decay_between
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import one_node
 from unrolled.ops.options import check_finite

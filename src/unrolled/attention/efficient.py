@@ -33,9 +33,9 @@ from torch.nn.functional import pad
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, check_step, shape
+from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.linear import check_state, linear_attention
-from unrolled.ops.linear_chunked import safe_divide
-from unrolled.ops.linear_diagonal import diagonal_linear_attention, diagonal_linear_attention_step
+from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets, segment_ids
 from unrolled.ops.precision import accumulation_dtype

@@ -25,8 +25,8 @@ from torch.nn.functional import logsigmoid, silu
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.dense import Linear
+from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.head_norm import HeadRMSNorm
-from unrolled.ops.linear_diagonal import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.precision import accumulation_dtype
 

@@ -33,9 +33,9 @@ from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.contract import Supports
 from unrolled.ops.feature_maps import FeatureMap, make_feature_map
 from unrolled.ops.head_norm import HeadRMSNorm
-from unrolled.ops.kernels import linear as kernels
 from unrolled.ops.linear import LinearState, check_state, linear_attention
-from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.linear import operator as kernels
+from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype
 

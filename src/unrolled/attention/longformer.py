@@ -40,7 +40,7 @@ from unrolled.ops.merge import merge_softmax
 from unrolled.ops.packing import reorder, valid_first, valid_tokens_first
 from unrolled.ops.positions import rotary
 from unrolled.ops.window import window_attention
-from unrolled.ops.window_dilated import window_pattern
+from unrolled.ops.window.dilated import window_pattern
 
 INIT_STD = 0.02  # of the global projections
 

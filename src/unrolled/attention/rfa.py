@@ -41,7 +41,7 @@ from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear
 from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
-from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import without_padding
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast

@@ -41,7 +41,7 @@ from unrolled.ops.checks import (
     shape,
 )
 from unrolled.ops.dense import Linear, linear
-from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast

@@ -30,7 +30,7 @@ from unrolled.attention.base import Heads, Masks
 from unrolled.contract import Supports
 from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.packing import valid_tokens_first
-from unrolled.ops.window_dilated import window_pattern
+from unrolled.ops.window.dilated import window_pattern
 
 
 class WindowAttention(SlidingWindow[None]):

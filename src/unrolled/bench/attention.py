@@ -15,7 +15,7 @@ from unrolled.bench.case import (
     Settings,
     tolerance,
 )
-from unrolled.ops.kernels import native
+from unrolled.ops import native
 
 HEADS, WIDTH = 8, 64
 COMPARE_ALL_UP_TO = 4096  # tokens; beyond, the first and the last head are compared

@@ -23,8 +23,7 @@ from unrolled.bench.case import (
     Problem,
     Settings,
 )
-from unrolled.ops.kernels import linear as door
-from unrolled.ops.linear import linear_attention
+from unrolled.ops.linear import linear_attention, operator
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
 QUICK = (64, 128)
@@ -36,7 +35,7 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
     add = partial(contender, inputs=inputs, gradients=gradients)
     half = partial(contender, inputs=inputs.to(torch.bfloat16), gradients=gradients, device="cuda")
     contenders = [
-        *(ours(backend, inputs, gradients) for backend in door.BACKENDS),
+        *(ours(backend, inputs, gradients) for backend in operator.BACKENDS),
         add("chunked PyTorch", lambda: peers.chunked, definition="linear", heads_first=True),
         add("fast-transformers", peers.idiap, definition="linear", heads_first=True),
         add("fla naive chunk", peers.fla_naive, definition="linear"),

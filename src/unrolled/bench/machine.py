@@ -14,7 +14,7 @@ import torch
 import unrolled
 from unrolled.bench.case import MissingError, Settings
 from unrolled.bench.measure import take_turns
-from unrolled.ops.kernels import native
+from unrolled.ops import native
 from unrolled.threads import cpu_threads
 
 BUFFER = 1 << 28  # bytes, far more than the last cache holds

@@ -10,8 +10,7 @@ from unrolled.bench import peers
 from unrolled.bench.attention import contender, random_inputs
 from unrolled.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
 from unrolled.bench.linear import define_all, ours
-from unrolled.ops.kernels import linear as door
-from unrolled.ops.linear import linear_attention
+from unrolled.ops.linear import linear_attention, operator
 
 COLUMNS = 512  # of the matrix that torch multiplies by
 TURNS = 4
@@ -22,7 +21,7 @@ def types(length: int, settings: Settings, *, gradients: bool) -> Problem:
     inputs = random_inputs(length, settings)
     contenders = [
         ours(backend, inputs.to(dtype), gradients, suffix=f", {name}")
-        for backend in door.BACKENDS
+        for backend in operator.BACKENDS
         for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"))
     ]
     remark = partial(_ratios, "bf16 inputs take", ", fp32", ", bf16")
@@ -35,7 +34,7 @@ def two_threads(length: int, settings: Settings, *, gradients: bool) -> Problem:
     contenders = []
     for threads in (1, 2):
         on = f", {threads} thread{'s' * (threads > 1)}"
-        contenders += [ours(x, inputs, gradients, suffix=on, threads=threads) for x in door.BACKENDS]
+        contenders += [ours(x, inputs, gradients, suffix=on, threads=threads) for x in operator.BACKENDS]
         contenders.append(
             contender(
                 f"chunked PyTorch{on}",

@@ -19,8 +19,7 @@ from unrolled.bench.case import (
     Problem,
     Settings,
 )
-from unrolled.ops.kernels import window as door
-from unrolled.ops.window import window_attention
+from unrolled.ops.window import operator, window_attention
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 QUICK = (64, 128)
@@ -47,7 +46,7 @@ def problem(length: int, settings: Settings, *, left: int, right: int, gradients
             ours=True,
             device=DEVICES.get(backend),
         )
-        for backend in door.BACKENDS
+        for backend in operator.BACKENDS
     ]
     contenders.append(
         contender(

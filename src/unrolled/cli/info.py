@@ -50,7 +50,7 @@ def _installation() -> dict[str, Any]:
 
 
 def _kernels() -> str:
-    from unrolled.ops.kernels import native
+    from unrolled.ops import native
 
     if native.available():
         return f"C++, {native.instruction_set()} (of {', '.join(native.instruction_sets())})"

@@ -13,10 +13,10 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from unrolled.attention.linear import LinearAttention, LinearAttentionState
 from unrolled.models.blocks import Block, FeedForward
+from unrolled.ops import stack_step as stack_native
 from unrolled.ops.checks import observed, plain
 from unrolled.ops.dense import Linear
-from unrolled.ops.kernels import stack_native
-from unrolled.ops.kernels.stack_native import Plan
+from unrolled.ops.stack_step import Plan
 
 _STEP = Block.step  # somebody may put another in its place, to watch it
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unrolled.ops.checks import may_read
 from unrolled.ops.linear import LinearState, check_state, linear_attention, linear_attention_step
-from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.options import check_integers
 from unrolled.ops.precision import accumulation_dtype
 

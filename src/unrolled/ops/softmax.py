@@ -20,8 +20,8 @@ from unrolled.ops.checks import (
     shape,
     transforming,
 )
-from unrolled.ops.kernels.operators import differentiable_gradients
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
+from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.options import check_booleans, check_finite
 from unrolled.ops.precision import promoted, without_autocast
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from unrolled.ops.checks import may_read
-from unrolled.ops.linear_chunked import safe_divide
+from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.scan import linear_scan
 

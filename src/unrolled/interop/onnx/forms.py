@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import UnsupportedError
-from unrolled.ops.kernels import linear as _linear
-from unrolled.ops.kernels import window as _window
-from unrolled.ops.linear_chunked import LOWEST_GATE
+from unrolled.ops.linear import operator as _linear
+from unrolled.ops.linear.chunked import LOWEST_GATE
+from unrolled.ops.window import operator as _window
 
 Forms = dict[Any, Callable[..., Any]]
 

@@ -30,8 +30,8 @@ from unrolled.ops.checks import (
     shape,
 )
 from unrolled.ops.feature_maps import FeatureMap
-from unrolled.ops.kernels import linear as kernels
-from unrolled.ops.linear_chunked import LOWEST_GATE, Inputs, decay_between, safe_divide
+from unrolled.ops.linear import operator as kernels
+from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, decay_between, safe_divide
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import check_booleans
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, promoted, without_autocast

@@ -13,7 +13,7 @@ from torch import Tensor
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, shape
 from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.precision import without_autocast
-from unrolled.ops.window_dilated import dilated_window_attention, runs
+from unrolled.ops.window.dilated import dilated_window_attention, runs
 
 
 class WindowState(NamedTuple):

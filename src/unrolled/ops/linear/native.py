@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from unrolled.ops import linear_packed
+from unrolled.ops import native
 from unrolled.ops.checks import check_offsets
 from unrolled.ops.feature_maps import Elu, FeatureMap, Relu, SquaredRelu
-from unrolled.ops.kernels import native
-from unrolled.ops.kernels.native import TYPES, View, address, readable, struct, view
-from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.linear import packed
+from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.native import TYPES, View, address, readable, struct, view
 
 # What the step can do to q and k first.
 FEATURE_MAPS: dict[type[FeatureMap | None], int] = {type(None): 0, Elu: 1, Relu: 2, SquaredRelu: 3}
@@ -22,9 +22,9 @@ def supports(q: Tensor, v: Tensor) -> bool:
 def forward(
     inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `linear_chunked.forward` and `linear_packed.forward` do."""
+    """Compute what `linear_chunked.forward` and `packed.forward` do."""
     problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
-    outputs = linear_packed.like_outputs(inputs, cu_seqlens, normalize)
+    outputs = packed.like_outputs(inputs, cu_seqlens, normalize)
     o, kv, k_sum, divisor = map(address, outputs)
     native.call("linear_forward", problem, struct("LinearOutputs")(o=o, kv=kv, k_sum=k_sum, divisor=divisor))
     return outputs
@@ -40,10 +40,10 @@ def backward(
     causal: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `linear_chunked.backward` and `linear_packed.backward` do."""
+    """Compute what `linear_chunked.backward` and `packed.backward` do."""
     problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
     grad_o, grad_kv, grad_k_sum = readable(grad_o), grad_kv.contiguous(), grad_k_sum.contiguous()
-    d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum = linear_packed.like_gradients(grad_kv, grad_k_sum, inputs)
+    d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum = packed.like_gradients(grad_kv, grad_k_sum, inputs)
     gated = inputs.log_decay is not None
     d_gates = torch.empty(d_log_decay.shape, dtype=torch.double) if gated else None
     d_divisor, d_log_from_start = torch.empty(2, *inputs.q.shape[:3], dtype=torch.float32)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Size, Tensor
 
+from unrolled.ops import native
+from unrolled.ops.dense import native as dense_native
+from unrolled.ops.dispatch import prefers
 from unrolled.ops.feature_maps import FeatureMap
-from unrolled.ops.kernels import dense_native, native
-from unrolled.ops.kernels.dispatch import prefers
-from unrolled.ops.kernels.linear_native import FEATURE_MAPS
+from unrolled.ops.linear.native import FEATURE_MAPS
 
 WIDEST = 16  # floats in a vector: widths have to be multiples of it
 MOST_ROWS = dense_native.MOST_ROWS[torch.float32]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import without_autocast
-from unrolled.ops.window_blocks import Inputs
+from unrolled.ops.window.blocks import Inputs
 
 BLOCK = 128  # scores on a side of flex's blocks
 NARROWEST = 16  # heads that flex's kernels can run

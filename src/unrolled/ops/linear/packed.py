@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from unrolled.ops import linear_chunked
-from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.linear import chunked
+from unrolled.ops.linear.chunked import Inputs
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype
@@ -17,12 +17,12 @@ def supports(q: Tensor, v: Tensor) -> bool:
 def forward(
     inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `linear_chunked.forward` does for each sequence; the states have one row per sequence."""
+    """Compute what `chunked.forward` does for each sequence; the states have one row per sequence."""
     if cu_seqlens is None:
-        return linear_chunked.forward(inputs, causal, normalize)
+        return chunked.forward(inputs, causal, normalize)
     o, kv_end, k_sum_end, den = like_outputs(inputs, cu_seqlens, normalize)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
-        o_part, kv_end[rows], k_sum_end[rows], den_part = linear_chunked.forward(
+        o_part, kv_end[rows], k_sum_end[rows], den_part = chunked.forward(
             _part(inputs, rows, tokens, padding), causal, normalize
         )
         o[0, tokens[~padding]] = o_part[~padding]
@@ -41,12 +41,12 @@ def backward(
     causal: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of `inputs`, as `linear_chunked.backward` does."""
+    """Compute the gradients of `inputs`, as `chunked.backward` does."""
     if cu_seqlens is None:
-        return linear_chunked.backward(grad_o, grad_kv, grad_k_sum, inputs, den, causal, normalize)
+        return chunked.backward(grad_o, grad_kv, grad_k_sum, inputs, den, causal, normalize)
     gradients = like_gradients(grad_kv, grad_k_sum, inputs)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
-        part = linear_chunked.backward(
+        part = chunked.backward(
             _gather(grad_o, tokens, padding),
             grad_kv[rows],
             grad_k_sum[rows],

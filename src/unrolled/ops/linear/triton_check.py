@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.ops import linear_chunked
-from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.linear import chunked
+from unrolled.ops.linear.chunked import Inputs
 
 Version = tuple[int, ...]
 TOKENS = 130  # three chunks, the last of them cut off
@@ -155,12 +155,12 @@ def _example(call: Call) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     )
     flags = call.causal, call.normalize
     exact = Inputs(*(None if x is None else x.double() for x in inputs))  # type: ignore[arg-type]
-    o, *state, den = linear_chunked.forward(exact, *flags)
+    o, *state, den = chunked.forward(exact, *flags)
     if call.kind == "forward":
         return (inputs, None, *flags), (o, *state, den)
     if call.kind == "step":
         q, k, v, gate = (None if x is None else x[:, 0] for x in inputs[:4])
         return (q, k, v, inputs.kv, inputs.k_sum, gate, call.normalize), (o[:, 0], *state)
     go, gkv, gk_sum = random(1, T, P, M, dtype=call.dtype), random(1, 1, R, M), random(1, 1, R)
-    wanted = linear_chunked.backward(go.double(), gkv.double(), gk_sum.double(), exact, den, *flags)
+    wanted = chunked.backward(go.double(), gkv.double(), gk_sum.double(), exact, den, *flags)
     return (go, gkv, gk_sum, inputs, None, den.float(), *flags), wanted

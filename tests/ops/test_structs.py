@@ -7,11 +7,12 @@ from struct import calcsize, pack
 
 import pytest
 
-from unrolled.ops.kernels import native, stack_native
-from unrolled.ops.kernels.linear_native import FEATURE_MAPS
-from unrolled.ops.kernels.structs import enums, layouts
+from unrolled.ops import native
+from unrolled.ops import stack_step as stack_native
+from unrolled.ops.linear.native import FEATURE_MAPS
+from unrolled.ops.structs import enums, layouts
 
-HEADER = Path(__file__).parents[3] / "native" / "arguments.h"
+HEADER = Path(__file__).parents[2] / "native" / "arguments.h"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 needs_kernels = pytest.mark.skipif(not native.available(), reason=str(native.missing()))

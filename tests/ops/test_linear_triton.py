@@ -22,10 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unrolled.ops import linear_chunked, linear_packed
-from unrolled.ops.kernels import linear_triton
 from unrolled.ops.linear import LinearState, linear_attention_reference, linear_attention_step
-from unrolled.ops.linear_chunked import LOWEST_GATE, Inputs
+from unrolled.ops.linear import chunked as linear_chunked
+from unrolled.ops.linear import packed as linear_packed
+from unrolled.ops.linear import triton as linear_triton
+from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs
 
 NAMES = ("o", "kv", "k_sum", "dq", "dk", "dv", "dlog_decay", "dkv", "dk_sum")
 ON_GPU = torch.cuda.is_available()
@@ -365,7 +366,7 @@ def test_what_the_kernels_cannot_do_is_not_supported(run, monkeypatch):
 
 
 def test_importing_it_does_not_import_triton():
-    script = "import sys; import unrolled.ops.kernels.linear_triton; assert 'triton' not in sys.modules"
+    script = "import sys; import unrolled.ops.linear.triton; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -374,8 +375,9 @@ import json, types
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from unrolled.ops.kernels import linear_triton, linear_triton_launch
-from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.linear import triton as linear_triton
+from unrolled.ops.linear import triton_launch as linear_triton_launch
+from unrolled.ops.linear.chunked import Inputs
 
 driver.set_active(types.SimpleNamespace(
     get_current_device=lambda: 0,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unrolled.ops.kernels import native
-from unrolled.ops.kernels.dispatch import prefers
+from unrolled.ops import native
+from unrolled.ops.dispatch import prefers
 
 # With more rows torch's matrix products are as fast; in half precision they have instructions of their own.
 MOST_ROWS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}

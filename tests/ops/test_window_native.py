@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from window_cases import PADDINGS, Case, assert_error_at_most_twice_that_of, errors
 
 from unrolled import window_attention, window_attention_reference
-from unrolled.ops.kernels import native
+from unrolled.ops import native
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)

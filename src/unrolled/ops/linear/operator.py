@@ -4,13 +4,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unrolled.ops import linear_chunked, linear_packed
 from unrolled.ops.checks import inferring, transforming
+from unrolled.ops.dispatch import check_backend, choose, prefers
 from unrolled.ops.feature_maps import FeatureMap
-from unrolled.ops.kernels import linear_native, linear_triton
-from unrolled.ops.kernels.dispatch import check_backend, choose, prefers
-from unrolled.ops.kernels.operators import register
-from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.linear import chunked, native, packed, triton
+from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
 
 
@@ -40,11 +39,11 @@ class Backend(Protocol):
 
 
 BACKENDS: dict[str, Backend] = {  # the fastest first
-    "triton": linear_triton,
-    "native": linear_native,
-    "plain": linear_packed,
+    "triton": triton,
+    "native": native,
+    "plain": packed,
 }
-STEPS = {"triton": linear_triton, "native": linear_native}  # those with a kernel for one token, likewise
+STEPS = {"triton": triton, "native": native}  # those with a kernel for one token, likewise
 
 
 def linear_attention(
@@ -53,7 +52,7 @@ def linear_attention(
     """Compute `o` and the state after the last key, for checked inputs of one type, with T = S if causal."""
     check_backend(backend, BACKENDS)
     if transforming():
-        return linear_packed.forward(inputs, cu_seqlens, causal, normalize)[:3]
+        return packed.forward(inputs, cu_seqlens, causal, normalize)[:3]
     o, kv, k_sum, _ = _operator(*inputs, cu_seqlens, causal, normalize, backend)
     return o, kv, k_sum
 
@@ -74,15 +73,15 @@ def linear_attention_step(
     dispatch would take longer than they do. Otherwise the plain form runs, which `torch.compile` fuses.
     """
     eager = inferring(q, k, v, kv, k_sum, log_decay)
-    fusible = q.dtype == k.dtype == v.dtype and type(feature_map) in linear_native.FEATURE_MAPS
-    if eager and fusible and prefers("native") and linear_native.supports(q, v):
-        return linear_native.step(q, k, v, kv, k_sum, log_decay, normalize, feature_map)
+    fusible = q.dtype == k.dtype == v.dtype and type(feature_map) in native.FEATURE_MAPS
+    if eager and fusible and prefers("native") and native.supports(q, v):
+        return native.step(q, k, v, kv, k_sum, log_decay, normalize, feature_map)
     if feature_map is not None:
         q, k = feature_map.phi_q(q), feature_map.phi_k(k)
     out_dtype = v.dtype
     q, k, v = promoted(q, k, v)
     kernels = (kernel for name, kernel in STEPS.items() if prefers(name) and kernel.supports(q, v))
-    kernel = next(kernels, linear_chunked) if eager else linear_chunked
+    kernel = next(kernels, chunked) if eager else chunked
     o, kv, k_sum = kernel.step(q, k, v, kv, k_sum, log_decay, normalize)
     return o.to(out_dtype), kv, k_sum
 
@@ -103,16 +102,16 @@ def _backward(grad_o: Tensor, grad_kv: Tensor, grad_k_sum: Tensor, *arguments: A
 
 def _plain(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, cu_seqlens, causal, normalize, _ = arguments
-    return linear_packed.forward(Inputs(*tensors), cu_seqlens, causal, normalize)[:3]
+    return packed.forward(Inputs(*tensors), cu_seqlens, causal, normalize)[:3]
 
 
 def _like_outputs(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, cu_seqlens, _, normalize, _ = arguments
-    return linear_packed.like_outputs(Inputs(*tensors), cu_seqlens, normalize)
+    return packed.like_outputs(Inputs(*tensors), cu_seqlens, normalize)
 
 
 def _like_gradients(_: Tensor, grad_kv: Tensor, grad_k_sum: Tensor, *arguments: Any) -> list[Tensor]:
-    return list(linear_packed.like_gradients(grad_kv, grad_k_sum, Inputs(*arguments[:6])))
+    return list(packed.like_gradients(grad_kv, grad_k_sum, Inputs(*arguments[:6])))
 
 
 _operator = register(

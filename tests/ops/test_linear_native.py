@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from linear_cases import Case, assert_error_at_most_twice_that_of, errors, outputs_and_gradients
 from torch import Tensor
 
-from unrolled.ops.kernels import native
-from unrolled.ops.kernels.dispatch import prefer
+from unrolled.ops import native
+from unrolled.ops.dispatch import prefer
 from unrolled.ops.linear import (
     LinearState,
     linear_attention,

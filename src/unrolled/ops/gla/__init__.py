@@ -28,7 +28,7 @@ from unrolled.ops.checks import (
     check_tensor,
     shape,
 )
-from unrolled.ops.linear_diagonal_chunked import operator
+from unrolled.ops.gla.chunked import operator
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast

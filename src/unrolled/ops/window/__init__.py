@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv
-from unrolled.ops.kernels import window as kernels
 from unrolled.ops.masks import without_padding
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
-from unrolled.ops.window_blocks import Inputs
+from unrolled.ops.window import operator as kernels
+from unrolled.ops.window.blocks import Inputs
 
 
 @overload

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unrolled.ops.kernels.structs import Layout, layouts
+from unrolled.ops.structs import Layout, layouts
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.ops.kernels import linear_triton_backward as backward_kernels
-from unrolled.ops.kernels import linear_triton_kernels as kernels
-from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.linear import triton_backward as backward_kernels
+from unrolled.ops.linear import triton_kernels as kernels
+from unrolled.ops.linear.chunked import Inputs
 
 
 class Config(NamedTuple):

@@ -4,13 +4,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unrolled.ops import window_blocks
 from unrolled.ops.checks import transforming
-from unrolled.ops.kernels import window_flex, window_native
-from unrolled.ops.kernels.dispatch import check_backend, choose
-from unrolled.ops.kernels.operators import register
+from unrolled.ops.dispatch import check_backend, choose
+from unrolled.ops.operators import register
 from unrolled.ops.precision import accumulation_dtype
-from unrolled.ops.window_blocks import Inputs
+from unrolled.ops.window import blocks, flex, native
+from unrolled.ops.window.blocks import Inputs
 
 
 class Backend(Protocol):
@@ -38,9 +37,9 @@ class Backend(Protocol):
 
 
 BACKENDS: dict[str, Backend] = {  # the fastest first
-    "flex": window_flex,
-    "native": window_native,
-    "plain": window_blocks,
+    "flex": flex,
+    "native": native,
+    "plain": blocks,
 }
 
 
@@ -54,7 +53,7 @@ def window_attention(
     """Compute `o` and `lse` for checked inputs of one type, with finite keys and values in the padding."""
     check_backend(backend, BACKENDS)
     if transforming():
-        return window_blocks.forward(inputs, cu_seqlens, window_size, scale)
+        return blocks.forward(inputs, cu_seqlens, window_size, scale)
     o, lse = _operator(*inputs, cu_seqlens, *window_size, scale, backend)
     return o, lse
 
@@ -77,7 +76,7 @@ def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]
 
 def _plain(*arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, left, right, scale, _ = arguments
-    return window_blocks.forward(Inputs(*tensors), cu_seqlens, (left, right), scale)
+    return blocks.forward(Inputs(*tensors), cu_seqlens, (left, right), scale)
 
 
 def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 # The bodies below are Triton's language, not Python: no type checker knows it.
 """Triton kernels of linear attention: states, outputs, one step.
 
-The formulas and their letters are those of `ops/linear_chunked.py`. A sequence is cut into chunks of C
+The formulas and their letters are those of `ops/linear/chunked.py`. A sequence is cut into chunks of C
 tokens; the chunks of all sequences are numbered in one row of slots. The state of a slot and a key head lies
 in memory as the R*M numbers of kv, then the R of k_sum. Widths are worked through in blocks, BR and BM.
 
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unrolled.ops.linear_chunked import LOWEST_GATE
+from unrolled.ops.linear.chunked import LOWEST_GATE
 
 LOWEST = tl.constexpr(LOWEST_GATE)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # see `safe_divide`

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.checks import inferring
-from unrolled.ops.kernels import dense_native
+from unrolled.ops.dense import native
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -15,8 +15,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     memory. So they run in a kernel of their own in eager inference on a CPU.
     """
     eager = inferring(x, weight, bias) and not torch.is_autocast_enabled(x.device.type)
-    if eager and dense_native.supports(x, weight, bias):
-        return dense_native.linear(x, weight, bias)
+    if eager and native.supports(x, weight, bias):
+        return native.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from unrolled.ops import native
 from unrolled.ops.checks import check_offsets
-from unrolled.ops.kernels import native
-from unrolled.ops.kernels.native import TYPES, address, readable, struct, view
-from unrolled.ops.window_blocks import Inputs, bounded
+from unrolled.ops.native import TYPES, address, readable, struct, view
+from unrolled.ops.window.blocks import Inputs, bounded
 
 
 def supports(inputs: Inputs) -> bool:

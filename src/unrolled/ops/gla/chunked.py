@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from unrolled.ops.checks import transforming
 from unrolled.ops.chunks import join_chunks, scan, scan_back, split_chunks, sum_heads
-from unrolled.ops.kernels.operators import register
+from unrolled.ops.operators import register
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 LONGEST = 64  # tokens in a chunk; a power of two

@@ -9,7 +9,7 @@ memory, so every run gives the same bits.
 import triton
 import triton.language as tl
 
-from unrolled.ops.kernels.linear_triton_kernels import (
+from unrolled.ops.linear.triton_kernels import (
     LOWEST,
     MIXED,
     UNSPECIALIZED,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from unrolled import window_attention_reference
-from unrolled.ops.kernels import window_flex
-from unrolled.ops.window_blocks import Inputs
+from unrolled.ops.window import flex as window_flex
+from unrolled.ops.window.blocks import Inputs
 
 CPU = torch.device("cpu")
 sides = st.one_of(st.sampled_from([-1, 0, 127, 128, 129]), st.integers(0, 500))

@@ -26,9 +26,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from unrolled.ops import linear_chunked, linear_packed
-from unrolled.ops.kernels.linear_triton_check import Call, triton_version, trusted
-from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.linear import chunked, packed
+from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.triton_check import Call, triton_version, trusted
 
 WIDEST = 256
 OLDEST_TRITON = (3, 3)  # the first with tuples as arguments
@@ -47,16 +47,16 @@ def supports(q: Tensor, v: Tensor) -> bool:
 def forward(
     inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `linear_chunked.forward` and `linear_packed.forward` do."""
+    """Compute what `chunked.forward` and `packed.forward` do."""
     if not trusted(Call.of("forward", inputs, causal, normalize), _forward):
-        return linear_packed.forward(inputs, cu_seqlens, causal, normalize)
+        return packed.forward(inputs, cu_seqlens, causal, normalize)
     return _forward(inputs, cu_seqlens, causal, normalize)
 
 
 def _forward(
     inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from unrolled.ops.kernels.linear_triton_launch import Problem
+    from unrolled.ops.linear.triton_launch import Problem
 
     with _on(inputs.q.device):
         problem = Problem(inputs, cu_seqlens, causal)
@@ -76,10 +76,10 @@ def backward(
     causal: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `linear_chunked.backward` and `linear_packed.backward` do."""
+    """Compute what `chunked.backward` and `packed.backward` do."""
     grads = grad_o, grad_kv, grad_k_sum
     if not trusted(Call.of("backward", inputs, causal, normalize), _backward):
-        return linear_packed.backward(*grads, inputs, cu_seqlens, den, causal, normalize)
+        return packed.backward(*grads, inputs, cu_seqlens, den, causal, normalize)
     return _backward(*grads, inputs, cu_seqlens, den, causal, normalize)
 
 
@@ -93,7 +93,7 @@ def _backward(
     causal: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from unrolled.ops.kernels.linear_triton_launch import OutputGradient, Problem
+    from unrolled.ops.linear.triton_launch import OutputGradient, Problem
 
     gated = inputs.log_decay is not None
     with _on(inputs.q.device):
@@ -125,17 +125,17 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one token `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]` of the recurrence: `o [B,H,M]` and a new state."""
     if not trusted(Call.of("step", Inputs(q, k, v, log_decay, kv, k_sum), True, normalize), _step):
-        return linear_chunked.step(q, k, v, kv, k_sum, log_decay, normalize)
+        return chunked.step(q, k, v, kv, k_sum, log_decay, normalize)
     return _step(q, k, v, kv, k_sum, log_decay, normalize)
 
 
 def _step(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from unrolled.ops.kernels import linear_triton_launch
+    from unrolled.ops.linear import triton_launch
 
     with _on(q.device):
-        return linear_triton_launch.step(q, k, v, kv, k_sum, log_decay, normalize)
+        return triton_launch.step(q, k, v, kv, k_sum, log_decay, normalize)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from unrolled.ops.kernels import native
+from unrolled.ops import native
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unrolled.ops.kernels import native
+from unrolled.ops import native
 
 
 @pytest.fixture(params=native.instruction_sets(), scope="module")

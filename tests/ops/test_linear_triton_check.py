@@ -7,10 +7,12 @@ import warnings
 import pytest
 import torch
 
-from unrolled.ops import linear_chunked, linear_packed
-from unrolled.ops.kernels import linear_triton, linear_triton_check
-from unrolled.ops.kernels.linear_triton_check import Call, known_fault, mistake
-from unrolled.ops.linear_chunked import Inputs
+from unrolled.ops.linear import chunked as linear_chunked
+from unrolled.ops.linear import packed as linear_packed
+from unrolled.ops.linear import triton as linear_triton
+from unrolled.ops.linear import triton_check as linear_triton_check
+from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.triton_check import Call, known_fault, mistake
 
 HOPPER, B300, AMPERE = (9, 0), (10, 3), (8, 0)
 PLAIN = {
@@ -134,8 +136,8 @@ def test_nothing_is_checked_where_nothing_is_compiled():
 def test_looking_up_a_verdict_takes_microseconds():
     script = (
         "import timeit, torch\n"
-        "from unrolled.ops.kernels import linear_triton_check as check\n"
-        "from unrolled.ops.linear_chunked import Inputs\n"
+        "from unrolled.ops.linear import triton_check as check\n"
+        "from unrolled.ops.linear.chunked import Inputs\n"
         "inputs = Inputs(*(torch.rand(1, 2, 5) for _ in range(3)), None, None, None)\n"
         "check._verdicts[check.Call.of('step', inputs, True, True)] = True\n"
         "look = lambda: check.trusted(check.Call.of('step', inputs, True, True), None)\n"
