@@ -1,1 +1,1 @@
-"""Where an operation chooses between its implementations: one module, one door, per operation."""
+"""Backends of the operations, C++ for CPUs, Triton and flex_attention for GPUs, and dispatch to them."""
