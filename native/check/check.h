@@ -39,7 +39,7 @@ void* unrolled::allocate(size_t bytes) {
 
 struct Report {
     int cases = 0, failures = 0;
-    bool starve = false;
+    bool fail_allocations = false;
     char what[200] = "";
 
     void begin(const char* format, ...) {
@@ -54,10 +54,11 @@ struct Report {
         std::printf("%s: %s\n", why, what);
     }
 
-    // Runs a kernel. With `starve` there is first a run for each of its allocations, in which that one fails.
+    // Runs a kernel. With `fail_allocations` there is first a run for each of its allocations, in which that
+    // one fails.
     template <typename F>
     void run(F&& kernel) {
-        for (int64_t i = starve ? 0 : -1;; ++i) {
+        for (int64_t i = fail_allocations ? 0 : -1;; ++i) {
             allocations = 0, failing = i;
             const Status status = kernel();
             const bool failed = i >= 0 && allocations > i;

@@ -61,7 +61,7 @@ int main() {
                 check_dense(rows, 600, 350 + width, threads);
                 check_stack(rows, width, GELU + (int32_t)rows % 3, threads);
             }
-    report.starve = true;
+    report.fail_allocations = true;
     for (int64_t rows : {1, 9})
         for (int threads : {1, 3}) {
             check_dense(rows, 600, 350, threads);

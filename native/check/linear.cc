@@ -254,7 +254,7 @@ int main() {
             check_sequence({1, 260, 260, 1, 1, 64, 65, causal, normalize, gated, threads});
             check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads});
         }
-    report.starve = true;
+    report.fail_allocations = true;
     for (int flags = 0; flags < 8; ++flags)
         for (int threads : {1, 3}) {
             const bool causal = flags & 1, normalize = flags & 2, gated = flags & 4;

@@ -107,7 +107,7 @@ int main() {
             check({1, 600, 600, 1, 1, 32, 33, 20, 30, padded, threads});
             check({1, 40, 1100, 1, 1, 16, 16, 1100, 0, padded, threads});
         }
-    report.starve = true;
+    report.fail_allocations = true;
     for (bool padded : {false, true})
         for (int threads : {1, 3}) check({1, 600, 600, 1, 1, 32, 33, 20, 30, padded, threads});
     return report.end();

@@ -90,7 +90,7 @@ def compiled(monkeypatch):
     """As on a GPU: kernels are compiled, and nothing has been checked."""
     monkeypatch.setattr(linear_triton_check, "compiled_for", lambda device: (AMPERE, (3, 9, 0)))
     monkeypatch.setattr(linear_triton_check, "_verdicts", {})
-    monkeypatch.setattr(linear_triton_check, "_told", set())
+    monkeypatch.setattr(linear_triton_check, "_warned", set())
 
 
 def calls(T=9):

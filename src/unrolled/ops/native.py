@@ -1,4 +1,4 @@
-"""The library of C++ kernels for CPUs: whether it is there, which instruction set it runs, and calls into it.
+"""The library of C++ kernels for CPUs: whether it is built, which instruction set it uses, and calls into it.
 
 The sources are in `native/`. They include no header of PyTorch or Python, and are built when the package is
 installed on a machine with a compiler. They are compiled with OpenMP but linked to no OpenMP runtime, so the
@@ -53,7 +53,7 @@ def instruction_set() -> str:
 
 @contextmanager
 def use(name: str) -> Iterator[None]:
-    """Run the kernels of another instruction set, in tests."""
+    """Use the kernels of another instruction set, in tests."""
     global _in_use
     if name not in instruction_sets():
         raise ValueError(f"instruction set is {name!r}, but must be one of {', '.join(instruction_sets())}")
@@ -65,7 +65,7 @@ def use(name: str) -> Iterator[None]:
 
 
 def fma_peak(seconds: float = 0.2) -> float:
-    """Floating-point operations per second of one thread that only multiplies and adds in registers."""
+    """Measure the floating-point operations per second of one thread whose operands stay in registers."""
     return float(_function("fma_peak", instruction_set())(ctypes.c_double(seconds)))
 
 

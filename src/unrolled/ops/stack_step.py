@@ -14,21 +14,21 @@ from unrolled.ops.dispatch import prefers
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.linear.native import FEATURE_MAPS
 
-WIDEST = 16  # floats in a vector: widths have to be multiples of it
+WIDEST = 16  # floats in the widest vector; all widths must be multiples
 MOST_ROWS = dense_native.MOST_ROWS[torch.float32]
 ACTIVATIONS = ("gelu", "relu", "swiglu")
 LAYERS = ("attention_norm", "feed_forward_norm", "qkv", "out", "up", "down")
 
-Array = tuple[int, Size]  # where contiguous floats lie, and their shape
+Array = tuple[int, Size]  # address and shape of contiguous floats
 
 
 class Options(NamedTuple):
-    """What a block is, apart from its weights."""
+    """The description of a block without its weights."""
 
     heads: int
     groups: int
-    features: int  # width of a head's
-    values: int  # likewise
+    features: int  # per head
+    values: int  # per head
     pre_norm: bool
     root_mean_square: bool
     epsilon: float
@@ -37,12 +37,12 @@ class Options(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A block as the kernel reads it.
+    """A block in the form that the kernel reads.
 
     Attributes:
-        struct: the kernel's description of it, which does not keep the weights alive.
+        struct: its description, which points to the weights and does not keep them alive.
         width: of the residual stream.
-        state: the shape of its attention's state S, without the batch.
+        state: the shape of its state S, without the batch.
     """
 
     struct: ctypes.Array[ctypes.c_char]
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
 
 def arrays(tensors: Iterable[Tensor | None]) -> tuple[Array | None, ...] | None:
-    """Where tensors lie that the kernel may read, absent ones being None; None if it may not read one."""
+    """Return the address and shape of each tensor, None for None; None if the kernel cannot read one."""
     found: list[Array | None] = []
     for x in tensors:
         if x is None:
@@ -63,7 +63,7 @@ def arrays(tensors: Iterable[Tensor | None]) -> tuple[Array | None, ...] | None:
     return tuple(found)
 
 
-@lru_cache(maxsize=1024)  # filling the struct takes longer than all else that Python does for a block
+@lru_cache(maxsize=1024)  # filling the struct takes longer than the rest of what Python does for a block
 def plan(options: Options, weights: tuple[Array | None, ...]) -> Plan | None:
     """Describe a block; None if the kernel cannot run it.
 
@@ -107,14 +107,14 @@ def plan(options: Options, weights: tuple[Array | None, ...]) -> Plan | None:
 
 
 def available() -> bool:
-    """Whether the kernel is there, and no other form is preferred."""
+    """Whether the kernel is built, and no other backend is preferred."""
     return prefers("native") and native.available()
 
 
 def step(
     x: Tensor, plans: Sequence[Plan], kvs: Sequence[Tensor], k_sums: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Compute the output of the last block for `x [B, width]`, and the states of all after this token."""
+    """Compute the output of the last block for `x [B, width]`, and the new states of all blocks."""
     y, n = torch.empty_like(x), len(plans)
     kvs_after, k_sums_after = [torch.empty_like(s) for s in kvs], [torch.empty_like(s) for s in k_sums]
     pointers = ctypes.c_void_p * n

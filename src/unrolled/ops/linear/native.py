@@ -10,7 +10,7 @@ from unrolled.ops.linear import packed
 from unrolled.ops.linear.chunked import Inputs
 from unrolled.ops.native import TYPES, View, address, readable, struct, view
 
-# What the step can do to q and k first.
+# Feature maps that the step can apply to q and k, with the values of the enum in C++.
 FEATURE_MAPS: dict[type[FeatureMap | None], int] = {type(None): 0, Elu: 1, Relu: 2, SquaredRelu: 3}
 
 
@@ -124,7 +124,7 @@ def _problem(
     (B, T, H, R), (_, S, G, M) = q.shape, v.shape
     N = B
     if cu_seqlens is not None:
-        check_offsets(cu_seqlens.tolist(), T)  # wrong ones would read and write anywhere
+        check_offsets(cu_seqlens.tolist(), T)  # wrong offsets would read and write outside of the tensors
         N, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
     q, k, v = readable(q), readable(k), readable(v)
     log_decay, kv, k_sum = (

@@ -1,22 +1,31 @@
-"""Linear attention in Triton, for CUDA: chunk by chunk, and all chunks at the same time.
+"""Linear attention in Triton, for CUDA, with all chunks in parallel.
 
-Forward, causal: (1) `chunk_sums`, what each chunk adds to the state; (2) `scan`, which turns these sums in
-place into the states before the chunks; (3) `outputs`, each chunk from its state and its own keys. Only (2)
-walks along the sequence, with one multiplication and addition per number of the state. Were it a program per
-head that walked through the chunks, most of a GPU would idle at B = 1, H = 8, where 4096 tokens make 512
-programs of (1) and of (3).
+Forward, causal:
 
-Backward: (1) and (2) again; `divisor_gradients`, `query_gradients`; (1) over the queries and (2) from the
-other end, for the gradients of the states; then `key_gradients`, `value_gradients`, `gate_gradients`.
+1. `chunk_sums`: what each chunk adds to the state.
+2. `scan`: turns these sums in place into the states before the chunks.
+3. `outputs`: each chunk from its state and its own keys.
 
-Bidirectional: the queries all read the last state, so its gradient is a sum over all of them.
+Only 2 walks along the sequence, with one multiply-add per element of the state. With one program per head
+that walks along the chunks, most of a GPU would be idle at B = 1, H = 8, where 4096 tokens make 512
+programs of 1 and of 3.
 
-Memory beside the results: one fp32 state per chunk, R (M+1) / 16 bytes per token and key head, once forward
-and twice backward (each as much as k in fp32 where M = 64), and backward 8 bytes per token and query head.
+Backward:
 
-Nothing here looks at a value, waits for the device, or allocates outside of PyTorch, but for the check of a
-kernel at its first use (`linear_triton_check`). This module can be
-imported without Triton, which is imported when something first runs.
+4. `chunk_sums` and `scan`: the states again.
+5. `divisor_gradients` and `query_gradients`.
+6. `chunk_sums` over the queries and `scan` from the end: the gradients of the states.
+7. `key_gradients`, `value_gradients` and `gate_gradients`.
+
+Bidirectional queries all read the final state, so its gradient is a sum over all of them.
+
+Memory besides the results: one fp32 state per chunk, R (M+1) / 16 bytes per token and key head, once
+forward and twice backward (each as much as k in fp32 where M = 64), and backward 8 bytes per token and
+query head.
+
+No call reads a value on the host, synchronises with the device, or allocates outside of PyTorch, except for
+the check of a kernel at its first use (`linear_triton_check`). Triton is imported at the first call, not
+with this module.
 """
 
 import os
@@ -40,7 +49,7 @@ def supports(q: Tensor, v: Tensor) -> bool:
     return (
         q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and all(0 < x.shape[-1] <= WIDEST for x in (q, v))
-        and _reaches(q.device)
+        and _runs_on(q.device)
     )
 
 
@@ -109,7 +118,7 @@ def _backward(
         if not causal:
             d_end = problem.scan(problem.queries, d_states, None, d_end, keep=False)
         if not causal and gated:
-            d_states = torch.zeros_like(states)  # nobody reads the states before the last
+            d_states = torch.zeros_like(states)  # no query reads the states before the last
         if causal or gated:
             d_first = problem.scan(problem.keys, d_states, through, d_end, from_end=True)
             d_after = problem.split(d_states)
@@ -139,20 +148,20 @@ def _step(
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on this device, whichever is the current one."""
+    """Launch on this device instead of the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _reaches(device: torch.device) -> bool:
+def _runs_on(device: torch.device) -> bool:
     if device.type == "cuda":
         fit = torch.version.hip is None and torch.cuda.get_device_capability(device) >= OLDEST_GPU
     else:
         fit = os.environ.get("TRITON_INTERPRET") == "1"
-    return fit and _triton_is_there()
+    return fit and _triton_is_installed()
 
 
 @cache
-def _triton_is_there() -> bool:
+def _triton_is_installed() -> bool:
     try:
         return triton_version() >= OLDEST_TRITON
     except ImportError:

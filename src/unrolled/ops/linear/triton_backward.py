@@ -1,8 +1,11 @@
 # mypy: ignore-errors
 # The bodies below are Triton's language, not Python: no type checker knows it.
-"""Triton kernels of the gradients of linear attention.
+"""Triton kernels of the gradients of linear attention, by the phases of `linear_triton`:
 
-Letters, layouts and precisions are those of `linear_triton_kernels.py`. No two programs add to the same
+5. `divisor_gradients`, then `query_gradients`.
+7. `key_gradients`, `value_gradients` and `gate_gradients`, from the gradients of the states.
+
+Letters, layouts and precisions are those of `linear_triton_kernels.py`. No two programs write to the same
 memory, so every run gives the same bits.
 """
 
@@ -30,7 +33,7 @@ def divisor_gradients(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the divisors of a chunk of queries, and what these queries send to its gates."""
+    """5. Gradients of the divisors of a chunk of queries, and what they add to those of its gates."""
     slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g = head // P
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
@@ -43,7 +46,7 @@ def divisor_gradients(
     kv += index * kv_stride
     k_sum += index * k_sum_stride
     weights = tl.zeros([C, C], tl.float32)
-    read = tl.zeros([C], tl.float32)  # q . dQ', as far as it comes from the state
+    read = tl.zeros([C], tl.float32)  # q . dQ', of what comes from the state
     read_sum = tl.zeros([C], tl.float32)  # q . z
     for first in range(0, R, BR):
         r = first + tl.arange(0, BR)
@@ -83,7 +86,7 @@ def divisor_gradients(
         d_weights += dd[:, None]
         read += dd * read_sum
     if d_reads is not None:
-        # Gate t is in the weight of every pair i >= t > j, and in what every query i >= t reads of the state.
+        # Gate t scales the weight of every pair i >= t > j, and what every query i >= t reads from the state.
         pairs = d_weights * weights
         sent = tl.cumsum(pairs, 1) - pairs + read[:, None]
         tl.store(d_reads + at, tl.sum(tl.where(allowed, sent, 0.0), 0), mask=exists)
@@ -97,7 +100,7 @@ def query_gradients(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk of queries: from the state before it and its own keys, or from the last state."""
+    """5. Gradients of a chunk of queries: from the state before it and its own keys, or the last state."""
     slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g = head // P
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
@@ -153,7 +156,7 @@ def key_gradients(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of key features: from the state after the chunk, and from its own queries."""
+    """7. Gradients of a block of key features: from the state after the chunk, and from its own queries."""
     slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
@@ -202,7 +205,7 @@ def value_gradients(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of values: from the state after the chunk, and from its own queries."""
+    """7. Gradients of a block of values: from the state after the chunk, and from its own queries."""
     slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
@@ -249,7 +252,7 @@ def gate_gradients(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the logarithms of the gates of a chunk: a sum of its own for each path through a gate."""
+    """7. Gradients of the log gates of a chunk: a separate sum for each path through a gate."""
     slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     state = (slot * G + g).to(tl.int64) * (R * M + R)
@@ -257,8 +260,8 @@ def gate_gradients(
     d_states += state
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]
-    given = tl.zeros([C], tl.float32)  # what key j < t gives to the state after the chunk
-    passed = tl.zeros([BR], tl.float32)  # what of the state before the chunk reaches the one after it
+    given = tl.zeros([C], tl.float32)  # what key j < t adds to the state after the chunk
+    passed = tl.zeros([BR], tl.float32)  # what the state before the chunk adds to the one after it
     for first in range(0, R, BR):
         r = first + tl.arange(0, BR)
         dk_given = tl.zeros([C, BR], tl.float32)

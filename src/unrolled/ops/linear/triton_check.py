@@ -1,9 +1,9 @@
-"""Whether compiled Triton kernels can be trusted: known faults of compilers, and a check at first use.
+"""Whether compiled Triton kernels are correct: known compiler bugs, and a check at first use.
 
-A kernel that is right may be compiled wrongly, for one GPU by one version. So each is compared once per GPU
-with the plain form, on a few tokens, the first time that it is asked for. Where it differs, the plain form
-takes its place, and a warning says so. A fault that a small input need not show, or that ends the process,
-is known by its versions instead.
+A correct kernel may be miscompiled for one GPU by one version of Triton. So each is compared with the plain
+form on a few tokens, once per GPU, at its first use. If the results differ, the plain form replaces it,
+with a warning. Bugs that a small input may not trigger, or that end the process, are listed by version
+instead.
 """
 
 import importlib
@@ -22,11 +22,11 @@ from unrolled.ops.linear.chunked import Inputs
 Version = tuple[int, ...]
 TOKENS = 130  # three chunks, the last of them cut off
 LARGEST_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-"""Relative to the largest value: some 10 roundings of 16 bits, where wrong code is off by 0.1 and more."""
+"""Relative to the largest value: about 10 roundings of 16 bits; wrong code is off by 0.1 and more."""
 
 
 class Call(NamedTuple):
-    """What a kernel is compiled for, but for strides and packing."""
+    """What a kernel is compiled for, except strides and packing."""
 
     kind: str  # "forward", "backward" or "step"
     device: torch.device
@@ -46,20 +46,20 @@ class Call(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A known fault of the compilers that come with Triton, from one version to before another."""
+    """A known bug of Triton's compilers, from one version to before another."""
 
     what: str  # what Triton does
     capability: tuple[int, int]
     first: Version
     fixed: Version
-    narrowest: int = 1  # the least of max(R, M) that is affected
-    gated_backward: bool = False  # whether nothing else is affected
+    narrowest: int = 1  # the smallest max(R, M) that is affected
+    gated_backward: bool = False  # whether only gradients of gates are affected
 
 
 FAULTS = (
     # flash-linear-attention refuses these, see its issue 640.
     Fault("makes mistakes in gradients of gates on Hopper", (9, 0), (3, 4), (3, 7, 1), gated_backward=True),
-    # triton#11366, found in 3.7.1 and not in 3.5.1. What lies between is refused too, as it ends the process.
+    # triton#11366, found in 3.7.1 and not in 3.5.1. Versions between are refused too, as it ends the process.
     Fault("may read beyond shared memory on Hopper", (9, 0), (3, 6), (3, 8), narrowest=17),
     # triton#10821, found in 3.6.0, 3.7.1 and 3.8.0: two products that are added up in one place.
     Fault("makes mistakes in sums of products on B300", (10, 3), (3, 6), (3, 9)),
@@ -71,11 +71,11 @@ RESULTS = {
     "step": ("the output", "S", "z"),
 }
 _verdicts: dict[Call, bool] = {}
-_told: set[tuple[torch.device, str]] = set()
+_warned: set[tuple[torch.device, str]] = set()
 
 
 def trusted(call: Call, kernels: Callable[..., tuple[Tensor, ...]]) -> bool:
-    """Whether the kernels of this call are right here, as far as is known; checks it the first time."""
+    """Whether the kernels of this call are correct here, as far as is known; checks them the first time."""
     verdict = _verdicts.get(call)
     if verdict is not None:
         return verdict
@@ -84,8 +84,8 @@ def trusted(call: Call, kernels: Callable[..., tuple[Tensor, ...]]) -> bool:
         return True
     fault = known_fault(call, *machine) or mistake(call, kernels)
     _verdicts[call] = fault is None
-    if fault is not None and (call.device, fault) not in _told:
-        _told.add((call.device, fault))
+    if fault is not None and (call.device, fault) not in _warned:
+        _warned.add((call.device, fault))
         version = ".".join(map(str, machine[1]))
         warnings.warn(
             f"linear attention runs in plain PyTorch on {call.device}, as Triton {version} {fault} "
@@ -96,7 +96,7 @@ def trusted(call: Call, kernels: Callable[..., tuple[Tensor, ...]]) -> bool:
 
 
 def compiled_for(device: torch.device) -> tuple[tuple[int, int], Version] | None:
-    """Capability of a GPU and version of Triton; None when interpreted, or when a CUDA graph is recorded."""
+    """Return a GPU's capability and Triton's version; None when interpreted or recording a CUDA graph."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     return torch.cuda.get_device_capability(device), triton_version()
@@ -104,14 +104,14 @@ def compiled_for(device: torch.device) -> tuple[tuple[int, int], Version] | None
 
 @cache
 def triton_version() -> Version:
-    """The version of Triton that is installed; an ImportError without."""
+    """Return the version of Triton; raises ImportError if it is not installed."""
     return tuple(
         int(number) for number in re.findall(r"\d+", importlib.import_module("triton").__version__)[:3]
     )
 
 
 def known_fault(call: Call, capability: tuple[int, int], triton: Version) -> str | None:
-    """Tell the known fault that this call would meet. A step multiplies in another way, and meets none."""
+    """Return the known bug that affects this call, or None. Steps multiply in another way: none does."""
     for fault in FAULTS:
         affected = not fault.gated_backward or (call.gated and call.kind == "backward")
         affected = affected and call.kind != "step" and max(call.R, call.M) >= fault.narrowest
@@ -122,15 +122,15 @@ def known_fault(call: Call, capability: tuple[int, int], triton: Version) -> str
 
 @torch.no_grad()
 def mistake(call: Call, kernels: Callable[..., tuple[Tensor, ...]]) -> str | None:
-    """Run a few tokens and compare with the plain form in fp64; tell what is wrong, or None."""
-    arguments, wanted = _example(call)
+    """Run a few tokens and compare with the plain form in fp64; return the difference in words, or None."""
+    arguments, expected = _example(call)
     try:
         found = kernels(*arguments)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of a compiler or of a launch, whatever it is: the plain form has neither
+    except Exception as error:  # of any type, from the compiler or the launch; the plain form uses neither
         return f"fails with {type(error).__name__}: {error}"
-    for name, x, exact in zip(RESULTS[call.kind], found, wanted, strict=True):
+    for name, x, exact in zip(RESULTS[call.kind], found, expected, strict=True):
         share = float((x.double() - exact).abs().max() / exact.abs().max()) if exact.numel() else 0.0
         if not share <= LARGEST_ERROR[call.dtype]:  # nor NaN
             return f"makes a mistake in {name}, off by {share:.2g} of its largest value"
@@ -149,7 +149,9 @@ def _example(call: Call) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         random(1, T, P, R).abs().add(0.5).to(call.dtype),
         random(1, T, 1, R).abs().add(0.5).to(call.dtype),
         random(1, T, 1, M, dtype=call.dtype),
-        -random(1, T, 1).abs() / 20 if call.gated else None,  # so that the first state reaches the last
+        -random(1, T, 1).abs() / 20
+        if call.gated
+        else None,  # weak, so that the initial state reaches the final one
         random(1, 1, R, M),
         random(1, 1, R).abs(),
     )
@@ -162,5 +164,5 @@ def _example(call: Call) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         q, k, v, gate = (None if x is None else x[:, 0] for x in inputs[:4])
         return (q, k, v, inputs.kv, inputs.k_sum, gate, call.normalize), (o[:, 0], *state)
     go, gkv, gk_sum = random(1, T, P, M, dtype=call.dtype), random(1, 1, R, M), random(1, 1, R)
-    wanted = chunked.backward(go.double(), gkv.double(), gk_sum.double(), exact, den, *flags)
-    return (go, gkv, gk_sum, inputs, None, den.float(), *flags), wanted
+    expected = chunked.backward(go.double(), gkv.double(), gk_sum.double(), exact, den, *flags)
+    return (go, gkv, gk_sum, inputs, None, den.float(), *flags), expected

@@ -1,17 +1,21 @@
 # mypy: ignore-errors
 # The bodies below are Triton's language, not Python: no type checker knows it.
-"""Triton kernels of linear attention: states, outputs, one step.
+"""Triton kernels of linear attention, by the phases of `triton.py`:
 
-The formulas and their letters are those of `ops/linear/chunked.py`. A sequence is cut into chunks of C
-tokens; the chunks of all sequences are numbered in one row of slots. The state of a slot and a key head lies
-in memory as the R*M numbers of kv, then the R of k_sum. Widths are worked through in blocks, BR and BM.
+1. `chunk_sums` and 2. `scan`: the states, or their gradients.
+3. `outputs`.
+And `step`, all of it for one token.
 
-A head and a stride fit into 32 bits, their product may not: the numbers of heads are 64-bit from the start.
+The formulas and letters are those of `chunked.py`. A sequence is cut into chunks of C tokens;
+the chunks of all sequences are numbered consecutively as slots. The state of a slot and a key head is
+stored as the R*M elements of kv, then the R of k_sum. Widths are processed in blocks, BR and BM.
 
-Every tile is converted to fp32 as it is loaded, whatever the inputs are. RAW is the precision of a product of
-two inputs: "tf32" is exact when both came from 16 bits, as their digits fit into tf32. Every other product
-has an operand that needs its 24 bits: "tf32x3" splits it into two tf32 parts, which loses 2^-22 of a term
-where fp32 loses 2^-24 of the sum, and runs on the tensor cores, which "ieee" does not.
+A head and a stride fit into 32 bits, but their product may not, so heads are 64-bit from the start.
+
+Every tile is converted to fp32 as it is loaded, whatever the inputs are. RAW is the precision of a product
+of two inputs: "tf32" is exact when both came from 16 bits, as their digits fit into tf32. Every other
+product has an operand that needs its 24 bits: "tf32x3" splits it into two tf32 parts, which loses 2^-22 of
+a term where fp32 loses 2^-24 of the sum, and runs on the tensor cores, which "ieee" does not.
 """
 
 import torch
@@ -28,7 +32,7 @@ UNSPECIALIZED = ["length", "chunks"]  # one compiled kernel for all lengths
 
 @triton.jit
 def place(slot, length, chunks, cu_seqlens, owners, C: tl.constexpr):
-    """Sequence of a slot, its row in memory, the C tokens of the slot, and which of them exist."""
+    """Return the sequence of a slot, its row in memory, the C tokens of the slot, and which of them exist."""
     if cu_seqlens is not None:
         sequence = tl.load(owners + slot)
         begin = tl.load(cu_seqlens + sequence)
@@ -45,28 +49,28 @@ def place(slot, length, chunks, cu_seqlens, owners, C: tl.constexpr):
 
 @triton.jit
 def load_tile(x, rows, row_stride, row_exists, columns, column_stride, column_exists):
-    """x[rows, columns] in fp32, with zeros where there is nothing."""
+    """Load x[rows, columns] as fp32, with zeros out of bounds."""
     offsets = rows[:, None].to(tl.int64) * row_stride + columns[None, :].to(tl.int64) * column_stride
     return tl.load(x + offsets, mask=row_exists[:, None] & column_exists[None, :], other=0).to(tl.float32)
 
 
 @triton.jit
 def store_tile(x, rows, row_stride, row_exists, columns, column_exists, values):
-    """x[rows, columns] = values, where columns lie side by side."""
+    """Store x[rows, columns] = values, where columns are adjacent in memory."""
     offsets = rows[:, None].to(tl.int64) * row_stride + columns[None, :]
     tl.store(x + offsets, values.to(x.dtype.element_ty), mask=row_exists[:, None] & column_exists[None, :])
 
 
 @triton.jit
 def inverse(den):
-    """1 / den, and 0 where den is too small to be divided by; rounded to nearest, which `/` is not."""
+    """Return 1 / den, and 0 where den is too small; rounded to nearest, which `/` is not."""
     nothing = tl.abs(den) < TINY
     return tl.where(nothing, 0.0, tl.div_rn(1.0, tl.where(nothing, 1.0, den)))
 
 
 @triton.jit
 def cumulated_gates(log_decay, strides, row, head, tokens, exists):
-    """b = cumsum(log_decay) over the chunk and its last value, in fp64; absent tokens have a gate of 1."""
+    """Return b = cumsum(log_decay) over the chunk and its last value in fp64; absent tokens have gate 1."""
     offsets = row * strides[0] + tokens.to(tl.int64) * strides[1] + head * strides[2]
     gates = tl.load(log_decay + offsets, mask=exists, other=0).to(tl.float64)
     gates = tl.where(gates < LOWEST, LOWEST, gates)
@@ -75,7 +79,7 @@ def cumulated_gates(log_decay, strides, row, head, tokens, exists):
 
 @triton.jit
 def decay_between(b_to, b_from, allowed):
-    """exp(b_to - b_from) where allowed, else 0; masked before exp, which cannot overflow.
+    """Return exp(b_to - b_from) where allowed, else 0; masked before exp, so that it cannot overflow.
 
     The fp64 numbers are subtracted as pairs of fp32 ones: as good as fp64 rounded to fp32, but for one more
     rounding, and fast on GPUs that have few fp64 units.
@@ -94,7 +98,7 @@ def chunk_sums(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     QUERIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What each chunk adds to the state: from keys (exp(b_C - b) K)^T (V, 1), and exp(b_C) beside it.
+    """1. What each chunk adds to the state: from keys (exp(b_C - b) K)^T (V, 1), and exp(b_C) beside it.
 
     With QUERIES, what it adds to the gradient of the state: (exp(b) Q)^T (dO / den, dden), over all P heads.
     """
@@ -139,10 +143,10 @@ def scan(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     FROM_END: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """s_c+1 = through_c s_c + additions_c over the chunks of a sequence, or from the last to the first.
+    """2. s_c+1 = through_c s_c + additions_c over the chunks of a sequence, or from the last to the first.
 
     With KEEP each slot's additions are replaced by s_c, the state that enters there. The sum is fp64, so that
-    its error does not grow with the number of chunks; this costs nothing where memory is waited for.
+    its error does not grow with the number of chunks; this costs no time, as the kernel waits for memory.
     """
     sequence, g = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -186,7 +190,7 @@ def outputs(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of a chunk of queries: from the state before it and its own keys, or from the last state."""
+    """3. Outputs of a chunk of queries: from the state before it and its own keys, or from the last state."""
     slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g = head // P
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)

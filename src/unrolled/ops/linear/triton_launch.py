@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels of linear attention: blocks, grids and scratch memory."""
+"""Launches of the Triton kernels of linear attention: block sizes, grids and scratch memory."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from unrolled.ops.linear.chunked import Inputs
 
 
 class Config(NamedTuple):
-    """How the widths up to `width` are computed."""
+    """Block sizes for widths up to `width`."""
 
     width: int
     chunk: int  # tokens of a chunk
@@ -27,7 +27,7 @@ CONFIGS = (
     Config(width=256, chunk=64, block_r=32, block_m=32, warps=8, stages=2),
 )
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
-STEP_BLOCK_R, STEP_BLOCK_M = 32, 32  # small, as one token has few heads to fill a GPU with
+STEP_BLOCK_R, STEP_BLOCK_M = 32, 32  # small, since the few heads of one token must fill a GPU
 
 State = tuple[Tensor, Tensor]  # kv and k_sum
 
@@ -44,18 +44,18 @@ class Slots(NamedTuple):
     """Tokens cut into chunks; all but the first are arguments of every kernel.
 
     Chunk c of a packed sequence n that begins at token t has slot t // C + n + c: no two sequences share a
-    slot, and that there are T // C + N of them is known without looking at the offsets.
+    slot, and there are T // C + N of them whatever the offsets are.
     """
 
     n: int
     length: int  # tokens per row of memory
-    chunks: int  # per sequence, where they are all equally long
+    chunks: int  # per sequence, if all have the same length
     cu_seqlens: Tensor | None
     owners: Tensor | None  # [n] the sequences of the slots
 
     @classmethod
     def cut(cls, rows: int, length: int, cu_seqlens: Tensor | None, C: int) -> "Slots":
-        """Cut `rows` of memory of one length, or the sequences in the only row."""
+        """Cut `rows` of one length, or the packed sequences of the only row."""
         if cu_seqlens is None:
             chunks = _blocks(length, C)
             return cls(rows * chunks, length, chunks, None, None)
@@ -86,7 +86,7 @@ class Problem:
         BR, BM = _block(R, config.block_r), _block(M, config.block_m)
         self.blocks_r, self.blocks_m = _blocks(R, BR), _blocks(M, BM)
         self.q, self.k, self.v, self.gates = (_with_strides(x) for x in inputs[:4])
-        # The products of 16-bit inputs are exact in tf32; see the kernels.
+        # Products of 16-bit inputs are exact in tf32; see the kernels.
         self.raw = "tf32x3" if inputs.q.dtype == torch.float32 else "tf32"
         self.chunk = config.chunk
         self.options = {"R": R, "M": M, "C": config.chunk, "BR": BR, "BM": BM}
@@ -172,7 +172,7 @@ class Problem:
         return o, self._scratch(0) if den is None else den
 
     def divisor_gradients(self, states: State, grad: OutputGradient) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the gradients of the divisors, and what the queries send to the gates: `[B,T,H]` each."""
+        """Compute the gradients of the divisors, and the queries' part of those of the gates: `[B,T,H]`."""
         per_query = self.B, self.T, self.H
         d_den = None if grad.den is None else self._scratch(*per_query)
         d_reads = self._scratch(*per_query) if self.causal and self.gates[0] is not None else None
@@ -262,13 +262,13 @@ def step(
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run a kernel, unless there is nothing to do."""
+    """Launch a kernel, unless the grid is empty."""
     if 0 not in grid:
         kernel[grid](*arguments, **options)
 
 
 def _rows(states: State) -> tuple[Tensor, int, Tensor, int]:
-    """The states with the distance from one chunk and head to the next; whole ones are contiguous."""
+    """Return states with the distance from one chunk and head to the next."""
     kv, k_sum = (x if x.dim() == 2 else x.flatten(0, 1).flatten(1) for x in states)
     return kv, kv.stride(0), k_sum, k_sum.stride(0)
 
@@ -278,11 +278,11 @@ def _with_strides(x: Tensor | None) -> tuple[Any, Any]:
 
 
 def _blocks(width: int, block: int) -> int:
-    """How many blocks cover a width."""
+    """Return how many blocks cover a width."""
     return -(-width // block)
 
 
 def _block(width: int, longest: int | None = None) -> int:
-    """The power of two that covers a width, from 16 (the least that tensor cores multiply) to `longest`."""
+    """Return the power of two that covers a width, from 16 (the smallest for tensor cores) to `longest`."""
     covering = 1 << (width - 1).bit_length()
     return max(16, covering if longest is None else min(longest, covering))

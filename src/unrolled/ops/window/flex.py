@@ -1,13 +1,14 @@
 """Window attention on CUDA through `torch.nn.attention.flex_attention`, compiled on first use.
 
-flex skips the blocks of 128 x 128 scores that no query may read and masks those that are read in part. Which
-they are follows from the window by arithmetic, so nothing of size [T,S] is formed, and is kept for the last
-few windows. Padding and packs are values: they are masked as scores, and change neither blocks nor kernel.
+flex skips the blocks of 128 x 128 scores that no query may read and masks those that are read in part. They
+are computed from the window, so nothing of size [T,S] is formed, and cached for the last few windows.
+Padding and packs are masked as scores: they change neither blocks nor kernel.
 
 The backward pass runs the forward pass again, as flex has no public way back from saved outputs.
 
-Not run on a GPU so far. Tested on a CPU: the blocks against those that torch finds from the mask, the forward
-pass through flex uncompiled, and the backward pass with a stand-in for flex, which has none on a CPU.
+It has not run on a GPU yet. On a CPU the tests compare the blocks with those that torch derives from the
+mask, run the forward pass through uncompiled flex, and the backward pass through a substitute, as flex has
+none there.
 """
 
 import importlib
@@ -23,19 +24,19 @@ from unrolled.ops.precision import without_autocast
 from unrolled.ops.window.blocks import Inputs
 
 BLOCK = 128  # scores on a side of flex's blocks
-NARROWEST = 16  # heads that flex's kernels can run
-VARIANTS = 64  # of types, masks and numbers of heads that may be compiled, where torch allows 8
+NARROWEST = 16  # the narrowest heads that flex's kernels can run
+VARIANTS = 64  # combinations of types, masks and numbers of heads that may be compiled; torch's default is 8
 
 
 class Blocks(NamedTuple):
-    """Which key blocks the queries of each query block read: in part, and all of by all."""
+    """Which key blocks the queries of each query block read, in part or completely."""
 
     partly: Tensor  # bool [ceil(T/128), ceil(S/128)]
     fully: Tensor
 
 
 def supports(inputs: Inputs) -> bool:
-    """Whether flex can run this: on CUDA, in a type that its kernels have, and not on nothing."""
+    """Whether flex can run this: on CUDA, in a supported type, and not on empty tensors."""
     q, _, v, _ = inputs
     return (
         q.is_cuda
@@ -55,7 +56,7 @@ def forward(
     with without_autocast(q.device):
         o, lse = _flex(q.is_cuda)(
             *(x.transpose(1, 2) for x in (q, k, v)),
-            score_mod=_hide(padding, segments),
+            score_mod=_mask_scores(padding, segments),
             block_mask=_block_mask(*window_size, T, S, q.device),
             scale=scale,
             enable_gqa=True,
@@ -83,7 +84,7 @@ def backward(
 
 
 def readable_blocks(left: int, right: int, T: int, S: int, device: torch.device) -> Blocks:
-    """Find which blocks of scores the window covers. A block that juts out over T or S is read in part."""
+    """Compute which blocks of scores the window covers. One that extends beyond T or S is read in part."""
     left, right = S if left < 0 else left, T if right < 0 else right
     first = torch.arange(0, T, BLOCK, device=device).unsqueeze(-1) + (S - T)
     last = (first + BLOCK - 1).clamp(max=S - 1)
@@ -101,26 +102,26 @@ def _block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> 
 
     blocks = readable_blocks(left, right, T, S, device)
     return BlockMask.from_kv_blocks(
-        *_listed(blocks.partly),
-        *_listed(blocks.fully),
+        *_indices(blocks.partly),
+        *_indices(blocks.fully),
         BLOCK_SIZE=BLOCK,
         mask_mod=_window(left, right, T, S, device),
         seq_lengths=(T, S),
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks there are in each row, and their numbers before those of the others: `[1,1,...]`."""
+def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of blocks in each row, and the indices of all, theirs first: `[1,1,...]`."""
     number = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return number[None, None], order[None, None]
 
 
 def _window(left: int, right: int, T: int, S: int, device: torch.device) -> Callable[..., Tensor]:
-    """Make flex's `mask_mod`. It reads its bounds from a tensor: as constants, each would compile anew."""
-    # The furthest key behind and ahead, counted from i instead of its position i + S - T.
-    furthest = [(S - T) - (S if left < 0 else left), (S - T) + (T if right < 0 else right)]
-    bounds = torch.tensor(furthest, device=device)
+    """Make flex's `mask_mod`. The bounds are a tensor: as constants, each pair would be compiled again."""
+    # The range of j - i, where query i has the position i + S - T.
+    limits = [(S - T) - (S if left < 0 else left), (S - T) + (T if right < 0 else right)]
+    bounds = torch.tensor(limits, device=device)
 
     def may_read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j - i >= bounds[0]) & (j - i <= bounds[1])
@@ -128,24 +129,24 @@ def _window(left: int, right: int, T: int, S: int, device: torch.device) -> Call
     return may_read
 
 
-def _hide(padding: Tensor | None, segments: Tensor | None) -> Callable[..., Tensor] | None:
-    """Make flex's `score_mod`, which hides padding and the other sequences of a pack."""
+def _mask_scores(padding: Tensor | None, segments: Tensor | None) -> Callable[..., Tensor] | None:
+    """Make flex's `score_mod`, which masks padding and the other sequences of a pack."""
     if padding is None and segments is None:
         return None
 
-    def hide(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def mask(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if padding is not None:
             score = torch.where(padding[b, j], -torch.inf, score)
         if segments is not None:
             score = torch.where(segments[i] != segments[j], -torch.inf, score)
         return score
 
-    return hide
+    return mask
 
 
 @cache
 def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Give flex as a function that returns `o` and `lse`; torch 2.9 changed how to ask for the latter."""
+    """Return flex as a function with the results `o` and `lse`, which torch 2.9 returns in another way."""
     module: Any = importlib.import_module("torch.nn.attention.flex_attention")
 
     def flex(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,7 @@ def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
 
     if not compiled:
         return flex
-    # With fullgraph, more variants than the limit are an error: without, flex would silently form [T,S].
+    # With fullgraph, exceeding the limit of variants is an error; without, flex would silently form [T,S].
     run = torch.compile(flex, fullgraph=True)
 
     def run_compiled(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def _problem(
     (B, T, H, D), (_, S, G, M) = q.shape, v.shape
     N = B
     if cu_seqlens is not None:
-        check_offsets(cu_seqlens.tolist(), T)  # wrong ones would read and write anywhere
+        check_offsets(cu_seqlens.tolist(), T)  # wrong offsets would read and write outside of the tensors
         N, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
     q, k, v = readable(q), readable(k), readable(v)
     padding = None if padding is None else padding.contiguous()
