@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.files import load_tensors, read_header, save_tensors, write_atomically
+from unrolled.files import load_tensors, read_header, save_tensors, write_file
 from unrolled.models._budget import OverBudgetError, budget
 
 CONFIG_FILE = "config.json"
@@ -47,14 +47,13 @@ class SavedModel(nn.Module):
         documents = {CONFIG_FILE: {"model": self.model_name, **asdict(self.config)}, **self.documents}
         texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in documents.items()}
         folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
         config_file = folder / CONFIG_FILE
         if config_file.exists() and config_file.read_text(encoding="utf-8") != texts[CONFIG_FILE]:
             config_file.unlink()  # first, or a crash could pair another model's config with these weights
         as_read = {name: json.loads(text) for name, text in texts.items()}  # a tuple becomes a list
         save_tensors(self.state_dict(), folder / WEIGHTS_FILE, as_read)
         for name, text in reversed(texts.items()):  # the config last: without it there is no model
-            write_atomically(folder / name, lambda file, text=text: file.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+            write_file(folder / name, text)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
