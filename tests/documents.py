@@ -1,6 +1,5 @@
 """The project's Markdown: its code blocks, its links, and whether a shell command in it could run."""
 
-import importlib
 import importlib.util
 import re
 import shlex
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from typer.main import get_command
 
-from unrolled import cli
+from unrolled import cli, data
 from unrolled.cli.run_config import JOBS, read, resolve
 from unrolled.models import KINDS
 
@@ -97,8 +96,7 @@ def _check_unrolled(arguments: list[str]) -> None:
         values = read(None, given["overrides"] or [])
         options, model = dict(values.get("data", {})), dict(values.get("model", {}))
         if (dataset := options.pop("name", None)) is not None:
-            module = importlib.import_module(f"unrolled.data.{dataset}")
-            kind = getattr(module, "".join(part.capitalize() for part in dataset.split("_")) + "Dataset")
+            kind = data.dataset_type(dataset)
             known = {field.name for field in fields(kind)}
             assert options.keys() <= known, f"{arguments}: the data set takes {known}"
             if (

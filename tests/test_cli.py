@@ -162,7 +162,7 @@ def test_a_model_of_labels_draws_nothing(tmp_path: Path) -> None:
     config = PerceiverConfig(vocab_size=5, n_classes=2, d_model=16, n_layers=1, n_heads=2)
     Perceiver(config).save(tmp_path)
     (tmp_path / "vocabulary.json").write_text('{"kind": "ids"}')
-    assert "holds a model of the kind 'perceiver', which predicts no tokens" in error("generate", tmp_path)
+    assert "holds a model of kind 'perceiver', which predicts no tokens" in error("generate", tmp_path)
     assert "parameters" in works("info", tmp_path).stdout
 
 

@@ -101,12 +101,10 @@ def test_wrong_requests_to_translate_get_one_sentence(trained: Path, digits: Pat
     )
     assert "beam_size is 0, but must be" in error("translate", trained, "a dog", "--beam-size", 0)
     assert (
-        f"{digits} holds a model of the kind 'decoder', which translates nothing; wanted one of encoder_decoder"
+        f"{digits} holds a model of kind 'decoder', which translates nothing, but must hold one of encoder_decoder"
         in error("translate", digits, "a dog")
     )
-    assert "holds a model of the kind 'encoder_decoder', which predicts no tokens" in error(
-        "generate", trained
-    )
+    assert "holds a model of kind 'encoder_decoder', which predicts no tokens" in error("generate", trained)
     spoiled = Path(shutil.copytree(trained, tmp_path / "spoiled"))
     for content in ({"kind": "bpe"}, {"kind": "bpe", "pieces": "{"}):
         (spoiled / "vocabulary.json").write_text(json.dumps(content))

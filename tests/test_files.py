@@ -79,3 +79,27 @@ def test_a_file_that_is_cut_short_missing_or_a_folder_is_refused(path):
     for other in (path.parent, path.parent / "none"):
         with pytest.raises(ValueError, match=re.escape(f"{other} is not a readable safetensors file")):
             files.load_tensors(other)
+
+
+@pytest.mark.parametrize(
+    "content", ["löwe\n", "löwe\n".encode(), lambda path: path.write_bytes("löwe\n".encode())]
+)
+def test_a_file_is_written_whole_into_a_folder_that_is_made(content, tmp_path):
+    out = tmp_path / "new" / "x.txt"
+    for _ in range(2):
+        files.write_file(out, content)
+        assert out.read_bytes() == "löwe\n".encode()
+    assert [file.name for file in out.parent.iterdir()] == ["x.txt"]
+
+
+def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path):
+    def fill_the_disk(path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "x.txt"
+    files.write_file(out, "old")
+    with pytest.raises(OSError, match=rf"No space left on device: '{re.escape(str(out))}'"):
+        files.write_file(out, fill_the_disk)
+    assert out.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [out]

@@ -20,16 +20,29 @@ NO_DIGEST = "0" * 64  # stands in for the digest while it is computed
 T = TypeVar("T")
 
 
-def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, then move it to `file` in one step."""
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_file(file: Path, content: str | bytes | Callable[[Path], object]) -> None:
+    """Write a file in one step: a process that is killed leaves the old one as it was, or none.
+
+    Args:
+        file: replaced if it exists; its folder is made if needed.
+        content: bytes, text to be encoded as UTF-8, or a function that writes to the path it is given.
+
+    Raises:
+        OSError: the file cannot be written, as on a full disk; an older one is as it was.
+    """
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # another process may write the same file
+    with system_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if callable(content):
+                content(temporary)
+            else:
+                temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+            with temporary.open("rb+") as handle:
+                os.fsync(handle.fileno())
+            temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -83,8 +96,7 @@ def save_tensors(
             place, digest = _digest(content, NO_DIGEST, documents)
             content[place : place + len(digest)] = digest.encode()
 
-    with system_errors(path):
-        write_atomically(Path(path), write)
+    write_file(Path(path), write)
 
 
 def load_tensors(path: str | Path, documents: Callable[[str], Any] | None = None) -> dict[str, Tensor]:

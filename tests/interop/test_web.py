@@ -232,7 +232,7 @@ def test_what_is_in_a_run_is_checked_before_a_page_is_written(run, tmp_path):
     def vocabulary(text: str):
         return lambda copy: (copy / "vocabulary.json").write_text(text)
 
-    assert "holds a model of the kind 'encoder', which predicts no tokens" in refused(classifier)
+    assert "holds a model of kind 'encoder', which predicts no tokens" in refused(classifier)
     assert "vocabulary.json has 2 ids" in refused(vocabulary('{"kind": "text", "characters": ["a", "b"]}'))
     assert "vocabulary.json is damaged" in refused(vocabulary("{"))
     (tmp_path / "list").mkdir()

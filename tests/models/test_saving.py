@@ -43,7 +43,7 @@ def test_an_encoder_comes_back_bit_for_bit(tmp_path):
     loaded, x = models.load(tmp_path), torch.randn(2, 8, 3)
     assert isinstance(loaded, Encoder)
     assert torch.equal(loaded(x), model(x))
-    with pytest.raises(ValueError, match="kind 'encoder', wanted 'decoder'"):
+    with pytest.raises(ValueError, match="kind 'encoder', but must hold one of kind 'decoder'"):
         Decoder.load(tmp_path)
 
 
@@ -71,17 +71,17 @@ def test_a_truncated_file_is_refused(share, tmp_path):
         (lambda c: c | {"d_modle": 3, "colour": 1}, "has the unknown keys ['colour', 'd_modle']"),
         (
             lambda c: c | {"model": "oracle"},
-            "kind 'oracle', wanted one of ['decoder', 'deep_lstmn_seq2seq', ",
+            "kind 'oracle', but must hold one of decoder, deep_lstmn_seq2seq, ",
         ),
         (lambda c: {k: v for k, v in c.items() if k != "vocab_size"}, "lacks the keys ['vocab_size']"),
         (
             lambda c: {k: v for k, v in c.items() if k not in ("attention", "n_heads")},
             "lacks the keys ['attention', 'n_heads']: it is not as it was saved",
         ),
-        (lambda c: {k: v for k, v in c.items() if k != "model"}, "does not say which kind of model"),
+        (lambda c: {k: v for k, v in c.items() if k != "model"}, "does not name a kind of model"),
         (lambda c: c | {"norm": "middle"}, "norm is 'middle', but must be one of"),
-        (lambda c: [c], "does not say which kind of model"),
-        (lambda c: c | {"model": ["decoder"]}, "does not say which kind of model"),
+        (lambda c: [c], "does not name a kind of model"),
+        (lambda c: c | {"model": ["decoder"]}, "does not name a kind of model"),
         (lambda c: c | {"max_length": 9}, CHANGED),
         (lambda c: c | {"attention": "softmax"}, CHANGED),
         (lambda c: c | {"dropout": 0.5}, CHANGED),
@@ -154,7 +154,7 @@ def test_weights_are_plain_safetensors(tmp_path):
             lambda x: x | {"stack.norm.weight": x["stack.norm.weight"].long()},
             "is torch.int64, but must be a floating",
         ),
-        (lambda x: x | {"stack.norm.weight": torch.ones(3)}, "has the shape [3], wanted [16]"),
+        (lambda x: x | {"stack.norm.weight": torch.ones(3)}, "has the shape [3], but must have [16]"),
         (lambda x: x | {"extra": torch.ones(3)}, "holds 1 tensors unknown to this model, first 'extra'"),
         (lambda x: {n: t for n, t in x.items() if n != "stack.norm.weight"}, "lacks 1 tensors of this model"),
     ],

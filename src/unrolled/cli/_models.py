@@ -18,7 +18,7 @@ def load_for(task: data.Task, run_dir: Path) -> Any:
     model = models.load(run_dir)
     if model.model_name not in JOBS[task].kinds:
         raise ValueError(
-            f"{run_dir} holds a model of the kind {model.model_name!r}, which {CANNOT[task]}; "
-            f"wanted one of {', '.join(JOBS[task].kinds)}"
+            f"{run_dir} holds a model of kind {model.model_name!r}, which {CANNOT[task]}, but must hold one "
+            f"of {', '.join(JOBS[task].kinds)}"
         )
     return model

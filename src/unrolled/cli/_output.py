@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -49,19 +49,6 @@ def check_picture(file: Path, command: str, force: bool) -> None:
         raise ValueError(f"--out is {str(file)!r}, but must end in .png")
 
     check_file(file, drawn_by(file, command), force=force)
-
-
-def write_file(file: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file whole or not at all, in a folder that is made if needed.
-
-    Raises:
-        OSError: it cannot be written, as on a full disk.
-    """
-    from unrolled.files import system_errors, write_atomically
-
-    with system_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, write)
 
 
 def is_report(file: Path, keys: set[str]) -> bool:

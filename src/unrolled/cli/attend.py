@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._output import Force, check_picture, software, write_file
+from unrolled.cli._output import Force, check_picture, software
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def attend(
     if find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is missing: {how_to_install('plot')}")
     from unrolled.bench import plots
+    from unrolled.files import write_file
 
     check_picture(out, "attend", force)
     lines = list(text or []) + (_lines(file) if file is not None else [])
@@ -63,7 +64,7 @@ def attend(
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
         figure = _figure(model, run_dir, lines, example, beam_size, data_dir)
         picture = plots.png(figure, software("attend"))
-    write_file(out, lambda place: place.write_bytes(picture))
+    write_file(out, picture)
     typer.echo(f"drawn: {out}", err=True)
 
 

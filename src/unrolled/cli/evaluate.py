@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._output import Force, write_file
+from unrolled.cli._output import Force
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def evaluate(
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
     from unrolled.cli.translate import one_line
+    from unrolled.files import write_file
     from unrolled.folders import check_file
 
     settings = run_dir / run_config.FILE_NAME
@@ -90,7 +91,7 @@ def evaluate(
         translations = translations_of(model, run.dataset, sources, beam_size, length_penalty)
         if out is not None:
             text = "".join(f"{one_line(translation)}\n" for translation in translations)
-            write_file(out, lambda file: file.write_text(text, encoding="utf-8"))
+            write_file(out, text)
         bleu, signature = score(translations, references)
         how = f"beam {beam_size}, length penalty {length_penalty:g}"
         typer.echo(f"{part or TEST_PART}: BLEU {bleu:.2f} with {how}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from unrolled.cli._output import Force, check_picture, software, write_file
+from unrolled.cli._output import Force, check_picture, software
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -195,6 +195,8 @@ def _draw_sheet(
     import numpy as np
     from rich.console import Console
     from rich.progress import Progress
+
+    from unrolled.files import write_file
 
     height, width = shape
     with Progress(console=Console(stderr=True), transient=True) as bar:

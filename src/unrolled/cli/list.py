@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from unrolled.cli._output import Force, check_picture, software, write_file
+from unrolled.cli._output import Force, check_picture, software
 from unrolled.extras import how_to_install
 
 COLUMNS = (
@@ -54,13 +54,14 @@ def mechanisms(
     """
     if draw is not None:
         from unrolled.cli import run_config
+        from unrolled.files import write_file
 
         path = Path(f"{draw}.png") if out is None else out
         check_picture(path, "list", force)
         length = 64 if length is None else length
         pattern = pattern_of(draw, length, run_config.read(None, options or []), causal=causal)
         image = pattern_image(pattern)
-        write_file(path, lambda file: file.write_bytes(image))
+        write_file(path, image)
         typer.echo(f"drawn: {path}")
         pairs = length * (length + 1) // 2 if causal else length * length
         if int((pattern > 0).sum()) == len(pattern) * pairs:

@@ -20,7 +20,7 @@ import yaml
 
 from unrolled import data
 from unrolled.fields import field_types
-from unrolled.files import write_atomically
+from unrolled.files import write_file
 from unrolled.models import KINDS
 from unrolled.models.config import ModelConfig
 from unrolled.models.saving import SavedModel
@@ -88,8 +88,7 @@ class Run:
             _plain(sections | {"run_dir": self.run_dir}), sort_keys=False, allow_unicode=True
         )
         try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.run_dir / FILE_NAME, lambda file: file.write_text(text, encoding="utf-8"))
+            write_file(self.run_dir / FILE_NAME, text)
         except OSError as error:
             raise ValueError(f"run_dir {self.run_dir} cannot be written to: {error.strerror}") from error
 

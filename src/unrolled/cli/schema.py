@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from unrolled.cli._output import Force, is_report, write_file
+from unrolled.cli._output import Force, is_report
 
 
 def schema(
@@ -28,6 +28,7 @@ def schema(
     import json
 
     from unrolled.cli._run_schema import run_schema
+    from unrolled.files import write_file
     from unrolled.folders import check_file
 
     if out is None and force:
@@ -38,4 +39,4 @@ def schema(
     if out is None:
         typer.echo(text, nl=False)
     else:
-        write_file(out, lambda file: file.write_text(text, encoding="utf-8"))
+        write_file(out, text)

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from unrolled.files import write_file
+
 T = TypeVar("T")
 
 TIMEOUT = 30.0  # seconds without an answer before a download is given up
@@ -92,7 +94,7 @@ def load_published(
         content = parse(raw)
     except ValueError as error:
         raise ValueError(f"the download from {url} is corrupt: {error}") from error
-    _write_atomically(raw, places[0])
+    _keep(raw, places[0])
     return content
 
 
@@ -133,16 +135,9 @@ def _verified(raw: bytes, file: PublishedFile) -> bytes:
     return content
 
 
-def _write_atomically(raw: bytes, path: Path) -> None:
-    """Write under a temporary name beside the target, so that no reader ever meets half a file."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+def _keep(raw: bytes, path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_bytes(raw)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_file(path, raw)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be written ({error.strerror}): "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unrolled.files import write_atomically
+from unrolled.files import write_file
 from unrolled.interop.onnx.graph import Recurrence, exported, quiet
 from unrolled.interop.onnx.manifest import Manifest, describe_file
 from unrolled.interop.onnx.model import ExportedModel
@@ -63,7 +63,7 @@ def export_aot(model: Any, folder: str | Path) -> Manifest:
             )
         named.replace(file)
 
-    write_atomically(folder / PACKAGE, compile_into)
+    write_file(folder / PACKAGE, compile_into)
     manifest.files[PACKAGE] = describe_file(folder / PACKAGE)
     manifest.save(folder)
     return manifest

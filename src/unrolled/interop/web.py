@@ -14,7 +14,6 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Mapping
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import unrolled
 from unrolled import models
 from unrolled.extras import how_to_install
-from unrolled.files import write_atomically
+from unrolled.files import write_file
 from unrolled.folders import writing_folder
 
 PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
@@ -189,7 +188,7 @@ def _fetch(wanted: Mapping[str, Path]) -> None:
                     raise ValueError(
                         f"{file}, as npm brought it, is not that of {PACKAGE} {VERSION}: SHA-256 differs"
                     )
-                write_atomically(path, partial(Path.write_bytes, data=content))
+                write_file(path, content)
 
 
 def _notices() -> list[Path]:
@@ -269,9 +268,8 @@ def _sha256(path: Path) -> str:
 
 
 def _copy(source: Path, target: Path) -> None:
-    write_atomically(target, partial(Path.write_bytes, data=source.read_bytes()))
+    write_file(target, source.read_bytes())
 
 
 def _write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    write_atomically(path, partial(Path.write_text, data=text, encoding="utf-8"))
+    write_file(path, json.dumps(content, indent=1, ensure_ascii=False))

@@ -97,5 +97,7 @@ def load(path: str | Path) -> SavedModel:
     """
     name = read_config(path)["model"]
     if name not in KINDS:
-        raise ValueError(f"{path} holds a model of the kind {name!r}, wanted one of {sorted(KINDS)}")
+        raise ValueError(
+            f"{path} holds a model of kind {name!r}, but must hold one of {', '.join(sorted(KINDS))}"
+        )
     return KINDS[name].load(path)

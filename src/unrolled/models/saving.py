@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.files import load_tensors, read_header, save_tensors, write_atomically
+from unrolled.files import load_tensors, read_header, save_tensors, write_file
 from unrolled.models._budget import OverBudgetError, budget
 
 CONFIG_FILE = "config.json"
@@ -47,14 +47,13 @@ class SavedModel(nn.Module):
         documents = {CONFIG_FILE: {"model": self.model_name, **asdict(self.config)}, **self.documents}
         texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in documents.items()}
         folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
         config_file = folder / CONFIG_FILE
         if config_file.exists() and config_file.read_text(encoding="utf-8") != texts[CONFIG_FILE]:
             config_file.unlink()  # first, or a crash could pair another model's config with these weights
         as_read = {name: json.loads(text) for name, text in texts.items()}  # a tuple becomes a list
         save_tensors(self.state_dict(), folder / WEIGHTS_FILE, as_read)
         for name, text in reversed(texts.items()):  # the config last: without it there is no model
-            write_atomically(folder / name, lambda file, text=text: file.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+            write_file(folder / name, text)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -68,7 +67,9 @@ class SavedModel(nn.Module):
         folder = Path(path)
         values = read_config(folder)
         if (name := values.pop("model")) != cls.model_name:
-            raise ValueError(f"{path} holds a model of the kind {name!r}, wanted {cls.model_name!r}")
+            raise ValueError(
+                f"{path} holds a model of kind {name!r}, but must hold one of kind {cls.model_name!r}"
+            )
         weights = folder / WEIGHTS_FILE
         model: Self = _build(cls, values, folder / CONFIG_FILE, weights)
         documents: dict[str, Any] = {}
@@ -84,9 +85,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a model's folder: it has no {CONFIG_FILE}")
     values = read_json(file)
     if not isinstance(values, dict) or not isinstance(values.get("model"), str):
-        raise ValueError(
-            f"{file} does not say which kind of model it is for, wanted an object with a 'model'"
-        )
+        raise ValueError(f"{file} does not name a kind of model, but must be an object with a 'model'")
     return values
 
 
@@ -105,7 +104,7 @@ def load_weights(model: nn.Module, file: Path, documents: Callable[[str], Any] |
     for name, x in wanted.items():
         if found[name].shape != x.shape:
             raise ValueError(
-                f"{name} in {file} has the shape {list(found[name].shape)}, wanted {list(x.shape)}"
+                f"{name} in {file} has the shape {list(found[name].shape)}, but must have {list(x.shape)}"
             )
         same_kind = found[name].is_floating_point() if x.is_floating_point() else found[name].dtype == x.dtype
         if not same_kind:
@@ -125,7 +124,9 @@ def build_config(config_type: type[Any], values: Mapping[str, Any], file: Path) 
     """
     known = {f.name for f in fields(config_type)}
     if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{file} has the unknown keys {unknown}, wanted some of {sorted(known)}")
+        raise ValueError(
+            f"{file} has the unknown keys {unknown}, but must have no others than {sorted(known)}"
+        )
     if missing := sorted(known - values.keys()):
         raise ValueError(f"{file} lacks the keys {missing}: it is not as it was saved")
     with _naming(file):

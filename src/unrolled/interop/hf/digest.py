@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unrolled.files import add_digest, check_digest, write_atomically
+from unrolled.files import add_digest, check_digest, write_file
 from unrolled.models.saving import CONFIG_FILE, read_json
 
 # Fields of a config that change nothing in what a model computes, and are edited or rewritten after saving.
@@ -26,8 +26,7 @@ def seal(folder: str | Path, documents: Mapping[str, Any] | None = None) -> None
     if not weights:
         return
     for name, value in documents.items():
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        write_atomically(folder / name, lambda file, text=text: file.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+        write_file(folder / name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
     for file in weights:
         add_digest(file, {name: _document(folder, name) for name in (CONFIG_FILE, *documents)})
 

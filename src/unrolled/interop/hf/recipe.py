@@ -4,7 +4,6 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from unrolled.contract import Dataset
-from unrolled.files import write_atomically
+from unrolled.files import write_file
 from unrolled.folders import check_folder, writing_folder
 from unrolled.interop.hf import digest
 from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
@@ -123,8 +122,7 @@ def train_linearized(
         losses[name] = known[name] if same else evaluate(judged, data, settings)
         evaluated[name] = of
         for file, values in ((LOSSES_FILE, losses), (EVALUATED_FILE, evaluated)):
-            content = json.dumps(values, indent=1).encode() + b"\n"
-            write_atomically(out / file, partial(Path.write_bytes, data=content))
+            write_file(out / file, json.dumps(values, indent=1) + "\n")
 
     note("before", teacher)
     note("right after", model)

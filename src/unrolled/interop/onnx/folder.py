@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unrolled.contract import Recurrent, UnsupportedError
-from unrolled.files import write_atomically
+from unrolled.files import write_file
 from unrolled.generation import generate
 from unrolled.interop.onnx import manifest as _manifest
 from unrolled.interop.onnx.manifest import Manifest, Probe, describe_file
@@ -93,13 +93,12 @@ def export(
     (folder / _manifest.FILE_NAME).unlink(missing_ok=True)  # first: it is never beside files of another model
     files = {}
     if vocabulary is not None:
-        text = Path(vocabulary).read_bytes()
-        write_atomically(folder / VOCABULARY, lambda file: file.write_bytes(text))
+        write_file(folder / VOCABULARY, Path(vocabulary).read_bytes())
         files[VOCABULARY] = describe_file(folder / VOCABULARY)
     graphs = {}
     for name, content in contents.items():
         path = folder / f"{name}.onnx"
-        write_atomically(path, lambda file, content=content: file.write_bytes(content))  # type: ignore[misc]
+        write_file(path, content)
         graphs[name] = {"file": path.name, **describe_file(path)}
     layers = recurrence.probed.items()
     written = Manifest(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unrolled.files import write_atomically
+from unrolled.files import write_file
 from unrolled.interop.onnx.graph import POSITION, Leaf, Length
 
 FILE_NAME = "manifest.json"
@@ -89,7 +89,7 @@ class Manifest:
         ]
         values["sha256"] = _digest(values)
         text = json.dumps(values, indent=1, allow_nan=False) + "\n"
-        write_atomically(folder / FILE_NAME, lambda file: file.write_text(text))
+        write_file(folder / FILE_NAME, text)
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
