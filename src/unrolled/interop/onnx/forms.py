@@ -181,6 +181,6 @@ def _per_query_head(x: Tensor, share: int) -> Tensor:
 
 
 def _divide(num: Tensor, den: Tensor) -> Tensor:
-    """num / den, and 0 where den is too small to be divided by, as `linear_chunked.safe_divide` has it."""
+    """num / den, and 0 where den is too small to be divided by, as `safe_divide` has it."""
     kind = torch.finfo(den.dtype)
     return num / den.masked_fill(den.abs() < kind.tiny / kind.eps, math.inf)

@@ -22,7 +22,7 @@ def supports(q: Tensor, v: Tensor) -> bool:
 def forward(
     inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `linear_chunked.forward` and `packed.forward` do."""
+    """Compute what `chunked.forward` and `packed.forward` do."""
     problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
     outputs = packed.like_outputs(inputs, cu_seqlens, normalize)
     o, kv, k_sum, divisor = map(address, outputs)
@@ -40,7 +40,7 @@ def backward(
     causal: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `linear_chunked.backward` and `packed.backward` do."""
+    """Compute what `chunked.backward` and `packed.backward` do."""
     problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
     grad_o, grad_kv, grad_k_sum = readable(grad_o), grad_kv.contiguous(), grad_k_sum.contiguous()
     d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum = packed.like_gradients(grad_kv, grad_k_sum, inputs)

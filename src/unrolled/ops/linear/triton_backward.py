@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # The bodies below are Triton's language, not Python: no type checker knows it.
-"""Triton kernels of the gradients of linear attention, by the phases of `linear_triton`:
+"""Triton kernels of the gradients of linear attention, by the phases of `triton.py`:
 
 5. `divisor_gradients`, then `query_gradients`.
 7. `key_gradients`, `value_gradients` and `gate_gradients`, from the gradients of the states.
