@@ -191,9 +191,9 @@ def test_a_given_runtime_is_held_to_its_hashes(runtime):
     ("arguments", "message"),
     [
         (["{run}", "out", "--web", "--int8"], "--int8 is not for --web"),
-        (["{run}", "out", "--webgpu"], "wanted --web with them"),
-        (["{run}", "{run}", "out"], "2 runs were given, wanted one"),
-        (["{run}", "{run}", "out", "--web"], "have one name"),
+        (["{run}", "out", "--webgpu"], "--webgpu and --runtime require --web"),
+        (["{run}", "{run}", "out"], "2 runs were given, but must be one without --web"),
+        (["{run}", "{run}", "out", "--web"], "have the same name"),
         (["nowhere", "out", "--web"], "it has no vocabulary.json"),
     ],
 )
@@ -232,7 +232,7 @@ def test_what_is_in_a_run_is_checked_before_a_page_is_written(run, tmp_path):
     def vocabulary(text: str):
         return lambda copy: (copy / "vocabulary.json").write_text(text)
 
-    assert "holds a model of the kind 'encoder', which predicts no tokens" in refused(classifier)
+    assert "holds a model of the kind 'encoder', which does not predict tokens" in refused(classifier)
     assert "vocabulary.json has 2 ids" in refused(vocabulary('{"kind": "text", "characters": ["a", "b"]}'))
     assert "vocabulary.json is damaged" in refused(vocabulary("{"))
     (tmp_path / "list").mkdir()
@@ -307,7 +307,7 @@ def test_the_demo_trains_what_it_can_and_says_what_it_cannot(runtime, tmp_path, 
         ["demo", "--web", "--no-serve", "--steps", "10", "--out", str(out), "--runtime", str(runtime)],
     )
     assert result.exit_code == 0, result.output
-    assert "the page goes without text" in result.output
+    assert "the page will have no text models" in result.output
     assert written["out"] == out / "page"
     assert written["runtime"] == runtime
     trained = {name: Decoder.load(run).config.attention for name, run in written["runs"].items()}

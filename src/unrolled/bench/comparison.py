@@ -147,7 +147,7 @@ def _layer(name: str, settings: Settings) -> nn.Module:
                 settings.d_model, settings.n_heads, causal=settings.causal, **options
             )
         except TypeError as error:
-            raise ValueError(f"the options of {name} do not fit: {error}") from error
+            raise ValueError(f"invalid options for {name}: {error}") from error
         std = settings.spread / settings.d_model**0.5
         for projection in (layer.get_submodule("qkv_proj"), layer.get_submodule("out_proj")):
             nn.init.normal_(projection.weight, std=std)  # type: ignore[arg-type]
