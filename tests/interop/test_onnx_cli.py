@@ -46,7 +46,7 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
     run_dir, out = folders
     for arguments, sentence in (
         (("generate", out), "is a folder of unrolled export: run it with --engine onnx"),
-        (("generate", run_dir, "--engine", "onnx"), "is no folder of unrolled export"),
+        (("generate", run_dir, "--engine", "onnx"), "is not a folder of unrolled export"),
         (("generate", run_dir, "--graph", "int8"), "--graph is int8, but requires --engine onnx"),
         (("generate", out, "--engine", "onnx", "--graph", "int8"), "export again with --int8"),
         (("generate", out, "--engine", "onnx", "--device", "cuda"), "runs on the CPU"),
@@ -57,7 +57,7 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
         ),
         (("generate", run_dir, "--prompt", "a" * 31), "too many for the 30 learned positions of the model"),
         (("export", out, tmp_path / "x"), "is not a model's folder"),
-        (("export", run_dir, tmp_path / "x", "--opset", 3), "20 to 25 can be written"),
+        (("export", run_dir, tmp_path / "x", "--opset", 3), "must be from 20 to 25"),
     ):
         code, _, errors = run(*arguments)
         assert code == 2

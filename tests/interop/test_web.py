@@ -155,10 +155,10 @@ def test_a_damaged_cache_is_fetched_again(monkeypatch):
 
 def test_another_package_is_refused(monkeypatch):
     fake_npm(monkeypatch, FILES | {WASM[1]: b"something else"})
-    with pytest.raises(ValueError, match=r"as npm brought it, is not that of onnxruntime-web 1\.30\.0"):
+    with pytest.raises(ValueError, match=r"from npm is not the file of onnxruntime-web 1\.30\.0"):
         web.runtime_files()
     fake_npm(monkeypatch, {})
-    with pytest.raises(ValueError, match="as npm brought it"):
+    with pytest.raises(ValueError, match="from npm is not"):
         web.runtime_files()
 
 
@@ -178,7 +178,7 @@ def test_no_npm_and_no_network_are_one_sentence(monkeypatch):
 
 def test_a_given_runtime_is_held_to_its_hashes(runtime):
     (runtime / WASM[0]).write_bytes(b"another version")
-    with pytest.raises(ValueError, match=r"is not that of onnxruntime-web 1\.30\.0: its SHA-256 differs"):
+    with pytest.raises(ValueError, match=r"is not the file of onnxruntime-web 1\.30\.0: its SHA-256 differs"):
         web.runtime_files(runtime)
     (runtime / WASM[0]).unlink()
     with pytest.raises(
@@ -204,15 +204,15 @@ def test_wrong_arguments_are_one_sentence(run, arguments, message):
 
 
 def test_names_and_vocabularies_are_checked(run, tmp_path):
-    with pytest.raises(ValueError, match="wanted the folder of at least one run"):
+    with pytest.raises(ValueError, match="must have the folder of at least one run"):
         web.write_site({}, tmp_path / "page")
     for name in ("", "../up", ".hidden", "a/b"):
-        with pytest.raises(ValueError, match="wanted a plain file name"):
+        with pytest.raises(ValueError, match="must be a plain file name"):
             web.write_site({name: run}, tmp_path / "page")
     pieces = tmp_path / "pieces"
     pieces.mkdir()
     (pieces / "vocabulary.json").write_text('{"kind": "bpe"}')
-    with pytest.raises(ValueError, match="kind 'bpe', wanted 'text', 'image' or 'ids'"):
+    with pytest.raises(ValueError, match="kind 'bpe', but must have 'text', 'image' or 'ids'"):
         web.write_site({"pieces": pieces}, tmp_path / "page")
 
 

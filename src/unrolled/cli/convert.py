@@ -37,7 +37,7 @@ def convert(
 
     import_module("transformers.utils.logging").disable_progress_bar()
     if out.resolve() == source.resolve():
-        raise ValueError(f"the output folder is {out}, but must not be the model's own folder")
+        raise ValueError(f"{out} is the model's own folder, but must be another one")
     model, to_ours = _read(source), hf.is_saved_by_transformers(source)
     converted = model if to_ours else hf.to_transformers(model)
     vocabulary = Vocabulary.load(source) if FILE_NAME in model.documents else None
