@@ -190,7 +190,7 @@ def test_a_given_runtime_is_held_to_its_hashes(runtime):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{run}", "out", "--web", "--int8"], "--int8 is not for --web"),
+        (["{run}", "out", "--web", "--int8"], "--int8 cannot be used with --web"),
         (["{run}", "out", "--webgpu"], "--webgpu and --runtime require --web"),
         (["{run}", "{run}", "out"], "2 runs were given, but must be one without --web"),
         (["{run}", "{run}", "out", "--web"], "have the same name"),

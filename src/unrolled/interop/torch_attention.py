@@ -237,7 +237,7 @@ class MultiheadAttention(nn.Module):
         mechanism, (B, T, S) = self.mechanism, sizes
         further = (self.bias_k is not None) + self.add_zero_attn
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal is True, but attn_mask must be given too, as in torch")
+            raise ValueError("is_causal is True without attn_mask, but both must be given, as in torch")
         if is_causal and mechanism.causal:
             attn_mask = None
         if is_causal and attn_mask is not None and not mechanism.supports.attn_mask:

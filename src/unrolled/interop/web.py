@@ -171,7 +171,7 @@ def _fetch(wanted: Mapping[str, Path]) -> None:
     )
     npm = shutil.which("npm")
     if npm is None:
-        raise ValueError(f"the page needs {PACKAGE} {VERSION}, but npm is missing: {otherwise}")
+        raise ValueError(f"the page needs {PACKAGE} {VERSION}, but there is no npm to fetch it: {otherwise}")
     with tempfile.TemporaryDirectory() as name:
         command = [npm, "pack", f"{PACKAGE}@{VERSION}", "--pack-destination", name]
         try:
