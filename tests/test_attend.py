@@ -151,7 +151,7 @@ def test_a_story_of_ones_own_comes_from_options_or_a_file(stories, tmp_path, mon
     np.testing.assert_array_equal(given[0][1], given[1][1])
     assert "the words robert are not among" in error("attend", folder, "--text", "Robert", "--text", "John?")
     assert "must have at least 2: sentences" in error("attend", folder, "--text", "John?")
-    assert "--example is 2, but there are 2, counted from 0" in error("attend", folder, "--example", 2)
+    assert "--example is 2, but must be at most 1" in error("attend", folder, "--example", 2)
 
 
 def test_the_heads_of_a_turing_machine_are_drawn(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_the_heads_of_a_turing_machine_are_drawn(tmp_path, monkeypatch):
     trace = model.trace(batch.inputs)
     np.testing.assert_allclose(panels["read head"], trace.read[0, :, 0].detach().numpy(), rtol=1e-5)
     np.testing.assert_allclose(panels["write head"], trace.write[0, :, 0].detach().numpy(), rtol=1e-5)
-    assert "reads no text" in error("attend", folder, "--text", "word")
+    assert "does not read text" in error("attend", folder, "--text", "word")
 
 
 def test_a_translation_is_printed_and_drawn(tmp_path, monkeypatch):

@@ -142,10 +142,10 @@ def test_list_draws_what_a_mechanism_reads(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
     assert "try a larger --length" in works("list", "--draw", "window", "--causal", "--out", file).stderr
     assert "linear attention reads no fixed pattern" in error("list", "--draw", "linear")
-    assert "the options of window do not fit" in error("list", "--draw", "window", "--set", "size=4")
-    assert "the options of window do not fit" in error("list", "--draw", "window", "--set", "causal=true")
-    assert "name its mechanism with --draw" in error("list", "--set", "window=4")
-    assert "name its mechanism with --draw" in error("list", "--cells", "--length", 64)
+    assert "invalid options for window" in error("list", "--draw", "window", "--set", "size=4")
+    assert "invalid options for window" in error("list", "--draw", "window", "--set", "causal=true")
+    assert "--force require --draw" in error("list", "--set", "window=4")
+    assert "--force require --draw" in error("list", "--cells", "--length", 64)
     assert "window is 3, but must be even" in error("list", "--draw", "window", "--set", "window=3")
 
 
@@ -162,7 +162,9 @@ def test_a_model_of_labels_draws_nothing(tmp_path: Path) -> None:
     config = PerceiverConfig(vocab_size=5, n_classes=2, d_model=16, n_layers=1, n_heads=2)
     Perceiver(config).save(tmp_path)
     (tmp_path / "vocabulary.json").write_text('{"kind": "ids"}')
-    assert "holds a model of kind 'perceiver', which predicts no tokens" in error("generate", tmp_path)
+    assert "holds a model of the kind 'perceiver', which does not predict tokens" in error(
+        "generate", tmp_path
+    )
     assert "parameters" in works("info", tmp_path).stdout
 
 

@@ -94,17 +94,21 @@ def test_no_run_of_tokens_comes_twice_when_told_so(trained: Path, monkeypatch: p
 
 
 def test_wrong_requests_to_translate_get_one_sentence(trained: Path, digits: Path, tmp_path: Path) -> None:
-    assert error("translate", trained, "a dog", " ") == "sentence 2 is empty: there is nothing to translate"
     assert (
-        error("translate", trained)
-        == "there is no sentence: give some after the folder, or on the standard input"
+        error("translate", trained, "a dog", " ")
+        == "sentence 2 is empty, but must have something to translate"
+    )
+    assert (
+        error("translate", trained) == "there are no sentences: pass them as arguments or on standard input"
     )
     assert "beam_size is 0, but must be" in error("translate", trained, "a dog", "--beam-size", 0)
     assert (
-        f"{digits} holds a model of kind 'decoder', which translates nothing, but must hold one of encoder_decoder"
+        f"{digits} holds a model of the kind 'decoder', which does not translate; the kind must be one of encoder_decoder"
         in error("translate", digits, "a dog")
     )
-    assert "holds a model of kind 'encoder_decoder', which predicts no tokens" in error("generate", trained)
+    assert "holds a model of the kind 'encoder_decoder', which does not predict tokens" in error(
+        "generate", trained
+    )
     spoiled = Path(shutil.copytree(trained, tmp_path / "spoiled"))
     for content in ({"kind": "bpe"}, {"kind": "bpe", "pieces": "{"}):
         (spoiled / "vocabulary.json").write_text(json.dumps(content))

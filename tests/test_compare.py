@@ -72,8 +72,8 @@ def test_the_command_writes_a_report(tmp_path):
     [
         (["nope"], "attention is 'nope', but must be one of"),
         (["linear", "--against", "luong"], "attention is 'luong', but must be one of"),
-        (["linear", "--set", "linear.nope=1"], "the options of linear do not fit"),
-        (["linear", "--set", "softmax=1"], "wanted NAME.KEY=VALUE"),
+        (["linear", "--set", "linear.nope=1"], "invalid options for linear"),
+        (["linear", "--set", "softmax=1"], "must be NAME.KEY=VALUE"),
         (["linear", "--set", "performer.seed=1"], "options are given for performer"),
         (["linear", "--lengths", "0"], "--lengths is '0', but must be positive integers"),
         (["linear", "--n-heads", "7"], "must be a multiple of n_heads = 7"),

@@ -66,13 +66,13 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
         (["nothing"], "there is no case 'nothing'; the cases are linear-forward, "),
         (
             ["step", "--lengths", "ten"],
-            "--lengths is 'ten', but must be positive integers with commas, as in 256,1024",
+            "--lengths is 'ten', but must be positive integers separated by commas, as in 256,1024",
         ),
         (["step", "--lengths", "0,5"], "--lengths is '0,5', but must be positive"),
         (["step", "--lengths", ","], "--lengths is ',', but must be positive"),
         (
             ["step", "--device", "meta"],
-            "--device is meta, but tensors there hold no values",
+            "--device is meta, but must be a device whose tensors hold values",
         ),
         (["step", "--device", "nowhere"], "--device nowhere cannot be used here"),
     ],

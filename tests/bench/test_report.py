@@ -114,7 +114,7 @@ def test_what_a_call_costs_does_not_hide_the_exponent():
 
 @pytest.mark.parametrize(("sizes", "costs"), [([256], [1.0]), ([256, 512], [0, 1.0])])
 def test_an_exponent_needs_two_points_that_are_positive(sizes, costs):
-    with pytest.raises(ValueError, match="wanted two or more that are positive"):
+    with pytest.raises(ValueError, match="but must be two or more that are positive"):
         exponent(sizes, costs)
 
 

@@ -38,9 +38,9 @@ def test_the_package_is_the_model(tmp_path):
     torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
     greedy = {"temperature": 0, "max_new_tokens": 10}
     assert torch.equal(generate(found, [[1, 2]], **greedy)[0], generate(made, [[1, 2]], **greedy)[0])
-    with pytest.raises(ValueError, match="reaches length 33, wanted at most 32"):
+    with pytest.raises(ValueError, match="length is 33, but must be at most 32"):
         generate(found, [[1, 2]], 40)
     content = (tmp_path / PACKAGE).read_bytes()
     (tmp_path / PACKAGE).write_bytes(content[:-1])
-    with pytest.raises(ValueError, match="the file is cut short"):
+    with pytest.raises(ValueError, match="bytes, but must have"):
         load_aot(tmp_path)

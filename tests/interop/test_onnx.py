@@ -206,15 +206,15 @@ def test_a_graph_that_computes_something_else_is_noticed(pair):
 
 @pytest.mark.parametrize("opset", [19, 26])
 def test_an_opset_that_cannot_be_written(opset, tmp_path):
-    with pytest.raises(UnsupportedError, match=f"opset is {opset}, but 20 to 25"):
+    with pytest.raises(UnsupportedError, match=f"opset is {opset}, but must be from 20 to 25"):
         export(make("linear"), tmp_path, opset=opset)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_exported(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"float16, but graphs are float32"):
+    with pytest.raises(UnsupportedError, match=r"float16, but must be float32"):
         export(make("linear").half(), tmp_path)
-    with pytest.raises(UnsupportedError, match="wanted one place per token along one axis; softmax"):
+    with pytest.raises(UnsupportedError, match="but must grow by one per token along one axis; softmax"):
         export(make("long_short"), tmp_path)
     with pytest.raises(ValueError, match="sampling has"):
         export(make("linear"), tmp_path, sampling={"temprature": 1})
@@ -285,7 +285,7 @@ def test_what_is_wrong_with_a_folder_is_said(folder, tmp_path):
 
     for name, change, sentence in (
         ("plain.onnx", flip, "its SHA-256 differs"),
-        ("plain.onnx", cut, "the file is cut short"),
+        ("plain.onnx", cut, "bytes, but must have"),
         ("plain.onnx", Path.unlink, "cannot be read: No such file"),
         ("vocabulary.json", flip, "its SHA-256 differs"),
         ("manifest.json", cut, "is damaged"),
@@ -293,7 +293,7 @@ def test_what_is_wrong_with_a_folder_is_said(folder, tmp_path):
         ("manifest.json", say(lambda values: values["sampling"].update(top_k=5)), "was changed after"),
         ("manifest.json", say(lambda values: values["state"][0].update(fill=None)), "was changed after"),
         ("manifest.json", say(lambda values: values.pop("sha256")), "was changed after"),
-        ("manifest.json", Path.unlink, "is no folder of unrolled export"),
+        ("manifest.json", Path.unlink, "is not a folder of unrolled export"),
         ("manifest.json", lambda path: path.write_text("[]"), "is damaged"),
         ("manifest.json", lambda path: path.write_text('{"format": "x", "version": 2}'), "has the format"),
     ):
@@ -310,11 +310,11 @@ def test_a_state_of_another_model_is_refused(folder, pair):
     found, other = load(folder), load(pair[1])
     with pytest.raises(ValueError, match="of another model"):
         found.step(tokens(2), other.init_state(2))
-    with pytest.raises(ValueError, match=r"the state .* is torch.* but this model and batch want"):
+    with pytest.raises(ValueError, match=r"state .* is torch.* but must be torch"):
         found.step(tokens(2), found.init_state(3))
     with pytest.raises(ValueError, match="holds ids from"):
         found.step(torch.tensor([VOCABULARY]), found.init_state(1))
-    with pytest.raises(ValueError, match="wanted at least one token"):
+    with pytest.raises(ValueError, match="must have at least one token"):
         found.prefill(tokens(2, 0), found.init_state(2))
 
 

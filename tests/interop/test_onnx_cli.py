@@ -46,18 +46,18 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
     run_dir, out = folders
     for arguments, sentence in (
         (("generate", out), "is a folder of unrolled export: run it with --engine onnx"),
-        (("generate", run_dir, "--engine", "onnx"), "is no folder of unrolled export"),
-        (("generate", run_dir, "--graph", "int8"), "a graph is run by --engine onnx only"),
+        (("generate", run_dir, "--engine", "onnx"), "is not a folder of unrolled export"),
+        (("generate", run_dir, "--graph", "int8"), "--graph is int8, but requires --engine onnx"),
         (("generate", out, "--engine", "onnx", "--graph", "int8"), "export again with --int8"),
         (("generate", out, "--engine", "onnx", "--device", "cuda"), "runs on the CPU"),
         (("generate", out, "--engine", "onnx", "--tokens", 40), "30 learned positions"),
         (
             ("generate", out, "--engine", "onnx", "--prompt", "a" * 31),
-            "--prompt is too long: it has 31 tokens",
+            "--prompt has 31 tokens, too many",
         ),
-        (("generate", run_dir, "--prompt", "a" * 31), "the model 30 learned positions"),
+        (("generate", run_dir, "--prompt", "a" * 31), "too many for the 30 learned positions of the model"),
         (("export", out, tmp_path / "x"), "is not a model's folder"),
-        (("export", run_dir, tmp_path / "x", "--opset", 3), "20 to 25 can be written"),
+        (("export", run_dir, tmp_path / "x", "--opset", 3), "must be from 20 to 25"),
     ):
         code, _, errors = run(*arguments)
         assert code == 2

@@ -85,7 +85,7 @@ def different():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: nn.Linear(2, 2), ValueError, "encoder is a Linear, wanted a torch.nn.TransformerEncoder"),
+        (lambda: nn.Linear(2, 2), ValueError, "encoder is a Linear, but must be a torch.nn.TransformerEncoder"),
         (lambda: nn.TransformerEncoder(Strange(8, 2), 1, enable_nested_tensor=False), UnsupportedError, "layers of another type"),
         (different, UnsupportedError, "layers that differ"),
         (lambda: encoder(activation=nn.functional.silu), UnsupportedError, "the activation <function silu"),
@@ -254,11 +254,11 @@ def test_every_mechanism_computes_what_its_own_module_does_or_is_refused(name):
         (lambda: linear(is_causal=True), ValueError, "without attn_mask"),
         (lambda: linear(attention="performer"), UnsupportedError, "use need_weights=False"),
         (lambda: linear(key_padding_mask=torch.ones(5, 2)), UnsupportedError, "other numbers than 0 and -inf"),
-        (lambda: linear(key_padding_mask=torch.zeros(2, 5).long()), ValueError, "key_padding_mask is torch.int64, wanted torch.bool"),
-        (lambda: linear(attention="softmax", attn_mask=torch.zeros(5, 5, 5)), ValueError, r"attn_mask has the shape \[5, 5, 5\], wanted \[8, 5, 5\] or \[5, 5\]"),
-        (lambda: linear(value=torch.zeros(4, 2, 16)), ValueError, "value has the length 4, wanted key's, 5"),
-        (lambda: linear(value=torch.zeros(5, 2, 15)), ValueError, "value has the batch size 2 and the width 15"),
-        (lambda: linear(value=torch.zeros(5, 16)), ValueError, "found an input of 2 axes"),
+        (lambda: linear(key_padding_mask=torch.zeros(2, 5).long()), ValueError, "key_padding_mask is torch.int64, but must be bool"),
+        (lambda: linear(attention="softmax", attn_mask=torch.zeros(5, 5, 5)), ValueError, r"attn_mask has shape \[5, 5, 5\], but must have \[8, 5, 5\] or \[5, 5\]"),
+        (lambda: linear(value=torch.zeros(4, 2, 16)), ValueError, "value has length 4, but must have key's, 5"),
+        (lambda: linear(value=torch.zeros(5, 2, 15)), ValueError, "value has batch size 2 and width 15"),
+        (lambda: linear(value=torch.zeros(5, 16)), ValueError, "an input has 2 axes"),
         (lambda: linear(attention="longformer", key=torch.zeros(5, 2, 16)), UnsupportedError, "longformer attention cannot honour a key"),
     ],
 )  # fmt: skip

@@ -155,10 +155,10 @@ def test_a_damaged_cache_is_fetched_again(monkeypatch):
 
 def test_another_package_is_refused(monkeypatch):
     fake_npm(monkeypatch, FILES | {WASM[1]: b"something else"})
-    with pytest.raises(ValueError, match=r"as npm brought it, is not that of onnxruntime-web 1\.30\.0"):
+    with pytest.raises(ValueError, match=r"from npm is not the file of onnxruntime-web 1\.30\.0"):
         web.runtime_files()
     fake_npm(monkeypatch, {})
-    with pytest.raises(ValueError, match="as npm brought it"):
+    with pytest.raises(ValueError, match="from npm is not"):
         web.runtime_files()
 
 
@@ -178,7 +178,7 @@ def test_no_npm_and_no_network_are_one_sentence(monkeypatch):
 
 def test_a_given_runtime_is_held_to_its_hashes(runtime):
     (runtime / WASM[0]).write_bytes(b"another version")
-    with pytest.raises(ValueError, match=r"is not that of onnxruntime-web 1\.30\.0: its SHA-256 differs"):
+    with pytest.raises(ValueError, match=r"is not the file of onnxruntime-web 1\.30\.0: its SHA-256 differs"):
         web.runtime_files(runtime)
     (runtime / WASM[0]).unlink()
     with pytest.raises(
@@ -190,10 +190,10 @@ def test_a_given_runtime_is_held_to_its_hashes(runtime):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{run}", "out", "--web", "--int8"], "--int8 is not for --web"),
-        (["{run}", "out", "--webgpu"], "wanted --web with them"),
-        (["{run}", "{run}", "out"], "2 runs were given, wanted one"),
-        (["{run}", "{run}", "out", "--web"], "have one name"),
+        (["{run}", "out", "--web", "--int8"], "--int8 cannot be used with --web"),
+        (["{run}", "out", "--webgpu"], "--webgpu and --runtime require --web"),
+        (["{run}", "{run}", "out"], "2 runs were given, but must be one without --web"),
+        (["{run}", "{run}", "out", "--web"], "have the same name"),
         (["nowhere", "out", "--web"], "it has no vocabulary.json"),
     ],
 )
@@ -204,15 +204,15 @@ def test_wrong_arguments_are_one_sentence(run, arguments, message):
 
 
 def test_names_and_vocabularies_are_checked(run, tmp_path):
-    with pytest.raises(ValueError, match="wanted the folder of at least one run"):
+    with pytest.raises(ValueError, match="must have the folder of at least one run"):
         web.write_site({}, tmp_path / "page")
     for name in ("", "../up", ".hidden", "a/b"):
-        with pytest.raises(ValueError, match="wanted a plain file name"):
+        with pytest.raises(ValueError, match="must be a plain file name"):
             web.write_site({name: run}, tmp_path / "page")
     pieces = tmp_path / "pieces"
     pieces.mkdir()
     (pieces / "vocabulary.json").write_text('{"kind": "bpe"}')
-    with pytest.raises(ValueError, match="kind 'bpe', wanted 'text', 'image' or 'ids'"):
+    with pytest.raises(ValueError, match="kind 'bpe', but must have 'text', 'image' or 'ids'"):
         web.write_site({"pieces": pieces}, tmp_path / "page")
 
 
@@ -232,7 +232,7 @@ def test_what_is_in_a_run_is_checked_before_a_page_is_written(run, tmp_path):
     def vocabulary(text: str):
         return lambda copy: (copy / "vocabulary.json").write_text(text)
 
-    assert "holds a model of kind 'encoder', which predicts no tokens" in refused(classifier)
+    assert "holds a model of the kind 'encoder', which does not predict tokens" in refused(classifier)
     assert "vocabulary.json has 2 ids" in refused(vocabulary('{"kind": "text", "characters": ["a", "b"]}'))
     assert "vocabulary.json is damaged" in refused(vocabulary("{"))
     (tmp_path / "list").mkdir()
@@ -307,7 +307,7 @@ def test_the_demo_trains_what_it_can_and_says_what_it_cannot(runtime, tmp_path, 
         ["demo", "--web", "--no-serve", "--steps", "10", "--out", str(out), "--runtime", str(runtime)],
     )
     assert result.exit_code == 0, result.output
-    assert "the page goes without text" in result.output
+    assert "the page will have no text models" in result.output
     assert written["out"] == out / "page"
     assert written["runtime"] == runtime
     trained = {name: Decoder.load(run).config.attention for name, run in written["runs"].items()}

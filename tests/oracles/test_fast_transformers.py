@@ -98,7 +98,7 @@ def random_features():
 @pytest.mark.parametrize(
     ("make", "causal", "error", "message"),
     [
-        (lambda: nn.Linear(2, 2), True, ValueError, "encoder is a Linear, wanted an encoder of fast_transformers"),
+        (lambda: nn.Linear(2, 2), True, ValueError, "encoder is a Linear, but must be an encoder of fast_transformers"),
         (lambda: encoder("linear"), True, ValueError, "causal is True, wanted False: encoder has LinearAttention"),
         (lambda: encoder("causal-linear"), False, ValueError, "wanted True: encoder has CausalLinearAttention"),
         (lambda: encoder("local", local_context=4), True, UnsupportedError, "encoder has LocalAttention, which has no counterpart"),

@@ -1,1 +1,1 @@
-"""Timing: cases, contenders that take turns in them, the limits of the machine, reports and plots."""
+"""Timing: cases, their interleaved contenders, the limits of the machine, reports and plots."""

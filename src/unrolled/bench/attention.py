@@ -1,4 +1,4 @@
-"""What cases of an attention function share: inputs of a real size, contenders from plain functions."""
+"""Shared by the cases of attention functions: realistic inputs, and contenders made from functions."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -80,7 +80,7 @@ def contender(
         gradients: whether the job is forward and backward.
         definition: see `Contender`.
         ours: see `Contender`.
-        heads_first: whether the function wants `[B,H,N,D]`.
+        heads_first: whether the function takes `[B,H,N,D]`.
         threads: see `Contender`.
         device: "cpu" or "cuda" where it runs on that only.
     """

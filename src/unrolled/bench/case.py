@@ -1,4 +1,4 @@
-"""What a benchmark is made of: cases, their problems, the definitions, and the contenders that are timed."""
+"""The parts of a benchmark: cases, their problems, the definitions, and the contenders to time."""
 
 import math
 import os
@@ -20,20 +20,20 @@ class MissingError(Exception):
 
 
 class NotMeasuredError(Exception):
-    """A contender is left out here on purpose; the message says why."""
+    """A contender is skipped on purpose; the message says why."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose.
+    """The user's settings.
 
     Attributes:
         device: where the operations run.
-        threads: CPU threads of every contender that does not bring its own number.
+        threads: CPU threads of every contender that does not set its own number.
         seconds: the budget of one case at one size, shared by its contenders.
         lengths: instead of the sizes of a case that are sequence lengths.
-        quick: tiny sizes, to see that everything works.
-        only: the contenders whose names have one of these words in them; all if there is none.
+        quick: tiny sizes, to test the benchmark.
+        only: the contenders whose names contain one of these words; all if empty.
     """
 
     device: str = "cpu"
@@ -46,16 +46,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Definition:
-    """The function that a contender has to compute: its results in fp64, and what they need.
+    """The function that a contender must compute: its results in fp64, and the work it needs.
 
     Attributes:
-        compute: the results, by a form that shares no code with any contender.
+        compute: the results, by code shared with no contender.
         names: of the results.
-        tolerance: the largest error of a right contender, as a part of the largest number of each result; or
+        tolerance: the largest error of a correct contender, relative to the largest number of each result; or
             a function that measures it.
         flops: additions, multiplications, divisions and exponentials that the function needs.
         nbytes: bytes that must be read and written once.
-        compared: takes from a contender's result what `compute` gives; all of it by default.
+        compared: selects the part of a contender's result that `compute` returns; all by default.
     """
 
     compute: Callable[[], Sequence[Tensor]]
@@ -72,7 +72,7 @@ class Definition:
 
     @cached_property
     def results(self) -> list[Tensor]:
-        """What `compute` gives, computed once and on all cores, since nobody times it."""
+        """The results of `compute`, computed once and on all cores, since it is not timed."""
         with torch.enable_grad(), cpu_threads(os.cpu_count()):
             return [x.detach().double() for x in self.compute()]
 
@@ -82,10 +82,10 @@ class Contender:
     """One way to do the job.
 
     Attributes:
-        name: what the tables call it.
-        prepare: imports, casts and copies what is not to be timed, and returns what is: a function of no
-            arguments that returns its results, in the order of the definition's. It raises `MissingError`,
-            `ImportError` or `NotMeasuredError` where it cannot run.
+        name: its name in the tables.
+        prepare: does the untimed set-up (imports, casts, copies) and returns the function to time, which
+            takes no arguments and returns its results in the definition's order. Raises `MissingError`,
+            `ImportError` or `NotMeasuredError` if it cannot run.
         definition: the name of what it computes, among the problem's definitions.
         ours: whether this project made it; all others are peers.
         threads: CPU threads, instead of those of the settings.
@@ -103,11 +103,11 @@ class Problem:
     """A case at one size.
 
     Attributes:
-        contenders: who is timed, in the order of the table.
+        contenders: what to time, in the order of the table.
         definitions: what they compute, by name.
-        steps: how often a run does the job; times, operations and bytes are told for one.
-        tokens: sequence positions that one job handles, where a reader wants tokens per second.
-        remark: from the medians by contender, a sentence for under the table, or nothing.
+        steps: how often a run does the job; times, operations and bytes are reported per job.
+        tokens: sequence positions per job, to report tokens per second.
+        remark: maps the medians by contender to a sentence below the table, or to an empty one.
     """
 
     contenders: Sequence[Contender]

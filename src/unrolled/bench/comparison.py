@@ -1,4 +1,4 @@
-"""What an attention mechanism is worth beside another: how far its output is off, its time and its memory."""
+"""Error, time and memory of an attention mechanism relative to another."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from unrolled.contract import UnsupportedError
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared.
+    """Settings of a comparison.
 
     Attributes:
-        against: the mechanism that the others are measured by.
+        against: the reference mechanism.
         d_model, n_heads, causal: of every layer.
         spread: standard deviation of the numbers in queries and keys: the sharper softmax is, the harder it
             is to approximate.
@@ -47,7 +47,7 @@ class Row:
             the same projections. None where the projections have other shapes.
         forward, training: median seconds without gradients, and with those of the input and all weights.
         memory: the most bytes that the tensors of a training pass take at once.
-        refused: why there is nothing of the above.
+        refused: why nothing was measured.
     """
 
     mechanism: str
@@ -147,7 +147,7 @@ def _layer(name: str, settings: Settings) -> nn.Module:
                 settings.d_model, settings.n_heads, causal=settings.causal, **options
             )
         except TypeError as error:
-            raise ValueError(f"the options of {name} do not fit: {error}") from error
+            raise ValueError(f"invalid options for {name}: {error}") from error
         std = settings.spread / settings.d_model**0.5
         for projection in (layer.get_submodule("qkv_proj"), layer.get_submodule("out_proj")):
             nn.init.normal_(projection.weight, std=std)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How many operations a function needs, whatever a program spends on it.
+"""How many operations a function needs, whatever an implementation spends.
 
 An operation is one addition, multiplication, division or exponential; a sum of n terms has n, as it starts
 from 0. Not counted: what a program computes twice to save memory, masked entries, the maximum that keeps a

@@ -1,4 +1,4 @@
-"""What the machine is, and how fast it could be: the limits that every figure is held against."""
+"""The machine and its limits, which every result is compared with."""
 
 import os
 import platform
@@ -84,7 +84,7 @@ def synchronized(run: Callable[[], object], device: str) -> Callable[[], object]
 
 
 def describe(settings: Settings) -> dict[str, Any]:
-    """Tell what a reader needs to compare: machine, versions, threads, date."""
+    """Return what a comparison needs: machine, versions, threads, date."""
     described = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "processor": _processor(),

@@ -1,4 +1,4 @@
-"""What one more token costs a decoder, against the position: time by running it, memory by counting it."""
+"""The cost of a token in a decoder by position: time measured, memory counted."""
 
 import gc
 import time
@@ -96,7 +96,7 @@ def stepping(model: Any, begin: Callable[[], Any] | None = None) -> Contender:
 
 
 def recomputing(model: Decoder) -> Contender:
-    """Decode one sequence by reading it all again for each token; the bytes are the peak of activations."""
+    """Decode one sequence by recomputing the prefix for each token; the bytes are the peak of activations."""
 
     def prepare(position: int) -> Task:
         tokens = random_tokens(model, position)
@@ -116,8 +116,8 @@ def cost_per_token(
 ) -> dict[str, list[Cost]]:
     """Measure each contender at each of its positions.
 
-    Every repeat visits all contenders at all positions in turn, so that a machine that is busy for a while
-    slows all of them down alike, and the median over the repeats forgets it.
+    Every repeat visits all contenders at all positions in turn, so that temporary load on the machine affects
+    all of them alike, and the median over the repeats discards it.
 
     Args:
         contenders: for each name, a way to decode and the positions to measure it at.
@@ -151,9 +151,9 @@ def take_turns(
     budget: float,
     on_run: Callable[[], object] = lambda: None,
 ) -> dict[Key, list[float]]:
-    """Time each of `runs` again and again, one after the other, so that a busy machine slows all down alike.
+    """Time `runs` interleaved, so that load on the machine affects all of them alike.
 
-    The garbage collector rests meanwhile.
+    The garbage collector is off meanwhile.
 
     Args:
         runs: what to time, by any key.
@@ -189,7 +189,7 @@ def take_turns(
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that exist at once, among those made by the operations inside.
 
-    What an operation holds only while it runs is not seen.
+    Temporary memory inside an operation is not counted.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Peak memory of a contender, in a process of its own: python -m unrolled.bench.memory QUESTION
+"""Peak memory of a contender, in a separate process: python -m unrolled.bench.memory QUESTION
 
-It is what the process held at most while the job ran, less what it held just before: inputs and weights are
-not counted, outputs are. On CUDA it is what torch allocated, likewise.
+It is the maximum memory of the process during the job, minus its memory just before: outputs are counted,
+inputs and weights are not. On CUDA, the same for the memory that torch allocated.
 """
 
 import gc

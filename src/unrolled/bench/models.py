@@ -239,7 +239,7 @@ CASES = [
     ),
     Case(
         "position",
-        "The same step, batch 1, after N tokens: linear attention beside softmax and its cache.",
+        "The same step, batch 1, after N tokens: linear attention against softmax with its cache.",
         "N",
         (100, 1000, 4000),
         (8, 16),
@@ -247,7 +247,7 @@ CASES = [
     ),
     Case(
         "training",
-        "The loss of one sequence and its gradient in the same decoder: linear attention beside softmax.",
+        "The loss of one sequence and its gradient in the same decoder: linear attention against softmax.",
         "N",
         (784, 4096),
         (16, 32),

@@ -1,6 +1,6 @@
-"""What others offer for causal linear attention. Each is imported only when it is asked for.
+"""Causal linear attention of other libraries, each imported only when used.
 
-A peer gets its inputs in the layout it likes best, copied before the clock starts.
+A peer gets its inputs in its preferred layout, copied before the clock starts.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def fla_naive() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[1] % 64:
-            raise NotMeasuredError(f"it wants a multiple of 64 tokens, not {q.shape[1]}")
+            raise NotMeasuredError(f"it needs a multiple of 64 tokens, not {q.shape[1]}")
         o: Tensor = naive_chunk_linear_attn(q, k, v, normalize=True)
         return o
 
@@ -89,7 +89,7 @@ def onnxruntime_linear(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Functio
     from onnx import TensorProto, helper
 
     if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 31):
-        raise MissingError(f"onnxruntime is {onnxruntime.__version__}, wanted 1.31 or newer")
+        raise MissingError(f"onnxruntime is {onnxruntime.__version__}, but must be 1.31 or newer")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     (B, N, H, D), M = q.shape, v.shape[-1]
     shapes = {

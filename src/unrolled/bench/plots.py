@@ -21,9 +21,9 @@ GAP = 1  # pixels of an image between two images of a sheet
 NAMES = {
     "linear": "linear",
     "softmax_cache": "softmax,\nKV cache",
-    "softmax_recompute": "softmax,\nprefix reread",
+    "softmax_recompute": "softmax,\nprefix recomputed",
 }
-"""What a reader is told of each contender of the measurement."""
+"""The label of each contender of the measurement."""
 
 
 class Theme(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a benchmark found: rows that are kept as JSON and told as Markdown."""
+"""The results of a benchmark: rows stored as JSON and reported as Markdown."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +22,15 @@ class Row:
         ours: whether this project made the contender.
         definition: the function that it computes.
         status, reason: whether it was measured, and if not, why.
-        error, tolerance: the largest relative error of its results against fp64, and what was allowed.
+        error, tolerance: the largest relative error of its results against fp64, and the tolerance.
         threads, runs: CPU threads, and how many timings there are.
         median, least, most: seconds of a job.
         best_peer: the median of the fastest contender that is not ours.
-        working: the part of the time that the machine gave to this process, while it timed all contenders.
-        tokens_per_second: where a job has tokens.
-        flops, share_of_flops: needed operations per second, and as a part of the machine's limit.
-        bandwidth, share_of_copying: needed bytes per second, and as a part of the rate of copying.
-        peak_bytes: the most memory at once.
+        working: the fraction of CPU time that this process got while it timed all contenders.
+        tokens_per_second: if a job has tokens.
+        flops, share_of_flops: needed operations per second, and as a fraction of the machine's limit.
+        bandwidth, share_of_copying: needed bytes per second, and as a fraction of the copying rate.
+        peak_bytes: peak memory.
     """
 
     contender: str
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All that one run of the benchmark found."""
+    """The results of one run of the benchmark."""
 
     machine: dict[str, Any]
     limits: dict[str, Any]
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def refused(self) -> list[Row]:
-        """The rows of contenders that were wrong or failed."""
+        """The rows of contenders that were incorrect or failed."""
         return [row for row in self.rows if row.status in ("wrong", "failed")]
 
     def to_json(self) -> str:
@@ -84,7 +84,7 @@ class Report:
 
 
 def markdown(report: Report, abouts: Mapping[str, tuple[str, str]]) -> str:
-    """Tell a report in Markdown; `abouts` has for each case what it asks and what its sizes are."""
+    """Return a report in Markdown; `abouts` has the description and the size axis of each case."""
     parts = ["# Benchmark", machine_text(report)]
     for case in dict.fromkeys(row.case for row in report.rows):
         parts.append(case_text(report, case, *abouts[case]))
@@ -92,7 +92,7 @@ def markdown(report: Report, abouts: Mapping[str, tuple[str, str]]) -> str:
 
 
 def machine_text(report: Report) -> str:
-    """Tell the machine, the versions and the machine's limits."""
+    """Describe the machine, the versions and the machine's limits."""
     machine, limits = report.machine, report.limits
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     peak = limits["flops"]
@@ -113,7 +113,7 @@ def machine_text(report: Report) -> str:
 
 
 def case_text(report: Report, case: str, about: str, axis: str) -> str:
-    """Tell one case: medians side by side, every row, and the remarks."""
+    """Report one case: medians side by side, every row, and the remarks."""
     rows = [row for row in report.rows if row.case == case]
     parts = [f"## {case}", about]
     if len({row.size for row in rows}) > 1 and any(row.median is not None for row in rows):
@@ -142,7 +142,7 @@ def _medians(rows: Sequence[Row], axis: str) -> str:
 
 
 def _growth(rows: Sequence[Row], name: str, cost: Callable[[Row], float | None]) -> str:
-    """Tell the exponent of a contender's cost, of the best that was seen."""
+    """Return the exponent of a contender's cost, fitted to its fastest runs."""
     found = [(row.size, cost(row)) for row in rows if row.contender == name]
     known = [(n, x) for n, x in found if x]
     if len(known) < 2:
@@ -174,7 +174,7 @@ COLUMNS: dict[str, Callable[[Row], str | None]] = {
 
 
 def _details(rows: Sequence[Row], axis: str) -> str:
-    """Tell every row, and why it has no time; a column that no row fills is left out."""
+    """Report every row, or why it has no time; empty columns are omitted."""
     columns = {name: tell for name, tell in COLUMNS.items() if any(tell(row) for row in rows)}
     lines: list[list[str]] = []
     without: dict[tuple[str, str], list[str]] = {}  # once for all sizes alike, below the others
@@ -191,6 +191,6 @@ def _details(rows: Sequence[Row], axis: str) -> str:
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Write a Markdown table with numbers to the right."""
+    """Return a Markdown table with right-aligned numbers."""
     rule = ["---" if name == "contender" else "---:" for name in header]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *lines])

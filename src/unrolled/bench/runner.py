@@ -1,4 +1,4 @@
-"""Runs a case: every contender is checked before anything is timed, and what is wrong gets no time."""
+"""Runs a case: every contender is checked before anything is timed; incorrect ones are not timed."""
 
 import math
 import time
@@ -34,7 +34,7 @@ def run_case(
 ) -> tuple[list[Row], list[str]]:
     """Check and measure a case at each of its sizes; return the rows and the remarks on them.
 
-    `tell` is called with what happens at the moment.
+    `tell` is called with the current activity.
     """
     rows, remarks = [], []
     for size in case.chosen_sizes(settings):
@@ -88,7 +88,7 @@ def _named(contender: Contender, words: Sequence[str]) -> bool:
 def _check(
     contender: Contender, problem: Problem, settings: Settings
 ) -> tuple[Row, Callable[[], object] | None]:
-    """Compare what a contender computes with its definition; return what to time if that is right."""
+    """Compare a contender with its definition; if it is correct, also return what to time."""
     definition = problem.definitions[contender.definition]
     row = Row(contender=contender.name, ours=contender.ours, definition=contender.definition)
     threads = contender.threads or settings.threads
@@ -102,7 +102,7 @@ def _check(
         return replace(row, status="missing", reason=_sentence(error)), None
     except NotMeasuredError as error:
         return replace(row, status="not measured", reason=_sentence(error)), None
-    except Exception as error:  # whatever a peer may raise, the others are still to be measured
+    except Exception as error:  # a peer may raise anything; measure the others anyway
         return replace(row, status="failed", reason=_sentence(error)), None
     largest, name = largest_error(found, definition)
     row = replace(row, error=largest, tolerance=definition.allowed)

@@ -1,4 +1,4 @@
-"""Quantities as a reader wants them: three digits and a unit."""
+"""Quantities with three digits and a unit."""
 
 
 def brief_time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Cases that compare linear attention with itself: in bf16, on two threads, in turn with torch's products."""
+"""Cases that compare linear attention with itself: bf16, two threads, alternating with torch's products."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

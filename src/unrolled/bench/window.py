@@ -1,4 +1,4 @@
-"""Cases of sliding-window softmax attention beside dense softmax attention, which reads everything."""
+"""Cases of sliding-window softmax attention against dense softmax attention."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The command line. Each command is a module here, which imports torch only once it runs."""
+"""The command line. Each command is a module here, and imports torch only when it runs."""
 
 import signal
 from typing import Annotated, Any
@@ -24,20 +24,20 @@ from unrolled.cli.translate import translate
 
 
 class _Commands(TyperGroup):
-    """Turns what can go wrong into one sentence on stderr and an exit code."""
+    """Turns errors into one sentence on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            number = getattr(error, "signal", signal.SIGINT)  # of a run that a signal has ended
+            number = getattr(error, "signal", signal.SIGINT)  # a signal ended the run
             by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
             typer.echo(f"interrupted{by}", err=True)
             raise typer.Exit(128 + number) from None
         except (typer.Exit, typer.Abort):
-            raise  # how typer itself ends, as after --help
+            raise  # normal exits of typer, such as --help
         except BrokenPipeError:
-            raise  # the reader has seen enough, as in `| head`; typer ends quietly
+            raise  # the reader closed the pipe, as in `| head`; typer exits quietly
         except (ValueError, ArithmeticError, RuntimeError, MemoryError, OSError, ImportError) as error:
             if ctx.params["debug"]:
                 raise
@@ -74,16 +74,16 @@ def options(
     """Attention you train as a transformer and run as an RNN.
 
     \b
-    See it at work, in a few minutes:
+    See it at work in a few minutes:
       unrolled demo
 
     \b
-    Train on the digits that come with scikit-learn, then draw some:
+    Train on the digits that come with scikit-learn, then generate some:
       unrolled train data.name=digits run_dir=runs/digits
       unrolled generate runs/digits --out digits.png
 
     \b
-    Train on a text of yours, then write more of it:
+    Train on your own text, then continue it:
       unrolled train data.name=text data.path=book.txt run_dir=runs/book
       unrolled generate runs/book --prompt "Once upon" --tokens 50
     """

@@ -1,18 +1,18 @@
-"""Where a command runs."""
+"""The device that a command runs on."""
 
 import torch
 
 
 def choose(name: str | None) -> torch.device:
-    """Return the named device, or without a name the first CUDA device, or the CPU.
+    """Return the named device; without a name, the first CUDA device or else the CPU.
 
     Raises:
-        ValueError: the device does not exist here.
+        ValueError: the device is not available.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("meta"):
-        raise ValueError(f"--device is {name}, but tensors there hold no values")
+        raise ValueError(f"--device is {name}, but must be a device whose tensors hold values")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA

@@ -1,4 +1,4 @@
-"""What the demo does with a model of digits: draw new ones, complete half-given ones, and say how it went."""
+"""The demo of a model of digits: generate new digits, complete partial ones, and describe the results."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ TEMPERATURE = 1.0
 def draw(
     model: Decoder, count: int, shape: tuple[int, int], seed: int, on_pixel: Callable[[], None]
 ) -> Tensor:
-    """Draw digits from the start symbol alone, all in one batch: uint8 [count, H, W]."""
+    """Generate digits from the start symbol alone, in one batch: uint8 [count, H, W]."""
     height, width = shape
     drawn = generate(
         model,
@@ -46,10 +46,10 @@ def complete(model: Decoder, originals: Tensor, rows_given: int, each: int, seed
 
 
 def describe_samples(samples: Tensor, dataset: DigitsDataset) -> dict[str, Any]:
-    """Say what samples [N, H, W] are, and how far they and real digits are from the training images.
+    """Describe samples [N, H, W], and how far they and real digits are from the training images.
 
-    The distance of an image is that from the training image nearest to it, a root mean square difference in
-    grey levels; both are medians.
+    The distance of an image is the root mean square difference in grey levels from the nearest training
+    image. Both distances are medians.
     """
     train = dataset.images("train").flatten(1).double()
 
@@ -71,7 +71,7 @@ def describe_samples(samples: Tensor, dataset: DigitsDataset) -> dict[str, Any]:
 
 
 def describe_training(run_dir: Path, config: TrainConfig, dataset: DigitsDataset) -> dict[str, Any]:
-    """Gather the losses of a run, in bits per pixel, and how it was made."""
+    """Collect the losses of a run, in bits per pixel, and its settings."""
     log = read_log(run_dir / "log.jsonl")
     train, val = (
         [(line["step"], line["loss"] / math.log(2)) for line in log if line["event"] == event]

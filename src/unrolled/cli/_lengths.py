@@ -1,11 +1,11 @@
-"""What the commands with `--lengths` share."""
+"""Parsing of `--lengths`."""
 
 
 def parse_lengths(text: str, least: int = 1) -> tuple[int, ...]:
-    """Return the lengths in a text such as "256,1024", ascending, each once; at least `least` of them.
+    """Return the distinct lengths in a text such as "256,1024", ascending; at least `least` of them.
 
     Raises:
-        ValueError: the text is another one.
+        ValueError: the text has another format, or fewer lengths.
     """
     try:
         found = tuple(sorted({int(word) for word in text.split(",")}))
@@ -13,5 +13,5 @@ def parse_lengths(text: str, least: int = 1) -> tuple[int, ...]:
         found = ()
     if len(found) < least or found[0] < 1:
         count = "two or more positive integers" if least == 2 else "positive integers"
-        raise ValueError(f"--lengths is {text!r}, but must be {count} with commas, as in 256,1024")
+        raise ValueError(f"--lengths is {text!r}, but must be {count} separated by commas, as in 256,1024")
     return found

@@ -1,4 +1,4 @@
-"""The model of a run's folder, for the commands that use it."""
+"""Loading the model of a run folder."""
 
 from pathlib import Path
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 from unrolled import data, models
 from unrolled.cli.run_config import JOBS
 
-CANNOT = {"tokens": "predicts no tokens", "translation": "translates nothing"}
+CANNOT = {"tokens": "does not predict tokens", "translation": "does not translate"}
 
 
 def load_for(task: data.Task, run_dir: Path) -> Any:
-    """Read a model that does a task, of any such kind.
+    """Load a model, which must be of a kind that can do the task.
 
     Raises:
-        ValueError: as `unrolled.models.load`, or the model does something else.
+        ValueError: as `unrolled.models.load`, or the model is for another task.
     """
     model = models.load(run_dir)
     if model.model_name not in JOBS[task].kinds:
         raise ValueError(
-            f"{run_dir} holds a model of kind {model.model_name!r}, which {CANNOT[task]}, but must hold one "
-            f"of {', '.join(JOBS[task].kinds)}"
+            f"{run_dir} holds a model of the kind {model.model_name!r}, which {CANNOT[task]}; "
+            f"the kind must be one of {', '.join(JOBS[task].kinds)}"
         )
     return model

@@ -1,4 +1,4 @@
-"""What the commands that write share: `--force`, and pictures that say which command made them."""
+"""Shared by the commands that write: `--force`, and pictures that record which command made them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,16 +8,16 @@ import typer
 
 Force = Annotated[
     bool,
-    typer.Option("--force", help="Write even where something else is; files of the same names are replaced."),
+    typer.Option("--force", help="Overwrite output that this command did not make."),
 ]
 
 
 DEMO = {"made_by": "unrolled demo"}
-"""What the checkpoints of the demo say of themselves."""
+"""The metadata of the demo's checkpoints."""
 
 
 def check_demo(out: Path, force: bool) -> None:
-    """Refuse a folder that is neither empty nor a demo's; see `check_folder`."""
+    """Reject a folder that is neither empty nor a demo's; see `check_folder`."""
     from unrolled.folders import check_folder
     from unrolled.training import read_metadata
 
@@ -31,18 +31,18 @@ def check_demo(out: Path, force: bool) -> None:
 
 
 def software(command: str) -> dict[str, str]:
-    """Return what a PNG file says of the program that made it, for matplotlib's `metadata`."""
+    """Return the PNG metadata that name the program, for matplotlib's `metadata`."""
     return {"Software": f"unrolled {command}"}
 
 
 def drawn_by(file: Path, command: str) -> Callable[[], bool]:
-    """Return a function that tells whether `file` is a picture of this command."""
+    """Return a function that checks whether `file` is a picture made by this command."""
     said = f"tEXtSoftware\0unrolled {command}".encode()
     return lambda: said in file.read_bytes()[:1000]
 
 
 def check_picture(file: Path, command: str, force: bool) -> None:
-    """Refuse a name without .png, and a file that is no picture of this command; see `check_file`."""
+    """Reject a name without .png, and a file that this command did not make; see `check_file`."""
     from unrolled.folders import check_file
 
     if file.suffix.lower() != ".png":
@@ -52,7 +52,7 @@ def check_picture(file: Path, command: str, force: bool) -> None:
 
 
 def is_report(file: Path, keys: set[str]) -> bool:
-    """Return whether a file is a JSON object with these keys, as the report of a command is."""
+    """Return whether a file is a JSON object with these keys, like a command's report."""
     import json
 
     try:

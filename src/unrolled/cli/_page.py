@@ -1,4 +1,4 @@
-"""Web pages: `unrolled export --web` writes one from runs; `unrolled demo --web` trains them first."""
+"""Web pages: `unrolled export --web` writes one from runs, `unrolled demo --web` trains the runs first."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,10 +11,10 @@ import typer
 from unrolled.cli._output import DEMO
 
 ADDRESS = "127.0.0.1"
-SAMPLING = {"temperature": 0.8}  # at 1 models as small as the demo's ramble
-# Without a gate, linear attention learns little of a text in so few steps.
+SAMPLING = {"temperature": 0.8}  # at 1, models this small ramble
+# Without gates, linear attention learns little from text in so few steps.
 TEXT_MODELS: dict[str, dict[str, Any]] = {
-    "gated_linear": {"positions": "none"},  # its gates tell how long ago a token was
+    "gated_linear": {"positions": "none"},  # its gates encode how long ago a token was
     "softmax": {"positions": "rotary"},
 }
 TEXT_SIZE: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 4}
@@ -25,17 +25,16 @@ TEXT_TRAIN: dict[str, Any] = {
     "eval_every": 200,
     "checkpoint_every": 100,
 }
-TEXT_LENGTH = 256  # as much as the page asks for at first: softmax derails beyond what it was trained on
+TEXT_LENGTH = 256  # the page's default: softmax degrades beyond the training length
 DIGITS = ("linear", "softmax")
 
 
 def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) -> None:
-    """Write a page of runs, each named by its folder; the options are those of `interop.web.write_site`.
+    """Write a page of runs, each named after its folder; the options are those of `interop.web.write_site`.
 
     Raises:
-        ValueError: `out` holds something else than a page of these runs and `force` is False, two folders
-            have one name, one holds a model of something else than tokens or another model's vocabulary, or
-            as `write_site`.
+        ValueError: `out` holds anything but a page of these runs and `force` is False, two folders have the
+            same name, a model does not predict tokens or has another model's vocabulary, or as `write_site`.
     """
     from unrolled.cli._models import load_for
     from unrolled.data._vocabulary import Vocabulary
@@ -46,14 +45,12 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
     for run in runs:
         name = run.resolve().name
         if name in named:
-            raise ValueError(
-                f"{named[name]} and {run} have one name, by which the page could not tell them apart"
-            )
+            raise ValueError(f"{named[name]} and {run} have the same name, but the page needs distinct names")
         Vocabulary.load(run).check(load_for("tokens", run).config.vocab_size)
         named[name] = run
     check_folder(out, "a page of these runs", lambda: is_page_of(out, named), force=force)
     write_site(named, out, **options)
-    typer.echo(f"The page: {out / 'index.html'}, to be served by any static server, such as")
+    typer.echo(f"The page: {out / 'index.html'}. Serve it with any static server, such as")
     typer.echo(f"  python -m http.server --bind {ADDRESS} --directory {out}")
 
 
@@ -67,10 +64,10 @@ def demo_page(
     resume: bool,
     runtime: Path | None,
 ) -> Path:
-    """Train small models of digits and of text, recurrent and softmax; write the page that runs them.
+    """Train small models of digits and text, recurrent and softmax, and write the page that runs them.
 
     Args:
-        out: the folder of the linear digits, as of the demo without a page, and of all else.
+        out: the folder of the linear model of digits, as in the demo without a page; the rest goes below it.
         digits: fields of the config of the models of digits.
         digits_train: settings of their training.
         steps, seed, resume: as for the demo.
@@ -82,7 +79,7 @@ def demo_page(
     from unrolled import data
     from unrolled.interop.web import runtime_files, write_site
 
-    runtime_files(runtime)  # refuses before the work rather than after it
+    runtime_files(runtime)  # fails before the training rather than after it
     train = partial(_train, steps=steps, seed=seed, resume=resume)
     runs = {f"digits-{name}": out if name == "linear" else out / f"digits-{name}" for name in DIGITS}
     dataset: Any = data.load("digits")
@@ -91,7 +88,7 @@ def demo_page(
     try:
         text: Any = data.load("text", path="tiny-shakespeare", length=TEXT_LENGTH)
     except ValueError as error:
-        typer.echo(f"the page goes without text: {error}", err=True)
+        typer.echo(f"the page will have no text models: {error}", err=True)
     else:
         for name, own in TEXT_MODELS.items():
             runs[f"text-{name}"] = out / f"text-{name}"
@@ -125,19 +122,19 @@ def _train(
 
 
 def make_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:
-    """Make a server of a folder that only this machine can reach; port 0 takes a free one."""
+    """Make a server of a folder on the loopback address; port 0 selects a free port."""
     return ThreadingHTTPServer((ADDRESS, port), partial(_Quiet, directory=str(folder)))
 
 
 def serve(folder: Path, port: int) -> None:
     """Serve a folder until Ctrl-C."""
     with make_server(folder, port) as server:
-        typer.echo(f"The page: http://{ADDRESS}:{server.server_port}/ (Ctrl-C ends it)")
+        typer.echo(f"The page: http://{ADDRESS}:{server.server_port}/ (stop with Ctrl-C)")
         server.serve_forever()
 
 
 class _Quiet(SimpleHTTPRequestHandler):
-    """Says nothing of requests, and does not ask the machine's own tables what a module is."""
+    """Does not log requests, and does not use the system's MIME types, which may be wrong for modules."""
 
     extensions_map = {  # noqa: RUF012
         **SimpleHTTPRequestHandler.extensions_map,
@@ -151,4 +148,4 @@ class _Quiet(SimpleHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""

@@ -23,23 +23,23 @@ def attend(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="A sentence to translate, or a line of a story, whose last is the question; repeat for more."
+            help="A sentence to translate, or a line of a story that ends with the question; repeatable."
         ),
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="The same from a file, a sentence on each line.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read --text from a file, one sentence per line.")] = None,
     example: Annotated[
-        int, typer.Option(min=0, help="Without a text: which test question, or validation example.")
+        int, typer.Option(min=0, help="Without --text: index of the test question or validation example.")
     ] = 0,
     out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("attention.png"),
-    beam_size: Annotated[int, typer.Option(min=1, help="Of the search for a translation.")] = 4,
-    data_dir: Annotated[Path | None, typer.Option(help="Where data files are kept.")] = None,
+    beam_size: Annotated[int, typer.Option(min=1, help="Beam size of the translation.")] = 4,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files.")] = None,
     force: Force = False,
 ) -> None:
     """Draw what a trained model attends to.
 
-    Of a translation: the weight of each word of the source, from left to right, for each word written, from
-    top to bottom. Of a memory network: what each hop reads of a story. Of a Neural Turing Machine: where its
-    heads were at each step.
+    For a translation model: the weight of each source word (columns) for each generated word (rows). For a
+    memory network: what each hop reads from the story. For a Neural Turing Machine: where its heads are at
+    each step.
 
     \b
     Examples:
@@ -61,7 +61,7 @@ def attend(
     lines = list(text or []) + (_lines(file) if file is not None else [])
     model: Any = models.load(run_dir).eval()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box
         figure = _figure(model, run_dir, lines, example, beam_size, data_dir)
         picture = plots.png(figure, software("attend"))
     write_file(out, picture)
@@ -77,22 +77,22 @@ def _figure(
         return _story(model, run_dir, lines, example, data_dir)
     if hasattr(model, "trace"):
         if lines:
-            raise ValueError(f"{run_dir} holds a model that reads no text: choose what it reads by --example")
+            raise ValueError(f"{run_dir} holds a model that does not read text; use --example")
         return _trace(model, run_dir, example, data_dir)
     if hasattr(model, "attend"):
         return _translations(model, run_dir, lines, beam_size)
     raise ValueError(
         f"{run_dir} holds a model of the kind {model.model_name!r}, whose attention cannot be drawn; "
-        "translation models, memory networks and Neural Turing Machines can"
+        "use a translation model, a memory network or a Neural Turing Machine"
     )
 
 
 def alignment(
     model: Any, vocabulary: "Vocabulary", sentence: str, *, beam_size: int = 4, stop: int | None = 0
 ) -> "Alignment":
-    """Translate a sentence and return how its words align: those of the source, and those written.
+    """Translate a sentence and return the alignment between its words and those of the translation.
 
-    Words in several pieces count as one: what a word's pieces get is added up, what they give is averaged.
+    The pieces of a word are merged: weights are summed over source pieces and averaged over target pieces.
 
     Raises:
         ValueError: the sentence is empty.
@@ -104,7 +104,7 @@ def alignment(
 
     source = vocabulary.encode(sentence)
     if not sentence.strip():
-        raise ValueError("--text is empty, wanted a sentence to translate")
+        raise ValueError("--text is empty, but must be a sentence to translate")
     (target,) = translate(model, [source], beam_size=beam_size, stop=stop)
     read = torch.cat([torch.tensor([model.config.vocab_size]), target[:-1]])
     with torch.inference_mode():
@@ -117,7 +117,7 @@ def alignment(
 
 
 def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tuple[list[str], "Tensor"]:
-    """Return the words that pieces spell, the end symbol among them, and the word of each piece."""
+    """Return the words of the pieces, including the end symbol, and the word index of each piece."""
     import torch
 
     place: list[int] = []
@@ -127,11 +127,11 @@ def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tup
             spelled.append("</s>")
         else:
             found = vocabulary.decode(torch.tensor(ids[:n])).split()
-            if not found:  # a blank of its own, which the next word takes
+            if not found:  # only a blank, which belongs to the next word
                 found = [""]
             spelled = found
         place.append(len(spelled) - 1)
-    return spelled, torch.tensor(place).clamp(max=len(spelled) - 1)  # a last blank of several bytes
+    return spelled, torch.tensor(place).clamp(max=len(spelled) - 1)  # a trailing blank of several bytes
 
 
 def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -> "Figure":
@@ -192,7 +192,7 @@ def _dataset(run_dir: Path, data_dir: Path | None) -> Any:
 
     file = run_dir / run_config.FILE_NAME
     if not file.exists():
-        raise ValueError(f"{run_dir} is no folder of unrolled train: it has no {run_config.FILE_NAME}")
+        raise ValueError(f"{run_dir} is not a run folder of unrolled train: it has no {run_config.FILE_NAME}")
     options = dict(run_config.read(file, [])["data"])
     if data_dir is not None:
         options["data_dir"] = str(data_dir)
@@ -203,7 +203,7 @@ def _example(batches: Any, example: int) -> Any:
     for index, batch in enumerate(batches):
         if index == example:
             return batch
-    raise ValueError(f"--example is {example}, but there are {index + 1}, counted from 0")
+    raise ValueError(f"--example is {example}, but must be at most {index}")
 
 
 def _lines(file: Path) -> list[str]:

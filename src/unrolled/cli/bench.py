@@ -17,30 +17,31 @@ if TYPE_CHECKING:
 
 
 def bench(
-    cases: Annotated[list[str] | None, typer.Argument(help="Which cases; all of them by default.")] = None,
-    list_cases: Annotated[bool, typer.Option("--list", help="List the cases, and measure nothing.")] = False,
+    cases: Annotated[list[str] | None, typer.Argument(help="Cases to run; all by default.")] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases without measuring.")] = False,
     lengths: Annotated[
-        str | None, typer.Option(help="Sequence lengths instead of those of the cases, as in 256,1024.")
+        str | None, typer.Option(help="Sequence lengths, as in 256,1024; by default those of each case.")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Words of the contenders' names, as in performer,aft; all by default.")
+        str | None,
+        typer.Option(help="Words in the names of the contenders to measure, as in performer,aft."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of every contender.")] = 1,
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time for each case at each size, shared by its contenders.")
+        float, typer.Option(min=0.0, help="Time per case and size, shared by its contenders.")
     ] = 3.0,
     out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/bench"),
-    device: Annotated[str, typer.Option(help="As torch calls it, for example cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="A torch device, such as cuda.")] = "cpu",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny sizes, to see that it works; the figures mean nothing.")
+        bool, typer.Option("--quick", help="Tiny sizes, to test the benchmark; the timings are meaningless.")
     ] = False,
     force: Force = False,
 ) -> None:
-    """Measure how fast this library is here, beside others and beside the machine's own limits.
+    """Measure the speed of this library, compared with others and with the limits of the machine.
 
-    Results and gradients are first compared with their definition in fp64: what is wrong gets no time.
+    Outputs and gradients are first checked against their definition in fp64. Only correct ones are timed.
 
-    Contenders take turns in one process. The exit code is 1 if any of them was wrong.
+    Contenders run interleaved in one process. The exit code is 1 if any of them was incorrect.
 
     \b
     Examples:
@@ -50,8 +51,8 @@ def bench(
       unrolled bench mechanisms --only linear,performer
 
     \b
-    The folder will hold
-      results.json    every number
+    Files in the folder:
+      results.json    all numbers
       results.md      the same as tables
       *.png           time and peak memory against the length
     """
@@ -66,7 +67,7 @@ def bench(
     check_finite(seconds=seconds)
     where = choose(device)
     if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device is {device!r}, wanted cpu or cuda: the others have no clock here")
+        raise ValueError(f"--device is {device!r}, but must be cpu or cuda: other devices cannot be timed")
     words = () if only is None else tuple(only.split(","))
     sizes = None if lengths is None else parse_lengths(lengths)
     settings = Settings(str(where), threads, 0.0 if quick else seconds, sizes, quick, words)
@@ -80,7 +81,7 @@ def bench(
 
 
 def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
-    """Measure case by case, and write what there is after each, so that an interrupt loses only the last."""
+    """Measure case by case, and write the report after each, so that an interrupt loses only one case."""
     from dataclasses import asdict
 
     from unrolled.bench import machine, report, runner
@@ -91,7 +92,7 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
         found = report.Report(machine.describe(settings), asdict(limits), asdict(settings))
         typer.echo(report.machine_text(found))
         if find_spec("matplotlib") is None:
-            typer.echo(f"no plots: matplotlib is missing: {how_to_install('plot')}", err=True)
+            typer.echo(f"no plots, because matplotlib is missing: {how_to_install('plot')}", err=True)
         for case in chosen:
             rows, remarks = runner.run_case(case, settings, limits, status.update)
             found.rows.extend(rows)

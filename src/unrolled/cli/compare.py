@@ -17,35 +17,33 @@ if TYPE_CHECKING:
 
 def compare(
     mechanisms: Annotated[
-        list[str] | None, typer.Argument(help="Which mechanisms; all that can be compared by default.")
+        list[str] | None, typer.Argument(help="Mechanisms to compare; by default all that can be.")
     ] = None,
     against: Annotated[str, typer.Option(help="The mechanism to compare with.")] = "softmax",
-    lengths: Annotated[str, typer.Option(help="Numbers of tokens.")] = "256,1024,4096",
+    lengths: Annotated[str, typer.Option(help="Sequence lengths.")] = "256,1024,4096",
     options: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME.KEY=VALUE", help="An option of a mechanism, with its value in YAML."
-        ),
+        typer.Option("--set", metavar="NAME.KEY=VALUE", help="An option of a mechanism; the value is YAML."),
     ] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="Each token reads those before it only.")] = False,
-    d_model: Annotated[int, typer.Option(min=1, help="Width of the layer.")] = 256,
-    n_heads: Annotated[int, typer.Option(min=1, help="Heads of the layer.")] = 8,
+    causal: Annotated[bool, typer.Option("--causal", help="Compare causal attention.")] = False,
+    d_model: Annotated[int, typer.Option(min=1, help="Model width.")] = 256,
+    n_heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     spread: Annotated[
-        float, typer.Option(help="Standard deviation of queries and keys: how sharp softmax is.")
+        float, typer.Option(help="Standard deviation of queries and keys; larger makes softmax sharper.")
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time for all timings of a kind at a length.")
+        float, typer.Option(min=0.0, help="Time for all timings of one kind at one length.")
     ] = 2.0,
     out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/compare"),
     force: Force = False,
 ) -> None:
-    """Tell what an approximation is worth: its error, its time and its memory beside softmax attention.
+    """Measure error, time and memory of mechanisms relative to softmax attention.
 
-    All layers get the same random input and the same projections. The error is |y - y*| / |y*|, with y* the
-    output of the mechanism that is compared with: 0 is the same function, and about 1 says that the two have
-    little in common, as is right for a mechanism that is no approximation. Random inputs are a hard case:
-    real queries and keys have more structure.
+    All layers get the same random input and the same projections. The error is |y - y*| / |y*|, where y* is
+    the output of the reference mechanism. 0 means the same function; about 1 means little in common, as
+    expected of a mechanism that is not an approximation. Random inputs are a hard case: real queries and keys
+    have more structure.
 
     \b
     Examples:
@@ -54,8 +52,8 @@ def compare(
       unrolled compare --causal --lengths 1024,16384
 
     \b
-    The folder will hold
-      comparison.json   every number
+    Files in the folder:
+      comparison.json   all numbers
       comparison.md     the same as a table
       *.png             error, time and memory against the number of tokens
     """
@@ -71,7 +69,7 @@ def compare(
     check_finite(seconds=seconds)
     sizes = parse_lengths(lengths)
     if not 0 < spread < float("inf"):
-        raise ValueError(f"--spread is {spread}, wanted a number above 0")
+        raise ValueError(f"--spread is {spread}, but must be above 0")
     report = out / "comparison.json"
     check_folder(
         out, "a report of this command", lambda: is_report(report, {"settings", "rows"}), force=force
@@ -94,7 +92,7 @@ def _by_mechanism(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     for name, options in found.items():
         if not isinstance(options, dict):
             raise ValueError(
-                f"--set is for {name}={options!r}, wanted NAME.KEY=VALUE, as in performer.seed=1"
+                f"--set is {name}={options!r}, but must be NAME.KEY=VALUE, as in performer.seed=1"
             )
     return found
 
@@ -124,9 +122,9 @@ def _markdown(rows: "Sequence[Row]", settings: "Settings") -> str:
     kind = "causal" if settings.causal else "bidirectional"
     about = (
         f"{kind}, {settings.d_model} wide, {settings.n_heads} heads, spread {settings.spread:g}; "
-        f"in brackets, the part of what {settings.against} attention takes"
+        f"in brackets, the ratio to {settings.against} attention"
     )
-    header = ["tokens", "contender", "error", "forward", "with gradients", "memory of training"]
+    header = ["tokens", "contender", "error", "forward", "with gradients", "training memory"]
     return f"{about}\n\n{table(header, lines)}"
 
 
@@ -139,7 +137,7 @@ def _write(rows: "Sequence[Row]", settings: dict[str, Any], text: str, out: Path
     found = {"settings": settings, "rows": [asdict(row) for row in rows]}
     files = {"comparison.json": json.dumps(found, indent=1).encode(), "comparison.md": text.encode() + b"\n"}
     if find_spec("matplotlib") is None:
-        typer.echo(f"no plots: matplotlib is missing: {how_to_install('plot')}", err=True)
+        typer.echo(f"no plots, because matplotlib is missing: {how_to_install('plot')}", err=True)
     else:
         files |= _plots(rows)
     with writing_folder(out) as folder:
@@ -165,6 +163,6 @@ def _plots(rows: "Sequence[Row]") -> dict[str, bytes]:
     drawn = {
         "error.png": draw("error", "error", "{:.2g}".format),
         "time.png": draw("time, forward", "forward", brief_time),
-        "memory.png": draw("memory of training", "memory", size),
+        "memory.png": draw("training memory", "memory", size),
     }
     return {name: image for name, image in drawn.items() if image is not None}

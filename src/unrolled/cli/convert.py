@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(help="The folder of a run of unrolled train, or of a model that transformers saved."),
+        typer.Argument(help="Run folder of unrolled train, or folder of a model saved by transformers."),
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     force: Force = False,
 ) -> None:
-    """Rewrite a model for Hugging Face transformers, or one of theirs as ours, with the very same weights.
+    """Convert a model to Hugging Face transformers or back, with identical weights.
 
     \b
-    For transformers, with a tokenizer where the model was trained on the characters or bytes of a text:
+    To transformers, with a tokenizer if the model was trained on characters or bytes:
       unrolled convert runs/book book-hf
 
     \b
@@ -33,11 +33,11 @@ def convert(
     """
     from unrolled.data._vocabulary import FILE_NAME, Vocabulary
     from unrolled.folders import check_folder, writing_folder
-    from unrolled.interop import hf  # says what to install where transformers is missing
+    from unrolled.interop import hf  # says what to install if transformers is missing
 
     import_module("transformers.utils.logging").disable_progress_bar()
     if out.resolve() == source.resolve():
-        raise ValueError(f"{out} is the model's own folder, wanted another one to write to")
+        raise ValueError(f"{out} is the model's own folder, but must be another one")
     model, to_ours = _read(source), hf.is_saved_by_transformers(source)
     converted = model if to_ours else hf.to_transformers(model)
     vocabulary = Vocabulary.load(source) if FILE_NAME in model.documents else None
@@ -47,7 +47,7 @@ def convert(
     def made_before() -> bool:
         return hf.is_saved_by_transformers(out) != to_ours and _same(out, model)
 
-    check_folder(out, f"this very conversion of {source}", made_before, force=force)
+    check_folder(out, f"the same conversion of {source}", made_before, force=force)
     with writing_folder(out) as folder:
         if to_ours:
             model.save(folder)
@@ -58,7 +58,7 @@ def convert(
 
 
 def _read(folder: Path) -> Any:
-    """Read a model that either library has saved, as ours."""
+    """Load a model saved by either library, as one of ours."""
     from unrolled import models
     from unrolled.interop import hf
 
@@ -68,7 +68,7 @@ def _read(folder: Path) -> Any:
 
 
 def _same(folder: Path, model: Any) -> bool:
-    """Whether a folder holds a model with the config and the weights of `model`."""
+    """Return whether a folder holds a model with the config and the weights of `model`."""
     try:
         other = _read(folder)
     except (ValueError, OSError):
@@ -82,7 +82,7 @@ def _same(folder: Path, model: Any) -> bool:
 
 
 def _save_for_transformers(converted: Any, vocabulary: "Vocabulary | None", folder: Path) -> str:
-    """Save a model and, for the characters of a text, its tokenizer; say what was saved."""
+    """Save a model and, if it was trained on text, its tokenizer; return a description."""
     from unrolled.interop import hf
 
     what = type(converted).__name__

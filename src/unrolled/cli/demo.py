@@ -45,7 +45,7 @@ SHAPE: dict[str, Any] = {
     "positions": "sinusoidal",
 }
 POSITIONS = (100, 250, 500, 1000, 2000, 4000, 8000)
-REREAD_POSITIONS = (100, 250, 500, 1000, 2000, 4000)  # where a token takes a second or so
+REREAD_POSITIONS = (100, 250, 500, 1000, 2000, 4000)  # beyond these, a token takes a second or more
 COMPARED_AT = (100, 4000)
 REPEATS = 7
 
@@ -54,44 +54,46 @@ def demo(
     out: Annotated[Path, typer.Option(help="The folder of the report and of the run.")] = Path("runs/demo"),
     steps: Annotated[int, typer.Option(min=10, help="Training steps.")] = STEPS,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Of the weights, the data order and the drawing.")
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights, the data order and the sampling.")
     ] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume/--fresh", help="Go on from the last checkpoint, or begin again.")
+        bool, typer.Option("--resume/--fresh", help="Resume from the last checkpoint, or start over.")
     ] = True,
     web: Annotated[
         bool,
-        typer.Option("--web", help="Instead of a report, a web page that runs small models, served here."),
+        typer.Option("--web", help="Instead of a report, serve a web page that runs small models."),
     ] = False,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="With --web: to serve at; 0 for a free one, by default 8000."),
+        typer.Option(
+            min=0, max=65535, help="With --web: port to serve at, 0 for a free one; by default 8000."
+        ),
     ] = None,
     no_serve: Annotated[bool, typer.Option("--no-serve", help="With --web: write the page only.")] = False,
     runtime: Annotated[
         Path | None,
-        typer.Option(help="With --web: the folder of onnxruntime-web's files, rather than through npm."),
+        typer.Option(help="With --web: folder of onnxruntime-web's files, instead of npm."),
     ] = None,
     force: Force = False,
 ) -> None:
-    """Train on handwritten digits, draw new ones as an RNN, measure what a token costs: a report in minutes.
+    """Train on handwritten digits, generate new ones as an RNN, and measure the cost per token, in minutes.
 
-    With --web, train linear and softmax models of digits and of Shakespeare, and let a browser run them.
+    With --web, train linear and softmax models of digits and of Shakespeare, and run them in a browser.
 
-    Stop it with Ctrl-C at any time; the same command again goes on with the training.
+    Ctrl-C stops it at any time; to resume the training, repeat the command.
 
     \b
-    The folder will hold
+    Files in the folder:
       report.html     everything on one page
-      figures.json    every number
-      *.png           every picture
-      and the run, for unrolled generate and unrolled info
-      page/           with --web: a page for any static server, and the other runs beside it
+      figures.json    all numbers
+      *.png           all pictures
+      the run         for unrolled generate and unrolled info
+      page/           with --web: a page for any static server, next to the other runs
     """
     if not web and (port is not None or no_serve or runtime is not None):
-        raise ValueError("--port, --no-serve and --runtime are for web pages, wanted --web with them")
+        raise ValueError("--port, --no-serve and --runtime require --web")
     _require("sklearn", *([] if web else ["matplotlib"]))
-    # Read when torch loads OpenMP: threads that spin while they wait slow each other down on a busy machine.
+    # Read when torch loads OpenMP: spinning threads slow each other down on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     check_demo(out, force)
     if web:
@@ -116,7 +118,7 @@ def demo(
     )
     result = training.train(model, dataset, config, out, resume=resume, metadata=DEMO)
     result.raise_if_interrupted()
-    _report(Decoder.load(out), dataset, config, result.seconds, out)  # from the best weights, not the last
+    _report(Decoder.load(out), dataset, config, result.seconds, out)  # the best weights, not the last
 
 
 def _require(*packages: str) -> None:
@@ -129,7 +131,7 @@ def _require(*packages: str) -> None:
 def _report(
     model: "Decoder", dataset: "DigitsDataset", config: "TrainConfig", training_seconds: float, out: Path
 ) -> None:
-    """Draw and measure, and only then write the files, so that an interrupt leaves the earlier ones whole."""
+    """Generate and measure before writing any file, so that an interrupt leaves an earlier report intact."""
     from unrolled.bench import measure, plots
     from unrolled.cli import _demo_report, _digits
     from unrolled.folders import writing_folder
@@ -200,7 +202,7 @@ def _machine() -> dict[str, Any]:
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on stderr; yield what advances it."""
+    """Show a progress bar on stderr; yield the function that advances it."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)

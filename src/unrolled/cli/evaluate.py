@@ -17,33 +17,35 @@ BEAM_SIZE, LENGTH_PENALTY = 4, 0.6
 
 
 def evaluate(
-    run_dir: Annotated[Path, typer.Argument(help="The folder of a run of unrolled train.")],
+    run_dir: Annotated[Path, typer.Argument(help="Run folder of unrolled train.")],
     part: Annotated[
         str | None,
-        typer.Option("--split", help=f"Of translations, the part to translate; by default {TEST_PART}."),
+        typer.Option("--split", help=f"For translation: the split to translate; by default {TEST_PART}."),
     ] = None,
     beam_size: Annotated[
         int | None,
-        typer.Option(help=f"Translations kept at a time; 1 is greedy, by default {BEAM_SIZE}."),
+        typer.Option(help=f"Beam size; 1 is greedy; by default {BEAM_SIZE}."),
     ] = None,
     length_penalty: Annotated[
         float | None,
-        typer.Option(help=f"0 for short translations, more for longer; by default {LENGTH_PENALTY}."),
+        typer.Option(
+            help=f"0 favours short translations, larger values long ones; by default {LENGTH_PENALTY}."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write the translations to.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the translations.")] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Where data files are kept, if elsewhere than in training.")
+        Path | None, typer.Option(help="Folder of the data files, if not that of the training.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda if available.")
     ] = None,
     force: Force = False,
 ) -> None:
-    """Measure the best weights of a run: BLEU of translations, else what the validation split shows.
+    """Evaluate the best weights of a run: validation loss, and accuracy or BLEU where they apply.
 
     The loss is that of training: nats per token, label, answer or bit, the mean squared error, or the ranking
-    loss per target. Of labels and answers the part that is right is told too. BLEU is that of sacrebleu,
-    whose signature says how it counts.
+    loss per target. Labels and answers also get an accuracy, translations the BLEU of sacrebleu with its
+    signature.
 
     \b
     Examples:
@@ -62,7 +64,7 @@ def evaluate(
 
     settings = run_dir / run_config.FILE_NAME
     if not settings.exists():
-        raise ValueError(f"{run_dir} is no folder of unrolled train: it has no {run_config.FILE_NAME}")
+        raise ValueError(f"{run_dir} is not a run folder of unrolled train: it has no {run_config.FILE_NAME}")
     model: Any = models.load(run_dir)
     overrides = [] if data_dir is None else [f"data.data_dir={str(data_dir)!r}"]
     run: Any = run_config.resolve(run_config.read(settings, overrides))
@@ -73,7 +75,7 @@ def evaluate(
     beam_size = BEAM_SIZE if beam_size is None else beam_size
     length_penalty = LENGTH_PENALTY if length_penalty is None else length_penalty
     model = model.to(where).eval()
-    if task == "translation":  # what may be missing or wrong, before the work
+    if task == "translation":  # fail before the work
         score, (sources, references) = scorer(), run.dataset.sentences(part or TEST_PART)
         translations_of(model, run.dataset, [], beam_size, length_penalty)
         if out is not None:
@@ -85,8 +87,8 @@ def evaluate(
         splits = {"validation": run.dataset.eval_batches, "test": run.dataset.test_batches}
         for name, batches in splits.items():
             right, count = count_right(model, batches(run.train.batch_size), where)
-            if count:  # few data sets have a test split as well
-                typer.echo(f"{name} split: {right:,} of {count:,} right, {right / count:.2%}")
+            if count:  # few data sets also have a test split
+                typer.echo(f"{name} split: {right:,} of {count:,} correct, {right / count:.2%}")
     if task == "translation":
         translations = translations_of(model, run.dataset, sources, beam_size, length_penalty)
         if out is not None:
@@ -99,7 +101,7 @@ def evaluate(
 
 
 def count_right(model: Any, batches: Iterable[Any], device: "torch.device") -> tuple[int, int]:
-    """Count the rows whose likeliest label is the right one, their first target, and all."""
+    """Return the number of rows whose most likely label is their first target, and the number of rows."""
     import torch
 
     right = count = 0
@@ -115,7 +117,7 @@ def count_right(model: Any, batches: Iterable[Any], device: "torch.device") -> t
 def translations_of(
     model: Any, dataset: Any, sources: Sequence[str], beam_size: int, length_penalty: float
 ) -> list[str]:
-    """Translate sentences by a beam search, from text to text."""
+    """Translate sentences by beam search."""
     from unrolled import generation
 
     found = generation.translate(
@@ -129,7 +131,7 @@ def translations_of(
 
 
 def scorer() -> Any:
-    """Return a function of translations and references that gives their BLEU and its signature.
+    """Return a function from translations and references to their BLEU and its signature.
 
     Raises:
         ImportError: sacrebleu is not installed.

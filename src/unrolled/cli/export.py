@@ -9,44 +9,40 @@ from unrolled.cli._output import Force
 
 
 def export(
-    run_dir: Annotated[
-        list[Path], typer.Argument(help="The folder of a run of unrolled train; several with --web.")
-    ],
-    out: Annotated[Path, typer.Argument(help="The folder to write, made if needed.")],
-    opset: Annotated[int, typer.Option(help="Version of ONNX's standard operators, 20 to 25.")] = 20,
-    int8: Annotated[
-        bool, typer.Option("--int8", help="Also write a graph with the matrices in 8 bits.")
-    ] = False,
+    run_dir: Annotated[list[Path], typer.Argument(help="Run folder of unrolled train; several with --web.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    opset: Annotated[int, typer.Option(help="ONNX opset, 20 to 25.")] = 20,
+    int8: Annotated[bool, typer.Option("--int8", help="Also write a graph with 8-bit matrices.")] = False,
     fused: Annotated[
         bool,
-        typer.Option("--fused", help="Also write a graph with ONNX Runtime's operator of linear attention."),
+        typer.Option("--fused", help="Also write a graph with ONNX Runtime's linear attention operator."),
     ] = False,
     aot: Annotated[
-        bool, typer.Option("--aot", help="Also compile a step for this machine, by AOTInductor.")
+        bool, typer.Option("--aot", help="Also compile a step for this machine with AOTInductor.")
     ] = False,
     web: Annotated[bool, typer.Option("--web", help="Write a web page that runs the models.")] = False,
-    webgpu: Annotated[
-        bool, typer.Option("--webgpu", help="With --web: let it run on WebGPU where there is one.")
-    ] = False,
+    webgpu: Annotated[bool, typer.Option("--webgpu", help="With --web: use WebGPU if available.")] = False,
     runtime: Annotated[
         Path | None,
-        typer.Option(help="With --web: the folder of onnxruntime-web's files, rather than through npm."),
+        typer.Option(help="With --web: folder of onnxruntime-web's files, instead of npm."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="To draw with by default, as all that follow.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling default of the export, as are the next four.")
+    ] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="See unrolled generate.")] = None,
     top_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
     min_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="See unrolled generate.")] = 1.0,
     force: Force = False,
 ) -> None:
-    """Write the best weights of a run as ONNX graphs, with vocabulary and manifest beside them.
+    """Export the best weights of a run as ONNX graphs, with vocabulary and manifest.
 
     \b
       unrolled export runs/book book.onnx --int8
       unrolled generate book.onnx --engine onnx --prompt "Once upon"
       unrolled export runs/digits runs/digits-softmax page --web
 
-    A graph reads tokens and a state and gives logits and the next state, for any batch and any length.
+    A graph maps tokens and a state to logits and the next state, for any batch size and length.
     """
     from unrolled.cli._models import load_for
     from unrolled.cli._page import write_page
@@ -64,13 +60,13 @@ def export(
     if web:
         for flag, given in {"--int8": int8, "--fused": fused, "--aot": aot}.items():
             if given:
-                raise ValueError(f"{flag} is not for --web, whose page reads the plain graph")
+                raise ValueError(f"{flag} cannot be used with --web, whose page runs the plain graph")
         write_page(run_dir, out, force=force, opset=opset, runtime=runtime, webgpu=webgpu, sampling=sampling)
         return
     if webgpu or runtime is not None:
-        raise ValueError("--webgpu and --runtime are for web pages, wanted --web with them")
+        raise ValueError("--webgpu and --runtime require --web")
     if len(run_dir) > 1:
-        raise ValueError(f"{len(run_dir)} runs were given, wanted one: a folder of graphs holds one model")
+        raise ValueError(f"{len(run_dir)} runs were given, but must be one without --web")
     (run,) = run_dir
     vocabulary = Vocabulary.load(run)
     model = load_for("tokens", run)

@@ -18,60 +18,52 @@ if TYPE_CHECKING:
 Engine = Literal["torch", "onnx"]
 DEFAULT_TOKENS = 200
 DEFAULT_IMAGES = 16
-SHOWN = 112  # screen pixels of an image's longer side, at least
+SHOWN = 112  # minimum pixels of an image's longer side
 
 
 def generate(
     run_dir: Annotated[
-        Path, typer.Argument(help="The folder of a run of unrolled train, or of unrolled export.")
+        Path, typer.Argument(help="Run folder of unrolled train, or folder of unrolled export.")
     ],
-    prompt: Annotated[str | None, typer.Option(help="What to continue; by default a line break.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; by default a line break.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help=f"The most tokens to draw; by default {DEFAULT_TOKENS}.")
+        int | None, typer.Option(help=f"Maximum number of new tokens; by default {DEFAULT_TOKENS}.")
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            help="Below 1 for safer, above 1 for wilder, 0 for the most likely token; by default 1."
-        ),
+        typer.Option(help="Below 1 is safer, above 1 wilder, 0 is greedy; by default 1."),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the most likely tokens that together have this probability."),
+        typer.Option(help="Sample from the most likely tokens that together have this probability."),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the tokens at least this fraction as likely as the likeliest."),
+        typer.Option(help="Sample from the tokens at least this fraction as likely as the most likely one."),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 1, tokens that have occurred become less likely; by default 1."),
+        typer.Option(help="Above 1 makes tokens that have occurred less likely; by default 1."),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed draws the same; by default a fresh one.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; random by default.")] = None,
     num_samples: Annotated[
-        int | None, typer.Option(help=f"How many to draw; by default 1 text or {DEFAULT_IMAGES} images.")
+        int | None, typer.Option(help=f"Number of samples; by default 1 text or {DEFAULT_IMAGES} images.")
     ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End after this text; may be given repeatedly.")
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop after this text; repeatable.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="PNG file for images; by default RUN_DIR/samples.png.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda if available.")
     ] = None,
-    engine: Annotated[
-        Engine, typer.Option(help="What runs the model: torch, or onnx for a folder of unrolled export.")
-    ] = "torch",
+    engine: Annotated[Engine, typer.Option(help="torch, or onnx for a folder of unrolled export.")] = "torch",
     graph: Annotated[
-        str | None, typer.Option(help="Of an exported folder: plain (by default), fused or int8.")
+        str | None, typer.Option(help="With --engine onnx: plain (default), fused or int8.")
     ] = None,
     force: Force = False,
 ) -> None:
-    """Draw from the best weights of a run: text on stdout as it is drawn, images into a PNG sheet.
+    """Generate from the best weights of a run: text streamed to stdout, or a PNG sheet of images.
 
     \b
     Text:
@@ -83,10 +75,10 @@ def generate(
       unrolled generate runs/digits --num-samples 100 --out digits.png
 
     \b
-    A model in ONNX Runtime, with what unrolled export wrote:
+    An exported model in ONNX Runtime:
       unrolled generate book.onnx --engine onnx --prompt "Once upon"
 
-    A model of plain ids, such as one trained on the copy task, reads and writes them with spaces between.
+    A model of plain ids, such as one trained on the copy task, reads and writes ids separated by spaces.
     """
     from unrolled import generation
     from unrolled.cli._device import choose
@@ -111,7 +103,7 @@ def generate(
         sampling = model.manifest.sampling | sampling
     else:
         if graph is not None:
-            raise ValueError(f"--graph is {graph}, but a graph is run by --engine onnx only")
+            raise ValueError(f"--graph is {graph}, but requires --engine onnx")
         if (run_dir / "manifest.json").exists() and not (run_dir / "config.json").exists():
             raise ValueError(f"{run_dir} is a folder of unrolled export: run it with --engine onnx")
     vocabulary = Vocabulary.load(run_dir)
@@ -126,7 +118,7 @@ def generate(
         if prompt is None and vocabulary.kind == "text":
             prompt = "\n"
         if not prompt:
-            raise ValueError("--prompt is missing: this model continues something, as it has no start symbol")
+            raise ValueError("--prompt is missing, but required: this model has no start symbol")
         ids = vocabulary.encode(prompt)
         n = 1 if num_samples is None else num_samples
         stops = [vocabulary.encode(text) for text in stop or []]
@@ -142,22 +134,22 @@ def generate(
 
 
 def _room(model: Any, prompt: list[int], tokens: int | None) -> int:
-    """Return how many tokens to draw, refusing what the learned positions of the model cannot count."""
+    """Return the number of tokens to generate; reject more than the model has learned positions for."""
     if model.config.n_positions is None:
         return DEFAULT_TOKENS if tokens is None else tokens
     read = len(prompt) + int(model.config.start_token)
-    room = int(model.config.n_positions) - read + 1  # the last token is drawn, but not read
+    room = int(model.config.n_positions) - read + 1  # the last token is generated, but not read
     if room < 1:
         raise ValueError(
-            f"--prompt is too long: it has {len(prompt)} tokens, but the model {model.config.n_positions} "
-            "learned positions; one trained with model.positions=rotary has no such bound"
+            f"--prompt has {len(prompt)} tokens, too many for the {model.config.n_positions} learned "
+            "positions of the model; a model trained with model.positions=rotary has no limit"
         )
     if tokens is None:
         return min(DEFAULT_TOKENS, room)
     if tokens > room:
         raise ValueError(
             f"--tokens {tokens} is too many: the model has {model.config.n_positions} learned positions, "
-            f"which leave {room} after this prompt; one trained with model.positions=rotary has no such bound"
+            f"which leave {room} after this prompt; a model trained with model.positions=rotary has no limit"
         )
     return tokens
 
@@ -171,8 +163,8 @@ def _write(
     num_samples: int,
     stops: list[list[int]],
 ) -> None:
-    """Print each sample after its prompt, a single one while it is drawn, several with a line between."""
-    draw([ids], 0, stop=stops)  # refuses wrong options before anything is printed
+    """Print each sample after its prompt: a single one as it is generated, several with separators."""
+    draw([ids], 0, stop=stops)  # rejects invalid options before anything is printed
     if num_samples == 1:
         read = vocabulary.reader()
         typer.echo(prompt, nl=False)
@@ -187,7 +179,7 @@ def _write(
 def _draw_sheet(
     draw: "partial[list[Tensor]]", shape: list[int], levels: int, num_samples: int, path: Path
 ) -> None:
-    """Draw images pixel by pixel and write them side by side into a PNG file."""
+    """Generate images pixel by pixel and write them as a grid to a PNG file."""
     try:
         from matplotlib.image import imsave
     except ImportError as error:
@@ -200,12 +192,12 @@ def _draw_sheet(
 
     height, width = shape
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("drawing pixels", total=num_samples * height * width)
+        task = bar.add_task("generating pixels", total=num_samples * height * width)
         drawn = draw([[]], height * width, num_samples=num_samples, on_token=lambda *_: bar.advance(task))
     zoom = math.ceil(SHOWN / max(height, width))
     columns = math.ceil(math.sqrt(num_samples))
     rows = math.ceil(num_samples / columns)
-    # Each image gets a row and a column of grey below and beside it, to be told from its neighbours.
+    # A grey row and column separate each image from its neighbours.
     images = np.full((rows * columns, height + 1, width + 1), (levels - 1) // 3, np.uint8)
     images[:num_samples, :-1, :-1] = np.stack([image.reshape(shape).numpy() for image in drawn])
     grid = images.reshape(rows, columns, height + 1, width + 1).swapaxes(1, 2)

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-MANY = 1024  # tokens, where a model has no greatest number of them
+MANY = 1024  # tokens, for models without a maximum length
 
 
 def info(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="The folder of a run, to describe it instead.")
+        Path | None, typer.Argument(help="Run folder to describe instead of the installation.")
     ] = None,
 ) -> None:
-    """Describe this installation, or a run: its size, its best loss, its state and its settings.
+    """Describe this installation, or the size, best loss, state and settings of a run.
 
     \b
     Examples:
@@ -72,7 +72,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
         "parameters": f"{sum(x.numel() for x in model.parameters()):,}",
         "best loss": f"{losses[-1]:.4f} {units[0] if len(units) == 1 else ''}".rstrip()
         if losses
-        else "not known",
+        else "unknown",
     }
     if model.model_name in JOBS["tokens"].kinds:
         with torch.inference_mode():

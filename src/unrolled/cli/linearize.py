@@ -14,37 +14,37 @@ if TYPE_CHECKING:
 
 def linearize(
     model: Annotated[
-        str, typer.Argument(help="A causal language model of transformers: a folder, or a hub name.")
+        str, typer.Argument(help="A causal language model of transformers: a folder or a hub name.")
     ],
-    out: Annotated[Path, typer.Argument(help="The folder to write; an interrupted run goes on there.")],
-    data: Annotated[list[Path], typer.Option(help="A UTF-8 text to train on; may be given again.")],
-    attention: Annotated[str, typer.Option(help="The mechanism, as `unrolled list` names it.")] = "linear",
+    out: Annotated[Path, typer.Argument(help="The folder to write; an interrupted run resumes there.")],
+    data: Annotated[list[Path], typer.Option(help="A UTF-8 text to train on; repeatable.")],
+    attention: Annotated[str, typer.Option(help="The mechanism; see `unrolled list`.")] = "linear",
     feature_map: Annotated[
         str | None,
-        typer.Option(help="Of linear attention; hedgehog by default, t2r is the other learned one."),
+        typer.Option(help="Feature map of linear attention: hedgehog (default), t2r (also learned), ..."),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="Further options of the mechanism, such as window=64.")
+        list[str] | None, typer.Option(help="Option of the mechanism, such as window=64; repeatable.")
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="Which layers, as in 0,2,3; all by default.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to replace, as in 0,2,3; default all.")] = None,
     transfer_steps: Annotated[int, typer.Option(help="Updates of stage 1, attention transfer.")] = 500,
     finetune_steps: Annotated[int, typer.Option(help="Updates of stage 2, fine-tuning.")] = 500,
-    lora: Annotated[int, typer.Option(help="Rank of the updates in stage 2; 0 trains everything.")] = 0,
+    lora: Annotated[int, typer.Option(help="LoRA rank in stage 2; 0 trains all weights.")] = 0,
     transfer_lr: Annotated[float, typer.Option(help="Peak learning rate of stage 1.")] = 1e-2,
     finetune_lr: Annotated[float, typer.Option(help="Peak learning rate of stage 2.")] = 3e-4,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
     batch_size: Annotated[int, typer.Option(help="Windows per update.")] = 16,
-    val_fraction: Annotated[float, typer.Option(help="The part of the text that is kept to validate.")] = 0.1,
+    val_fraction: Annotated[float, typer.Option(help="Fraction of the text held out for validation.")] = 0.1,
     eval_batches: Annotated[int | None, typer.Option(help="Batches per evaluation; all by default.")] = None,
-    seed: Annotated[int, typer.Option(help="Of new weights and of the order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the new weights and the data order.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over.")] = False,
     force: Force = False,
 ) -> None:
-    """Replace a trained model's softmax attention, and train what is new: transfer, then fine-tuning.
+    """Replace the softmax attention of a trained model and train the new parts: transfer, then fine-tuning.
 
-    Stage 1 teaches each replaced layer what softmax attention gave for the same input. Stage 2 goes on with
-    next-token prediction. OUT then holds the model and its tokenizer, linearize.json with the validation loss
-    at each point, and a log of each stage.
+    Stage 1 trains each replaced layer to reproduce the output of softmax attention for the same input.
+    Stage 2 continues with next-token prediction. OUT then holds the model and its tokenizer, linearize.json
+    with the validation loss after each stage, and a log of each stage.
     """
     try:
         from unrolled.interop.hf.recipe import Recipe, run
@@ -99,7 +99,7 @@ def _options(given: list[str]) -> dict[str, Any]:
     for each in given:
         name, equals, value = each.partition("=")
         if not equals:
-            raise ValueError(f"option is {each!r}, but must be a name and a value, as in window=64")
+            raise ValueError(f"--option is {each!r}, but must be NAME=VALUE, as in window=64")
         try:
             options[name] = json.loads(value)
         except ValueError:
@@ -111,4 +111,4 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"layers is {text!r}, but must be numbers, as in 0,2,3") from error
+        raise ValueError(f"--layers is {text!r}, but must be numbers, as in 0,2,3") from error

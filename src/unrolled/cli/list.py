@@ -23,32 +23,32 @@ COLUMNS = (
     "weights",
     "dynamic_length",
 )
-"""The fields of `Supports` that the table shows: what a user chooses a mechanism by."""
+"""The fields of `Supports` in the table."""
 
 
 def mechanisms(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table in Markdown, as the README has it.")
+        bool, typer.Option("--markdown", help="Print the table in Markdown, as in the README.")
     ] = False,
     cells: Annotated[bool, typer.Option("--cells", help="List the recurrent cells instead.")] = False,
     draw: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Draw which keys a sparse mechanism reads.")
+        str | None, typer.Option(metavar="NAME", help="Draw which keys a sparse mechanism attends to.")
     ] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of the drawing; 64 by default.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in the drawing; 64 by default.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Draw the causal form.")] = False,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="An option of the mechanism drawn, in YAML."),
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the mechanism; the value is YAML."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File of the drawing; NAME.png by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the drawing; NAME.png by default.")] = None,
     force: Force = False,
 ) -> None:
     """List the attention mechanisms and what each supports, as its class declares it.
 
-    Choose one in training with model.attention=NAME, or one per layer with "model.attention=\\[NAME, NAME]".
+    Select one for training with model.attention=NAME, or one per layer with "model.attention=\\[NAME, NAME]".
 
     \b
-    Draw what a mechanism reads: a row for each query, a column for each key, a panel for heads that differ.
+    Draw what a mechanism attends to: a row per query, a column per key, a panel per distinct head.
       unrolled list --draw longformer --set window=8 --set "global_tokens=\\[0, 30]"
       unrolled list --draw window --causal --set window=6 --set "dilation=\\[1, 1, 2, 4]" --length 32
     """
@@ -66,13 +66,11 @@ def mechanisms(
         pairs = length * (length + 1) // 2 if causal else length * length
         if int((pattern > 0).sum()) == len(pattern) * pairs:
             typer.echo(
-                "every query reads all that it may: try a larger --length, or options by --set", err=True
+                "the pattern is dense at this size: try a larger --length, or options with --set", err=True
             )
         return
     if options or causal or force or out is not None or length is not None:
-        raise ValueError(
-            "--set, --causal, --length, --out and --force are for a drawing: name its mechanism with --draw"
-        )
+        raise ValueError("--set, --causal, --length, --out and --force require --draw")
     if markdown:
         typer.echo(cells_table() if cells else markdown_table())
         return
@@ -82,12 +80,12 @@ def mechanisms(
         table.add_row(*row)
     console = Console()
     widest = sum(max(map(len, column)) + 1 for column in zip(header, *rows, strict=True))
-    console.width = max(console.width, widest)  # rather than names cut short
+    console.width = max(console.width, widest)  # do not truncate names
     console.print(table)
 
 
 def abilities(names: Sequence[str] | None = None) -> list[list[str]]:
-    """Return a header and one row per mechanism, of all mechanisms by default."""
+    """Return a header and one row per mechanism; all mechanisms by default."""
     from unrolled import attention
 
     rows = [["mechanism", *COLUMNS]]
@@ -101,7 +99,7 @@ def abilities(names: Sequence[str] | None = None) -> list[list[str]]:
 
 
 def markdown_table(names: Sequence[str] | None = None, *, link: str | None = None) -> str:
-    """Return `abilities` in Markdown; each name links to its file, or to `link`, where braces are it."""
+    """Return `abilities` in Markdown; each name links to its file, or to `link` with the name for the braces."""
     header, *rows = abilities(names)
     rows = [[f"[{name}]({link.format(name) if link else source_of(name)})", *words] for name, *words in rows]
     lines = [header, ["---", *[":---:"] * (len(header) - 1)], *rows]
@@ -140,11 +138,11 @@ def cells_table() -> str:
 
 
 def pattern_of(name: str, length: int, options: Mapping[str, Any], *, causal: bool = False) -> Any:
-    """Return which keys a mechanism reads, `[H,length,length]`; see `MultiHeadAttention.pattern`.
+    """Return which keys a mechanism attends to, `[H,length,length]`; see `MultiHeadAttention.pattern`.
 
     Raises:
         ValueError: the mechanism or one of its options does not exist.
-        UnsupportedError: what it reads depends on the data, or is everything.
+        UnsupportedError: the pattern depends on the data, or is dense.
     """
     from unrolled import attention
 
@@ -152,12 +150,12 @@ def pattern_of(name: str, length: int, options: Mapping[str, Any], *, causal: bo
     try:
         module = mechanism(d_model=32, n_heads=4, causal=causal, **options)
     except TypeError as error:
-        raise ValueError(f"the options of {name} do not fit: {error}") from error
+        raise ValueError(f"invalid options for {name}: {error}") from error
     return module.pattern(length)
 
 
 def pattern_image(pattern: Any) -> bytes:
-    """Draw a pattern as PNG, with a panel for heads that differ.
+    """Draw a pattern as PNG, with a panel per distinct head.
 
     Raises:
         ValueError: matplotlib is missing.

@@ -9,14 +9,14 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 SYMBOLS = (
     "n tokens, d width, k kernel, w window, g global tokens, r random tokens or rank, c tokens per chunk, "
-    "R rounds of hashing, N places of a memory, W their width."
+    "R rounds of hashing, N rows of a memory, W their width."
 )
 COUNTED = (
-    "Cost counts multiplications: of attention the scores and the weighted sums, without the projections, "
-    "which are n d² for all of them; where n < d, full attention is therefore cheap. Sequential operations "
-    "are those that training cannot run side by side. The longest path is the number of layers or steps "
-    "between the two tokens furthest apart. The state is the numbers kept to generate one more token, where "
-    "a layer generates. Recurrent, convolutional, full and restricted layers: Vaswani et al. 2017, arXiv "
+    "Cost counts multiplications: for attention, those of the scores and weighted sums, without the "
+    "projections, which are n d² for all; full attention is therefore cheap if n < d. Sequential operations "
+    "are those that training cannot run in parallel. The longest path is the number of layers or steps "
+    "between the two most distant tokens. The state is the numbers kept to generate one more token, if a "
+    "layer can generate. Recurrent, convolutional, full and restricted layers: Vaswani et al. 2017, arXiv "
     "1706.03762, table 1."
 )
 
@@ -26,13 +26,13 @@ class Layer:
     """A row of the table.
 
     Attributes:
-        name: of the layer.
-        cost: of a layer for n tokens.
-        sequential: operations one after the other, in training.
+        name: name of the layer.
+        cost: multiplications for n tokens.
+        sequential: sequential operations in training.
         path: longest path between two tokens.
-        state: numbers kept to generate one more token; "-" where it does not generate.
-        exponent: of n in the cost, to hold a measurement against.
-        module: the mechanism, or the kind of module, that is measured; None for none of ours.
+        state: numbers kept to generate one more token; "-" if it cannot generate.
+        exponent: exponent of n in the cost, to compare with a measurement.
+        module: the mechanism or kind of module to measure; None if the library has none.
     """
 
     name: str
@@ -68,16 +68,16 @@ LAYERS = (
 def table(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Add the exponents of measured times; takes a minute or two.")
+        bool, typer.Option("--measure", help="Add exponents of measured times; takes a minute or two.")
     ] = False,
-    lengths: Annotated[str, typer.Option(help="Lengths to measure, with commas between.")] = ",".join(
+    lengths: Annotated[str, typer.Option(help="Lengths to measure, separated by commas.")] = ",".join(
         map(str, LENGTHS)
     ),
 ) -> None:
-    """Print what layers cost: operations, steps one after the other, longest path, state.
+    """Print the cost of layers: operations, sequential operations, longest path, state.
 
-    A measured exponent p says that the time of a forward pass grows as n^p over the larger half of the
-    lengths, on one thread; small layers spend time on what does not grow.
+    A measured exponent p means that the time of a forward pass grows as n^p over the larger half of the
+    lengths, on one thread. Overheads of constant cost lower it for small layers.
     """
     from unrolled.cli._lengths import parse_lengths
 
@@ -104,7 +104,7 @@ def table(
 
 
 def cells(times: dict[str, float] | None = None) -> list[list[str]]:
-    """Return a header and one row per layer; with the exponents of measured times, two columns more."""
+    """Return a header and one row per layer; measured exponents add two columns."""
     header = ["layer", "cost per layer", "sequential operations", "longest path", "state"]
     rows = [[x.name, x.cost, x.sequential, x.path, x.state] for x in LAYERS]
     if times is not None:

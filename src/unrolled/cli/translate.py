@@ -8,27 +8,27 @@ import typer
 
 
 def translate(
-    run_dir: Annotated[Path, typer.Argument(help="The folder of a run of unrolled train.")],
+    run_dir: Annotated[Path, typer.Argument(help="Run folder of unrolled train.")],
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="TEXT...", help="Sentences; by default the lines of the standard input."),
+        typer.Argument(metavar="TEXT...", help="Sentences; by default the lines of standard input."),
     ] = None,
-    beam_size: Annotated[int, typer.Option(help="Translations kept at a time; 1 is greedy.")] = 4,
+    beam_size: Annotated[int, typer.Option(help="Beam size; 1 is greedy.")] = 4,
     length_penalty: Annotated[
-        float, typer.Option(help="0 for short translations, more for longer ones.")
+        float, typer.Option(help="0 favours short translations, larger values longer ones.")
     ] = 0.6,
     no_repeat_ngram_size: Annotated[
-        int, typer.Option(help="No run of so many tokens comes twice in a translation; 0 for no such bound.")
+        int, typer.Option(help="No n-gram of this size occurs twice in a translation; 0 disables.")
     ] = 0,
     n_best: Annotated[
         int | None,
-        typer.Option(help="Print so many of each sentence, the best first, each after its score and a tab."),
+        typer.Option(help="Print the n best translations of each sentence, each after its score and a tab."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda if available.")
     ] = None,
 ) -> None:
-    """Translate sentences by the best weights of a run, one translation on a line.
+    """Translate sentences with the best weights of a run, one translation per line.
 
     \b
     Examples:
@@ -50,9 +50,9 @@ def translate(
     lines = list(texts) if texts else _lines(sys.stdin.read())
     for number, line in enumerate(lines, start=1):
         if not line.strip():
-            raise ValueError(f"sentence {number} is empty: there is nothing to translate")
+            raise ValueError(f"sentence {number} is empty, but must have something to translate")
     if not lines:
-        raise ValueError("there is no sentence: give some after the folder, or on the standard input")
+        raise ValueError("there are no sentences: pass them as arguments or on standard input")
     model, sources = model.to(choose(device)), [vocabulary.encode(line.strip()) for line in lines]
     options: Any = {
         "beam_size": beam_size,
@@ -70,10 +70,10 @@ def translate(
 
 
 def one_line(translation: str) -> str:
-    """Return a translation with blanks for line breaks, which a model that has learned little may write."""
+    """Return a translation with its line breaks, which a poorly trained model may produce, as blanks."""
     return " ".join(translation.split())
 
 
 def _lines(text: str) -> list[str]:
-    """Cut a text at line feeds alone, so that line n of what is written translates line n of a file."""
+    """Split at line feeds only, so that line n of the output translates line n of the file."""
     return text.removesuffix("\n").split("\n") if text else []

@@ -1,4 +1,4 @@
-"""Drawing tokens: from logits (`sampling`), one after another (`generate`), and the likeliest (`beam`)."""
+"""Generation: sampling from logits (`sampling`), decoding (`generate`) and beam search (`beam`)."""
 
 from unrolled.generation.beam import Hypothesis, beam_search
 from unrolled.generation.engine import generate

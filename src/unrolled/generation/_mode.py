@@ -1,4 +1,4 @@
-"""The mode that drawing runs a model in."""
+"""The mode that a model generates in."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def drawing_mode(model: object) -> Iterator[None]:
-    """Evaluation mode (no dropout) without gradients; at the end every submodule gets its own mode back."""
+    """Evaluation mode (no dropout) without gradients; restores the mode of every submodule at the end."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     try:

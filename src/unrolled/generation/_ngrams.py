@@ -1,4 +1,4 @@
-"""What sequences of tokens end with, and which token would make them repeat themselves."""
+"""Suffixes of token sequences, and the tokens that would repeat an n-gram."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What ends a continuation: one token id or several, each an id or a sequence of ids."""
+"""Stops: one token id or several, each an id or a sequence of ids."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ def stop_sequences(stop: Stop, vocab_size: int) -> list[list[int]]:
     """Return each stop as a list of token ids.
 
     Raises:
-        ValueError: a stop is empty, is none of whole numbers, or holds an id outside [0, vocab_size).
+        ValueError: a stop is empty, not made of integers, or holds an id outside [0, vocab_size).
     """
     if isinstance(stop, str):
         raise ValueError(f"stop is {stop!r}, but must be an id, or ids or sequences of them")

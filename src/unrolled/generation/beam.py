@@ -1,22 +1,22 @@
-"""Beam search: the likeliest continuations, kept several at a time.
+"""Beam search for the most likely continuations.
 
-A beam of size K holds the K likeliest beginnings of one length. Each is continued by every token, and all
-of these are ranked by log p. Those of the first K that have ended become hypotheses, of which the K with the
-best scores are kept; the K likeliest that have not ended are the next beam. The score is
+A beam of size K holds the K most likely prefixes of one length. Each is extended by every token, and all
+extensions are ranked by log p. Of the first K, the finished ones become hypotheses, of which the K with the
+best scores are kept; the K most likely unfinished ones are the next beam. The score is
 
     score(Y) = log p(Y) / lp(|Y|),        lp(n) = ((5 + n) / 6)^alpha,
 
-since log p alone favours short ones; |Y| counts the stop (Wu et al. 2016, "Google's Neural Machine
-Translation System", arXiv 1609.08144, eq. 14). `early_stopping` says when the search is over, once there are
-K hypotheses. With b the likeliest beginning, of n tokens, and N the most tokens of a continuation:
+since log p alone favours short continuations; |Y| includes the stop (Wu et al. 2016, "Google's Neural Machine
+Translation System", arXiv 1609.08144, eq. 14). `early_stopping` says when the search ends, once there are
+K hypotheses. With b the most likely prefix, of n tokens, and N the maximum length of a continuation:
 
     True       at once
-    False      if log p(b) / lp(n) is not above the worst score: b would be no better if it ended here
-    "never"    if log p(b) / lp(N) is not above the worst score: nothing that begins with b can be better
+    False      if log p(b) / lp(n) is not above the worst score: b would not improve it by ending here
+    "never"    if log p(b) / lp(N) is not above the worst score: no continuation of b can improve it
 
-With K = 1 it is greedy decoding, except for "never"; with K as large as the number of all beginnings, an
-exhaustive search. It is the beam search of Hugging Face transformers but for two things: there lp(n) is
-n^alpha, so that both find the same with a `length_penalty` of 0 only, and n-grams of the prompt count too.
+With K = 1 it is greedy decoding, except for "never"; with K as large as the number of prefixes, an exhaustive
+search. It equals the beam search of Hugging Face transformers with two exceptions: there lp(n) is n^alpha, so
+the results are the same only for a `length_penalty` of 0, and n-grams of the prompt count too.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Hypothesis(NamedTuple):
     """A continuation.
 
     Attributes:
-        tokens: [T] int64 on the CPU, with the stop, unless the length ran out.
+        tokens: [T] int64 on the CPU, including the stop unless the maximum length was reached.
         log_prob: log p(Y), in nats.
         score: log p(Y) / lp(T).
     """
@@ -78,32 +78,32 @@ def beam_search(
     no_repeat_ngram_size: int = 0,
     stop: Stop = None,
 ) -> list[list[Hypothesis]]:
-    """Search the likeliest continuations of each row.
+    """Search the most likely continuations of each row.
 
-    The model runs in evaluation mode without gradients, and is handed back in the mode it came in. What
-    `min_new_tokens` and `no_repeat_ngram_size` rule out is not chosen; the probabilities of all else stay as
-    the model says.
+    The model runs in evaluation mode without gradients; its mode is restored afterwards. Tokens excluded by
+    `min_new_tokens` and `no_repeat_ngram_size` are not chosen; the probabilities of the others stay as they
+    are.
 
     Args:
         model: a `Decoder`, an `EncoderDecoder`, or anything else with `step`.
         logits: [B, V], of the first new token of each row.
-        state: what the rows have read before it; not changed.
+        state: the state of the rows before that token; not modified.
         beam_size: K, at least 1 and at most 10,000.
         length_penalty: alpha; 0 for none.
-        early_stopping: when to end, once there are K hypotheses: True, False or "never", as told above.
-        max_new_tokens: the most tokens of a continuation, of all rows or one number for each.
-        min_new_tokens: the fewest tokens of a continuation before its stop.
-        no_repeat_ngram_size: n-grams of this size come at most once among the new tokens (Paulus et al. 2017,
-            arXiv 1705.04304, section 2.5); 0 for no such bound.
+        early_stopping: when to end, once there are K hypotheses: True, False or "never", as above.
+        max_new_tokens: maximum length of a continuation, for all rows or one per row.
+        min_new_tokens: minimum length of a continuation before its stop.
+        no_repeat_ngram_size: n-grams of this size occur at most once among the new tokens (Paulus et al.
+            2017, arXiv 1705.04304, section 2.5); 0 disables.
         stop: one token id, or several, each an id or a sequence of ids. A continuation ends with the first of
             them; without one, all have `max_new_tokens`.
 
     Returns:
-        for each row K hypotheses, those of the best score first; fewer where there are not as many, and none
-        where nothing that is allowed ends or reaches `max_new_tokens`.
+        for each row up to K hypotheses, best score first; none if no allowed continuation ends or reaches
+        `max_new_tokens`.
 
     Raises:
-        ValueError: an argument is out of range, or logits make no probabilities.
+        ValueError: an argument is out of range, or the logits are not a distribution.
     """
     check_tensor("logits", logits)
     if logits.dim() != 2:
@@ -117,7 +117,7 @@ def beam_search(
         return found
 
     def is_over(row: int, length: int, best: float) -> bool:
-        """Whether a row is over after so many tokens, with `best` the log p of the likeliest beginning."""
+        """Whether a row is finished after so many tokens; `best` is the log p of the most likely prefix."""
         if len(found[row]) < beam_size or early_stopping is True:
             return len(found[row]) == beam_size
         reach = limits[row] if early_stopping == "never" else length
@@ -125,17 +125,17 @@ def beam_search(
 
     with drawing_mode(model):
         device = logits.device
-        rows = [row for row in range(B) if limits[row]]  # those still searched, in the order of the batch
-        K = 1  # beginnings per row: one, of no tokens, and from then on beam_size
-        ranked = beam_size * (1 + len({ids[-1] for ids in stops}))  # so that beam_size of them have not ended
+        rows = [row for row in range(B) if limits[row]]  # unfinished rows, in batch order
+        K = 1  # prefixes per row: first the empty one, then beam_size
+        ranked = beam_size * (1 + len({ids[-1] for ids in stops}))  # enough for beam_size unfinished ones
         if len(rows) < B:
             kept = torch.tensor(rows, device=device)
             logits, state = logits[kept], select(state, kept)
         tokens = torch.empty(len(rows), 1, 0, dtype=torch.long, device=device)
-        log_probs = torch.zeros(len(rows), 1, dtype=torch.float64, device=device)  # -inf: no beginning here
+        log_probs = torch.zeros(len(rows), 1, dtype=torch.float64, device=device)  # -inf: no prefix here
         while True:
             n, length = len(rows), tokens.shape[2] + 1
-            nothing = (log_probs == -torch.inf).unsqueeze(2)  # whatever the model says after no beginning
+            nothing = (log_probs == -torch.inf).unsqueeze(2)  # ignore logits after a missing prefix
             following = logits.double().log_softmax(-1).view(n, K, V).masked_fill(nothing, 0)
             if following.isnan().any():
                 raise ValueError(
@@ -187,7 +187,7 @@ def _check(
     min_new_tokens: int,
     no_repeat_ngram_size: int,
 ) -> None:
-    """Refuse options of a search that are out of range whatever the model."""
+    """Reject options that are out of range for any model."""
     if at_least(1, "beam_size", beam_size) > MOST_BEAMS:
         raise ValueError(f"beam_size is {beam_size}, but must be at most {MOST_BEAMS}")
     if not (is_number(length_penalty) and length_penalty >= 0):
@@ -199,7 +199,7 @@ def _check(
 
 
 def _limits(max_new_tokens: int | Sequence[int], min_new_tokens: int, rows: int) -> list[int]:
-    """Return the most new tokens of each row."""
+    """Return the maximum number of new tokens per row."""
     given = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens]
     limits = given if isinstance(max_new_tokens, Sequence) else given * rows
     if len(limits) != rows or any(type(limit) is not int or limit < 0 for limit in given):

@@ -1,4 +1,4 @@
-"""Prefill once, fork, then step: drawing tokens from any model that runs as a recurrence."""
+"""Prefill once, fork, then step: generation from any model that runs as a recurrence."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,16 +37,16 @@ def generate(
 
     The prompts are prefilled once, in parallel; the state is forked for the samples and stepped token by
     token. The logits go through `repetition_penalty`, `temperature`, `top_k`, `top_p` and `min_p`, in this
-    order. Each row draws from its own generator, seeded by (seed, index of the prompt, index of the sample),
-    so what it draws does not depend on the other rows. The model runs in evaluation mode without gradients,
-    and is handed back in the mode it came in.
+    order. Each row samples from its own generator, seeded by (seed, index of the prompt, index of the
+    sample), independently of the other rows. The model runs in evaluation mode without gradients; its mode
+    is restored afterwards.
 
     Args:
         model: a `Decoder`, or anything with `init_state`, `prefill`, `step` and `config.vocab_size`.
         prompt_ids: token ids [B, T], or B sequences of token ids of any lengths. A model with a start symbol
             (`config.start_token`) reads it before every prompt that does not begin with it, so a prompt
             may be empty; other models need at least one token.
-        max_new_tokens: the most tokens to draw per row.
+        max_new_tokens: maximum number of new tokens per row.
         temperature: see `sampling.temperature`; 0 is greedy.
         top_k: see `sampling.top_k`.
         top_p: see `sampling.top_p`.
@@ -55,15 +55,15 @@ def generate(
         stop: one token id, or several, each an id or a sequence of ids. A row ends once its new tokens
             end with one of them.
         num_samples: continuations per prompt.
-        seed: a whole number of at least 0; None takes a fresh one from the operating system.
-        on_token: called as `on_token(row, token_id)` for each new token as it is drawn; False ends the row.
+        seed: an integer of at least 0; None takes a random one from the operating system.
+        on_token: called as `on_token(row, token_id)` for each new token; returning False ends the row.
 
     Returns:
         B * num_samples 1-D int64 tensors on the CPU, all samples of the first prompt before those of the
         second: the new tokens of each row, without the prompt and with the stop sequence.
 
     Raises:
-        ValueError: an argument is out of range, or a prompt is empty where the model has no start symbol.
+        ValueError: an argument is out of range, or a prompt is empty and the model has no start symbol.
     """
     if not isinstance(model, Recurrent):
         raise ValueError(f"model is a {type(model).__name__}, but must have init_state, prefill and step")
@@ -96,7 +96,9 @@ def generate(
             logits = sampling.min_p(logits, min_p)
         return sampling.sample(logits, generators)
 
-    draw(torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.bool), [])  # refuses a wrong option before any work
+    draw(
+        torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.bool), []
+    )  # rejects invalid options before any work
 
     rows: list[list[int]] = [[] for _ in generators]
     if not rows or max_new_tokens == 0:
@@ -104,7 +106,7 @@ def generate(
 
     with drawing_mode(model):
         logits, seen, state = _prefill(model, prompts, num_samples)
-        active = list(range(len(rows)))  # the rows that are still in the batch, in its order
+        active = list(range(len(rows)))  # unfinished rows, in batch order
         while True:
             tokens = draw(logits, seen, [generators[row] for row in active])
             going = []
@@ -130,7 +132,7 @@ def _prefill(model: Recurrent, prompts: list[Tensor], num_samples: int) -> tuple
     state = model.init_state(len(prompts))
     device = next(iter(leaves(state).values())).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    # On the left, so that the last column of the logits is what follows each prompt.
+    # Left padding: the last column of the logits then follows every prompt.
     tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(device)
     padding = torch.arange(tokens.shape[1], device=device) < tokens.shape[1] - lengths.unsqueeze(1)
     logits, state = model.prefill(tokens, state, key_padding_mask=padding if padding.any() else None)

@@ -1,8 +1,8 @@
 """From logits to tokens: plain functions on logits x [N, V], one row per sequence, p = softmax(x).
 
 A filter returns logits of the same shape and type in which the excluded tokens are -inf. Each filter keeps
-the most likely token of every row, so any chain of them leaves something to draw. Among equal logits the
-lower token id counts as the more likely one, so that results never depend on how a sort breaks ties.
+the most likely token of every row, so any chain of them leaves a token to sample. Among equal logits the
+lower token id counts as more likely, so that results do not depend on how a sort breaks ties.
 """
 
 import math
@@ -19,7 +19,7 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make the tokens in `seen` less likely: x / penalty where x > 0, x * penalty elsewhere.
 
     Keskar et al. 2019 (CTRL, arXiv 1909.05858, section 4.1) divide every seen logit by the penalty, which
-    makes a token with a negative logit more likely; multiplying those is the usual repair.
+    makes a token with a negative logit more likely; multiplying negative logits is the usual fix.
 
     Args:
         logits: [N, V].
@@ -37,7 +37,7 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 def temperature(logits: Tensor, value: float) -> Tensor:
     """Sharpen (below 1) or flatten (above 1) the distribution: (x - max x) / value, so p becomes p^(1/value).
 
-    At 0 it is the limit, greedy decoding: the most likely token alone remains.
+    At 0, the limit, it is greedy decoding: only the most likely token remains.
     """
     if not (is_number(value) and value >= 0):
         raise ValueError(f"temperature must be a finite number of at least 0, not {value!r}")
@@ -91,10 +91,10 @@ def min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def sample(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Draw one token per row from softmax(logits), by inverting the cumulative distribution in float64.
+    """Sample one token per row from softmax(logits), by inverting the cumulative distribution in float64.
 
-    Each row takes one number from its own CPU generator, so its draw depends neither on the other rows nor on
-    the device of the logits.
+    Each row takes one number from its own CPU generator, so its sample depends neither on the other rows nor
+    on the device of the logits.
 
     Args:
         logits: [N, V].

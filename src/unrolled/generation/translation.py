@@ -1,4 +1,4 @@
-"""Translations: what a beam search finds after the sources that an encoder-decoder has read."""
+"""Translation: beam search with an encoder-decoder."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ class Translates(Steps, Protocol):
 
 
 def translate(model: Translates, sources: Sequence[Tensor | Sequence[int]], **options: Any) -> list[Tensor]:
-    """Translate each source by the best hypothesis of a beam search.
+    """Translate each source to the best hypothesis of a beam search.
 
     Args:
         model: see `n_best`.
@@ -29,8 +29,8 @@ def translate(model: Translates, sources: Sequence[Tensor | Sequence[int]], **op
         options: the keyword arguments of `n_best`.
 
     Returns:
-        the tokens [T] of each translation, int64 on the CPU, with the stop, unless the length ran out; none
-        where there is no hypothesis.
+        the tokens [T] of each translation, int64 on the CPU, including the stop unless the maximum length was
+        reached; empty if there is no hypothesis.
 
     Raises:
         ValueError: as `n_best`.
@@ -47,14 +47,13 @@ def n_best(
     batch_size: int = 32,
     **options: Any,
 ) -> list[list[Hypothesis]]:
-    """Translate each source by all hypotheses of a beam search.
+    """Translate each source to all hypotheses of a beam search.
 
     Args:
         model: an encoder-decoder, such as an `EncoderDecoder`.
-        sources: sequences of token ids, of any lengths but 0; with the end symbol, if the model was trained
-            with it.
-        max_new_tokens: the most tokens of a translation; by default 50 more than its source has.
-        batch_size: sources searched at a time, those of about one length together.
+        sources: nonempty sequences of token ids; with the end symbol, if the model was trained with it.
+        max_new_tokens: maximum length of a translation; by default that of its source plus 50.
+        batch_size: sources per search; sources of similar length are batched together.
         options: the other keyword arguments of `beam_search`, such as `beam_size` and `stop`.
 
     Returns:

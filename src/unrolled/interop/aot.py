@@ -1,6 +1,6 @@
-"""One step of a model compiled ahead of time by AOTInductor: a package that runs without its Python code.
+"""One step of a model, compiled ahead of time by AOTInductor into a package that runs without Python code.
 
-A package is native code for the kind of machine that compiled it. Whoever loads one runs it: load your own.
+A package is native code for the kind of machine that compiled it. Loading executes it: load only your own.
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ class AotModel(ExportedModel):
 
 
 def export_aot(model: Any, folder: str | Path) -> Manifest:
-    """Compile a step for any batch, with the weights inside, into a folder that `onnx.export` has written.
+    """Compile a step for any batch size, including the weights, into a folder written by `onnx.export`.
 
-    Takes seconds to minutes, and a C++ compiler.
+    Takes seconds to minutes, and needs a C++ compiler.
 
     Args:
         model: the model of that folder, in fp32.
-        folder: what `unrolled.interop.onnx.export` wrote.
+        folder: a folder written by `unrolled.interop.onnx.export`.
 
     Returns:
-        The manifest, which now has the package among its files.
+        The manifest, which now lists the package.
 
     Raises:
-        ValueError: the folder is that of another model.
-        UnsupportedError: the model is no recurrence.
+        ValueError: the folder holds another model.
+        UnsupportedError: the model does not run as a recurrence.
     """
     folder = Path(folder)
     manifest = Manifest.load(folder)
@@ -56,7 +56,7 @@ def export_aot(model: Any, folder: str | Path) -> Manifest:
     program = exported(recurrence)
 
     def compile_into(file: Path) -> None:
-        named = file.with_suffix(".pt2")  # the compiler insists on this ending
+        named = file.with_suffix(".pt2")  # the compiler requires this suffix
         with quiet():
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(named), inductor_configs={"freezing": True}
@@ -70,10 +70,10 @@ def export_aot(model: Any, folder: str | Path) -> Manifest:
 
 
 def load_aot(folder: str | Path) -> AotModel:
-    """Open the compiled step of an exported folder, once it has been compared with its hash.
+    """Load the compiled step of an exported folder, after verifying its hash.
 
     Raises:
-        ValueError: the folder has none, or another one than its manifest describes.
+        ValueError: the folder has none, or its file does not match the manifest.
     """
     folder = Path(folder)
     manifest = Manifest.load(folder)

@@ -1,4 +1,4 @@
-"""Taking over the weights of another library's layers."""
+"""Copying the weights of another library's layers."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from unrolled.contract import UnsupportedError
 
 @torch.no_grad()
 def copy_linear(ours: Any, *theirs: Any) -> None:
-    """Copy linear layers that read the same input into one, a row under the other; a missing bias is 0.
+    """Copy linear layers that read the same input into one, stacked by rows; a missing bias is 0.
 
     Raises:
         ValueError: theirs do not add up to the size of ours.
@@ -33,7 +33,7 @@ def copy_norm(ours: Any, theirs: Any) -> None:
 
 
 def copy_norms_and_feed_forward(block: Any, layer: Any) -> None:
-    """Copy all but the attention of an encoder layer that names its parts as torch's does into a block."""
+    """Copy an encoder layer with torch's parameter names into a block, except for the attention."""
     copy_norm(block.attention_norm, layer.norm1)
     copy_norm(block.ff_norm, layer.norm2)
     copy_linear(block.ff.up, layer.linear1)
@@ -47,11 +47,11 @@ def copy_rows(ours: Any, rows: torch.Tensor) -> None:
 
 
 def copy_last_norm(norm: Any, like: torch.Tensor) -> nn.LayerNorm:
-    """Copy the norm that some encoders have after their last block, post-norm ones too.
+    """Copy the norm that some encoders, even post-norm ones, have after their last block.
 
     Args:
         norm: theirs.
-        like: of the floating type and on the device of the copy.
+        like: a tensor with the dtype and device of the copy.
 
     Raises:
         UnsupportedError: it is no layer norm.
@@ -65,5 +65,5 @@ def copy_last_norm(norm: Any, like: torch.Tensor) -> nn.LayerNorm:
 
 def _fill(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     if ours.shape != theirs.shape:
-        raise ValueError(f"found weights of the shape {list(theirs.shape)}, wanted {list(ours.shape)}")
+        raise ValueError(f"the weights have shape {list(theirs.shape)}, but must have {list(ours.shape)}")
     ours.copy_(theirs)

@@ -1,7 +1,7 @@
 """Encoders of idiap's fast-transformers, in its parallel and in its recurrent form, as stacks of blocks here.
 
-Katharopoulos, Vyas, Pappas and Fleuret 2020, "Transformers are RNNs", arXiv 2006.16236. The library,
-pytorch-fast-transformers 0.4.0, is needed to make such an encoder, not here.
+Katharopoulos, Vyas, Pappas and Fleuret 2020, "Transformers are RNNs", arXiv 2006.16236. This
+module does not import the library, pytorch-fast-transformers 0.4.0.
 """
 
 from typing import Any, Literal
@@ -21,32 +21,32 @@ KINDS = {
     "CausalLinearAttention": ("linear", True),
     "RecurrentLinearAttention": ("linear", True),
 }
-"""Their attention classes: ours, and whether theirs is causal; None where the mask of a call says it."""
+"""Per attention class of theirs: our mechanism, and whether it is causal (None: depends on the mask)."""
 
 
 def from_fast_transformers(encoder: Any, *, causal: bool) -> Stack:
-    """Make a stack of post-norm blocks with the weights of `encoder`, of its type, device and mode.
+    """Make a stack of post-norm blocks with the weights, dtype, device and mode of `encoder`.
 
     `forward(x [B,T,d_model], key_padding_mask=)` is their parallel encoder and `step(x [B,d_model], state)`,
-    from `init_state(B)`, their recurrent one. Theirs adds 1e-6 to the denominator of linear attention, and
-    ours nothing. In training the stack drops neither attention weights nor inner units of feed-forward
-    layers.
+    from `init_state(B)`, their recurrent one. Theirs adds 1e-6 to the denominator of linear attention, ours
+    does not. In training the stack has no dropout on attention weights or inside feed-forward layers.
 
     Args:
         encoder: a `TransformerEncoder` or a `RecurrentTransformerEncoder` with full or linear attention, the
             latter with the features elu(x) + 1.
-        causal: position i sees positions up to i only. Theirs has a class for that where attention is
-            linear, and a mask of the call where it is full.
+        causal: position i attends to positions up to i only. Theirs has a class for causal linear attention,
+            and uses a mask for causal full attention.
 
     Raises:
-        ValueError: `encoder` is of another type, or its attention is causal and `causal` is not, or the
-            other way round.
+        ValueError: `encoder` is of another type, or `causal` does not match its attention.
         UnsupportedError: other attention, features, scales or activations, or layers that differ.
     """
     if type(encoder).__name__ not in ("TransformerEncoder", "RecurrentTransformerEncoder") or not (
         type(encoder).__module__.startswith("fast_transformers.")
     ):
-        raise ValueError(f"encoder is a {type(encoder).__name__}, wanted an encoder of fast_transformers")
+        raise ValueError(
+            f"encoder is a {type(encoder).__name__}, but must be an encoder of fast_transformers"
+        )
     layers: list[Any] = list(encoder.layers)
     kinds = {type(layer.attention.inner_attention).__name__ for layer in layers}
     sizes = {(_activation(x.activation), *(tuple(p.shape) for p in x.parameters())) for x in layers}
@@ -87,12 +87,12 @@ def from_fast_transformers(encoder: Any, *, causal: bool) -> Stack:
 
 
 def _mechanism(layers: list[Any], kind: str, causal: bool) -> str:
-    """The name of ours for the attention class `kind`, after checking what its layers are set to."""
+    """Return our mechanism for the attention class `kind`, after checking the options of its layers."""
     if kind not in KINDS:
-        raise UnsupportedError(f"encoder has {kind}, which has no counterpart; wanted one of {sorted(KINDS)}")
+        raise UnsupportedError(f"encoder has {kind} attention, but must have one of {sorted(KINDS)}")
     mechanism, theirs_causal = KINDS[kind]
     if theirs_causal not in (None, causal):
-        raise ValueError(f"causal is {causal}, wanted {theirs_causal}: encoder has {kind}")
+        raise ValueError(f"causal is {causal}, but must be {theirs_causal}: encoder has {kind}")
     for layer in layers:
         inner = layer.attention.inner_attention
         if mechanism == "linear" and not _is_elu(inner.feature_map, layer.linear1.weight):
@@ -106,7 +106,7 @@ def _mechanism(layers: list[Any], kind: str, causal: bool) -> str:
 
 @torch.no_grad()
 def _is_elu(feature_map: Any, like: torch.Tensor) -> bool:
-    """Try the feature map out: theirs is a function without a name."""
+    """Test the feature map numerically: theirs is an anonymous function."""
     if type(feature_map).__name__ != "ActivationFunctionFeatureMap":
         return False
     x = torch.linspace(-3, 3, 100, device=like.device, dtype=like.dtype)

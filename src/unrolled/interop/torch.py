@@ -17,27 +17,26 @@ __all__ = ["MultiheadAttention", "from_transformer_encoder"]
 def from_transformer_encoder(
     encoder: nn.TransformerEncoder, *, causal: bool = False, attention: str = "softmax", **options: Any
 ) -> Stack:
-    """Make a stack of blocks with the weights of `encoder`, in its floating type, on its device, in its mode.
+    """Make a stack of blocks with the weights, dtype, device and mode of `encoder`.
 
-    Its verbs are those of `unrolled.models.stack.Stack`: `forward(x [B,T,d_model], key_padding_mask=)`, and
-    `init_state`, `prefill` and `step` where it is causal. With softmax attention it computes what `encoder`
-    does; in training it drops neither attention weights nor the inner units of feed-forward layers. The batch
-    is always the first axis, whatever it is for `encoder`.
+    Its methods are those of `unrolled.models.stack.Stack`: `forward(x [B,T,d_model], key_padding_mask=)`, and
+    `init_state`, `prefill` and `step` if it is causal. With softmax attention it computes the same as
+    `encoder`, except that in training it has no dropout on attention weights or inside feed-forward layers.
+    The batch is always the first axis, whatever it is for `encoder`.
 
     Args:
         encoder: made of `nn.TransformerEncoderLayer`s that are alike; pre- or post-norm, relu or gelu, with
             or without a last norm.
-        causal: position i sees positions up to i only, as `encoder` does where it is called with a causal
-            mask.
+        causal: position i attends to positions up to i only, as `encoder` does with a causal mask.
         attention: the mechanism that gets the projections.
-        options: its further arguments.
+        options: further arguments of the mechanism.
 
     Raises:
         ValueError: `encoder` is of another type.
         UnsupportedError: layers that differ, are of another type, or have another activation.
     """
     if not isinstance(encoder, nn.TransformerEncoder):
-        raise ValueError(f"encoder is a {type(encoder).__name__}, wanted a torch.nn.TransformerEncoder")
+        raise ValueError(f"encoder is a {type(encoder).__name__}, but must be a torch.nn.TransformerEncoder")
     layers: list[Any] = list(encoder.layers)
     first = layers[0]
     parts = {type(layer) for layer in layers} | {type(layer.self_attn) for layer in layers}

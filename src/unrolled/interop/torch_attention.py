@@ -1,4 +1,4 @@
-"""Torch's `MultiheadAttention`, with any mechanism here in place of softmax attention."""
+"""Torch's `MultiheadAttention`, with any mechanism in place of softmax attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,25 +16,25 @@ from unrolled.ops.masks import without_padding
 
 
 class MultiheadAttention(nn.Module):
-    """`torch.nn.MultiheadAttention` with any mechanism that reads queries, keys and values as that does.
+    """`torch.nn.MultiheadAttention` with any mechanism that takes the same queries, keys and values.
 
-    The arguments, the shapes, the masks (True = not attended to) and the `state_dict` are torch's, and so are
-    the outputs with `attention="softmax"`. A mechanism's own parameters, where it has some, are under
-    `mechanism.` in the `state_dict`. A query that may attend to nothing gives zeros, not NaN.
+    The arguments, shapes, masks (True = masked) and the `state_dict` are torch's, and so are the outputs with
+    `attention="softmax"`. Additional parameters of a mechanism are under `mechanism.` in the `state_dict`. A
+    query with nothing to attend to gives zeros, not NaN.
 
-    As a part of torch's encoder, which has then to be made with `enable_nested_tensor=False`, it keeps that
-    off its fast path, which knows softmax only.
+    Inside torch's encoder it disables the fast path, which supports softmax only; the encoder must be created
+    with `enable_nested_tensor=False`.
 
     Args:
-        embed_dim, num_heads, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as of
-            torch's.
-        dropout: 0; nothing here drops attention weights.
+        embed_dim, num_heads, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+            torch.
+        dropout: must be 0: dropout on attention weights is not supported.
         attention: name of the mechanism.
-        causal: every call attends to earlier positions only. For mechanisms that have no use for `attn_mask`.
+        causal: every call is causal. For mechanisms that do not support `attn_mask`.
         options: further arguments of the mechanism.
 
     Raises:
-        UnsupportedError: what the mechanism cannot do.
+        UnsupportedError: the mechanism does not support the arguments.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -62,7 +62,9 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if dropout:
-            raise UnsupportedError(f"dropout is {dropout}; nothing here drops attention weights, use 0")
+            raise UnsupportedError(
+                f"dropout is {dropout}, but must be 0: dropout on attention weights is not supported"
+            )
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.batch_first, self.add_zero_attn, self.head_dim = (
@@ -70,19 +72,21 @@ class MultiheadAttention(nn.Module):
             add_zero_attn,
             embed_dim // num_heads,
         )
-        # Torch's encoder layer would compute softmax attention by itself for modules that say True here.
+        # If True, torch's encoder layer would compute softmax attention itself.
         self._qkv_same_embed_dim = False
         mechanism: MultiHeadAttention[Any, Any] = mechanisms.load(attention)(
             embed_dim, num_heads, causal=causal, bias=bias, **options
         )
         if mechanism.qkv_proj.weight.shape != (3 * embed_dim, embed_dim):
-            raise UnsupportedError(f"{attention!r} attention so made has other projections than torch's")
+            raise UnsupportedError(
+                f"{attention!r} attention with these options has other projections than torch's"
+            )
         self._make_parameters(bias, add_bias_kv)
         self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
-        # The projections are here, under torch's names, and not in the mechanism: a layer that is put in the
-        # place of `out_proj`, as adapters are, is used.
+        # The projections are here, under torch's names, and not in the mechanism, so that a layer that
+        # replaces `out_proj`, such as an adapter, is used.
         del mechanism.qkv_proj
         mechanism._modules["out_proj"] = nn.Identity()
         self.mechanism = mechanism
@@ -111,11 +115,11 @@ class MultiheadAttention(nn.Module):
             mechanism.causal or mechanism.supports.positions or not mechanism.supports.cross
         ):
             raise UnsupportedError(
-                f"{mechanism.name} attention so made cannot take keys that have no place in the sequence; "
+                f"{mechanism.name} attention with these options does not support keys without a position; "
                 "use add_bias_kv=False and add_zero_attn=False"
             )
         if mechanism.supports.reads_input and self.kdim != self.embed_dim:
-            raise UnsupportedError(f"{mechanism.name} attention reads its input; use kdim = embed_dim")
+            raise UnsupportedError(f"{mechanism.name} attention also reads its input; use kdim = embed_dim")
 
     def forward(
         self,
@@ -130,15 +134,14 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from `query` to `key` and `value`, as torch's `forward` does: outputs, and weights or None.
 
-        `is_causal` says that `attn_mask` is the causal mask: with `causal=True` the mask is not looked at.
-        Queries are taken to be of the same sequence as the keys where `query is key`; their padding is not
-        read either, so that what comes out there, where torch's means nothing, is another. Every query reads
-        the keys that `add_bias_kv` and `add_zero_attn` put in; torch hides them with `is_causal` and no
-        weights.
+        `is_causal` says that `attn_mask` is the causal mask; with `causal=True` the mask is ignored. If
+        `query is key`, it is self-attention, and padding is masked in the queries too: outputs at padding,
+        which are meaningless in torch, differ. Every query attends to the keys added by `add_bias_kv` and
+        `add_zero_attn`; torch masks them with `is_causal` and without weights.
 
         Raises:
             ValueError: inputs of another shape.
-            UnsupportedError: a mask, another sequence, or weights, that the mechanism cannot do.
+            UnsupportedError: the mechanism does not support the mask, other keys, or returning weights.
         """
         own = query is key
         packed = own and key is value
@@ -167,7 +170,7 @@ class MultiheadAttention(nn.Module):
             return y, None
         if not self.mechanism.supports.weights:
             raise UnsupportedError(
-                f"{self.mechanism.name} attention has no weights to show; use need_weights=False"
+                f"{self.mechanism.name} attention has no weights to return; use need_weights=False"
             )
         weights = self.mechanism.weights_of(heads, masks)
         weights = weights.mean(1) if average_attn_weights else weights
@@ -175,7 +178,7 @@ class MultiheadAttention(nn.Module):
 
     def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
         if x.dim() != (3 if batched else 2):
-            raise ValueError(f"found an input of {x.dim()} axes, wanted 3 of each, or 2 of each unbatched")
+            raise ValueError(f"an input has {x.dim()} axes, but all must have 3, or 2 if unbatched")
         if not batched:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
@@ -185,14 +188,16 @@ class MultiheadAttention(nn.Module):
         for name, x, width in zip(("query", "key", "value"), inputs, widths, strict=True):
             if x.shape[-1] != width or x.shape[0] != inputs[0].shape[0]:
                 raise ValueError(
-                    f"{name} has the batch size {x.shape[0]} and the width {x.shape[-1]}, "
-                    f"wanted {inputs[0].shape[0]} and {width}"
+                    f"{name} has batch size {x.shape[0]} and width {x.shape[-1]}, "
+                    f"but must have {inputs[0].shape[0]} and {width}"
                 )
         if inputs[1].shape[1] != inputs[2].shape[1]:
-            raise ValueError(f"value has the length {inputs[2].shape[1]}, wanted key's, {inputs[1].shape[1]}")
+            raise ValueError(
+                f"value has length {inputs[2].shape[1]}, but must have key's, {inputs[1].shape[1]}"
+            )
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> Projected:
-        """Project to `[B,T,H,D]`, with the further keys and values that torch's has."""
+        """Project to `[B,T,H,D]`, including the additional keys and values of torch's module."""
         heads = list(self._projected(query, key, value, packed))
         for i, row in ((1, self.bias_k), (2, self.bias_v)):
             if row is not None:
@@ -213,7 +218,7 @@ class MultiheadAttention(nn.Module):
         return [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
     def _padding(self, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-        """Turn torch's padding mask into ours."""
+        """Convert torch's padding mask to ours."""
         self.mechanism.refuse("padding", mask, "key_padding_mask")
         if mask is None:
             return None
@@ -228,11 +233,11 @@ class MultiheadAttention(nn.Module):
         is_causal: bool,
         sizes: tuple[int, int, int],
     ) -> Masks:
-        """Turn torch's `attn_mask` into ours, where True means attend, and let all read the further keys."""
+        """Convert torch's `attn_mask` to ours (True = attend); additional keys are never masked."""
         mechanism, (B, T, S) = self.mechanism, sizes
         further = (self.bias_k is not None) + self.add_zero_attn
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal was given without attn_mask, wanted both, as torch has it")
+            raise ValueError("is_causal is True without attn_mask, but both must be given, as in torch")
         if is_causal and mechanism.causal:
             attn_mask = None
         if is_causal and attn_mask is not None and not mechanism.supports.attn_mask:
@@ -244,8 +249,8 @@ class MultiheadAttention(nn.Module):
             if attn_mask.dim() == 3:
                 if attn_mask.shape != (B * self.num_heads, T, S):
                     raise ValueError(
-                        f"attn_mask has the shape {list(attn_mask.shape)}, "
-                        f"wanted {[B * self.num_heads, T, S]} or {[T, S]}"
+                        f"attn_mask has shape {list(attn_mask.shape)}, "
+                        f"but must have {[B * self.num_heads, T, S]} or {[T, S]}"
                     )
                 attn_mask = attn_mask.view(B, self.num_heads, T, S)
             attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
@@ -257,11 +262,11 @@ class MultiheadAttention(nn.Module):
 
 
 def _as_padding(mask: Tensor) -> Tensor:
-    """A padding mask, True = padding, of torch's boolean or added one."""
+    """Return the padding mask (True = padding) of torch's boolean or additive one."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
-        raise ValueError(f"key_padding_mask is {mask.dtype}, wanted torch.bool, True at padding, or floating")
+        raise ValueError(f"key_padding_mask is {mask.dtype}, but must be bool (True = padding) or floating")
     padding = mask == -torch.inf
     if may_read(mask) and bool((mask.masked_fill(padding, 0) != 0).any()):
         raise UnsupportedError(

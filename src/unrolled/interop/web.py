@@ -1,9 +1,9 @@
-"""Web pages that run trained models: a folder that any static server can host, with nothing left to fetch.
+"""Web pages that run trained models: a self-contained folder for any static server.
 
 index.html, *.js, *.css     the page
 runtime/                    ONNX Runtime for browsers, as published on npm, with its licences
 models/<name>/              what `unrolled.interop.onnx.export` writes
-models.json                 which models there are, and which of them stand side by side
+models.json                 the models, and which of them are shown side by side
 """
 
 import hashlib
@@ -52,23 +52,23 @@ def write_site(
 ) -> Path:
     """Write a page that runs the models of some training runs.
 
-    Models with one vocabulary are shown side by side.
+    Models with the same vocabulary are shown side by side.
 
     Args:
-        runs: the folders of the runs, by the names that their models get on the page.
-        out: made if needed.
+        runs: the folders of the runs, by the names of their models on the page.
+        out: the folder to write; created if needed.
         runtime: a folder with the files of onnxruntime-web, such as `node_modules/onnxruntime-web/dist`; None
-            takes them from the cache, or through npm.
-        webgpu: also put in ONNX Runtime's build for WebGPU (27 MB), used where the browser finds an adapter.
+            takes them from the cache or through npm.
+        webgpu: also include ONNX Runtime's WebGPU build (27 MB), used if the browser finds an adapter.
         opset: version of ONNX's standard operators, 20 to 25.
-        sampling: arguments of `generation.generate` that the page begins with.
+        sampling: default arguments of `generation.generate` on the page.
 
     Returns:
         `out`.
 
     Raises:
-        ValueError: there is no run, a name is no plain file name, a run has no vocabulary that a page can
-            write, or the runtime is missing or is not the published one.
+        ValueError: there is no run, a name is not a plain file name, a page cannot show the vocabulary of a
+            run, or the runtime is missing or is not the published one.
         UnsupportedError: a model cannot be exported.
         ImportError: the extra `onnx` is missing.
     """
@@ -76,7 +76,7 @@ def write_site(
 
     out = Path(out)
     if not runs:
-        raise ValueError("runs is empty, wanted the folder of at least one run")
+        raise ValueError("runs is empty, but must have the folder of at least one run")
     vocabularies = {name: _vocabulary(name, Path(run)) for name, run in runs.items()}
     found = runtime_files(runtime, webgpu=webgpu)
     notices = _notices()
@@ -103,7 +103,7 @@ def write_site(
 
 
 def is_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bool:
-    """Return whether `folder` holds what `write_site` has written of these very models, or some of them."""
+    """Return whether `folder` is a page of these models, or of some of them, written by `write_site`."""
     from unrolled.interop import onnx
 
     try:
@@ -118,10 +118,10 @@ def is_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bool:
 
 
 def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> dict[str, Path]:
-    """Find files of onnxruntime-web, in a folder, in the cache or through npm, and hold them to their hashes.
+    """Find files of onnxruntime-web in a folder, in the cache or through npm, and verify their hashes.
 
     Raises:
-        ValueError: one is nowhere to be found, or is not the published file.
+        ValueError: a file is missing, or is not the published one.
     """
     names = [file for build in _builds(webgpu).values() for file in build.values()]
     if folder is not None:
@@ -132,7 +132,7 @@ def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> 
                     f"{folder} has no {name}; it is in dist/ of the npm package {PACKAGE} {VERSION}"
                 )
             if _sha256(path) != SHA256[name]:
-                raise ValueError(f"{path} is not that of {PACKAGE} {VERSION}: its SHA-256 differs")
+                raise ValueError(f"{path} is not the file of {PACKAGE} {VERSION}: its SHA-256 differs")
         return found
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrolled"
     kept = cache / f"{PACKAGE}-{VERSION}"
@@ -144,7 +144,7 @@ def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> 
 
 
 def _write_runtime(folder: Path, found: Mapping[str, Path], notices: list[Path]) -> None:
-    """Write the files of the runtime, its licences, and the record that the page holds them to."""
+    """Write the files of the runtime, its licences, and the manifest that the page verifies them against."""
     folder.mkdir(exist_ok=True)
     for path in [*found.values(), *notices]:
         _copy(path, folder / LICENCES.get(path.name, path.name))
@@ -153,7 +153,7 @@ def _write_runtime(folder: Path, found: Mapping[str, Path], notices: list[Path])
         "version": VERSION,
         "builds": {name: build for name, build in BUILDS.items() if build["binary"] in found},
         "files": {name: {"sha256": SHA256[name], "bytes": size} for name, size in sizes.items()},
-        "bytes": max(sizes.values()),  # of the largest build, for a bar that shows how far loading is
+        "bytes": max(sizes.values()),  # of the largest build, for the progress bar of loading
     }
     _write_json(folder / "runtime.json", record)
 
@@ -163,14 +163,14 @@ def _builds(webgpu: bool) -> dict[str, dict[str, str]]:
 
 
 def _fetch(wanted: Mapping[str, Path]) -> None:
-    """Unpack files of the package, which npm fetches from the registry that it is set up for."""
+    """Unpack files of the package, downloaded by npm from its configured registry."""
     otherwise = (
         f"fetch it with `npm pack {PACKAGE}@{VERSION}` where there is a network, unpack it, "
         "and name its folder package/dist by --runtime"
     )
     npm = shutil.which("npm")
     if npm is None:
-        raise ValueError(f"the page needs {PACKAGE} {VERSION}, and there is no npm to fetch it: {otherwise}")
+        raise ValueError(f"the page needs {PACKAGE} {VERSION}, but there is no npm to fetch it: {otherwise}")
     with tempfile.TemporaryDirectory() as name:
         command = [npm, "pack", f"{PACKAGE}@{VERSION}", "--pack-destination", name]
         try:
@@ -186,13 +186,13 @@ def _fetch(wanted: Mapping[str, Path]) -> None:
                 content = b"" if reader is None else reader.read()
                 if hashlib.sha256(content).hexdigest() != SHA256[file]:
                     raise ValueError(
-                        f"{file}, as npm brought it, is not that of {PACKAGE} {VERSION}: SHA-256 differs"
+                        f"{file} from npm is not the file of {PACKAGE} {VERSION}: its SHA-256 differs"
                     )
                 write_file(path, content)
 
 
 def _notices() -> list[Path]:
-    """Find the licences of ONNX Runtime, which its Python package carries."""
+    """Return the licences of ONNX Runtime from its Python package."""
     spec = find_spec("onnxruntime")
     if spec is None or spec.origin is None:
         raise ImportError(f"a web page needs onnxruntime, which is missing: {how_to_install('onnx')}")
@@ -202,11 +202,11 @@ def _notices() -> list[Path]:
 def _vocabulary(name: str, run: Path) -> dict[str, Any]:
     if not name or Path(name).name != name or name.startswith("."):
         raise ValueError(
-            f"a model is named {name!r}, wanted a plain file name: it becomes a folder of the page"
+            f"the name of a model is {name!r}, but must be a plain file name: it becomes a folder of the page"
         )
     path = run / "vocabulary.json"
     if not path.is_file():
-        raise ValueError(f"{run} is no folder of unrolled train: it has no vocabulary.json")
+        raise ValueError(f"{run} is not a run folder of unrolled train: it has no vocabulary.json")
     try:
         vocabulary: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
         kind = vocabulary["kind"]
@@ -214,8 +214,7 @@ def _vocabulary(name: str, run: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     if kind not in ("text", "image", "ids"):
         raise ValueError(
-            f"{run} has a vocabulary of the kind {kind!r}, wanted 'text', 'image' or 'ids', "
-            "which the page can write"
+            f"{run} has a vocabulary of the kind {kind!r}, but must have 'text', 'image' or 'ids' for a page"
         )
     return vocabulary
 
@@ -246,7 +245,7 @@ def _entry(name: str, model: Mapping[str, Any], vocabulary: Mapping[str, Any], s
 
 
 def _told_apart(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Name by its models a group whose name another vocabulary has too, and a model whose title is taken."""
+    """Make the names of groups and the titles of models unique by appending model names."""
     groups: dict[str, Any] = {}  # the vocabulary of each
     titles: set[tuple[str, str]] = set()
     for entry in entries:

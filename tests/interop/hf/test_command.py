@@ -62,7 +62,7 @@ def test_what_cannot_be_converted_gets_one_sentence(trained, tmp_path):
     )
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
-    assert "holds a model of the type 'llama', wanted 'unrolled'" in sentence(
+    assert "holds a model of type 'llama', but must hold 'unrolled'" in sentence(
         "convert", tmp_path / "llama", tmp_path / "out"
     )
     make().save_pretrained(tmp_path / "cut")

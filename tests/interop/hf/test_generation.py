@@ -163,7 +163,9 @@ def test_a_state_of_rows_that_are_all_padded_goes_on(ids):
     wanted = generate(model, ids, attention_mask=mask)
     assert torch.equal(out.sequences, wanted.sequences)
     torch.testing.assert_close(out.logits[0], wanted.logits[0], **SINGLE)
-    with pytest.raises(ValueError, match=r"has read \[3, 2\] tokens of its rows, wanted as many as"):
+    with pytest.raises(
+        ValueError, match=r"has read \[3, 2\] tokens of its rows, but must have read as many as"
+    ):
         generate(model, ids, attention_mask=torch.ones_like(mask), past_key_values=state)
 
 
@@ -182,7 +184,9 @@ def test_inputs_that_have_all_been_read_are_refused(given, ids):
     with torch.no_grad():
         cache = model(ids).past_key_values
     for past in (cache, cache.layers[0].state):
-        with pytest.raises(ValueError, match=f"has read 7 positions, wanted fewer than the {7 - given} of"):
+        with pytest.raises(
+            ValueError, match=f"has read 7 positions, but must have read fewer than the {7 - given} of"
+        ):
             generate(model, ids[:, given:], past_key_values=past)
     out = generate(model, torch.cat([ids, ids[:, :1]], dim=1), past_key_values=cache)
     assert out.sequences.shape == (2, 8 + N)
@@ -195,7 +199,7 @@ def test_states_of_another_model_are_refused(ids):
         for given in (cache, cache.layers[0].state):
             with pytest.raises(ValueError, match="a state of another model"):
                 model(ids, past_key_values=given)
-    with pytest.raises(ValueError, match="past_key_values is a list, wanted a StateCache"):
+    with pytest.raises(ValueError, match="past_key_values is a list, but must be a StateCache"):
         model(ids, past_key_values=[])
 
 

@@ -370,7 +370,7 @@ def test_a_cache_of_keys_and_values_is_refused():
         ({"layers": [3]}, ValueError, r"layers is \[3\], but must be different numbers from 0 to 2"),
         ({"layers": [0, 0]}, ValueError, r"layers is \[0, 0\]"),
         ({"layers": []}, ValueError, r"layers is \[\]"),
-        ({"window": 3}, ValueError, "do not fit linear attention"),
+        ({"window": 3}, ValueError, "invalid options .* for linear attention"),
         ({"feature_map": torch.nn.ReLU()}, ValueError, "JSON must be able to say them"),
         ({"rotary": True}, ValueError, "the model's own positions are kept"),
         (

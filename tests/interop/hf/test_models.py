@@ -223,7 +223,7 @@ def test_names_of_both_libraries_are_the_same_field():
     [
         ({"atention": "linear"}, "atention is no field of UnrolledConfig: did you mean attention"),
         ({"output": "masked"}, "output is no field of UnrolledConfig"),
-        ({"hidden_size": 32}, "hidden_size and d_model are given, wanted one of them"),
+        ({"hidden_size": 32}, "hidden_size and d_model are the same field"),
         ({"n_layers": 0}, "n_layers is 0, but must be an integer of at least 1"),
         ({"num_attention_heads": 3, "n_heads": ...}, "d_model is 16, but must be a multiple of n_heads = 3"),
         ({"positions": "rope"}, "positions is 'rope', but must be one of"),
@@ -242,7 +242,7 @@ def test_what_only_the_model_knows_is_refused_by_it(ids):
     with pytest.raises(UnsupportedError, match="'bigbird' attention cannot be causal"):
         make("bigbird")
     model = make()
-    with pytest.raises(ValueError, match=r"attention_mask has the shape \[2, 3\], wanted \[2, 7\]"):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\], but must have \[2, 7\]"):
         model(ids, attention_mask=MASK[:, :3])
     with pytest.raises(UnsupportedError, match=r"only padding can be masked; use a mask \[batch, length\]"):
         model(ids, attention_mask=torch.ones(2, 1, 7, 7))
@@ -251,7 +251,7 @@ def test_what_only_the_model_knows_is_refused_by_it(ids):
     with pytest.raises(ValueError, match="holds ids from 17 to 17, wanted ids in"):
         model(torch.full((1, 1), 17))
     for kind in CLASSES:
-        with pytest.raises(ValueError, match=r"input_ids has the shape \[7\], wanted \[batch, length\]"):
+        with pytest.raises(ValueError, match=r"input_ids has shape \[7\], but must have \[batch, length\]"):
             make(kind=kind)(ids[0])
     for change in (lambda: model.resize_token_embeddings(20), lambda: model.set_input_embeddings(None)):
         with pytest.raises(UnsupportedError, match="the vocabulary of a model is fixed"):
@@ -266,7 +266,7 @@ def test_arguments_of_other_models_may_be_given_but_not_used(kind, ids):
     found = model(ids, inputs_embeds=None, output_attentions=False).logits
     assert torch.equal(found, model(ids).logits)
     for others in ({"position_ids": ids}, {"output_hidden_states": True}):
-        with pytest.raises(UnsupportedError, match=f"{next(iter(others))} is given, which the models here"):
+        with pytest.raises(UnsupportedError, match=f"{next(iter(others))} is given, but not supported"):
             model(ids, **others)
 
 

@@ -229,7 +229,7 @@ def test_the_command_does_it_all_and_can_be_run_again(folder, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--option", "window"], "must be a name and a value"),
+        (["--option", "window"], "must be NAME=VALUE"),
         (["--layers", "a"], "layers is 'a'"),
         (["--attention", "linaer"], "attention is 'linaer'"),
         (["--data", "nowhere.txt"], "nowhere.txt: No such file"),

@@ -145,7 +145,7 @@ def refuse_others(others: Mapping[str, Any]) -> None:
     """
     for name, value in others.items():
         if value is not None and value is not False:
-            raise UnsupportedError(f"{name} is given, which the models here do not take; leave it out")
+            raise UnsupportedError(f"{name} is given, but not supported; leave it out")
 
 
 def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int = 0) -> Tensor | None:
@@ -164,19 +164,19 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
         ValueError: it or `input_ids` has another shape.
     """
     if input_ids.dim() != 2:
-        raise ValueError(f"input_ids has the shape {list(input_ids.shape)}, wanted [batch, length]")
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}, but must have [batch, length]")
     if attention_mask is None:
         return None
     if attention_mask.dim() > 2:
         raise UnsupportedError(
-            f"attention_mask has the shape {list(attention_mask.shape)}, but only padding can be masked; "
+            f"attention_mask has shape {list(attention_mask.shape)}, but only padding can be masked; "
             "use a mask [batch, length] instead"
         )
     batch_size, length = input_ids.shape
     if attention_mask.shape not in ((batch_size, length), (batch_size, seen + length)):
         raise ValueError(
-            f"attention_mask has the shape {list(attention_mask.shape)}, "
-            f"wanted [{batch_size}, {seen + length}]"
+            f"attention_mask has shape {list(attention_mask.shape)}, "
+            f"but must have [{batch_size}, {seen + length}]"
         )
     padding = attention_mask[:, attention_mask.shape[1] - length :] == 0
     return padding if padding.any() else None

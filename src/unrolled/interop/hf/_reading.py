@@ -65,7 +65,7 @@ class ReadsTokens:
             return None
         if not isinstance(given, StateCache) or [*map(type, given.layers)] != [StateLayer]:
             raise ValueError(
-                f"past_key_values is a {type(given).__name__}, wanted a StateCache of one StateLayer, "
+                f"past_key_values is a {type(given).__name__}, but must be a StateCache of one StateLayer "
                 "or a DecoderState"
             )
         if given.layers[0].state is not None:

@@ -222,7 +222,5 @@ def _copy_head(ours: Any, head: Head) -> None:
 
 def _activation(name: Any) -> str:
     if name not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"hidden_act is {name!r}, which has no counterpart; wanted one of {list(ACTIVATIONS)}"
-        )
+        raise UnsupportedError(f"hidden_act is {name!r}, but must be one of {list(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -105,8 +105,8 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             whole = mask if mask is not None else ids
             if whole is not None and (seen := cache.get_seq_length()) >= whole.shape[1]:
                 raise ValueError(
-                    f"past_key_values has read {seen} positions, wanted fewer than the {whole.shape[1]} of "
-                    "the inputs, which are all the tokens: the last is read here, to predict the next"
+                    f"past_key_values has read {seen} positions, but must have read fewer than the "
+                    f"{whole.shape[1]} of the inputs, which include the tokens already read"
                 )
             kwargs["past_key_values"] = cache
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -166,6 +166,6 @@ def _positions_read(state: DecoderState, attention_mask: Tensor) -> int:
     if not len(places):
         raise ValueError(
             f"past_key_values has read {state.position.tolist()} tokens of its rows, "
-            "wanted as many as attention_mask shows up to some position"
+            "but must have read as many as attention_mask has up to some position"
         )
     return int(places[-1])

@@ -74,7 +74,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
             name = to_ours.get(key, key)
             if name in seen:
                 raise ValueError(
-                    f"{key} and {seen[name]} are given, wanted one of them: they are the same field"
+                    f"{key} and {seen[name]} are the same field, but only one of them must be given"
                 )
             seen[name] = key
             if name in ours:

@@ -92,11 +92,13 @@ def load(path: str | Path) -> UnrolledPreTrainedModel:
     """
     values = _config(path)
     if (found := values.get("model_type")) != UnrolledConfig.model_type:
-        raise ValueError(f"{path} holds a model of the type {found!r}, wanted {UnrolledConfig.model_type!r}")
+        raise ValueError(
+            f"{path} holds a model of type {found!r}, but must hold {UnrolledConfig.model_type!r}"
+        )
     by_name = {kind.__name__: kind for kind in CLASSES}
     name = class_name(values.get("architectures"))
     if name not in by_name:
-        raise ValueError(f"{path} holds a model of the class {name!r}, wanted one of {sorted(by_name)}")
+        raise ValueError(f"{path} holds a model of class {name!r}, but must hold one of {sorted(by_name)}")
     try:
         model: UnrolledPreTrainedModel = by_name[name].from_pretrained(path)
     except (ValueError, UnsupportedError, OSError, TypeError) as error:  # of ours, and of transformers

@@ -155,7 +155,7 @@ def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     if not found or not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
-            f"{type(model).__name__} has no attention to replace; wanted a model of transformers with one of "
+            f"{type(model).__name__} has no attention to replace; it must be one of transformers with "
             f"{', '.join(FAMILIES)}"
         )
     return found
@@ -245,7 +245,7 @@ def _prepare_cache(model: PreTrainedModel) -> None:
 
 
 def _begin_with_states(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Put an empty `StateCache` in the place of an empty cache of transformers, or where one is wanted."""
+    """Replace an empty cache of transformers, or a missing one, by an empty `StateCache`."""
     if len(args) > _place_of_cache(module.__class__):
         return None  # the caller's own; the layers check it
     given, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
@@ -293,8 +293,8 @@ def _load_weights(model: PreTrainedModel, folder: Path) -> None:
     for name in sorted(wanted.keys() & found.keys()):
         if wanted[name].shape != found[name].shape:
             raise ValueError(
-                f"{name} in {folder} has the shape {list(found[name].shape)}, "
-                f"wanted {list(wanted[name].shape)}"
+                f"{name} in {folder} has shape {list(found[name].shape)}, "
+                f"but must have {list(wanted[name].shape)}"
             )
     missing, unknown = model.load_state_dict(found, strict=False)
     missing = [name for name in missing if name not in model.all_tied_weights_keys]

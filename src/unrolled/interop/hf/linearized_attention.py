@@ -108,7 +108,7 @@ class LinearizedAttention(nn.Module):
             k = self.k_norm(k)
         if self.rotary:
             if position_embeddings is None:
-                raise ValueError("position_embeddings is None, but this model rotates: wanted (cos, sin)")
+                raise ValueError("position_embeddings is None, but must be (cos, sin) for rotary positions")
             q, k = _rotate(q, *position_embeddings), _rotate(k, *position_embeddings)
         return q if self.query_scale == 1 else q * self.query_scale, k, v
 
@@ -174,7 +174,7 @@ def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> Mu
             **options,
         )
     except TypeError as error:
-        raise ValueError(f"the options {options} do not fit {attention} attention: {error}") from error
+        raise ValueError(f"invalid options {options} for {attention} attention: {error}") from error
     wanted = [sum(len(part) for part in parts.qkv), *parts.qkv[0].shape[1:]]
     if list(mechanism.qkv_proj.weight.shape) != wanted:
         raise UnsupportedError(

@@ -28,8 +28,8 @@ def from_perceiver(model: Any, options: Mapping[str, Any]) -> PerceiverIO:
     widening = {config.self_attention_widening_factor, config.cross_attention_widening_factor}
     if widening != {1} or not config.use_query_residual or config.hidden_act not in ACTIVATIONS:
         raise UnsupportedError(
-            f"widening factors {sorted(widening)}, use_query_residual {config.use_query_residual} and "
-            f"hidden_act {config.hidden_act!r} have no counterpart; wanted 1, True and one of "
+            f"widening factors, use_query_residual and hidden_act are {sorted(widening)}, "
+            f"{config.use_query_residual} and {config.hidden_act!r}, but must be 1, True and one of "
             f"{list(ACTIVATIONS)}"
         )
     perceiver = model.perceiver

@@ -47,7 +47,7 @@ def import_weights(source: Any, **attention_options: Any) -> Encoder | Perceiver
     family = getattr(getattr(model, "config", None), "model_type", None)
     if family is None:
         raise ValueError(
-            f"source is a {type(model).__name__}, wanted a model of transformers, a folder or a hub name"
+            f"source is a {type(model).__name__}, but must be a model of transformers, a folder or a hub name"
         )
     if family not in FAMILIES:
         raise UnsupportedError(
@@ -66,8 +66,8 @@ def _load(source: str | Path) -> Any:
     named = class_name(config.architectures)
     if config.model_type not in FAMILIES or not hasattr(transformers, named):
         raise UnsupportedError(
-            f"{source} holds a {config.model_type!r} model of the class {named!r}, which cannot be imported; "
-            f"wanted one of {sorted(FAMILIES)}"
+            f"{source} holds a {config.model_type!r} model of the class {named!r}, but must be one of "
+            f"{sorted(FAMILIES)}"
         )
     read = getattr(transformers, named).from_pretrained
     model, found = _attempt(source, lambda: read(str(source), use_safetensors=True, output_loading_info=True))

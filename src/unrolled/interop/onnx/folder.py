@@ -68,7 +68,7 @@ def export(
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """
     if unknown := set(sampling or {}) - set(_manifest.SAMPLING):
-        raise ValueError(f"sampling has {sorted(unknown)}, wanted some of {list(_manifest.SAMPLING)}")
+        raise ValueError(f"sampling has {sorted(unknown)}, but must have only {list(_manifest.SAMPLING)}")
     recurrent = isinstance(model, Recurrent)
     if not recurrent:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""A model's recurrence as a function of flat tensors: what is exported, and what its state looks like."""
+"""A model's recurrence as an exportable function of flat tensors, and the description of its state."""
 
 import logging
 import warnings
@@ -159,8 +159,8 @@ def _describe(model: Any) -> tuple[list[Leaf], set[str]]:
         fill = x.flatten()[0].item() if x.numel() else 0
         if not bool((x == fill).all()):
             raise UnsupportedError(
-                f"the state {name} does not begin with one number everywhere, as that of an exported model "
-                "must; linear, window and softmax attention begin empty"
+                f"the initial state {name} is not constant, but must be for an export; "
+                "use linear, window or softmax attention"
             )
         leaves.append(Leaf(name, x.dtype, tuple(x.shape[1:]), _growing_axis(name, forms), fill))
     return leaves, shared
@@ -174,8 +174,8 @@ def _growing_axis(name: str, forms: list[Tensor]) -> int | None:
     grown = [axis for axis, sizes in enumerate(zip(*shapes, strict=True)) if sizes == (0, 1, 2)]
     if len(grown) != 1 or sum(len(set(sizes)) > 1 for sizes in zip(*shapes, strict=True)) != 1:
         raise UnsupportedError(
-            f"the state {name} grows from {list(shapes[0])} to {list(shapes[2])} in two tokens, wanted one "
-            "place per token along one axis; softmax attention can be exported instead"
+            f"the state {name} grows from {list(shapes[0])} to {list(shapes[2])} in two tokens, but must "
+            "grow by one per token along one axis; softmax attention can be exported instead"
         )
     return grown[0]
 

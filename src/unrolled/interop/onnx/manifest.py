@@ -46,10 +46,10 @@ class Manifest:
         vocab_size: number of token ids that are predicted.
         start_token: id of the start symbol; None without.
         max_positions: how many tokens a sequence may have; None for any number.
-        length: "any", or 1 where a call reads one token.
+        length: "any", or 1 if a call reads one token.
         state: the tensors of the state, in the order of inputs and outputs.
         probes: the outputs after those of the state.
-        sampling: what to draw with unless told otherwise, as arguments of `generation.generate`.
+        sampling: default arguments of `generation.generate`.
         graphs: file, sha256 and bytes of each graph, by its name.
         files: sha256 and bytes of every other file, by its path.
     """
@@ -100,7 +100,7 @@ class Manifest:
         """
         path = folder / FILE_NAME
         if not path.is_file():
-            raise ValueError(f"{folder} is no folder of unrolled export: it has no {FILE_NAME}")
+            raise ValueError(f"{folder} is not a folder of unrolled export: it has no {FILE_NAME}")
         try:
             values = json.loads(path.read_text())
             found = values["format"], values["version"]
@@ -126,10 +126,10 @@ class Manifest:
         return {graph["file"]: graph for graph in self.graphs.values()} | self.files
 
     def read(self, folder: Path, name: str) -> bytes:
-        """Read a file of the folder, and give its bytes if they are those that the manifest is about.
+        """Read a file of the folder, verify its size and hash, and return its bytes.
 
         Raises:
-            ValueError: the file is missing, or of another size or content.
+            ValueError: the file is missing, or its size or hash does not match.
         """
         wanted, path = self.entries()[name], folder / name
         try:
@@ -138,13 +138,11 @@ class Manifest:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         if len(content) != wanted["bytes"]:
             raise ValueError(
-                f"{path} has {len(content)} bytes, but {FILE_NAME} says {wanted['bytes']}: "
-                "the file is cut short or another one; export again"
+                f"{path} has {len(content)} bytes, but must have {wanted['bytes']} according to {FILE_NAME}; "
+                "export again"
             )
         if hashlib.sha256(content).hexdigest() != wanted["sha256"]:
-            raise ValueError(
-                f"{path} is not the file that {FILE_NAME} describes, its SHA-256 differs; export again"
-            )
+            raise ValueError(f"{path} is not the file of {FILE_NAME}, its SHA-256 differs; export again")
         return content
 
 

@@ -1,4 +1,4 @@
-"""An exported model that runs in ONNX Runtime, with the surface that `unrolled.generation` wants."""
+"""An exported model in ONNX Runtime, with the interface that `unrolled.generation` needs."""
 
 from abc import ABC, abstractmethod
 from collections import namedtuple
@@ -15,11 +15,11 @@ from unrolled.interop.onnx.manifest import Manifest, is_position
 from unrolled.models.checks import check_ids
 from unrolled.ops.checks import check_key_padding_mask
 
-PIECE = 64  # tokens of a prompt that one call reads, in time and memory quadratic in their number
+PIECE = 64  # tokens of a prompt per call; time and memory of a call are quadratic in it
 
 
 class ExportedConfig(NamedTuple):
-    """What drawing tokens asks a model's config for."""
+    """The config fields that sampling needs."""
 
     vocab_size: int
     start_token: bool
@@ -27,14 +27,14 @@ class ExportedConfig(NamedTuple):
 
 
 class ExportedModel(ABC):
-    """A recurrence outside of PyTorch: `init_state`, `prefill` and `step`, on the CPU, without gradients.
+    """A recurrence outside PyTorch: `init_state`, `prefill` and `step`, on the CPU, without gradients.
 
     A state is a `NamedTuple` of tensors, batch first, so that `unrolled.ops.state` can select its rows, save
-    and load it. States are values: none is changed.
+    and load it. States are values: none is modified.
 
     Args:
-        manifest: what the exported folder says.
-        piece: how many tokens one call reads at most.
+        manifest: the manifest of the exported folder.
+        piece: maximum number of tokens per call.
     """
 
     def __init__(self, manifest: Manifest, piece: int) -> None:
@@ -50,7 +50,7 @@ class ExportedModel(ABC):
         """Run the graph on tokens and state: logits and the next state."""
 
     def init_state(self, batch_size: int) -> Any:
-        """Make the state of `batch_size` sequences that have not begun."""
+        """Return the state of `batch_size` empty sequences."""
         return self._state_type(*(leaf.initial(batch_size) for leaf in self.manifest.state))
 
     def prefill(
@@ -58,21 +58,23 @@ class ExportedModel(ABC):
     ) -> tuple[Tensor, Any]:
         """Read tokens [B, T], B and T of at least 1, after those that `state` has read.
 
-        With a `key_padding_mask` [B, T] (True = padding), each row is read by itself without its padding,
-        where its logits mean nothing.
+        With a `key_padding_mask` [B, T] (True = padding), each row is read separately without its padding;
+        logits at padding are meaningless.
 
         Returns:
             logits [B, T, vocab_size] and the new state.
 
         Raises:
-            ValueError: an id that the model does not have, a state of another model or of another number of
-                rows, or more tokens than the model has positions.
-            UnsupportedError: rows of different lengths, and a state that grows with them.
+            ValueError: an id is outside the vocabulary, the state is of another model or batch size, or there
+                are more tokens than the model has positions.
+            UnsupportedError: rows have different lengths, and the state grows with them.
         """
         check_ids("tokens", tokens, self.config.vocab_size + self.config.start_token)
         self._check_state(state, tokens.shape[0])
         if tokens.numel() < 1:
-            raise ValueError(f"tokens has the shape {list(tokens.shape)}, wanted at least one token and row")
+            raise ValueError(
+                f"tokens has shape {list(tokens.shape)}, but must have at least one token and row"
+            )
         if key_padding_mask is None:
             return self._read(tokens, state)
         check_key_padding_mask(key_padding_mask, *tokens.shape)
@@ -96,8 +98,8 @@ class ExportedModel(ABC):
         growing = any(leaf.growing_axis is not None for leaf in self.manifest.state)
         if growing and len(set(valid.sum(1).tolist())) > 1:
             raise UnsupportedError(
-                "rows of different lengths cannot share a state that grows with them; "
-                "read prompts of one length together, or each by itself"
+                "rows of different lengths cannot share a state that grows with the length; "
+                "batch prompts of equal length, or read each separately"
             )
         logits = torch.zeros(*tokens.shape, self.config.vocab_size)
         rows = []
@@ -118,22 +120,20 @@ class ExportedModel(ABC):
             return
         for leaf, x in zip(self.manifest.state, state, strict=True):
             if is_position(leaf) and (reached := int(x.max()) + length) > bound:
-                raise ValueError(f"the input reaches length {reached}, wanted at most {bound}")
+                raise ValueError(f"the length is {reached}, but must be at most {bound}")
 
     def _check_state(self, state: Any, batch_size: int) -> None:
         leaves = self.manifest.state
         if not isinstance(state, tuple) or getattr(state, "_fields", None) != self._state_type._fields:
-            raise ValueError(
-                f"state is a {type(state).__name__} of another model, wanted that of init_state or prefill"
-            )
+            raise ValueError(f"state is a {type(state).__name__} of another model, but must be this one's")
         for leaf, x in zip(leaves, state, strict=True):
             wanted = [batch_size, *leaf.shape]
             if leaf.growing_axis is not None and x.dim() == len(wanted):
                 wanted[leaf.growing_axis] = x.shape[leaf.growing_axis]
             if list(x.shape) != wanted or x.dtype != leaf.dtype:
                 raise ValueError(
-                    f"the state {leaf.name} is {x.dtype} of the shape {list(x.shape)}, "
-                    f"but this model and batch want {leaf.dtype} of {wanted}"
+                    f"state {leaf.name} is {x.dtype} of shape {list(x.shape)}, "
+                    f"but must be {leaf.dtype} of shape {wanted}"
                 )
 
 
@@ -155,15 +155,15 @@ class OnnxModel(ExportedModel):
 
 
 def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxModel:
-    """Open an exported folder in ONNX Runtime, once its files have been compared with their hashes.
+    """Load an exported folder in ONNX Runtime, after verifying the hashes of its files.
 
     Args:
-        folder: what `export` wrote.
-        graph: "plain", or "fused" or "int8" where it was written.
-        threads: of one operator; a step of a small model is fastest with one.
+        folder: a folder written by `export`.
+        graph: "plain", or "fused" or "int8" if exported.
+        threads: threads per operator; one is fastest for a step of a small model.
 
     Raises:
-        ValueError: the folder is none, lacks that graph, or holds a file that is damaged or another one.
+        ValueError: the folder is no export, lacks the graph, or holds a file that does not match its hash.
         ImportError: onnxruntime is missing.
     """
     folder = Path(folder)
@@ -180,9 +180,7 @@ def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxM
     shapes = {x.name: len(x.shape) for x in session.get_inputs()}
     wanted = {"tokens": 2} | {leaf.name: 1 + len(leaf.shape) for leaf in manifest.state}
     if shapes != wanted or not {x.name for x in session.get_outputs()}.issuperset(manifest.outputs):
-        raise ValueError(
-            f"{folder / file} has other inputs or outputs than its manifest: they are of two models"
-        )
+        raise ValueError(f"{folder / file} has other inputs or outputs than its manifest; export again")
     return OnnxModel(manifest, session)
 
 

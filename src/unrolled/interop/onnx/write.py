@@ -20,7 +20,7 @@ AGREEMENT = 1e-4  # largest difference from the model, as a part of the largest 
 
 
 class DisagreementError(RuntimeError):
-    """A graph gives other numbers than the model it was traced from."""
+    """The outputs of a graph differ from those of the model it was traced from."""
 
 
 def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False) -> tuple[Recurrence, bytes]:
@@ -33,9 +33,9 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
             the model is what the fused operator computes.
     """
     if opset not in OPSETS:
-        raise UnsupportedError(f"opset is {opset}, but {OPSETS[0]} to {OPSETS[-1]} can be written")
+        raise UnsupportedError(f"opset is {opset}, but must be from {OPSETS[0]} to {OPSETS[-1]}")
     if wrong := {x.dtype for x in model.parameters()} - {torch.float32}:
-        raise UnsupportedError(f"the model is {wrong.pop()}, but graphs are float32; convert it by .float()")
+        raise UnsupportedError(f"the model is {wrong.pop()}, but must be float32; convert it with .float()")
     replaced = forms.fused() if fused else forms.portable()
     reasons = []
     lengths: tuple[Length, ...] = ("any", 1)
@@ -51,7 +51,7 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
             continue
         if fused and b"com.microsoft" not in content:
             raise UnsupportedError(
-                "the fused graph is for linear attention, which this model has none of; use the plain one"
+                "the fused graph requires linear attention, which this model lacks; use the plain graph"
             )
         return recurrence, content
     raise UnsupportedError(
@@ -61,8 +61,8 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
 
 
 def _why(error: Exception) -> str:
-    """Say in a few words what torch's exporter says in many."""
-    said = re.sub("\x1b\\[\\d+m", "", str(error))  # it colours what it says
+    """Summarise an error of torch's exporter."""
+    said = re.sub("\x1b\\[\\d+m", "", str(error))  # remove colours
     if missing := re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", said):
         return f"ONNX has no operator for {missing[1]}"
     if "Constraints violated" in said:
@@ -98,8 +98,8 @@ def compare(recurrence: Recurrence, session: Any) -> None:
             for name, x, y in zip(outputs, session.run(outputs, feeds), wanted, strict=True):
                 found, y = torch.from_numpy(x).double(), y.double()
                 if found.shape != y.shape:
-                    shapes = f"{list(found.shape)}, wanted {list(y.shape)}"
-                    raise DisagreementError(f"{name} has the shape {shapes}")
+                    shapes = f"{list(found.shape)}, but must have {list(y.shape)}"
+                    raise DisagreementError(f"{name} has shape {shapes}")
                 # Infinities are equal to themselves, but their difference is no number.
                 apart = torch.where(found == y, 0.0, (found - y).abs())
                 size = torch.where(y.isfinite(), y.abs(), 0.0)
@@ -110,7 +110,7 @@ def compare(recurrence: Recurrence, session: Any) -> None:
 
 
 def quantized(content: bytes) -> bytes:
-    """Give a graph with its matrices in int8, and activations quantised as they come."""
+    """Return a graph with int8 matrices and dynamically quantised activations."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
