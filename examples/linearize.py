@@ -7,11 +7,11 @@ The model is small and trained here, on walks over a circle of 16 symbols, so th
 
 import copy
 import tempfile
-from types import SimpleNamespace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from unrolled.data import Batch
 from unrolled.interop import hf
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
 from unrolled.training import TrainConfig, train
@@ -26,7 +26,7 @@ class Walks:
         generator = torch.Generator().manual_seed(1000 * seed + step + 500_000 * (split == "val"))
         strides = torch.randint(1, 5, (batch_size, 4), generator=generator).repeat(1, 12)
         places = strides.cumsum(1) % 16
-        return SimpleNamespace(inputs=places[:, :-1], targets=places[:, 1:])
+        return Batch(places[:, :-1], places[:, 1:])
 
     def eval_batches(self, batch_size):
         """Yield walks to validate on."""
