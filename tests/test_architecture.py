@@ -61,6 +61,26 @@ def test_imports_point_up(path):
     assert not upward(room, path.read_text())
 
 
+def private(room: str, source: str) -> set[str]:
+    """Private modules and names of other rooms that `source`, a file of `room`, imports."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unrolled."):
+            parts = str(node.module).split(".")[1:]
+            names = [*parts, *(alias.name for alias in node.names)]
+            if parts[0] != room and any(name.startswith("_") for name in names):
+                found.add(".".join(names))
+    return found
+
+
+def test_rooms_import_no_private_parts_of_others():
+    assert private("models", "from unrolled.recurrent._lstm import x") == {"recurrent._lstm.x"}
+    assert private("recurrent", "from unrolled.recurrent._lstm import x") == set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        assert not private(room, path.read_text(encoding="utf-8")), path
+
+
 def test_every_public_name_is_found():
     for name in unrolled.__all__:
         assert getattr(unrolled, name).__name__ == name

@@ -12,9 +12,7 @@ from unrolled import models
 from unrolled.bench import attention_plots, plots
 from unrolled.cli import run_config
 from unrolled.cli.attend import alignment, words
-from unrolled.data import babi
-from unrolled.data._bpe import END_ID
-from unrolled.data._vocabulary import Vocabulary
+from unrolled.data import END_ID, Vocabulary, babi
 from unrolled.generation import translate
 from unrolled.models import Decoder, DecoderConfig, EncoderDecoder, EncoderDecoderConfig, MemN2N, NTMModel
 from unrolled.models.saving import SavedModel

@@ -15,8 +15,7 @@ from test_cli import SMALL, error, run, works
 
 from unrolled import models
 from unrolled.cli.evaluate import count_right, scorer
-from unrolled.data import Batch
-from unrolled.data._vocabulary import Vocabulary
+from unrolled.data import Batch, Vocabulary
 from unrolled.data.multi30k import Multi30kDataset
 
 pytest.importorskip("tokenizers")

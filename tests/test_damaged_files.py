@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from unrolled.cli import app
-from unrolled.data._vocabulary import Vocabulary
+from unrolled.data import Vocabulary
 from unrolled.interop.onnx.manifest import Manifest
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.training import read_log

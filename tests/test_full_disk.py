@@ -16,7 +16,7 @@ from commands import everything, filled, run, works
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from unrolled.data._vocabulary import Vocabulary
+from unrolled.data import Vocabulary
 from unrolled.interop.hf import character_tokenizer
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops import state as states

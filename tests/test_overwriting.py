@@ -8,7 +8,7 @@ import torch
 from commands import everything, filled, run, works
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from unrolled.data._vocabulary import Vocabulary
+from unrolled.data import Vocabulary
 from unrolled.interop.hf import character_tokenizer
 from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqConfig
 

@@ -10,7 +10,7 @@ from commands import works
 from small_models import small_model
 
 from unrolled import models
-from unrolled.data._vocabulary import Vocabulary
+from unrolled.data import Vocabulary
 from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqConfig
 from unrolled.ops import state as states
 

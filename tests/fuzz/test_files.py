@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from unrolled import models
 from unrolled.cli import app
-from unrolled.data._vocabulary import Vocabulary
+from unrolled.data import Vocabulary
 from unrolled.ops import state as states
 from unrolled.training import read_log
 

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from unrolled.cli import app
-from unrolled.data._vocabulary import Vocabulary
+from unrolled.data import Vocabulary
 from unrolled.models import Decoder, DecoderConfig
 
 pytest.importorskip("onnxruntime")

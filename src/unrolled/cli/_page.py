@@ -37,7 +37,7 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
             same name, a model does not predict tokens or has another model's vocabulary, or as `write_site`.
     """
     from unrolled.cli._models import load_for
-    from unrolled.data._vocabulary import Vocabulary
+    from unrolled.data import Vocabulary
     from unrolled.folders import check_folder
     from unrolled.interop.web import is_page_of, write_site
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unrolled.bench.attention_plots import Alignment
-    from unrolled.data._vocabulary import Vocabulary
+    from unrolled.data import Vocabulary
 
 
 def attend(
@@ -137,7 +137,7 @@ def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tup
 def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -> "Figure":
     from unrolled.bench import plots
     from unrolled.bench.attention_plots import alignments
-    from unrolled.data._vocabulary import Vocabulary
+    from unrolled.data import Vocabulary
 
     if not lines:
         raise ValueError("--text is missing: this model translates a sentence, as in --text 'A man sleeps.'")

@@ -9,7 +9,7 @@ import typer
 from unrolled.cli._output import Force
 
 if TYPE_CHECKING:
-    from unrolled.data._vocabulary import Vocabulary
+    from unrolled.data import Vocabulary
 
 
 def convert(
@@ -31,7 +31,7 @@ def convert(
       unrolled convert book-hf runs/book-again
       unrolled generate runs/book-again --prompt "Once upon"
     """
-    from unrolled.data._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.data import VOCABULARY_FILE, Vocabulary
     from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import hf  # says what to install if transformers is missing
 
@@ -40,7 +40,7 @@ def convert(
         raise ValueError(f"{out} is the model's own folder, but must be another one")
     model, to_ours = _read(source), hf.is_saved_by_transformers(source)
     converted = model if to_ours else hf.to_transformers(model)
-    vocabulary = Vocabulary.load(source) if FILE_NAME in model.documents else None
+    vocabulary = Vocabulary.load(source) if VOCABULARY_FILE in model.documents else None
     if vocabulary is not None and not to_ours and vocabulary.kind == "text":
         vocabulary.check(model.config.vocab_size)
 

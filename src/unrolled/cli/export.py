@@ -46,7 +46,7 @@ def export(
     """
     from unrolled.cli._models import load_for
     from unrolled.cli._page import write_page
-    from unrolled.data._vocabulary import FILE_NAME, Vocabulary
+    from unrolled.data import VOCABULARY_FILE, Vocabulary
     from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import onnx
 
@@ -81,7 +81,7 @@ def export(
             opset=opset,
             fused=fused,
             int8=int8,
-            vocabulary=run / FILE_NAME,
+            vocabulary=run / VOCABULARY_FILE,
             sampling=sampling,
         )
         written = {graph["file"]: graph["bytes"] for graph in manifest.graphs.values()}

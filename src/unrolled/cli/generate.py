@@ -13,7 +13,7 @@ from unrolled.extras import how_to_install
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from unrolled.data._vocabulary import Vocabulary
+    from unrolled.data import Vocabulary
 
 Engine = Literal["torch", "onnx"]
 DEFAULT_TOKENS = 200
@@ -83,7 +83,7 @@ def generate(
     from unrolled import generation
     from unrolled.cli._device import choose
     from unrolled.cli._models import load_for
-    from unrolled.data._vocabulary import Vocabulary
+    from unrolled.data import Vocabulary
 
     given: dict[str, Any] = {
         "temperature": temperature,

@@ -35,7 +35,7 @@ def _installation() -> dict[str, Any]:
     import torch
 
     import unrolled
-    from unrolled.data._files import folder as data_folder
+    from unrolled.data import data_folder
 
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {

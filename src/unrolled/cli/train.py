@@ -89,7 +89,7 @@ def train(
     from unrolled import training
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
-    from unrolled.data._vocabulary import FILE_NAME
+    from unrolled.data import VOCABULARY_FILE
     from unrolled.folders import check_folder, contents
     from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
 
@@ -116,7 +116,7 @@ def train(
     def start(resumed: bool) -> None:
         run.save()
         if not resumed:
-            for file in (CONFIG_FILE, WEIGHTS_FILE, FILE_NAME):  # those of an earlier run
+            for file in (CONFIG_FILE, WEIGHTS_FILE, VOCABULARY_FILE):  # those of an earlier run
                 (run.run_dir / file).unlink(missing_ok=True)
 
     typer.echo(

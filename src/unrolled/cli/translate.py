@@ -39,8 +39,7 @@ def translate(
     from unrolled import generation
     from unrolled.cli._device import choose
     from unrolled.cli._models import load_for
-    from unrolled.data._bpe import END_ID
-    from unrolled.data._vocabulary import Vocabulary
+    from unrolled.data import END_ID, Vocabulary
 
     if n_best is not None and not 1 <= n_best <= beam_size:
         raise ValueError(f"--n-best is {n_best}, but must be from 1 to --beam-size = {beam_size}")

@@ -12,8 +12,24 @@ from typing import Any, cast
 
 from unrolled.contract import Batch, Split
 from unrolled.data._base import BaseDataset, Task
+from unrolled.data._bpe import END_ID
+from unrolled.data._files import folder as data_folder
+from unrolled.data._vocabulary import FILE_NAME as VOCABULARY_FILE
+from unrolled.data._vocabulary import Vocabulary
 
-__all__ = ["BaseDataset", "Batch", "Split", "Task", "dataset_type", "load", "names"]
+__all__ = [
+    "END_ID",
+    "VOCABULARY_FILE",
+    "BaseDataset",
+    "Batch",
+    "Split",
+    "Task",
+    "Vocabulary",
+    "data_folder",
+    "dataset_type",
+    "load",
+    "names",
+]
 
 
 def names() -> list[str]:

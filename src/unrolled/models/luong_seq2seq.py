@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from unrolled.fields import Size
 from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
 from unrolled.ops.precision import accumulation_dtype, without_autocast
-from unrolled.recurrent._lstm import lstm_step
+from unrolled.recurrent import lstm_step
 
 
 @dataclass

@@ -5,6 +5,7 @@
 
 from unrolled.recurrent._bidirectional import Bidirectional, BidirectionalState
 from unrolled.recurrent._layer import RecurrentLayer
+from unrolled.recurrent._lstm import lstm_step
 from unrolled.recurrent._stacked import Stacked, StackedState
 from unrolled.registry import Registry
 
@@ -15,6 +16,7 @@ __all__ = [
     "Stacked",
     "StackedState",
     "load",
+    "lstm_step",
     "names",
 ]
 

@@ -4,6 +4,7 @@ from typing import Literal, overload
 from unrolled.recurrent._bidirectional import Bidirectional as Bidirectional
 from unrolled.recurrent._bidirectional import BidirectionalState as BidirectionalState
 from unrolled.recurrent._layer import RecurrentLayer as RecurrentLayer
+from unrolled.recurrent._lstm import lstm_step as lstm_step
 from unrolled.recurrent._stacked import Stacked as Stacked
 from unrolled.recurrent._stacked import StackedState as StackedState
 from unrolled.recurrent.gru import GRU

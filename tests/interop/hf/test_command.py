@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from unrolled.cli import app
-from unrolled.data._vocabulary import Vocabulary
+from unrolled.data import Vocabulary
 from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig, load
 
 CHARACTERS = list("\n abcdefgh")
