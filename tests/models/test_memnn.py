@@ -355,7 +355,7 @@ def test_it_learns_from_supporting_facts_and_is_evaluated_and_drawn(facts, tmp_p
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     works("train", "--config", tmp_path / "run.yaml", f"run_dir={tmp_path / 'run'}")
     shown = works("evaluate", tmp_path / "run")
-    right = int(re.search(r"test split: (\d+) of 200 right", shown)[1])
+    right = int(re.search(r"test split: (\d+) of 200 correct", shown)[1])
     assert right >= 196, shown
     assert "ranking loss/target" in shown
     model = models.load(tmp_path / "run")

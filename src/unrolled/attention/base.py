@@ -296,6 +296,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """
         self._check_input("query", query)
         self._check_input("memory", memory)
+        self.refuse("cross", memory, "reading another sequence")
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *memory.shape[:2])
             memory = without_padding(memory, key_padding_mask)

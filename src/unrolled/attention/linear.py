@@ -150,7 +150,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
             self.supports = self.supports.but(weights=False)
             self.head_norm = HeadRMSNorm(n_heads, self.value_dim)
         if feature_map.positional:  # there is no distance between tokens of two sequences
-            self.supports = self.supports.but(positions=True, cross=False)
+            self.supports = self.supports.but(positions=True, cross=False, single_queries=False)
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""

@@ -17,14 +17,15 @@ def _paddings(rows: int, length: int) -> list[Tensor | None]:
 
 
 def check_weights(make: Maker, supports: Supports) -> None:
-    """The weights add up to 1, are 0 at padding, and the output is the mean of the values by them."""
-    if not supports.bidirectional:
+    """The weights add up to 1, or are 0 where a query reads nothing; the output is the mean by them."""
+    if not (supports.bidirectional and supports.cross):
         return
     module = make(causal=False)
     query, memory = make.input(2, 5, grad=False), make.input(2, 7, seed=1, grad=False)
     for mask in _paddings(2, 7):
         weights = module.weights(query, memory, key_padding_mask=mask)
-        assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), "the weights of each query, added up")
+        reads = weights.ne(0).any(-1).to(weights.dtype)
+        assert_close(weights.sum(-1), reads, "the weights of each query, added up")
         if mask is not None:
             require(not weights[mask[:, None, None].expand_as(weights)].any(), "padding has weights")
         v = module.project(query, memory)[2]
@@ -55,10 +56,11 @@ def check_single_queries(make: Maker, supports: Supports) -> None:
 def check_max_length(make: Maker, supports: Supports) -> None:
     """`max_length` is the length of the longest sequence: one of it runs, one beyond is refused."""
     for causal in directions(supports):
-        module = make(causal=causal, max_length=8)
-        y = module(make.input(2, 8))
+        longest = int(make.options.get("max_length", 8))
+        module = make(causal=causal, **(dict(make.options) | {"max_length": longest}))
+        y = module(make.input(2, longest))
         require(bool(y.isfinite().all()), "a sequence of max_length gives numbers that are not finite")
-        assert_raises(ValueError, "a token beyond max_length", module, "forward", make.input(2, 9))
+        assert_raises(ValueError, "a token beyond max_length", module, "forward", make.input(2, longest + 1))
 
 
 def check_refuses_unclaimed_verbs(make: Maker, supports: Supports) -> None:
@@ -66,7 +68,7 @@ def check_refuses_unclaimed_verbs(make: Maker, supports: Supports) -> None:
     for causal in directions(supports):
         module = make(causal=causal)
         x = make.input(2, 5, grad=False)
-        if hasattr(module, "read") and (causal or not supports.single_queries):
+        if hasattr(module, "recall") and (causal or not supports.single_queries):
             assert_raises(UnsupportedError, "read (not claimed)", module, "read", x)
         if hasattr(module, "weights") and not supports.weights:
             assert_raises(UnsupportedError, "weights (not claimed)", module, "weights", x, x)
