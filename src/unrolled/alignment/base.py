@@ -83,9 +83,8 @@ class Alignment(ChecksOptions, nn.Module):
             key_padding_mask = torch.zeros(memory.shape[:2], dtype=torch.bool, device=memory.device)
         check_key_padding_mask(key_padding_mask, *memory.shape[:2])
         if key_padding_mask.device != memory.device:
-            raise ValueError(
-                f"memory is on {memory.device}, but must be on {key_padding_mask.device} like key_padding_mask"
-            )
+            where = key_padding_mask.device
+            raise ValueError(f"memory is on {memory.device}, but must be on {where} like key_padding_mask")
         memory = memory.masked_fill(key_padding_mask.unsqueeze(-1), 0)
         keys = self.project_memory(memory)
         position = torch.zeros(len(memory), dtype=torch.long, device=memory.device)
