@@ -31,7 +31,7 @@ from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.fields import Fraction, Size
 from unrolled.models.blocks import Block, init_weights
-from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.checks import check_targets
 from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.heads import mean_nll
@@ -110,6 +110,7 @@ class PerceiverAR(Decoder):
             UnsupportedError: packed sequences.
         """
         self._refuse_packs(cu_seqlens)
+        self._check_tokens(tokens, key_padding_mask)
         tokens, key_padding_mask = self._at_the_right(tokens, key_padding_mask)
         logits: Tensor = self.head(self._latents(tokens, key_padding_mask, n_latents))
         return logits
@@ -138,6 +139,7 @@ class PerceiverAR(Decoder):
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, *inputs.shape)
             targets = targets.masked_fill(key_padding_mask, IGNORED).gather(1, _order(key_padding_mask))
+        self._check_tokens(inputs, key_padding_mask)
         inputs, key_padding_mask = self._at_the_right(inputs, key_padding_mask)
         hidden = self._latents(inputs, key_padding_mask, n_latents)
         targets = targets[:, targets.shape[1] - hidden.shape[1] :]
@@ -197,10 +199,8 @@ class PerceiverAR(Decoder):
         return cast(ReadingBlock, self.stack.blocks[0])
 
     def _at_the_right(self, tokens: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         if key_padding_mask is None:
             return tokens, None
-        check_key_padding_mask(key_padding_mask, *tokens.shape)
         order = _order(key_padding_mask)
         return tokens.gather(1, order), key_padding_mask.gather(1, order)
 
