@@ -1,12 +1,12 @@
-r"""DeltaNet: a linear memory that is corrected, not added to: what a key already holds is erased first.
+r"""DeltaNet: linear attention that replaces what a key retrieves, rather than adding to it.
 
     S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t
 
-In two moves: decay, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves what k_t reads towards v_t,
-one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Queries and keys are of length 1,
-q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is b = max_beta sigmoid(W_b x).
+In two steps: the state decays, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves the value that k_t
+retrieves towards v_t, one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Queries and keys
+have length 1, q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is b = max_beta sigmoid(W_b x).
 
-DeltaNet has a = 1. Gated DeltaNet (`gated=True`) forgets, log a = -exp(A) softplus(W_a x + c) with A and c
+DeltaNet has a = 1. Gated DeltaNet (`gated=True`) decays, log a = -exp(A) softplus(W_a x + c) with A and c
 learned per head, and gates its output by silu(W_g x).
 
 Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
@@ -27,19 +27,20 @@ Cannot: read in both directions or from another sequence, nor honour an `attn_ma
 so each head's output is normalised. The short convolutions of the published models are left out.
 Equals softmax attention: never. With b = 1, no decay and orthonormal keys it retrieves each value exactly.
 
-With `rotary`, queries and keys are rotated after they have got their length, which rotation keeps.
+With `rotary`, queries and keys are rotated after they are scaled to length 1, which rotation keeps.
 """
 
 import math
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports
+from unrolled.attention._options import CAUSAL_ONLY
+from unrolled.attention._state import advance
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.checks import (
     check_cu_seqlens,
     check_key_padding_mask,
@@ -95,8 +96,8 @@ def delta_rule(
         k: keys `[B,T,G,D]` of length at most 1; query head h reads state h // (H/G).
         v: values `[B,T,G,M]`.
         beta: rates `[B,T,G]`, from 0 (write nothing) to 2; 1 replaces what a unit key held.
-        log_decay: natural logarithm of the gates a `[B,T,G]`, at most 0; minus infinity forgets everything.
-        key_padding_mask: `[B,T]`, True = padding: such a token leaves the state as it was.
+        log_decay: natural logarithm of the gates a `[B,T,G]`, at most 0; minus infinity clears the state.
+        key_padding_mask: `[B,T]`, True = padding, which leaves the state as it was.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
         state: S `[B,G,D,M]` before the first token, N rows with `cu_seqlens`; zeros by default.
 
@@ -104,8 +105,8 @@ def delta_rule(
         `o [B,T,H,M]` in the type of `v`, and the state after the last token, in fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: an argument of another shape or type; on a CPU and uncompiled, where looking is free, keys
-            longer than 1 (with which the rule may diverge), rates outside [0, 2] and positive `log_decay`.
+        ValueError: an argument of another shape or type; on a CPU and uncompiled, where values can be read at
+            no cost, keys longer than 1 (the rule may diverge), rates outside [0, 2] and positive `log_decay`.
     """
     q, k, v, beta, log_decay, state = _prepare(q, k, v, beta, log_decay, key_padding_mask, cu_seqlens, state)
     if cu_seqlens is None:
@@ -122,7 +123,7 @@ def delta_rule(
 def delta_rule_step(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, *, log_decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token: the state decays, is corrected at k, and is read at q.
+    """Run one token: the state decays, is updated at k, and is read at q.
 
     Args:
         q: query `[B,H,D]`.
@@ -183,7 +184,7 @@ def _chunked(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, log_decay: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     (B, T, _, D), (G, M), dtype, exact = q.shape, v.shape[2:], state.dtype, exact_dtype(q.device)
-    n = max(1, math.ceil(T / (32 if max(D, M) <= 64 else 64)))  # wider states are best seen less often
+    n = max(1, math.ceil(T / (32 if max(D, M) <= 64 else 64)))  # wide states make long chunks cheaper
     C = max(1, math.ceil(T / n))
     with without_autocast(q.device):
         qs, ks, vs = (split_chunks(x.to(dtype), n, C, G) for x in (q, k, v))
@@ -198,14 +199,14 @@ def _chunked(
             from_start, to_end, through = (
                 x.to(dtype).exp().unsqueeze(-1) for x in (L, L[..., -1:] - L, L[..., -1:])
             )
-        # The diagonal of the system is taken as 1, and what lies above it is not read. With similar keys and
-        # rates near 2 its solution alternates in sign, and in fp32 would lose digits that single steps keep.
+        # Only the part below the diagonal is read; the diagonal is 1. With similar keys and rates near 2 the
+        # solution alternates in sign, and would lose digits in fp32 that single steps keep.
         keys, values = ks.to(exact), vs.to(exact)
         system = rates * (keys @ keys.mT) * within
         right_side = rates * torch.cat([values, from_start * keys], dim=-1)
         solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
         U, W = solution.to(dtype).split([M, D], dim=-1)
-        # A chunk's S' = (e^(L_C) I - K'^T W) S + K'^T U, so that only one product awaits the state before.
+        # S' = (e^(L_C) I - K'^T W) S + K'^T U: only one product per chunk depends on the previous state.
         kept = (through * torch.eye(D, dtype=dtype, device=q.device) - (to_end * ks).mT @ W).squeeze(2)
         written = ((to_end * ks).mT @ U).squeeze(2)
         states = [state.reshape(B * G, D, M)]
@@ -226,11 +227,11 @@ def _prepare(
     cu_seqlens: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Check every argument, begin with zeros, and let padding write and forget nothing."""
+    """Check every argument, make a zero state by default, and zero the inputs at padding."""
     check_qkv(q, k, v)
     (B, T), (_, _, G, D), M = q.shape[:2], k.shape, v.shape[3]
     if k.shape[1] != T:
-        raise ValueError(f"k has shape {shape(k)}, but q {shape(q)} wants k [{B}, {T}, G, {D}]")
+        raise ValueError(f"k has shape {shape(k)}, but must be [{B}, {T}, G, {D}] for q {shape(q)}")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -254,27 +255,29 @@ def _check_rule(
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     if shape(state) != [rows, G, D, M] or state.dtype != dtype:
         raise ValueError(
-            f"state is {state.dtype} of shape {shape(state)}, but these inputs want {dtype} {[rows, G, D, M]}"
+            f"state is {state.dtype} of shape {shape(state)}, but must be {dtype} {[rows, G, D, M]}"
         )
     for name, x in (("beta", beta), ("log_decay", log_decay)):
         if x is not None and (x.shape != k.shape[:-1] or not x.is_floating_point()):
             raise ValueError(
                 f"{name} has shape {shape(x)} and dtype {x.dtype}, "
-                f"but k {shape(k)} wants floating point {shape(k)[:-1]}"
+                f"but must be floating point {shape(k)[:-1]} for k {shape(k)}"
             )
     if not may_read(k) or k.numel() == 0:
         return
     longest = k.detach().to(dtype).square().sum(-1).max().sqrt().item()
-    if longest > 1.01:  # room for keys that were normalised in bf16; NaN is for whoever made it to find
+    if longest > 1.01:  # tolerates keys normalised in bf16; NaN passes on
         raise ValueError(
-            f"k has a key of length {longest:g}, but the delta rule wants at most 1: "
-            "normalise the keys, as torch.nn.functional.normalize(k, dim=-1) does"
+            f"k has a key of length {longest:g}, but must have at most 1: normalise the keys, as "
+            "torch.nn.functional.normalize(k, dim=-1) does"
         )
     if bool(((beta < 0) | (beta > 2)).any()):
-        raise ValueError(f"beta must lie in [0, 2], found {beta.min().item():g} to {beta.max().item():g}")
+        raise ValueError(
+            f"beta is from {beta.min().item():g} to {beta.max().item():g}, but must be in [0, 2]"
+        )
     if log_decay is not None and bool((log_decay > 0).any()):
         raise ValueError(
-            f"log_decay must be at most 0 (a gate of at most 1), found {log_decay.max().item():g}"
+            f"log_decay is up to {log_decay.max().item():g}, but must be at most 0 (a gate of at most 1)"
         )
 
 
@@ -289,26 +292,24 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
     """DeltaNet and Gated DeltaNet.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`;
-            `causal` has to be True. Each of the G key and value heads has a state, a rate and a decay.
-        gated: let the state decay and gate the output.
+        d_model, n_heads, common: see `MultiHeadAttention`;
+            must be causal. Each of the G key and value heads has a state, a rate and a decay.
+        gated: let the state decay, and gate the output.
         max_beta: largest rate, in (0, 2]; above 1 the state may change sign along a key.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=False,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="constant",
-        reads_input=True,
-    )
+    supports = CAUSAL_ONLY.but(reads_input=True)
 
     def __init__(
-        self, d_model: int, n_heads: int, *, gated: bool = False, max_beta: float = 1.0, **shared: Any
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        gated: bool = False,
+        max_beta: float = 1.0,
+        **common: Unpack[CommonOptions],
     ):
-        super().__init__(d_model, n_heads, **shared)
+        super().__init__(d_model, n_heads, **common)
         check_finite(max_beta=max_beta)
         if not 0 < max_beta <= 2:
             raise ValueError(f"max_beta is {max_beta}, but must be above 0 and at most 2")
@@ -318,13 +319,13 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         if gated:
             self.decay_proj = Linear(d_model, self.n_kv_heads, bias=False)
             self.gate_proj = Linear(d_model, n_heads * self.value_dim)
-            # As in Mamba-2: a random pace per head, and softplus(decay_bias) from 0.001 to 0.1.
+            # Initialised as in Mamba-2: a random pace per head, and softplus(decay_bias) from 0.001 to 0.1.
             self.log_pace = nn.Parameter(torch.empty(self.n_kv_heads).uniform_(1, 16).log())
             begin = torch.empty(self.n_kv_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
             self.decay_bias = nn.Parameter(begin.expm1().log())
 
     def read_input(self, x: Tensor) -> Rates:
-        """Read the rates b and the logarithm of the decays a, `[...,G]` each."""
+        """Compute the rates b and the logarithms of the decays a, `[...,G]` each."""
         dtype = accumulation_dtype(x.dtype)
         beta = self.max_beta * self.beta_proj(x).to(dtype).sigmoid()
         if not self.gated:
@@ -333,7 +334,7 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         return Rates(beta, -pace * softplus(self.decay_proj(x).to(dtype) + self.decay_bias.to(dtype)))
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
-        """Normalise each head, gate it, and project back."""
+        """Normalise each head, gate it if configured, and project back."""
         o = self.norm(o)
         if self.gated:
             o = o * silu(self.gate_proj(x).unflatten(-1, o.shape[-2:]))
@@ -341,13 +342,10 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
 
     def attend(self, heads: Heads[Rates], masks: Masks) -> Tensor:
         """Run over whole sequences."""
-        q, k, v, beta, log_decay = self._rule(heads)
-        padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
-        o, _ = delta_rule(q, k, v, beta, log_decay=log_decay, key_padding_mask=padding, cu_seqlens=cu_seqlens)
-        return o
+        return self._run(heads, None, masks)[0]
 
     def init_state(self, batch_size: int) -> DeltaNetState:
-        """Make the state of `batch_size` sequences that have not begun: zeros."""
+        """Make the state of `batch_size` sequences before their first token: zeros."""
         like, sizes = self.out_proj.weight, (self.n_kv_heads, self.head_dim, self.value_dim)
         kv = like.new_zeros(batch_size, *sizes, dtype=self.state_dtype)
         return DeltaNetState(kv, like.new_zeros(batch_size, dtype=torch.long))
@@ -356,12 +354,12 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         self, heads: Heads[Rates], state: DeltaNetState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, DeltaNetState]:
         """Run over whole sequences, from a state to a state."""
+        o, kv = self._run(heads, state.kv, Masks(key_padding_mask))
+        return o, DeltaNetState(kv, advance(state.position, heads.q, key_padding_mask))
+
+    def _run(self, heads: Heads[Rates], state: Tensor | None, masks: Masks) -> tuple[Tensor, Tensor]:
         q, k, v, beta, log_decay = self._rule(heads)
-        o, kv = delta_rule(
-            q, k, v, beta, log_decay=log_decay, key_padding_mask=key_padding_mask, state=state.kv
-        )
-        seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
-        return o, DeltaNetState(kv, state.position + seen)
+        return delta_rule(q, k, v, beta, log_decay=log_decay, state=state, **masks.of_keys())
 
     def step_heads(self, heads: Heads[Rates], state: DeltaNetState) -> tuple[Tensor, DeltaNetState]:
         """Run one step of the recurrence."""
@@ -370,7 +368,7 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         return o, DeltaNetState(kv, state.position + 1)
 
     def _rule(self, heads: Heads[Rates]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """What the rule is given: queries and keys of length 1, values in the type of the sums, and gates."""
+        """Return queries and keys of length 1, values in the type of the sums, and gates."""
         q, k, v, positions, (beta, log_decay) = heads
         q, k = _unit(q), _unit(k)
         if positions is not None:
@@ -379,6 +377,6 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """silu(x) at length 1, or shorter where it is next to 0."""
+    """Return silu(x) scaled to length 1, or shorter where it is close to 0."""
     x = silu(x.to(accumulation_dtype(x.dtype)))
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
