@@ -187,18 +187,21 @@ def changed(**arguments):
 
 
 WRONG = {
-    "k has a key of length 3, but the delta rule wants at most 1: normalise": {
+    "k has a key of length 3, but must have at most 1: normalise": {
         "k": 3 * normalize(torch.ones(2, 9, 2, 4).double(), dim=-1)
     },
-    r"beta must lie in \[0, 2\], found 2.5 to 2.5": {"beta": torch.full((2, 9, 2), 2.5)},
-    "log_decay must be at most 0": {"log_decay": torch.full((2, 9, 2), 0.5)},
+    r"beta is from 2.5 to 2.5, but must be in \[0, 2\]": {"beta": torch.full((2, 9, 2), 2.5)},
+    "log_decay is up to 0.5, but must be at most 0": {"log_decay": torch.full((2, 9, 2), 0.5)},
     r"beta has shape \[2, 9\]": {"beta": torch.ones(2, 9)},
     r"log_decay has shape \[2, 9, 2\] and dtype torch.int64": {"log_decay": torch.zeros(2, 9, 2).long()},
-    r"state is torch.float64 of shape \[1, 2, 4, 3\], but these inputs want torch.float64 \[2, 2, 4, 3\]": {
+    r"state is torch.float64 of shape \[1, 2, 4, 3\], but must be torch.float64 \[2, 2, 4, 3\]": {
         "state": torch.zeros(1, 2, 4, 3).double()
     },
     "state is torch.float32": {"state": torch.zeros(2, 2, 4, 3)},
-    r"k has shape \[2, 8, 2, 4\], but q": {"k": torch.zeros(2, 8, 2, 4), "v": torch.zeros(2, 8, 2, 3)},
+    r"k has shape \[2, 8, 2, 4\], but must be \[2, 9, G, 4\]": {
+        "k": torch.zeros(2, 8, 2, 4),
+        "v": torch.zeros(2, 8, 2, 3),
+    },
 }
 
 
