@@ -32,7 +32,7 @@ With `rotary`, queries and keys are rotated after they are scaled to length 1, w
 
 import math
 from itertools import pairwise
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class DeltaNetState(NamedTuple):
 
 
 def _like_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
+    q: Tensor, k: Tensor, v: Tensor, *_: object, cu_seqlens: Tensor | None = None, **__: object
 ) -> tuple[Tensor, Tensor]:
     rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
