@@ -26,3 +26,22 @@ def gradients(output, inputs):
     """Gradients of `inputs` for one fixed random loss."""
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
     return torch.autograd.grad((output * weights).sum(), inputs)
+
+
+def normal(*shape, seed=0):
+    """A standard normal tensor in fp64, from its own generator."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_gradients(found, expected, inputs, *, rtol=1e-10, atol=1e-10):
+    """Fail unless the gradients of `inputs` agree for one fixed random loss of both outputs."""
+    loss = normal(*expected.shape, seed=9)
+    pairs = (torch.autograd.grad(y, inputs, loss, materialize_grads=True) for y in (found, expected))
+    for ours, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+def assert_same(found, expected, inputs, *, rtol=1e-11, atol=1e-11):
+    """Fail unless two outputs and the gradients of `inputs` agree."""
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    assert_same_gradients(found, expected, inputs, rtol=10 * rtol, atol=10 * atol)

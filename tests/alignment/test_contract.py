@@ -134,7 +134,7 @@ class StaysInHalfPrecision(Proper):
 
 
 class AcceptsAnything(Proper):
-    def _check(self, name, x, wanted):
+    def _check(self, name, x, expected):
         pass
 
 

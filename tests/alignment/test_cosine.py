@@ -16,9 +16,11 @@ def drawn(*shape, seed=0):
 def test_weights_are_the_softmax_of_cosines(keys):
     key, memory, beta = drawn(2, *keys, 5), drawn(2, 7, 5, seed=1), drawn(2, *keys, seed=2).exp()
     rows = memory.reshape(2, *[1] * len(keys), 7, 5)
-    wanted = (beta.unsqueeze(-1) * cosine_similarity(key.unsqueeze(-2), rows, dim=-1)).softmax(-1)
-    torch.testing.assert_close(cosine_weights(key, memory, beta, epsilon=0.0), wanted, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(cosine_weights(key, memory, beta), wanted, rtol=0, atol=1e-7)
+    expected = (beta.unsqueeze(-1) * cosine_similarity(key.unsqueeze(-2), rows, dim=-1)).softmax(-1)
+    torch.testing.assert_close(
+        cosine_weights(key, memory, beta, epsilon=0.0), expected, rtol=1e-12, atol=1e-13
+    )
+    torch.testing.assert_close(cosine_weights(key, memory, beta), expected, rtol=0, atol=1e-7)
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[0, :3] = True
     found = cosine_weights(key, memory, beta, key_padding_mask=mask)
@@ -40,24 +42,26 @@ def test_the_module_makes_keys_and_strengths_of_queries():
     module = CosineAttention(4, 5).double()
     query, memory = drawn(2, 3, 4), drawn(2, 7, 5, seed=1)
     context, weights, _ = module.recall(query, module.read(memory))
-    wanted = cosine_weights(module.key_proj(query), memory, softplus(module.strength_proj(query)).squeeze(-1))
-    torch.testing.assert_close(weights, wanted, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(context, wanted @ memory, rtol=1e-12, atol=1e-13)
+    expected = cosine_weights(
+        module.key_proj(query), memory, softplus(module.strength_proj(query)).squeeze(-1)
+    )
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(context, expected @ memory, rtol=1e-12, atol=1e-13)
 
 
 def test_with_unit_vectors_it_is_softmax_attention_of_scale_beta():
     key, memory = unit(drawn(2, 3, 5), 0.0), unit(drawn(2, 7, 5, seed=1), 0.0)
     weights = cosine_weights(key, memory, torch.full((2, 3), 2.5, dtype=torch.float64), epsilon=0.0)
-    wanted = scaled_dot_product_attention(key, memory, memory, scale=2.5)
-    torch.testing.assert_close(weights @ memory, wanted, rtol=1e-12, atol=1e-13)
+    expected = scaled_dot_product_attention(key, memory, memory, scale=2.5)
+    torch.testing.assert_close(weights @ memory, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_half_precision_is_that_of_its_inputs_only():
     """The squares of 300 are beyond fp16, and the small number in each norm is below it."""
     key, memory = torch.full((1, 4), 300.0), torch.tensor([[[300.0] * 4, [300.0, 0, 0, 0], [0.0] * 4]])
-    wanted = cosine_weights(key, memory, torch.full((1,), 5.0))
+    expected = cosine_weights(key, memory, torch.full((1,), 5.0))
     found = cosine_weights(key.half(), memory.half(), torch.full((1,), 5.0).half())
     assert found.dtype == torch.float16
-    torch.testing.assert_close(found.float(), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=1e-3)
     nothing = cosine_weights(torch.zeros(1, 4).half(), memory.half(), torch.ones(1).half())
     torch.testing.assert_close(nothing, torch.full((1, 3), 1 / 3).half())

@@ -57,8 +57,8 @@ def test_probabilities_are_those_of_additive_attention():
     query, memory = inputs()
     state, additive = module.read(memory), made(BahdanauAttention)
     additive.load_state_dict(module.state_dict() | {}, strict=False)
-    _, wanted, _ = additive.recall(query, additive.read(memory))
-    torch.testing.assert_close(module.probabilities(query, state), wanted, rtol=0, atol=0)
+    _, expected, _ = additive.recall(query, additive.read(memory))
+    torch.testing.assert_close(module.probabilities(query, state), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", [HardAttention, StraightThroughAttention])
@@ -104,7 +104,7 @@ def test_places_are_drawn_by_their_probabilities():
     assert float(((counts - n * p)[kept].square() / (n * p[kept])).sum()) < 23.5
 
 
-def expected(module, query, memory, target):
+def expectation(module, query, memory, target):
     """E[log p(y|c)] over all sequences of places, and for each: probability, places one-hot."""
     state = module.read(memory)
     a = module.probabilities(query, state)
@@ -123,8 +123,8 @@ def test_the_mean_of_the_estimates_is_the_gradient_of_the_expectation():
     query, memory = (x.requires_grad_() for x in inputs())
     target = torch.tensor([0.3, -0.8], dtype=torch.float64)
     of = [query, memory, *module.parameters()]
-    exact, cases = expected(module, query, memory, target)
-    wanted = torch.autograd.grad(exact, of)
+    exact, cases = expectation(module, query, memory, target)
+    expected = torch.autograd.grad(exact, of)
     for baseline in (0.0, -1.7):
         mean = [torch.zeros_like(x) for x in of]
         for probability, glimpse in cases:
@@ -137,7 +137,7 @@ def test_the_mean_of_the_estimates_is_the_gradient_of_the_expectation():
                 )
                 for total, g in zip(mean, gradient, strict=True):
                     total -= probability[row] / B * g
-        for found, exactly in zip(mean, wanted, strict=True):
+        for found, exactly in zip(mean, expected, strict=True):
             torch.testing.assert_close(found, exactly, rtol=1e-10, atol=1e-12)
 
 
@@ -146,8 +146,8 @@ def test_drawn_glimpses_give_it_within_chance():
     module = made(HardAttention).train()
     query, memory = inputs()
     target = torch.tensor([0.3, -0.8], dtype=torch.float64)
-    exact, _ = expected(module, query, memory, target)
-    (wanted,) = torch.autograd.grad(exact, [module.v])
+    exact, _ = expectation(module, query, memory, target)
+    (expected,) = torch.autograd.grad(exact, [module.v])
     n = 4000
     copies = [x.repeat(n, 1, 1) for x in (query, memory)]
     state = module.read(copies[1])
@@ -159,7 +159,7 @@ def test_drawn_glimpses_give_it_within_chance():
     a = module.probabilities(copies[0], state).detach()
     score = ((glimpse - a).unsqueeze(-1) * hidden.detach()).sum((1, 2))
     estimates = (advantage.unsqueeze(-1) * score).view(n, B, -1).mean(1)
-    error = (estimates.mean(0) - wanted).abs() / (estimates.std(0) / n**0.5)
+    error = (estimates.mean(0) - expected).abs() / (estimates.std(0) / n**0.5)
     assert float(error.max()) < 5
     loss = reinforce_loss(
         module.probabilities(copies[0], state), glimpse, log_likelihood(context, target.repeat(n)), 0.0
@@ -201,8 +201,8 @@ def test_straight_through_has_the_gradient_of_soft_attention():
     query, memory = inputs()
     direction = torch.randn(B, T, M, dtype=torch.float64)
     found = torch.autograd.grad((straight(query, memory) * direction).sum(), list(straight.parameters()))
-    wanted = torch.autograd.grad((soft(query, memory) * direction).sum(), list(soft.parameters()))
-    for a, b in zip(found, wanted, strict=True):
+    expected = torch.autograd.grad((soft(query, memory) * direction).sum(), list(soft.parameters()))
+    for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
@@ -210,8 +210,8 @@ def test_the_gate_scales_the_expectation():
     gated, soft = made(GatedSoftAttention), made(BahdanauAttention)
     soft.load_state_dict({k: v for k, v in gated.state_dict().items() if "gate" not in k})
     query, memory = inputs()
-    wanted = torch.sigmoid(gated.gate_proj(query)) * soft(query, memory)
-    torch.testing.assert_close(gated(query, memory), wanted, rtol=1e-12, atol=1e-13)
+    expected = torch.sigmoid(gated.gate_proj(query)) * soft(query, memory)
+    torch.testing.assert_close(gated(query, memory), expected, rtol=1e-12, atol=1e-13)
 
 
 def test_the_penalty_counts_what_each_place_lacks():

@@ -85,9 +85,9 @@ def test_global_attention_is_the_softmax_of_its_scores(name):
     module = made(LuongAttention, Q, width, score=name)
     query, memory = inputs(width)
     context, weights = ask(module, query, memory)
-    wanted = weights_written_out(module, name, query, memory, PADDING)
-    torch.testing.assert_close(weights, wanted, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(context, wanted @ memory, rtol=1e-11, atol=1e-12)
+    expected = weights_written_out(module, name, query, memory, PADDING)
+    torch.testing.assert_close(weights, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(context, expected @ memory, rtol=1e-11, atol=1e-12)
 
 
 @torch.no_grad()
@@ -95,10 +95,10 @@ def test_local_m_looks_around_t():
     module = made(LocalMonotonicAttention, Q, window=1)
     query, memory = inputs()
     _, weights = ask(module, query, memory)
-    wanted = weights_written_out(
+    expected = weights_written_out(
         module, "general", query, memory, PADDING, lambda t, h, n: ((min(t, n - 1), 1), None)
     )
-    torch.testing.assert_close(weights, wanted, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(weights, expected, rtol=1e-11, atol=1e-12)
     assert weights[0, 4].nonzero().flatten().tolist() == [5, 7]  # the last two places that are no padding
 
 
@@ -114,8 +114,8 @@ def test_local_p_looks_around_the_place_it_predicts(kind):
         return (p if kind is LocalPredictiveAttention else math.floor(p), 2), (p, 1.0)
 
     _, weights = ask(module, query, memory)
-    wanted = weights_written_out(module, "general", query, memory, PADDING, window)
-    torch.testing.assert_close(weights, wanted, rtol=1e-11, atol=1e-12)
+    expected = weights_written_out(module, "general", query, memory, PADDING, window)
+    torch.testing.assert_close(weights, expected, rtol=1e-11, atol=1e-12)
     assert (weights.sum(-1) < 1).all()
 
 
@@ -230,7 +230,7 @@ def test_windows_are_never_empty(length, window, seed):
             lambda: LuongAttention(4, score="location", max_length=3)(
                 torch.zeros(1, 1, 4), torch.zeros(1, 5, 4)
             ),
-            "memory has the length 5, but the score 'location' has max_length = 3",
+            "memory has length 5, but must have at most max_length = 3",
         ),
     ],
 )

@@ -90,10 +90,10 @@ def test_every_variant_keeps_the_contract(options):
 def test_every_variant_is_its_formula(kind, causal, T, window):
     module = made(kind, causal=causal, window=window, max_length=64)
     x = torch.randn(2, T, 6, dtype=torch.float64, requires_grad=True)
-    for found, wanted in zip(
+    for found, expected in zip(
         with_gradients(module(x), module, x), with_gradients(definition(module, x), module, x), strict=True
     ):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["full", "simple"])
@@ -131,8 +131,8 @@ def test_without_biases_all_variants_are_simple(causal):
     weights = k.exp().unsqueeze(-1)
     sums = (weights * v.unflatten(-1, (2, 3))).cumsum(1), weights.cumsum(1)
     average = sums[0] / sums[1] if causal else sums[0][:, -1:] / sums[1][:, -1:]
-    wanted = conv.out_proj((q.sigmoid().unflatten(-1, (2, 3)) * average).flatten(2))
-    torch.testing.assert_close(conv(x), wanted)
+    expected = conv.out_proj((q.sigmoid().unflatten(-1, (2, 3)) * average).flatten(2))
+    torch.testing.assert_close(conv(x), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,14 +156,14 @@ def test_keys_of_any_size_are_averaged(kind, causal, slope):
         first = 6 + (2 if kind == "conv" else 6)
         exact.qkv_proj.weight[6:first] *= slope
     x = torch.randn(2, 40, 6).double() + torch.arange(40).view(1, 40, 1) / 10
-    wanted = definition(exact, x)
-    torch.testing.assert_close(exact(x), wanted, rtol=1e-9, atol=1e-9)
+    expected = definition(exact, x)
+    torch.testing.assert_close(exact(x), expected, rtol=1e-9, atol=1e-9)
     single = made(kind, causal=causal).float()
     single.load_state_dict(exact.state_dict())
     y = single(x.float())
     y.sum().backward()
     # Keys are about 1000, so rounding them to fp32 alone moves a weight by 1000 * 6e-8 of it, and more.
-    torch.testing.assert_close(y.double(), wanted, rtol=0, atol=1e-2)
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-2)
     assert all(p.grad.isfinite().all() for p in single.parameters())
 
 
@@ -181,11 +181,11 @@ def test_biases_of_any_size_are_averaged(kind, causal):
     with torch.no_grad():
         x[:, 7] += 200.0
     exact = x.detach().double().requires_grad_()
-    wanted = with_gradients(definition(module, exact), module, exact)
+    expected = with_gradients(definition(module, exact), module, exact)
     single = made(kind, causal=causal, window=5).float()
     single.load_state_dict(module.state_dict())
     found = with_gradients(single(x), single, x)
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(found, expected, strict=True):
         scale = max(1.0, float(theirs.detach().abs().max()))
         assert (ours.double() - theirs).abs().max() <= 1e-3 * scale
 
@@ -225,13 +225,13 @@ def test_a_scan_is_its_recurrence(T, B):
     for t in range(T):
         x = a[:, t] * x + b[:, t]
         steps.append(x)
-    wanted = torch.stack(steps, 1) if steps else b
+    expected = torch.stack(steps, 1) if steps else b
     found = linear_scan(a, b)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, expected)
     if T > 1:
         for ours, theirs in zip(
             torch.autograd.grad(found.square().sum(), (a, b)),
-            torch.autograd.grad(wanted.square().sum(), (a, b)),
+            torch.autograd.grad(expected.square().sum(), (a, b)),
             strict=True,
         ):
             torch.testing.assert_close(ours, theirs)

@@ -46,8 +46,8 @@ def test_equals_the_definition(layout, length, grouped, seed):
     module = module_of(layout, n_kv_heads=2 if grouped else 4, value_dim=3, seed=seed)
     x = draw(2, length, 16)
     q, k, v = module.project(x)
-    wanted, _ = counted_attention(q, k, v, module.pattern(length)) if length else (q[..., :3], None)
-    assert_same([module.attend(Heads(q, k, v), Masks())], [wanted], [x])
+    expected, _ = counted_attention(q, k, v, module.pattern(length)) if length else (q[..., :3], None)
+    assert_same([module.attend(Heads(q, k, v), Masks())], [expected], [x])
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,8 +63,8 @@ def test_each_row_has_the_pattern_of_its_own_length(layout, seed):
     for row, keep in enumerate(~padding):
         if keep.any():
             heads = (y[row : row + 1, keep] for y in (q, k, v))
-            wanted, _ = counted_attention(*heads, module.pattern(int(keep.sum())))
-            assert_same([found[row : row + 1, keep]], [wanted], [x])
+            expected, _ = counted_attention(*heads, module.pattern(int(keep.sum())))
+            assert_same([found[row : row + 1, keep]], [expected], [x])
 
 
 @settings(max_examples=40, deadline=None)
@@ -198,13 +198,8 @@ def test_cost_is_linear_in_the_length():
         ({"global_tokens": -1}, "global_tokens is -1, but must be at least 0"),
         ({"random_blocks": -1}, "random_blocks is -1, but must be at least 0"),
         ({"seed": -1}, "seed is -1, but must be at least 0"),
-        ({"seed": 1.5}, "seed is 1.5, but must be an integer"),
-        ({"block_size": 2.5}, "block_size is 2.5, but must be an integer"),
-        ({"window_blocks": 3.0}, "window_blocks is 3.0, but must be an integer"),
         ({"global_blocks": 1}, r"global_blocks is 1, but must be \(first, last\)"),
         ({"global_blocks": (1, 0.5)}, r"global_blocks is \(1, 0.5\), but must be \(first, last\)"),
-        ({"global_tokens": None}, "global_tokens is None, but must be an integer"),
-        ({"random_blocks": True}, "random_blocks is True, but must be an integer"),
     ],
 )
 def test_wrong_options(options, message):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from agreement import assert_same, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,10 +17,6 @@ from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import Maker, check_compiles, checks
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def heads(T, S, H=4, G=2, B=2, seed=0):
@@ -51,19 +48,16 @@ def test_it_is_its_equations(sizes, grouped, seed):
     found = clustered_attention(
         q, k, v, cluster, n_clusters, n_keys, q_padding=q_padding, key_padding_mask=padding
     )
-    wanted = torch.zeros_like(found)
+    expected = torch.zeros_like(found)
     for b in range(2):
         queries, keys = ~q_padding[b], ~padding[b]
         for h in range(4):
             g = h * k.shape[2] // 4
             if queries.any():
-                wanted[b, queries, h] = clustered_reference(
+                expected[b, queries, h] = clustered_reference(
                     q[b, queries, h], k[b, keys, g], v[b, keys, g], cluster[b, queries, h], n_keys
                 )
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-    loss = normal(*wanted.shape, seed=9)
-    for a, b in zip(*(torch.autograd.grad(y, inputs, loss) for y in (found, wanted)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert_same(found, expected, inputs)
 
 
 def test_without_keys_of_its_own_a_query_gets_what_the_mean_of_its_cluster_gets():
@@ -87,8 +81,8 @@ def test_few_clusters_compile():
     x = normal(1, 9, 8).requires_grad_()
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    found, wanted = (torch.autograd.grad(m(x).square().sum(), x)[0] for m in (compiled, module))
-    torch.testing.assert_close(found, wanted)
+    found, expected = (torch.autograd.grad(m(x).square().sum(), x)[0] for m in (compiled, module))
+    torch.testing.assert_close(found, expected)
 
 
 def twins(**options):
@@ -127,10 +121,11 @@ def test_a_cluster_for_each_different_query_is_softmax_attention(n_keys):
 
 def test_own_scores_on_the_best_keys_bring_it_closer_to_softmax_attention():
     q, k, v = (3 * normal(1, 200, 2, 8, seed=i) for i in range(3))
-    wanted = softmax_attention(q, k, v)
+    expected = softmax_attention(q, k, v)
     cluster = ClusteredAttention(16, 2, n_clusters=20, seed=0).double().cluster(q)
     errors = [
-        float((clustered_attention(q, k, v, cluster, 20, n) - wanted).abs().mean()) for n in (0, 20, 100, 200)
+        float((clustered_attention(q, k, v, cluster, 20, n) - expected).abs().mean())
+        for n in (0, 20, 100, 200)
     ]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-12

@@ -53,10 +53,10 @@ def test_gated_delta_net_keeps_the_contract(options):
 )
 def test_every_form_is_the_definition(B, T, G, P):
     q, k, v, beta, log_decay, state = x = rule_inputs(B, T, G, P)
-    wanted = with_gradients(definition(*x), x)
+    expected = with_gradients(definition(*x), x)
     for form in (delta_rule, delta_rule_reference):
         found = with_gradients(form(q, k, v, beta, log_decay=log_decay, state=state), x)
-        for ours, theirs in zip(found, wanted, strict=True):
+        for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -75,8 +75,8 @@ def test_padding_and_packing_change_nothing(seed):
     inputs = [q, k, v, beta, log_decay, state]
     options = {"log_decay": log_decay, "state": state, "cu_seqlens": cu_seqlens}
     found = with_gradients(delta_rule(q, k, v, beta, **options), inputs)
-    wanted = with_gradients(delta_rule_reference(q, k, v, beta, **options), inputs)
-    for ours, theirs in zip(found, wanted, strict=True):
+    expected = with_gradients(delta_rule_reference(q, k, v, beta, **options), inputs)
+    for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     padding = torch.rand(1, 80, generator=torch.Generator().manual_seed(seed)) < 0.3
     spoiled = [x.masked_fill(padding.view(1, 80, *[1] * (x.dim() - 2)), math.inf) for x in inputs[:4]]
@@ -122,10 +122,10 @@ def test_without_writing_the_state_only_decays():
 def test_no_decay_is_the_plain_rule_and_a_gate_of_zero_forgets():
     q, k, v, beta, _, state = rule_inputs(T=70)
     plain = delta_rule(q, k, v, beta, state=state)
-    for found, wanted in zip(
+    for found, expected in zip(
         delta_rule(q, k, v, beta, log_decay=torch.zeros_like(beta), state=state), plain, strict=True
     ):
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(found, expected)
     gates = torch.zeros_like(beta).index_fill(1, torch.tensor(30), -math.inf)
     o, S = delta_rule(q, k, v, beta, log_decay=gates, state=state)
     fresh, S_fresh = delta_rule(*(x[:, 30:] for x in (q, k, v, beta)))

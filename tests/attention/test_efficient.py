@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from agreement import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,15 +26,6 @@ def heads(T=9, S=None, H=4, G=2, D=5, M=3, seed=0, dtype=torch.float64):
     return [
         torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes
     ]
-
-
-def assert_same_with_gradients(found, wanted, inputs):
-    torch.testing.assert_close(found, wanted)
-    weights = torch.randn(found.shape, dtype=torch.float64)
-    x = torch.autograd.grad((found * weights).sum(), inputs)
-    y = torch.autograd.grad((wanted * weights).sum(), inputs)
-    for a, b in zip(x, y, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def written_out(q, k, v, n_keys):
@@ -63,12 +55,10 @@ def test_equals_the_definition(T, extra, heads_):
     G, P = heads_
     inputs = heads(T, T + extra, G * P, G)
     everything = torch.ones(T, T + extra, dtype=torch.bool)
-    assert_same_with_gradients(
-        efficient_attention(*inputs), efficient_attention_reference(*inputs, everything), inputs
-    )
+    assert_same(efficient_attention(*inputs), efficient_attention_reference(*inputs, everything), inputs)
     causal, _ = causal_efficient_attention(*inputs)
-    wanted = efficient_attention_reference(*inputs, causal_mask(T, T + extra))
-    assert_same_with_gradients(causal, wanted, inputs)
+    expected = efficient_attention_reference(*inputs, causal_mask(T, T + extra))
+    assert_same(causal, expected, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -98,28 +88,28 @@ def test_keys_of_any_size_neither_overflow_nor_vanish(size):
     # over all positions) would be 0 for all but the first, which only the first query may tell by.
     q, _, v = heads(T=70, dtype=torch.float32)
     rising = (size * torch.arange(70.0)[:, None, None]).expand(2, 70, 2, 5).clone().requires_grad_()
-    for k, wanted in ((rising, v), (-rising, v[:, :1].expand_as(v))):
+    for k, expected in ((rising, v), (-rising, v[:, :1].expand_as(v))):
         o, _ = causal_efficient_attention(q, k, v)
-        torch.testing.assert_close(o, wanted.repeat_interleave(2, 2))
+        torch.testing.assert_close(o, expected.repeat_interleave(2, 2))
         gradients = torch.autograd.grad(o.sum(), (q, k, v))
         assert all(g.isfinite().all() for g in gradients)
 
 
 def test_a_loud_future_does_not_silence_the_past():
     q, k, v = (x.detach() for x in heads(T=70, dtype=torch.float32))
-    wanted, _ = causal_efficient_attention(q, k, v)
+    expected, _ = causal_efficient_attention(q, k, v)
     k[:, 40:] += 1e4
     found, _ = causal_efficient_attention(q, k, v)
-    assert torch.equal(found[:, :40], wanted[:, :40])
+    assert torch.equal(found[:, :40], expected[:, :40])
 
 
 def test_steps_equal_the_parallel_form_and_end_in_its_state():
     q, k, v = heads(T=70)
-    wanted, after = causal_efficient_attention(q, k, v)
+    expected, after = causal_efficient_attention(q, k, v)
     state = empty_state(k, v, torch.float64)
     for t in range(70):
         o, state = causal_efficient_attention_step(q[:, t], k[:, t], v[:, t], state)
-        torch.testing.assert_close(o, wanted[:, t])
+        torch.testing.assert_close(o, expected[:, t])
     for x, y in zip(state, after, strict=True):
         torch.testing.assert_close(x, y)
 

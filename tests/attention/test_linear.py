@@ -69,8 +69,8 @@ def test_steps_in_eager_inference_do_the_same(name, normalizer):
         for x_t in x.unbind(1):
             y, state = module.step(x_t, state)
             found.append(y)
-        wanted = copy.deepcopy(module).double()(x.double())
-    torch.testing.assert_close(torch.stack(found, 1), wanted.float(), rtol=1e-4, atol=1e-4)
+        expected = copy.deepcopy(module).double()(x.double())
+    torch.testing.assert_close(torch.stack(found, 1), expected.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_every_feature_map_is_tested():
@@ -154,8 +154,8 @@ def test_queries_and_keys_may_be_mapped_differently():
     module = Mixed(8, 2, causal=True).double()
     x = torch.randn(1, 7, 8, dtype=torch.float64)
     q, k, v = (y.unflatten(-1, (2, 4)) for y in module.qkv_proj(x).split(8, dim=-1))
-    wanted = linear_attention(q.exp(), Elu(4).phi(k), v, causal=True)
-    torch.testing.assert_close(module(x), module.out_proj(wanted.flatten(2)))
+    expected = linear_attention(q.exp(), Elu(4).phi(k), v, causal=True)
+    torch.testing.assert_close(module(x), module.out_proj(expected.flatten(2)))
     check_forms_agree(Maker(Mixed), Mixed.supports)
 
 
@@ -180,8 +180,8 @@ def test_rotation_touches_the_numerator_only():
     earlier = torch.ones(9, 9, dtype=torch.bool).tril()
     turned = torch.einsum("bthr,bshr->bhts", rotary(q, positions), rotary(k, positions)) * earlier
     plain = torch.einsum("bthr,bshr->bhts", q, k) * earlier
-    wanted = torch.einsum("bhts,bshm->bthm", turned / plain.sum(-1, keepdim=True), v)
-    torch.testing.assert_close(found, wanted)
+    expected = torch.einsum("bhts,bshm->bthm", turned / plain.sum(-1, keepdim=True), v)
+    torch.testing.assert_close(found, expected)
 
 
 def test_rotary_attention_depends_on_distances_only():

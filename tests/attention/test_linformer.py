@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from agreement import assert_same, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -24,18 +25,6 @@ from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.models import Encoder, EncoderConfig
 from unrolled.testing import check_mechanism
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def assert_same(found, wanted, inputs):
-    """Outputs agree, and the gradients of all inputs for one random loss."""
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    loss = normal(*wanted.shape, seed=9)
-    for a, b in zip(*(torch.autograd.grad(y, inputs, loss) for y in (found, wanted)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -68,25 +57,25 @@ def test_it_is_its_equation_for_the_valid_tokens_alone(T, S, rank, seed):
     )
     E, F = (LinearProjection(rank, 12, 2).double() for _ in range(2))
     padding = torch.rand(2, S, generator=torch.Generator().manual_seed(seed)) < 0.3
-    wanted = torch.zeros(2, T, 4, 5, dtype=torch.float64)
+    expected = torch.zeros(2, T, 4, 5, dtype=torch.float64)
     for b in range(2):
         keep = ~padding[b]
         n = int(keep.sum())
         for h in range(4):
             g = h // 2  # two query heads for each key head
-            wanted[b, :, h] = linformer_reference(
+            expected[b, :, h] = linformer_reference(
                 q[b, :, h], k[b, keep, g], v[b, keep, g], E.weight[g, :, :n], F.weight[g, :, :n]
             )
     inputs = [x.requires_grad_() for x in (q, k, v)]
     found = linformer_attention(*inputs, E, F, key_padding_mask=padding)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_are_those_of_the_equation():
     q, k, v = (normal(1, 7, 1, 4, seed=i).requires_grad_() for i in range(3))
     E, F = LinearProjection(3, 7).double(), LinearProjection(3, 7).double()
-    wanted = linformer_reference(q[0, :, 0], k[0, :, 0], v[0, :, 0], E.weight, F.weight)
-    assert_same(linformer_attention(q, k, v, E, F)[0, :, 0], wanted, [q, k, v, E.weight, F.weight])
+    expected = linformer_reference(q[0, :, 0], k[0, :, 0], v[0, :, 0], E.weight, F.weight)
+    assert_same(linformer_attention(q, k, v, E, F)[0, :, 0], expected, [q, k, v, E.weight, F.weight])
 
 
 @pytest.mark.parametrize(
@@ -164,8 +153,8 @@ def test_windows_are_pooled_and_convolved_like_torch_does_it():
     torch.testing.assert_close(MeanPooling(4, 12)(x), as_heads(pool.avg_pool1d(rows, 3)))
     torch.testing.assert_close(MaxPooling(4, 12)(x), as_heads(pool.max_pool1d(rows, 3)))
     kernel = Convolution(4, 12).double()
-    wanted = pool.conv1d(rows, kernel.weight[None, None], stride=3)
-    torch.testing.assert_close(kernel(x), as_heads(wanted))
+    expected = pool.conv1d(rows, kernel.weight[None, None], stride=3)
+    torch.testing.assert_close(kernel(x), as_heads(expected))
     per_head = Convolution(4, 12, 3).double()
     for g in range(3):
         kernel.weight.data = per_head.weight.data[g]

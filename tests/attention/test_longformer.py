@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from agreement import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,10 +14,6 @@ from unrolled.attention.window import WindowAttention
 from unrolled.contract import UnsupportedError
 from unrolled.models import Encoder, EncoderConfig
 from unrolled.testing import Maker, check_compiles, checks
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def module(n_heads=4, seed=0, **options):
@@ -51,10 +48,12 @@ def defined(longformer, x, is_global):
     return longformer.out_proj(torch.stack(rows).flatten(2))
 
 
-def agree(found, wanted, inputs):
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+def agree(found, expected, inputs):
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weights = normal(*found.shape, seed=9)
-    a, b = (torch.autograd.grad((o * weights).sum(), inputs, materialize_grads=True) for o in (found, wanted))
+    a, b = (
+        torch.autograd.grad((o * weights).sum(), inputs, materialize_grads=True) for o in (found, expected)
+    )
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
@@ -93,8 +92,8 @@ def test_fixed_positions_are_counted_in_each_row(chosen, rows):
     longformer, x = module(window=2, global_tokens=chosen), normal(2, 5, 16)
     padding = torch.arange(5) >= torch.tensor([[5], [3]])
     found = longformer(x, key_padding_mask=padding)
-    wanted = longformer(x, key_padding_mask=padding, global_mask=marks)
-    torch.testing.assert_close(found[~padding], wanted[~padding])
+    expected = longformer(x, key_padding_mask=padding, global_mask=marks)
+    torch.testing.assert_close(found[~padding], expected[~padding])
 
 
 def test_its_pattern_is_the_definition():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from agreement import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,10 +21,6 @@ from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import check_mechanism
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def heads(T, S, H=2, G=2, B=2, seed=0):
@@ -46,10 +43,10 @@ def test_it_keeps_the_contract_with_fewer_landmarks_than_tokens(options):
 @pytest.mark.parametrize("std", [0.3, 1.0, 2.0])
 def test_where_the_landmarks_are_the_tokens_the_limit_is_softmax_attention(std):
     q, k, v = (std * normal(24, 8, seed=i) for i in range(3))
-    wanted = (q @ k.mT / 8**0.5).softmax(-1) @ v
-    torch.testing.assert_close(nystrom_reference(q, k, v, 24, iterations=40), wanted, rtol=1e-8, atol=1e-8)
+    expected = (q @ k.mT / 8**0.5).softmax(-1) @ v
+    torch.testing.assert_close(nystrom_reference(q, k, v, 24, iterations=40), expected, rtol=1e-8, atol=1e-8)
     rough = nystrom_reference(q, k, v, 24, iterations=6)
-    assert (rough - wanted).abs().max() > 1e-4  # six steps are not the limit
+    assert (rough - expected).abs().max() > 1e-4  # six steps are not the limit
 
 
 def test_tokens_that_repeat_need_no_more_landmarks_than_there_are_different_ones():
@@ -74,8 +71,8 @@ def test_without_iterations_the_inverse_is_that_of_moore_and_penrose():
             np.exp(s / 2) / np.exp(s / 2).sum(-1, keepdims=True)
             for s in (x @ means[1].T, means[0] @ means[1].T, means[0] @ y.T)
         )
-        wanted = first @ np.linalg.pinv(middle) @ last @ z
-        np.testing.assert_allclose(found[b, :, h].detach(), wanted, rtol=1e-9, atol=1e-11)
+        expected = first @ np.linalg.pinv(middle) @ last @ z
+        np.testing.assert_allclose(found[b, :, h].detach(), expected, rtol=1e-9, atol=1e-11)
 
 
 @settings(deadline=None, max_examples=40)
@@ -93,10 +90,10 @@ def test_it_is_its_equations_of_two_segmentations(sizes, grouped, seed):
         for b in range(2)
         for h in range(4)
     ]
-    wanted = torch.stack(heads_alone).unflatten(0, (2, 4)).transpose(1, 2)
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-    loss = normal(*wanted.shape, seed=9)
-    for a, b in zip(*(torch.autograd.grad(y, inputs, loss) for y in (found, wanted)), strict=True):
+    expected = torch.stack(heads_alone).unflatten(0, (2, 4)).transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    loss = normal(*expected.shape, seed=9)
+    for a, b in zip(*(torch.autograd.grad(y, inputs, loss) for y in (found, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
@@ -112,8 +109,8 @@ def test_segments_are_those_of_the_valid_tokens(N, m, density, seed):
         used = min(m, n)
         for s in range(m):
             of_segment = [i for i in range(n) if i * used // n == s]
-            wanted = tokens[of_segment].mean(0) if of_segment else torch.zeros(2, 2, dtype=torch.float64)
-            torch.testing.assert_close(means[s], wanted)
+            expected = tokens[of_segment].mean(0) if of_segment else torch.zeros(2, 2, dtype=torch.float64)
+            torch.testing.assert_close(means[s], expected)
     torch.testing.assert_close(segment_means(x, m), segment_means(x, m, torch.zeros(3, N, dtype=torch.bool)))
 
 
@@ -249,8 +246,8 @@ def test_the_skip_convolves_the_values_of_neighbouring_valid_tokens():
     v = module.qkv_proj(x).split(8, dim=-1)[2][0, keep].unflatten(-1, (2, 4))
     v = torch.cat([v.new_zeros(1, 2, 4), v, v.new_zeros(1, 2, 4)])
     kernel = module.conv.weight.flatten(1).unsqueeze(-1)  # [H,3,1]
-    wanted = torch.stack([(kernel * v[i : i + 3].transpose(0, 1)).sum(1) for i in range(4)])
-    torch.testing.assert_close(skip[0, keep], wanted.flatten(1))
+    expected = torch.stack([(kernel * v[i : i + 3].transpose(0, 1)).sum(1) for i in range(4)])
+    torch.testing.assert_close(skip[0, keep], expected.flatten(1))
 
 
 def test_the_skip_has_no_place_between_two_sequences():

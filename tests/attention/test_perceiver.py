@@ -67,12 +67,12 @@ def test_the_definition_with_padding_and_gradients(form, given):
     if given:
         arguments[3] = normal(2, 3, 4, 3, seed=9).requires_grad_()
     padding = torch.tensor([[0, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0, 1]], dtype=torch.bool)
-    found, wanted = form(*arguments, key_padding_mask=padding), by_hand(*arguments, padding)
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
-    weights = normal(*wanted.shape, seed=8)
+    found, expected = form(*arguments, key_padding_mask=padding), by_hand(*arguments, padding)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    weights = normal(*expected.shape, seed=8)
     for a, b in zip(
         torch.autograd.grad((found * weights).sum(), arguments),
-        torch.autograd.grad((wanted * weights).sum(), arguments),
+        torch.autograd.grad((expected * weights).sum(), arguments),
         strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)

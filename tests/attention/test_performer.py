@@ -69,11 +69,11 @@ def test_shifting_changes_nothing(features, causal):
     q, k, v = (x.requires_grad_() for x in inputs(T=70))
     phi = feature_map(features)
     found, _ = favor_attention(q, k, v, phi, causal=causal)
-    wanted = favor_attention_reference(q, k, v, phi, causal=causal)
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-    loss = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(1))
-    found, wanted = (torch.autograd.grad((o * loss).sum(), (q, k, v)) for o in (found, wanted))
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+    expected = favor_attention_reference(q, k, v, phi, causal=causal)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    loss = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
+    found, expected = (torch.autograd.grad((o * loss).sum(), (q, k, v)) for o in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
 @given(
@@ -88,12 +88,12 @@ def test_any_shape_agrees_with_the_definition(T, S, G, M, causal):
     )
     phi = feature_map("positive", dim=4, heads=G)
     found, _ = favor_attention(q, k, v, phi, causal=causal)
-    wanted = favor_attention_reference(
+    expected = favor_attention_reference(
         q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), phi, causal=causal
     )
     nothing_to_read = max(0, T - S) if causal else 0
     assert (found[:, :nothing_to_read] == 0).all()
-    torch.testing.assert_close(found[:, nothing_to_read:], wanted[:, nothing_to_read:])
+    torch.testing.assert_close(found[:, nothing_to_read:], expected[:, nothing_to_read:])
 
 
 @pytest.mark.parametrize("features", SOFTMAX)
@@ -164,8 +164,8 @@ def test_what_the_docstring_says_of_its_error(std, n_features, low, high):
     for seed in range(5):
         q, k, v = inputs(T=128, H=1, D=64, B=1, std=std, seed=seed)
         found, _ = favor_attention(q, k, v, feature_map("positive", n_features, 64, seed=seed))
-        wanted = softmax(q, k, v)
-        errors.append(float((found - wanted).norm() / wanted.norm()))
+        expected = softmax(q, k, v)
+        errors.append(float((found - expected).norm() / expected.norm()))
     assert low < sum(errors) / 5 < high
 
 
@@ -285,8 +285,8 @@ def test_what_identity_rows_cannot_do():
 def test_identity_rows_are_the_definition():
     q, k, v = inputs()
     weights = torch.einsum("bthd,bshd->bhts", q.relu() + 1e-3, k.relu() + 1e-3)
-    wanted = torch.einsum("bhts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
-    torch.testing.assert_close(favor_attention(q, k, v, FavorMap(8, "relu", None))[0], wanted)
+    expected = torch.einsum("bhts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
+    torch.testing.assert_close(favor_attention(q, k, v, FavorMap(8, "relu", None))[0], expected)
 
 
 def test_constant_values_come_out_as_they_are():

@@ -60,17 +60,17 @@ def test_the_parallel_form_is_the_recurrence(T, features, gated):
         S = g[..., None, None] * S + new[..., None, None] * key.unsqueeze(-1) * v[:, t].unsqueeze(-2)
         z = g[..., None] * z + new[..., None] * key
         outputs.append(torch.einsum("bhr,bhrm->bhm", query, S) / (query * z).sum(-1, keepdim=True))
-    wanted = torch.stack(outputs, 1)
+    expected = torch.stack(outputs, 1)
     options = {"gate_logits": logits if gated else None, "causal": True}
     found, state = phi.kernel.attend(phi(q), phi(k), v, **options)
     reference = rfa_attention_reference(phi(q), phi(k), v, **options)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(reference, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(reference, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close((state.kv, state.k_sum), (S, z))
     tensors = [q, k, v, phi.scale] + [logits] * gated
-    loss = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(2))
-    found, wanted = (torch.autograd.grad((o * loss).sum(), tensors) for o in (found, wanted))
-    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-7)
+    loss = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+    found, expected = (torch.autograd.grad((o * loss).sum(), tensors) for o in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -82,7 +82,7 @@ def test_it_tends_to_the_gaussian_kernel_at_the_monte_carlo_rate(causal):
     weights = (-distances.square().sum(-1) / 2).exp().squeeze(-1)
     if causal:
         weights = weights.tril()
-    wanted = torch.einsum("bts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
+    expected = torch.einsum("bts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
 
     def estimate(n_features, seed):
         phi = feature_map("fourier", n_features, heads=1, rows="independent", seed=seed)
@@ -90,7 +90,7 @@ def test_it_tends_to_the_gaussian_kernel_at_the_monte_carlo_rate(causal):
         return signed_rfa_attention(phi(q), phi(k), v, causal=causal)[0]
 
     with torch.no_grad():
-        assert_monte_carlo_rate(estimate, wanted)
+        assert_monte_carlo_rate(estimate, expected)
 
 
 def test_with_equal_scales_that_kernel_is_softmax_of_directions():
@@ -180,11 +180,11 @@ def test_a_gate_near_1_keeps_what_little_it_lets_in(logit, dtype):
     phi = feature_map(n_features=256)
     q, k = phi(q).detach(), phi(k).detach()
     logits = torch.full((2, 12, 2), logit, dtype=torch.float64)
-    wanted = rfa_attention_reference(q, k, v, gate_logits=logits, causal=True)
+    expected = rfa_attention_reference(q, k, v, gate_logits=logits, causal=True)
     q, k, v, logits = (x.to(dtype) for x in (q, k, v, logits))
     found, end = signed_rfa_attention(q, k, v, gate_logits=logits, causal=True)
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
     state, outputs = None, []
     for part in (slice(0, 1), slice(1, 7), slice(7, 12)):
         options = {"gate_logits": logits[:, part], "causal": True, "state": state}
@@ -247,10 +247,10 @@ def test_a_step_is_a_prefill_of_one():
     phi, sizes = feature_map(), [(2, 2, 32, 8), (2, 2, 32), (2, 2)]
     before = RfaSums(*(torch.rand(size, dtype=torch.float64) for size in sizes))
     logits = torch.randn(2, 1, 2, dtype=torch.float64)
-    wanted, end = signed_rfa_attention(phi(q), phi(k), v, gate_logits=logits, causal=True, state=before)
+    expected, end = signed_rfa_attention(phi(q), phi(k), v, gate_logits=logits, causal=True, state=before)
     token = (x[:, 0] for x in (phi(q), phi(k), v))
     found, after = signed_rfa_attention_step(*token, before, gate_logits=logits[:, 0])
-    torch.testing.assert_close(found, wanted[:, 0])
+    torch.testing.assert_close(found, expected[:, 0])
     torch.testing.assert_close(tuple(after), tuple(end))
 
 

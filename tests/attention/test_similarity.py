@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from agreement import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,10 +27,6 @@ KERNELS = {
     "polynomial": lambda q, k: (q @ k + 1) ** 2,
     "linear": lambda q, k: q @ k,
 }
-
-
-def double(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(
@@ -55,9 +52,9 @@ def test_a_kernel_of_either_sign_leaks_nothing():
 @given(T=st.integers(1, 4), extra=st.integers(0, 3), G=st.integers(1, 2), seed=st.integers(0, 99))
 def test_it_is_a_weighted_mean(name, T, extra, G, seed):
     q, k, v = (
-        double(1, T, 2, 3, seed=seed),
-        double(1, T + extra, G, 3, seed=seed + 1),
-        double(1, T + extra, G, 5),
+        normal(1, T, 2, 3, seed=seed),
+        normal(1, T + extra, G, 3, seed=seed + 1),
+        normal(1, T + extra, G, 5),
     )
     found = SimilarityAttention(2, 2, similarity=name).similarity
     o = similarity_attention(q, k, v, found, causal=True)
@@ -65,8 +62,8 @@ def test_it_is_a_weighted_mean(name, T, extra, G, seed):
         for h in range(2):
             g = h * G // 2
             weights = [KERNELS[name](q[0, i, h], k[0, j, g]) for j in range(i + extra + 1)]
-            wanted = sum(w * v[0, j, g] for j, w in enumerate(weights)) / sum(weights)
-            torch.testing.assert_close(o[0, i, h], wanted, rtol=1e-6, atol=1e-6)
+            expected = sum(w * v[0, j, g] for j, w in enumerate(weights)) / sum(weights)
+            torch.testing.assert_close(o[0, i, h], expected, rtol=1e-6, atol=1e-6)
 
 
 def twins(kind, options, **shared):
@@ -87,10 +84,10 @@ def unrolled(module, x, prefix, padding):
 
 @pytest.mark.parametrize("rotary", [False, True])
 def test_exp_is_softmax_attention(rotary):
-    x = double(3, 7, 8)
+    x = normal(3, 7, 8)
     padding = torch.zeros(3, 7, dtype=torch.bool)
     padding[0, [0, 1]] = padding[1, [3, 6]] = True
-    log_kernel = double(3, 2, 7, 7).masked_fill(double(7, 7, seed=1) > 1, -math.inf)
+    log_kernel = normal(3, 2, 7, 7).masked_fill(normal(7, 7, seed=1) > 1, -math.inf)
     for causal in (True, False):
         ours, softmax = twins(
             SoftmaxAttention, {}, causal=causal, rotary=rotary, n_kv_heads=1, head_dim=6, value_dim=5
@@ -107,39 +104,39 @@ def test_exp_is_softmax_attention(rotary):
         if not rotary:
             torch.testing.assert_close(ours(x[:, :2], x), softmax(x[:, :2], x))
     ours, softmax = twins(SoftmaxAttention, {}, causal=True, rotary=rotary)
-    found, wanted = (unrolled(module, x, 4, padding[:, :4]) for module in (ours, softmax))
-    torch.testing.assert_close(found, wanted)
+    found, expected = (unrolled(module, x, 4, padding[:, :4]) for module in (ours, softmax))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_polynomial_is_linear_attention_with_its_features(causal):
-    x = double(2, 7, 8).requires_grad_()
+    x = normal(2, 7, 8).requires_grad_()
     shared = {"causal": causal, "n_kv_heads": 1}
     ours = SimilarityAttention(8, 2, similarity="polynomial", similarity_options={"offset": 2.0}, **shared)
     linear = LinearAttention(8, 2, feature_map="polynomial", feature_map_options={"offset": 2.0}, **shared)
     linear.load_state_dict(ours.double().state_dict())
-    found, wanted = ours(x), linear.double()(x)
-    torch.testing.assert_close(found, wanted)
-    gradients = [torch.autograd.grad((y * y).sum(), x)[0] for y in (found, wanted)]
+    found, expected = ours(x), linear.double()(x)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad((y * y).sum(), x)[0] for y in (found, expected)]
     torch.testing.assert_close(*gradients)
 
 
 def test_a_floating_point_mask_multiplies_by_the_kernel_of_which_it_is_the_logarithm():
-    q, k, v = double(1, 6, 2, 3), double(1, 6, 2, 3, seed=1), double(1, 6, 2, 4, seed=2)
+    q, k, v = normal(1, 6, 2, 3), normal(1, 6, 2, 3, seed=1), normal(1, 6, 2, 4, seed=2)
     distance = (torch.arange(6)[:, None] - torch.arange(6)).double().abs()
     for name in ("rbf", "polynomial"):
         similarity = SimilarityAttention(2, 2, similarity=name).similarity
         content = similarity(q, k)
         content = content.exponent.exp() if isinstance(content, Kernel) else content
         weights = content * (-distance / 2).exp()
-        wanted = weights @ v.transpose(1, 2) / weights.sum(-1, keepdim=True)
+        expected = weights @ v.transpose(1, 2) / weights.sum(-1, keepdim=True)
         found = similarity_attention(q, k, v, similarity, attn_mask=-distance / 2)
-        torch.testing.assert_close(found, wanted.transpose(1, 2))
+        torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 def test_the_mask_learns():
     mask = torch.zeros(3, 3, dtype=torch.float64).masked_fill(~causal_mask(3, 3), -math.inf).requires_grad_()
-    q = double(1, 3, 1, 2)
+    q = normal(1, 3, 1, 2)
     o = similarity_attention(q, q, q, lambda q, k: Kernel(q.new_ones(()), (q @ k.mT).mean()), attn_mask=mask)
     (gradient,) = torch.autograd.grad(o.square().sum(), mask)
     assert gradient.isfinite().all()
@@ -149,7 +146,7 @@ def test_the_mask_learns():
 
 @pytest.mark.parametrize("name", ["exp", "rbf"])
 def test_large_exponents_neither_overflow_nor_vanish(name):
-    q, k = 100 * double(1, 5, 1, 4), 100 * double(1, 5, 1, 4, seed=1)
+    q, k = 100 * normal(1, 5, 1, 4), 100 * normal(1, 5, 1, 4, seed=1)
     similarity = SimilarityAttention(2, 2, similarity=name).similarity
     o = similarity_attention(q.float(), k.float(), torch.ones(1, 5, 1, 1), similarity)
     torch.testing.assert_close(o, torch.ones_like(o))
@@ -159,8 +156,8 @@ def test_large_exponents_neither_overflow_nor_vanish(name):
 @pytest.mark.parametrize("masks", ["none", "causal", "left padding", "packed"])
 def test_an_offset_that_all_queries_and_keys_share_costs_rbf_no_digits(offset, masks):
     """Against differences written out in fp64; fp32 has rounded the inputs before either sees them."""
-    q, k = ((offset + double(1, 12, 2, 4, seed=seed)).float() for seed in (0, 1))
-    v, allowed, options = double(1, 12, 2, 3, seed=2), torch.ones(12, 12, dtype=torch.bool), {}
+    q, k = ((offset + normal(1, 12, 2, 4, seed=seed)).float() for seed in (0, 1))
+    v, allowed, options = normal(1, 12, 2, 3, seed=2), torch.ones(12, 12, dtype=torch.bool), {}
     if masks == "causal":
         allowed, options = causal_mask(12, 12), {"causal": True}
     elif masks == "left padding":
@@ -173,9 +170,9 @@ def test_an_offset_that_all_queries_and_keys_share_costs_rbf_no_digits(offset, m
         allowed = packed_mask(options["cu_seqlens"], 12)
     distance = (q.double()[:, :, None] - k.double()[:, None]).square().sum(-1)
     scores = (-distance / 4**0.5).masked_fill(~allowed[None, :, :, None], -math.inf)
-    wanted = torch.einsum("bijh,bjhm->bihm", scores.softmax(2), v)
+    expected = torch.einsum("bijh,bjhm->bihm", scores.softmax(2), v)
     found = similarity_attention(q, k, v.float(), Rbf(), **options).double()
-    assert (found - wanted).norm() / wanted.norm() < 2e-6
+    assert (found - expected).norm() / expected.norm() < 2e-6
 
 
 def test_weights_that_add_up_to_zero_give_zero():
@@ -192,7 +189,7 @@ def test_symmetric_attention_ties_queries_to_keys(causal):
     for name in ("qkv_proj.weight", "qkv_proj.bias"):
         weights[name] = torch.cat([weights[name][:8], weights[name]])
     plain.load_state_dict(weights)
-    x = double(2, 5, 8)
+    x = normal(2, 5, 8)
     torch.testing.assert_close(symmetric(x), plain(x))
     torch.testing.assert_close(symmetric(x[:, :2], x, x.flip(1)), plain(x[:, :2], x, x.flip(1)))
     q, k, _ = symmetric.project(x)
@@ -208,7 +205,7 @@ def test_any_function_will_do():
         return 1 / (1 + distance.square())
 
     module = SimilarityAttention(8, 2, causal=True, similarity=cauchy).double()
-    x = double(2, 5, 8)
+    x = normal(2, 5, 8)
     torch.testing.assert_close(unrolled(module, x, 2, None), module(x))
 
 

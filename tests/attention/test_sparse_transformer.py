@@ -62,11 +62,11 @@ def test_equals_the_definition(layout, length, grouped, padded):
     H, B = layout.n_heads, 2
     G = H // 2 if grouped else H
     q, k, v = draw(B, length, H, 3), draw(B, length, G, 3, seed=1), draw(B, length, G, 2, seed=2)
-    wanted = definition(layout, length)
-    assert torch.equal(factorized_pattern(layout, length), wanted > 0)
+    expected = definition(layout, length)
+    assert torch.equal(factorized_pattern(layout, length), expected > 0)
     if not padded or length == 0:
         found = factorized_attention(q, k, v, layout)
-        assert_same([found], [counted_attention(q, k, v, wanted)[0] if length else found], [q, k, v])
+        assert_same([found], [counted_attention(q, k, v, expected)[0] if length else found], [q, k, v])
         return
     padding = torch.rand(B, length, generator=torch.Generator().manual_seed(length)) < 0.3
     found = factorized_attention(q, k, v, layout, key_padding_mask=padding)
@@ -74,7 +74,7 @@ def test_equals_the_definition(layout, length, grouped, padded):
         n = int(keep.sum())
         if n:
             heads = (x[row : row + 1, keep] for x in (q, k, v))
-            o, _ = counted_attention(*heads, wanted[:, :n, :n])
+            o, _ = counted_attention(*heads, expected[:, :n, :n])
             assert_same([found[row : row + 1, keep]], [o], [q, k, v])
 
 
@@ -158,9 +158,9 @@ def test_rows_of_a_batch_may_be_at_different_positions(options):
         y_t, state = module.step(x[:, t], state)
         outputs.append(y_t)
     for row, n in enumerate(lengths):
-        wanted = module(torch.cat([x[row : row + 1, :n], x[row : row + 1, 70:]], 1))
-        torch.testing.assert_close(y[row, :n], wanted[0, :n], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(torch.stack(outputs, 1)[row], wanted[0, n:], rtol=1e-12, atol=1e-12)
+        expected = module(torch.cat([x[row : row + 1, :n], x[row : row + 1, 70:]], 1))
+        torch.testing.assert_close(y[row, :n], expected[0, :n], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.stack(outputs, 1)[row], expected[0, n:], rtol=1e-12, atol=1e-12)
     assert state.position.tolist() == [n + 150 for n in lengths]
 
 
@@ -217,11 +217,6 @@ def test_cost_grows_as_the_pairs_that_are_read():
         ({"kind": "random"}, "kind is 'random', but must be one of strided, fixed"),
         ({"reads": "both"}, "reads is 'both', but must be one of merged, split, near, far"),
         ({"stride": 0}, "stride is 0, but must be at least 1"),
-        ({"stride": "x"}, "stride is 'x', but must be an integer"),
-        ({"stride": 8.0}, "stride is 8.0, but must be an integer"),
-        ({"kind": "strided", "window": 200.5}, "window is 200.5, but must be an integer"),
-        ({"summary": 2.0}, "summary is 2.0, but must be an integer"),
-        ({"subblocks": True}, "subblocks is True, but must be an integer"),
         ({"kind": ["fixed"]}, r"kind is \['fixed'\], but must be one of strided, fixed"),
         ({"kind": "strided", "stride": 8, "window": 6}, "window is 6, but must be at least stride - 1 = 7"),
         (

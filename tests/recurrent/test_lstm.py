@@ -59,8 +59,8 @@ def test_the_kernel_is_the_steps(cell, dtype):
 
     fused = results(module, module, x)
     steps = results(module, lambda x: by_steps(module, x), x)
-    wanted = results(exact, lambda x: by_steps(exact, x), x.detach().double().requires_grad_())
-    for a, b, c in zip(fused, steps, wanted, strict=True):
+    expected = results(exact, lambda x: by_steps(exact, x), x.detach().double().requires_grad_())
+    for a, b, c in zip(fused, steps, expected, strict=True):
         if dtype == torch.float64:
             torch.testing.assert_close(a, c, rtol=1e-12, atol=1e-12)
         else:
@@ -124,8 +124,8 @@ def test_kronecker_is_the_lstm_of_the_products(factors):
     dense = torchs(ours.input_proj.weight, ours.input_proj.bias, torch.cat(U))
     x = inputs(2, 7, 3).requires_grad_()
     torch.testing.assert_close(ours(x), dense(x)[0], rtol=0, atol=1e-14)
-    found, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (ours(x), dense(x)[0]))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+    found, expected = (torch.autograd.grad(y.square().sum(), x)[0] for y in (ours(x), dense(x)[0]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 def test_parameters_no_longer_grow_with_the_square_of_the_state():

@@ -44,13 +44,13 @@ def test_it_is_its_equations(length, hidden, score, bound):
         parameter.data.mul_(3)
     x = drawn(2, length, 3).requires_grad_()
     found = layer(x)
-    wanted = torch.stack([as_written(layer, row, bound or None) for row in x])
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    expected = torch.stack([as_written(layer, row, bound or None) for row in x])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     upstream = drawn(*found.shape, seed=1)
     inputs = [x, *layer.parameters()]
     for a, b in zip(
         torch.autograd.grad(found, inputs, upstream, materialize_grads=True),
-        torch.autograd.grad(wanted, inputs, upstream, materialize_grads=True),
+        torch.autograd.grad(expected, inputs, upstream, materialize_grads=True),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
@@ -74,8 +74,8 @@ def test_a_tape_longer_than_the_sequence_has_no_bound():
     torch.testing.assert_close(bounded(x), free(x), rtol=0, atol=1e-12)
     padding = torch.zeros(2, 9, dtype=torch.bool)
     padding[0, [0, 3, 4]] = padding[1, 7:] = True
-    found, wanted = (layer(x, key_padding_mask=padding)[~padding] for layer in (bounded, free))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    found, expected = (layer(x, key_padding_mask=padding)[~padding] for layer in (bounded, free))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_a_bounded_tape_keeps_the_contract():
@@ -143,8 +143,8 @@ def test_deep_fusion_reads_no_padding_whatever_it_holds():
         short = source[row][~padding[row]][None]
         _, state = encoder.prefill(short, encoder.init_state(1))
         hidden, memory, _ = tapes(state)
-        wanted, _, _ = layer.prefill(x[row : row + 1], layer.init_state(hidden, memory))
-        torch.testing.assert_close(found[row : row + 1], wanted, rtol=0, atol=1e-12)
+        expected, _, _ = layer.prefill(x[row : row + 1], layer.init_state(hidden, memory))
+        torch.testing.assert_close(found[row : row + 1], expected, rtol=0, atol=1e-12)
 
 
 def test_deep_fusion_of_nothing_but_padding_reads_zeros():
@@ -164,9 +164,9 @@ def test_a_state_of_deep_fusion_is_a_value_for_beams():
     layer = fusing()
     state = layer.init_state(drawn(2, 5, 4), drawn(2, 5, 4, seed=1))
     x = drawn(2, 3, 3)
-    wanted, _, after = layer.prefill(x, state)
+    expected, _, after = layer.prefill(x, state)
     again, _, _ = layer.prefill(x[[1, 1, 0]], select(state, [1, 1, 0]))
-    torch.testing.assert_close(again, wanted[[1, 1, 0]], rtol=0, atol=1e-12)
+    torch.testing.assert_close(again, expected[[1, 1, 0]], rtol=0, atol=1e-12)
     assert after.own.tape.shape[1] == state.own.tape.shape[1] + 3
 
 

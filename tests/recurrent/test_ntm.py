@@ -79,13 +79,13 @@ def test_it_is_its_equations(controller, read_heads, write_heads, reach):
     for parameter in layer.parameters():
         parameter.data.mul_(2)
     x = drawn(2, 6, 3).requires_grad_()
-    found, wanted = layer(x), torch.stack([as_written(layer, row) for row in x])
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    found, expected = layer(x), torch.stack([as_written(layer, row) for row in x])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     upstream = drawn(*found.shape, seed=1)
     inputs = [x, *layer.parameters()]
     for a, b in zip(
         torch.autograd.grad(found, inputs, upstream),
-        torch.autograd.grad(wanted, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -108,8 +108,8 @@ def test_a_head_that_only_looks_is_softmax_attention_with_cosine_scores():
     stay = torch.tensor([0.0, 1.0, 0.0]).double().expand(2, 3, 3)
     found = read(memory, sharpen(shift(w, stay), torch.ones(2, 3, 1).double()))
     unit_memory, unit_key = F.normalize(memory, dim=-1), F.normalize(key, dim=-1)
-    wanted = F.scaled_dot_product_attention(beta * unit_key, unit_memory, memory, scale=1.0)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-7)  # the 1e-8 in squared norms of about 4
+    expected = F.scaled_dot_product_attention(beta * unit_key, unit_memory, memory, scale=1.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)  # the 1e-8 in squared norms of about 4
 
 
 def test_writing_nothing_leaves_the_memory():
@@ -120,9 +120,9 @@ def test_writing_nothing_leaves_the_memory():
 def test_a_sharp_head_that_erases_all_overwrites_one_row():
     memory, new = drawn(1, 6, 4), drawn(1, 1, 4, seed=1)
     one_hot = torch.eye(6).double()[2].reshape(1, 1, 6)
-    wanted = memory.clone()
-    wanted[0, 2] = new
-    torch.testing.assert_close(write(memory, one_hot, torch.ones_like(new), new), wanted, rtol=0, atol=0)
+    expected = memory.clone()
+    expected[0, 2] = new
+    torch.testing.assert_close(write(memory, one_hot, torch.ones_like(new), new), expected, rtol=0, atol=0)
 
 
 def test_heads_erase_first_and_then_add():

@@ -127,8 +127,8 @@ def test_rows_of_any_length_are_as_torch_has_them(cell, both, n_layers, input_si
     padding = torch.arange(T) >= torch.tensor(lengths).unsqueeze(1)
     x = torch.randn(len(lengths), T, input_size, dtype=torch.float64).requires_grad_()
     packed = pack_padded_sequence(x, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
-    wanted, _ = pad_packed_sequence(theirs(packed)[0], batch_first=True)
-    wanted = wanted[~padding]
+    expected, _ = pad_packed_sequence(theirs(packed)[0], batch_first=True)
+    expected = expected[~padding]
     rows = [row[:n] for row, n in zip(x, lengths, strict=True)]
     together, cu_seqlens = pack(rows)
     found = {
@@ -136,16 +136,16 @@ def test_rows_of_any_length_are_as_torch_has_them(cell, both, n_layers, input_si
         "packed": mine(together, cu_seqlens=cu_seqlens)[0],
         "alone": torch.cat([mine(row.unsqueeze(0))[0] for row in rows]),
     }
-    loss = torch.randn_like(wanted)
+    loss = torch.randn_like(expected)
     names, parameters = zip(*theirs.named_parameters(), strict=True)
-    d_x, *gradients = torch.autograd.grad((wanted * loss).sum(), [x, *parameters])
-    expected = dict(zip(names, gradients, strict=True))
+    d_x, *gradients = torch.autograd.grad((expected * loss).sum(), [x, *parameters])
+    by_name = dict(zip(names, gradients, strict=True))
     for how, y in found.items():
-        torch.testing.assert_close(y, wanted, rtol=0, atol=1e-12, msg=how)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12, msg=how)
         first, *gradients = torch.autograd.grad((y * loss).sum(), [x, *(weight for weight, _, _ in weights)])
         torch.testing.assert_close(first, d_x, rtol=1e-10, atol=1e-11, msg=how)
         for (_, name, start), gradient in zip(weights, gradients, strict=True):
-            torch.testing.assert_close(gradient, expected[name][start:], rtol=1e-10, atol=1e-11, msg=name)
+            torch.testing.assert_close(gradient, by_name[name][start:], rtol=1e-10, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize("cell", sorted(TORCH))
@@ -155,11 +155,11 @@ def test_both_directions_end_where_torchs_do(cell):
     copied(mine, theirs)
     x, lengths = torch.randn(3, 6, 3, dtype=torch.float64), torch.tensor([4, 6, 1])
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    _, wanted = theirs(packed)
+    _, expected = theirs(packed)
     (layer,) = mine.layers
     y, ends = layer.read(x, key_padding_mask=torch.arange(6) >= lengths.unsqueeze(1))
     for i, state in enumerate(ends):
-        for part, end in zip(state, wanted if cell == "lstm" else [wanted], strict=True):
+        for part, end in zip(state, expected if cell == "lstm" else [expected], strict=True):
             torch.testing.assert_close(part, end[i], rtol=0, atol=1e-12)
     torch.testing.assert_close(y[:, 0, 4:], ends.right_to_left[0], rtol=0, atol=1e-12)
     _, ends = layer.read(x)

@@ -214,7 +214,7 @@ class NTM(RecurrentLayer[NTMState]):
             _, state = self.step(x_t, state)
             places.append(state.weights)
         if not places:
-            raise ValueError("x has length 0, but must be at least 1: nothing to trace")
+            raise ValueError("x has length 0, but must have a step to trace")
         heads = torch.split(torch.stack(places, 1), [self.read_heads, self.write_heads], 2)
         return NTMTrace(*heads)
 
