@@ -34,7 +34,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = ["data.name=multi30k", "data.vocab_size=300", f"data.data_dir={folder}", f"run_dir={run_dir}"]
     ended = works("train", *settings, "train.steps=20", "train.schedule=inverse_sqrt", *SMALL)
     assert re.search(r"best validation loss \d+\.\d+ nats/token", ended.stderr)
-    assert f"translate by it: unrolled translate {run_dir}" in ended.stderr
+    assert f"translate with it: unrolled translate {run_dir}" in ended.stderr
     return run_dir
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._output import Force, check_picture, software
+from unrolled.cli._options import DataDir, Force
+from unrolled.cli._output import check_picture, software
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def attend(
     ] = 0,
     out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("attention.png"),
     beam_size: Annotated[int, typer.Option(min=1, help="Beam size of the translation.")] = 4,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files.")] = None,
+    data_dir: DataDir = None,
     force: Force = False,
 ) -> None:
     """Draw what a trained model attends to.

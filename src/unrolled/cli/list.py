@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from unrolled.cli._output import Force, check_picture, software
+from unrolled.cli._options import Force
+from unrolled.cli._output import check_picture, software
 from unrolled.extras import how_to_install
 
 COLUMNS = (
