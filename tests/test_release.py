@@ -17,6 +17,7 @@ def workflow() -> Any:
 
 
 def test_only_publishing_has_rights_and_it_waits_for_every_other_job(workflow: Any) -> None:
+    jobs = workflow["jobs"]
     assert workflow["permissions"] == {"contents": "read"}
     assert [name for name, job in jobs.items() if "permissions" in job] == ["publish"]
     publish = jobs["publish"]
