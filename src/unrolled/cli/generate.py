@@ -88,11 +88,9 @@ def generate(
         repetition_penalty=repetition_penalty,
     )
     vocabulary = Vocabulary.load(run_dir)
+    model = (_load_graph if engine == "onnx" else _load_run)(run_dir, graph, device)
     if engine == "onnx":
-        model = _load_graph(run_dir, graph, device)
         sampling = model.manifest.sampling | sampling
-    else:
-        model = _load_run(run_dir, graph, device)
     vocabulary.check(model.config.vocab_size)
     draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
