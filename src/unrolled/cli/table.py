@@ -100,7 +100,7 @@ def table(
     typer.echo(SYMBOLS)
     typer.echo(COUNTED)
     if measure:
-        typer.echo(f"Measured: {layer_times.TOLD}, at {', '.join(map(str, chosen))} tokens.")
+        typer.echo(f"Measured: {layer_times.SETUP}, at {', '.join(map(str, chosen))} tokens.")
 
 
 def cells(times: dict[str, float] | None = None) -> list[list[str]]:

@@ -92,14 +92,18 @@ def check_copies(make: Maker, supports: Supports) -> None:
 
 
 def check_compiles(make: Maker, supports: Supports) -> None:
-    """`torch.compile(fullgraph=True)` takes every verb without a graph break, and gives the same values."""
-    x = make.input(2, 9)
+    """`torch.compile(fullgraph=True)` takes every verb without a graph break, and gives the same values.
+
+    Compiling takes a second a time. So a mechanism with other options than its defaults is compiled in one
+    direction and without padding, beside its recurrent verbs.
+    """
+    x = make.input(2, 5)
     masks: list[dict[str, Tensor]] = [{}]
-    if supports.padding:
-        masks.append({"key_padding_mask": torch.arange(9).expand(2, 9) < torch.tensor([[3], [0]])})
+    if supports.padding and not make.options:
+        masks.append({"key_padding_mask": torch.arange(5).expand(2, 5) < torch.tensor([[2], [0]])})
     torch.compiler.reset()
     try:
-        for causal in directions(supports):
+        for causal in directions(supports)[: 1 if make.options else 2]:
             module = make(causal=causal)
             for mask in masks:
                 what = f"causal={causal}: compiled forward({', '.join(['x', *mask])})"
@@ -108,13 +112,13 @@ def check_compiles(make: Maker, supports: Supports) -> None:
         if recurrent(supports):
             module = make(causal=True)
             with torch.no_grad():
-                wanted, _ = unroll(module, x, [("prefill", 7), ("step", 2)])
-                y, state = _compiled(module.prefill)(x[:, :7], module.init_state(2))
+                expected, _ = unroll(module, x, [("prefill", 3), ("step", 2)])
+                y, state = _compiled(module.prefill)(x[:, :3], module.init_state(2))
                 step, outputs = _compiled(module.step), [y]
-                for x_t in x[:, 7:].unbind(1):
+                for x_t in x[:, 3:].unbind(1):
                     y_t, state = step(x_t, state)
                     outputs.append(y_t[:, None])
-            assert_close(torch.cat(outputs, 1), wanted, "compiled prefill(7) + step(2)")
+            assert_close(torch.cat(outputs, 1), expected, "compiled prefill(3) + step(2)")
     finally:
         torch.compiler.reset()
 
