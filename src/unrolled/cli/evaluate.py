@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._options import DataDir, Device, Force, given, refuse
+from unrolled.cli._options import DataDir, Device, Force, refuse
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -68,8 +68,9 @@ def evaluate(
     task, where = run.dataset.task, choose(device)
     model = model.to(where).eval()
     if task == "translation":
-        search = {"beam_size": beam_size, "length_penalty": length_penalty}
-        report_bleu = _bleu(model, run.dataset, part or TEST_PART, SEARCH | given(**search), out, force)
+        given = {"beam_size": beam_size, "length_penalty": length_penalty}
+        search = SEARCH | {name: x for name, x in given.items() if x is not None}
+        report_bleu = _bleu(model, run.dataset, part or TEST_PART, search, out, force)
     else:
         options = {
             "--split": part,

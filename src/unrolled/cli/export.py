@@ -5,21 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from unrolled.cli._options import (
-    Force,
-    MinP,
-    RepetitionPenalty,
-    Runtime,
-    Temperature,
-    TopK,
-    TopP,
-    given,
-)
+from unrolled.cli._options import Force, Runtime, takes_sampling
 
 
+@takes_sampling
 def export(
     run_dir: Annotated[list[Path], typer.Argument(help="Run folder of unrolled train; several with --web.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    *,
     opset: Annotated[int, typer.Option(help="ONNX opset, 20 to 25.")] = 20,
     int8: Annotated[bool, typer.Option("--int8", help="Also write a graph with 8-bit matrices.")] = False,
     fused: Annotated[
@@ -32,11 +25,7 @@ def export(
     web: Annotated[bool, typer.Option("--web", help="Write a web page that runs the models.")] = False,
     webgpu: Annotated[bool, typer.Option("--webgpu", help="With --web: use WebGPU if available.")] = False,
     runtime: Runtime = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
+    sampling: dict[str, Any],
     force: Force = False,
 ) -> None:
     """Export the best weights of a run as ONNX graphs, with vocabulary and manifest.
@@ -51,13 +40,6 @@ def export(
     """
     from unrolled.cli._page import write_page
 
-    sampling = given(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
     if web:
         for flag, on in {"--int8": int8, "--fused": fused, "--aot": aot}.items():
             if on:

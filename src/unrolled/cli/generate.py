@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from unrolled.cli._options import (
-    Device,
-    Force,
-    MinP,
-    RepetitionPenalty,
-    Temperature,
-    TopK,
-    TopP,
-    given,
-    refuse,
-)
+from unrolled.cli._options import Device, Force, refuse, takes_sampling
 from unrolled.cli._output import check_picture, software
 from unrolled.extras import how_to_install
 
@@ -32,19 +22,17 @@ DEFAULT_IMAGES = 16
 SHOWN = 112  # minimum pixels of an image's longer side
 
 
+@takes_sampling
 def generate(
     run_dir: Annotated[
         Path, typer.Argument(help="Run folder of unrolled train, or folder of unrolled export.")
     ],
+    *,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; by default a line break.")] = None,
     tokens: Annotated[
         int | None, typer.Option(help=f"Maximum number of new tokens; by default {DEFAULT_TOKENS}.")
     ] = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
+    sampling: dict[str, Any],
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; random by default.")] = None,
     num_samples: Annotated[
         int | None, typer.Option(help=f"Number of samples; by default 1 text or {DEFAULT_IMAGES} images.")
@@ -80,13 +68,6 @@ def generate(
     from unrolled import generation
     from unrolled.data import Vocabulary
 
-    sampling = given(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
     vocabulary = Vocabulary.load(run_dir)
     model = (_load_graph if engine == "onnx" else _load_run)(run_dir, graph, device)
     if engine == "onnx":
