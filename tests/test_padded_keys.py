@@ -134,7 +134,7 @@ def run(function, q, k, v):
 def test_what_stands_at_padded_keys_reaches_nothing(function, value):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, T, H, D, generator=generator, requires_grad=True) for _ in range(3))
-    wanted = run(function, q, k, v)
+    expected = run(function, q, k, v)
     loud = (x.detach().masked_fill(PADDING[..., None, None], value).requires_grad_() for x in (k, v))
-    for found, right in zip(run(function, q, *loud), wanted, strict=True):
+    for found, right in zip(run(function, q, *loud), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=False)

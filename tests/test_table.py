@@ -93,7 +93,7 @@ def test_the_stride_of_the_sparse_transformer_grows_with_the_length():
 
 
 @pytest.mark.parametrize("lengths", ["512", "512,x", "512,512", "0,512", ""])
-def test_lengths_that_tell_nothing_are_refused(lengths):
+def test_lengths_that_allow_no_fit_are_refused(lengths):
     result = CliRunner().invoke(app, ["table", "--measure", "--lengths", lengths])
     assert result.exit_code == 2
     assert f"--lengths is '{lengths}', but must be two or more positive integers" in result.stderr
