@@ -137,13 +137,13 @@ def by_definition(case: Case) -> tuple[Tensor, ...]:
         q, k, v, causal=case.causal, log_decay=log_decay, cu_seqlens=offsets, state=state,
         return_state=True, normalize=case.normalize,
     )  # fmt: skip
-    wanted = [x for x in given if x is not None]
+    expected = [x for x in given if x is not None]
     pairs = [(y, g.double()) for y, g in zip((o, *state), grads, strict=True) if y.requires_grad]
     if pairs:
         ys, gs = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ys, wanted, gs, materialize_grads=True))
+        found = iter(torch.autograd.grad(ys, expected, gs, materialize_grads=True))
     else:  # a pack of no sequences
-        found = iter([torch.zeros_like(x) for x in wanted])
+        found = iter([torch.zeros_like(x) for x in expected])
     return (o.detach(), *(x.detach() for x in state), *(None if x is None else next(found) for x in given))
 
 

@@ -77,7 +77,7 @@ def load(path: str | Path, like: State) -> State:
         if found[name].dtype != x.dtype or found[name].dim() != x.dim():
             raise ValueError(
                 f"{name} in {path} is {found[name].dtype} with {found[name].dim()} dimensions, "
-                f"but this state wants {x.dtype} with {x.dim()}"
+                f"but must be {x.dtype} with {x.dim()}"
             )
     # Copies: a file's tensors lie anywhere in memory, and some products round as their operands are aligned.
     in_order = iter(found[name].to(x.device, copy=True) for name, x in wanted.items())

@@ -113,4 +113,4 @@ def _check(
         elif not part.fits(x, rows, device, lengths):
             found = f"{x.dtype} {shape(x)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
             this_layer = part.told(rows, device, lengths)
-            raise ValueError(f"{name}.{part.name} is {found}, but this layer wants {this_layer}")
+            raise ValueError(f"{name}.{part.name} is {found}, but must be {this_layer}")

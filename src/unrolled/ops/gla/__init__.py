@@ -209,6 +209,4 @@ def _packed(
 def _check_state(state: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     check_tensor("state", state)
     if state.shape != sizes or state.dtype != dtype:
-        raise ValueError(
-            f"state is {state.dtype} of shape {shape(state)}, but these inputs want {dtype} {list(sizes)}"
-        )
+        raise ValueError(f"state is {state.dtype} of shape {shape(state)}, but must be {dtype} {list(sizes)}")

@@ -304,9 +304,9 @@ def check_state(state: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Require a state with `kv` of `sizes` [B,G,R,M] and `k_sum` [B,G,R], of this type."""
     if not hasattr(state, "kv") or not hasattr(state, "k_sum"):
         raise ValueError(f"state is a {type(state).__name__}, but must be a LinearState")
-    for name, x, wanted in (("kv", state.kv, sizes), ("k_sum", state.k_sum, sizes[:3])):
+    for name, x, expected in (("kv", state.kv, sizes), ("k_sum", state.k_sum, sizes[:3])):
         check_tensor(f"state.{name}", x)
-        if x.shape != wanted:
-            raise ValueError(f"state.{name} has shape {shape(x)}, but these inputs want {list(wanted)}")
+        if x.shape != expected:
+            raise ValueError(f"state.{name} has shape {shape(x)}, but must be {list(expected)}")
         if x.dtype != dtype:
-            raise ValueError(f"state.{name} is {x.dtype}, but these inputs want {dtype}")
+            raise ValueError(f"state.{name} is {x.dtype}, but must be {dtype}")
