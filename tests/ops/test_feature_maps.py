@@ -178,7 +178,7 @@ def test_wrong_names_and_widths_are_refused():
         make_feature_map("dpfp", 4, nu=8)
     with pytest.raises(ValueError, match="max_length is 0"):
         make_feature_map("cosformer", 4, max_length=0)
-    with pytest.raises(ValueError, match="positions is None, but cosFormer needs"):
+    with pytest.raises(ValueError, match="positions is None, but must be those of x"):
         make_feature_map("cosformer", 4).phi_q(torch.zeros(1, 1, 4))
     with pytest.raises(ValueError, match="n_heads is 0, but must be at least 1"):
         make_feature_map("t2r", 4, 0)

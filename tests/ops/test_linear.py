@@ -409,8 +409,8 @@ def inputs(**changes):
         ({"key_padding_mask": torch.zeros(5).bool()}, r"key_padding_mask has shape \[5\], but must be \[2, 5\]"),
         ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, r"packs sequences into one row"),
         ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is torch.int64 .* must be torch.int32 \[N\+1\]"),
-        ({"state": LinearState(torch.zeros(2, 2, 3, 5), torch.zeros(2, 2, 3))}, r"state.kv has shape .* \[2, 2, 3, 6\]"),
-        ({"state": LinearState(torch.zeros(2, 2, 3, 6).double(), torch.zeros(2, 2, 3))}, r"state.kv is torch.float64, but must be torch.float32"),
+        ({"state": LinearState(torch.zeros(2, 2, 3, 5), torch.zeros(2, 2, 3))}, r"state.kv is .* but must be torch.float32 \[2, 2, 3, 6\]"),
+        ({"state": LinearState(torch.zeros(2, 2, 3, 6).double(), torch.zeros(2, 2, 3))}, r"state.kv is torch.float64 of .* but must be torch.float32"),
         ({"backend": "fortran"}, r"backend is 'fortran', but must be None .* plain"),
     ],
 )  # fmt: skip

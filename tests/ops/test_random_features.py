@@ -191,5 +191,5 @@ def test_a_state_of_another_size_is_refused():
     state = LinearState(
         torch.zeros(2, 2, 6, 4, dtype=torch.float64), torch.zeros(2, 2, 6, dtype=torch.float64)
     )
-    with pytest.raises(ValueError, match=r"state.kv has shape \[2, 2, 6, 4\], but must be \[2, 2, 6, 3\]"):
+    with pytest.raises(ValueError, match=r"state.kv is .* \[2, 2, 6, 4\], but must be .* \[2, 2, 6, 3\]"):
         signed_linear_attention(q, k, v, causal=True, state=state)

@@ -17,7 +17,7 @@ from window_cases import PADDINGS, Case, outputs_and_gradients
 from unrolled import softmax_attention, window_attention, window_attention_reference
 from unrolled.ops.packing import unpack
 from unrolled.ops.window import blocks as window_blocks
-from unrolled.ops.window.blocks import BLOCK, Inputs
+from unrolled.ops.window.blocks import BLOCK, Inputs, Options
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
@@ -164,10 +164,10 @@ def cost(T: int, window: tuple[int, int], packed: bool = False) -> tuple[int, in
     """Largest tensor (in elements) and multiplications of a forward and a backward pass of 2 heads of 4."""
     q, k, v = (torch.randn(1, T, 2, 4) for _ in range(3))
     cu_seqlens = torch.arange(0, T + 1, T // 8, dtype=torch.int32) if packed else None
-    inputs = Inputs(q, k, v, None)
+    inputs, options = Inputs(q, k, v, None), Options(cu_seqlens, window, 1.0)
     with Largest() as memory, FlopCounterMode(display=False) as time:
-        o, lse = window_blocks.forward(inputs, cu_seqlens, window, 1.0)
-        window_blocks.backward(o, lse, inputs, cu_seqlens, lse, window, 1.0)
+        o, lse = window_blocks.forward(inputs, options)
+        window_blocks.backward(o, lse, inputs, lse, options)
     return memory.elements, time.get_total_flops() // 2
 
 

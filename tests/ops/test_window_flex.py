@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from unrolled import window_attention_reference
 from unrolled.ops.window import flex as window_flex
-from unrolled.ops.window.blocks import Inputs
+from unrolled.ops.window.blocks import Inputs, Options
 
 CPU = torch.device("cpu")
 sides = st.one_of(st.sampled_from([-1, 0, 127, 128, 129]), st.integers(0, 500))
@@ -65,7 +65,7 @@ CASES = [{}, {"padded": True}, {"packed": True}, {"packed": True, "padded": True
 @pytest.mark.parametrize("window", [(20, 0), (5, 9), (-1, -1), (0, 0)])
 def test_forward_equals_the_definition(window, arguments):
     q, k, v, padding, cu_seqlens = case(**arguments)
-    found = window_flex.forward(Inputs(q, k, v, padding), cu_seqlens, window, 0.3)
+    found = window_flex.forward(Inputs(q, k, v, padding), Options(cu_seqlens, window, 0.3))
     expected = window_attention_reference(
         q,
         k,
@@ -106,7 +106,7 @@ def test_backward_takes_the_gradients_of_flex(arguments, monkeypatch):
     grads = [torch.randn_like(o), torch.randn_like(lse)]
     expected = torch.autograd.grad((o, lse), leaves, grads)
     with torch.no_grad():
-        found = window_flex.backward(*grads, Inputs(*leaves, padding), cu_seqlens, lse, (20, 3), 0.3)
+        found = window_flex.backward(*grads, Inputs(*leaves, padding), lse, Options(cu_seqlens, (20, 3), 0.3))
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 

@@ -86,14 +86,26 @@ def check_attn_mask(mask: Tensor, sizes: tuple[int, ...]) -> None:
         )
 
 
-def check_log_decay(log_decay: Tensor, sizes: torch.Size, axes: str) -> None:
-    """Require floating-point logarithms of gates of this shape, at most 0 where values may be read."""
+def check_state_tensor(name: str, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    """Require a tensor of a state to have this shape and type."""
+    check_tensor(name, x)
+    if x.shape != sizes or x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype} of shape {shape(x)}, but must be {dtype} {list(sizes)}")
+
+
+def check_log_decay(log_decay: Tensor, k: Tensor, axes: str) -> None:
+    """Require floating-point logarithms of gates on the device of `k`, at most 0 where values may be read.
+
+    Their shape is the first of the axes of `k`, as many as `axes` names.
+    """
     check_tensor("log_decay", log_decay)
+    sizes = k.shape[: axes.count(",") + 1]
     if log_decay.shape != sizes or not log_decay.is_floating_point():
         raise ValueError(
             f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
             f"but must be floating point {axes} = {list(sizes)}"
         )
+    check_device("log_decay", log_decay, k, "k is")
     if may_read(log_decay) and bool((log_decay > 0).any()):
         raise ValueError(
             f"log_decay is up to {log_decay.max().item():g}, but must be at most 0 (a gate of at most 1)"

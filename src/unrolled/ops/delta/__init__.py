@@ -21,6 +21,7 @@ from unrolled.ops.checks import (
     check_key_padding_mask,
     check_log_decay,
     check_qkv,
+    check_state_tensor,
     check_step,
     may_read,
     shape,
@@ -181,17 +182,14 @@ def _check_rule(
 ) -> None:
     (*_, G, D), M = k.shape, v.shape[-1]
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    if shape(state) != [rows, G, D, M] or state.dtype != dtype:
-        raise ValueError(
-            f"state is {state.dtype} of shape {shape(state)}, but must be {dtype} {[rows, G, D, M]}"
-        )
+    check_state_tensor("state", state, (rows, G, D, M), dtype)
     if beta.shape != k.shape[:-1] or not beta.is_floating_point():
         raise ValueError(
             f"beta has shape {shape(beta)} and dtype {beta.dtype}, "
             f"but must be floating point {shape(k)[:-1]} for k {shape(k)}"
         )
     if log_decay is not None:
-        check_log_decay(log_decay, k.shape[:-1], "[B, G]" if k.dim() == 3 else "[B, T, G]")
+        check_log_decay(log_decay, k, "[B, G]" if k.dim() == 3 else "[B, T, G]")
     if not may_read(k) or k.numel() == 0:
         return
     longest = k.detach().to(dtype).square().sum(-1).max().sqrt().item()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unrolled.ops.linear import triton_backward as backward_kernels
 from unrolled.ops.linear import triton_kernels as kernels
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Inputs, Options
 
 
 class Config(NamedTuple):
@@ -75,9 +75,10 @@ class Slots(NamedTuple):
 class Problem:
     """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
 
-    def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None, causal: bool):
+    def __init__(self, inputs: Inputs, options: Options):
+        cu_seqlens = options.cu_seqlens
         (B, T, H, R), (_, S, G, M) = inputs.q.shape, inputs.v.shape
-        self.inputs, self.causal = inputs, causal
+        self.inputs, self.causal = inputs, options.causal
         self.B, self.T, self.H, self.G, self.P, self.R, self.M = B, T, H, G, H // G, R, M
         config = next(config for config in CONFIGS if max(R, M) <= config.width)
         self.keys = Slots.cut(B, S, cu_seqlens, config.chunk)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import without_autocast
-from unrolled.ops.window.blocks import Inputs
+from unrolled.ops.window.blocks import Inputs, Options
 
 BLOCK = 128  # scores on a side of flex's blocks
 NARROWEST = 16  # the narrowest heads that flex's kernels can run
@@ -46,11 +46,10 @@ def supports(inputs: Inputs) -> bool:
     )
 
 
-def forward(
-    inputs: Inputs, cu_seqlens: Tensor | None, window_size: tuple[int, int], scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Compute `o [B,T,H,M]` in the type of `v` and `lse [B,T,H]` in fp32."""
     q, k, v, padding = inputs
+    cu_seqlens, window_size, scale = options
     T, S = q.shape[1], k.shape[1]
     segments = None if cu_seqlens is None else segment_ids(cu_seqlens, T)
     with without_autocast(q.device):
@@ -65,20 +64,14 @@ def forward(
 
 
 def backward(
-    grad_o: Tensor,
-    grad_lse: Tensor,
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    lse: Tensor,
-    window_size: tuple[int, int],
-    scale: float,
+    grad_o: Tensor, grad_lse: Tensor, inputs: Inputs, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `q`, `k` and `v`."""
     nothing = lse == -torch.inf
     grads = (grad_o.masked_fill(nothing.unsqueeze(-1), 0), grad_lse.masked_fill(nothing, 0))
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     with torch.enable_grad():
-        outputs = forward(Inputs(q, k, v, inputs.key_padding_mask), cu_seqlens, window_size, scale)
+        outputs = forward(Inputs(q, k, v, inputs.key_padding_mask), options)
     dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
     return dq, dk, dv
 
