@@ -45,7 +45,7 @@ def check_backend(backend: str | None, backends: Mapping[str, object]) -> None:
 
 
 def choose(
-    backends: Mapping[str, AnyBackend], backend: str | None, like: Tensor, *arguments: object
+    backends: Mapping[str, AnyBackend], backend: object, like: Tensor, *arguments: object
 ) -> AnyBackend:
     """Return the first backend, or the one named, that supports `arguments`; errors describe `like`."""
     for name in sorted(backends, key=lambda name: name != _preferred):

@@ -72,9 +72,9 @@ def linear_attention_step(
     return o.to(out_dtype), kv, k_sum
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    inputs, options, backend = Inputs(*arguments[:6]), Options(*arguments[6:9]), arguments[9]
-    chosen = choose(BACKENDS, backend, inputs.q, inputs.q, inputs.v)
+def _forward(*arguments: object) -> tuple[Tensor, ...]:
+    inputs, options = Inputs._make(arguments[:6]), Options._make(arguments[6:9])
+    chosen = choose(BACKENDS, arguments[9], inputs.q, inputs.q, inputs.v)
     return tuple(x.contiguous() for x in chosen.forward(inputs, options))
 
 
@@ -86,16 +86,17 @@ def _backward(*arguments: Any) -> list[Tensor]:
     return [g.contiguous() for g in found]
 
 
-def _plain(*arguments: Any) -> tuple[Tensor, ...]:
-    return packed.forward(Inputs(*arguments[:6]), Options(*arguments[6:9]))[:3]
+def _plain(*arguments: object) -> tuple[Tensor, ...]:
+    return packed.forward(Inputs._make(arguments[:6]), Options._make(arguments[6:9]))[:3]
 
 
-def _like_outputs(*arguments: Any) -> tuple[Tensor, ...]:
-    return packed.like_outputs(Inputs(*arguments[:6]), Options(*arguments[6:9]))
+def _like_outputs(*arguments: object) -> tuple[Tensor, ...]:
+    return packed.like_outputs(Inputs._make(arguments[:6]), Options._make(arguments[6:9]))
 
 
-def _like_gradients(*arguments: Any) -> list[Tensor]:
-    return list(packed.like_gradients(OutputGradients(*arguments[:3]), Inputs(*arguments[3:9])))
+def _like_gradients(*arguments: object) -> list[Tensor]:
+    grads, inputs = OutputGradients._make(arguments[:3]), Inputs._make(arguments[3:9])
+    return list(packed.like_gradients(grads, inputs))
 
 
 _operator = register(

@@ -107,7 +107,9 @@ def _backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Opti
 
         # The gradients of the keys, the values and the gates.
         dk, dv = problem.key_and_value_gradients(d_after, grad, d_den)
-        d_log_decay = problem.gate_gradients(states, d_states, d_reads) if gated else grads.kv.new_empty(0)
+        d_log_decay = grads.kv.new_empty(0)
+        if inputs.log_decay is not None:
+            d_log_decay = problem.gate_gradients(inputs.log_decay, states, d_states, d_reads)
         return Gradients(dq, dk, dv, d_log_decay, *d_first)
 
 

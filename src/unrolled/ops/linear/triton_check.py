@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ def mistake(call: Call, kernels: Callable[..., tuple[Tensor, ...]]) -> str | Non
     return None
 
 
-def _example(call: Call) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+def _example(call: Call) -> tuple[tuple[object, ...], tuple[Tensor, ...]]:
     """Make the arguments of a small call, and its results in fp64."""
     generator = torch.Generator().manual_seed(0)
     P, R, M, T = call.heads_per_group, call.R, call.M, 1 if call.kind == "step" else TOKENS

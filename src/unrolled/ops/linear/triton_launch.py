@@ -228,9 +228,11 @@ class Problem:
         )
         return dk, dv
 
-    def gate_gradients(self, states: Tensor, d_states: Tensor, d_reads: Tensor | None) -> Tensor:
+    def gate_gradients(
+        self, log_decay: Tensor, states: Tensor, d_states: Tensor, d_reads: Tensor | None
+    ) -> Tensor:
         """Compute the gradient of log_decay from the states before the chunks and their gradients after."""
-        d_log_decay: Tensor = self.gates[0].new_empty(self.gates[0].shape)
+        d_log_decay = log_decay.new_empty(log_decay.shape)
         launch(
             backward_kernels.gate_gradients,
             (self.keys.n, self.G),
@@ -262,7 +264,7 @@ def step(
     return o, new_kv, new_k_sum
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
     """Launch a kernel, unless the grid is empty."""
     if 0 not in grid:
         kernel[grid](*arguments, **options)
@@ -274,7 +276,7 @@ def _rows(states: State) -> tuple[Tensor, int, Tensor, int]:
     return kv, kv.stride(0), k_sum, k_sum.stride(0)
 
 
-def _with_strides(x: Tensor | None) -> tuple[Any, Any]:
+def _with_strides(x: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
     return (None, None) if x is None else (x, x.stride())
 
 

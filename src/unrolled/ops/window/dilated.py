@@ -10,7 +10,7 @@ Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), section 3.1.
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ def _of_one_dilation(
     )
 
 
-def _like_window(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _like_window(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return like_attention(q, k, v), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 

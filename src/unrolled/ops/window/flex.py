@@ -14,7 +14,7 @@ none there.
 import importlib
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torch import Tensor
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import without_autocast
 from unrolled.ops.window.blocks import Inputs, Options
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128  # scores on a side of flex's blocks
 NARROWEST = 16  # the narrowest heads that flex's kernels can run
@@ -90,7 +93,7 @@ def readable_blocks(left: int, right: int, T: int, S: int, device: torch.device)
 
 
 @lru_cache(maxsize=16)
-def _block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> Any:
+def _block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> "BlockMask":
     from torch.nn.attention.flex_attention import BlockMask
 
     blocks = readable_blocks(left, right, T, S, device)
@@ -142,7 +145,7 @@ def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return flex as a function with the results `o` and `lse`, which torch 2.9 returns in another way."""
     module: Any = importlib.import_module("torch.nn.attention.flex_attention")
 
-    def flex(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def flex(*args: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         if hasattr(module, "AuxRequest"):
             o, aux = module.flex_attention(*args, **options, return_aux=module.AuxRequest(lse=True))
             return o, aux.lse
@@ -154,7 +157,7 @@ def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     # With fullgraph, exceeding the limit of variants is an error; without, flex would silently form [T,S].
     run = torch.compile(flex, fullgraph=True)
 
-    def run_compiled(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def run_compiled(*args: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         with torch._dynamo.config.patch(recompile_limit=VARIANTS):
             o, lse = run(*args, **options)
             return o, lse

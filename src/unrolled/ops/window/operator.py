@@ -44,11 +44,11 @@ def window_attention(inputs: Inputs, options: Options, backend: str | None) -> t
     return o, lse
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward(*arguments: object) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, left, right, scale, backend = arguments
-    inputs = Inputs(*tensors)
+    inputs = Inputs._make(tensors)
     chosen = choose(BACKENDS, backend, inputs.q, inputs)
-    o, lse = chosen.forward(inputs, Options(cu_seqlens, (left, right), scale))
+    o, lse = chosen.forward(inputs, Options._make((cu_seqlens, (left, right), scale)))
     return o.contiguous(), lse.contiguous()
 
 
@@ -60,18 +60,20 @@ def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]
     return [g.contiguous() for g in grads]
 
 
-def _plain(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _plain(*arguments: object) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, left, right, scale, _ = arguments
-    return blocks.forward(Inputs(*tensors), Options(cu_seqlens, (left, right), scale))
+    return blocks.forward(Inputs._make(tensors), Options._make((cu_seqlens, (left, right), scale)))
 
 
-def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     return v.new_empty(*q.shape[:3], v.shape[3]), lse
 
 
-def _like_gradients(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in arguments[:3]]
+def _like_gradients(
+    grad_o: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v)]
 
 
 _operator = register(
