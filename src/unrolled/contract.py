@@ -63,6 +63,12 @@ class Supports:
         return replace(self, **changes)
 
 
+CAUSAL_RECURRENCE = Supports(
+    causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
+)
+"""The capabilities of a causal mechanism that runs as a recurrence with a state of constant size."""
+
+
 class Batch(NamedTuple):
     """Rows to read, and what to predict of them, in the shapes that the loss of the model takes.
 

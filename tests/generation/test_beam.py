@@ -125,7 +125,7 @@ def test_a_beam_of_any_size_is_that_of_its_description(
         stop=[ids[0] if len(ids) == 1 else ids for ids in stops],
     )
     for prompt, limit, hypotheses in zip(prompts, most, found, strict=True):
-        wanted = described(
+        expected = described(
             log_probs_of(model, [V, *prompt]),
             size=size,
             most=limit,
@@ -135,8 +135,8 @@ def test_a_beam_of_any_size_is_that_of_its_description(
             least=least,
             ngram=ngram,
         )
-        assert [tuple(h.tokens.tolist()) for h in hypotheses] == [ids for _, _, ids in wanted]
-        for h, (score, log_prob, _) in zip(hypotheses, wanted, strict=True):
+        assert [tuple(h.tokens.tolist()) for h in hypotheses] == [ids for _, _, ids in expected]
+        for h, (score, log_prob, _) in zip(hypotheses, expected, strict=True):
             assert (h.score, h.log_prob) == pytest.approx((score, log_prob), abs=1e-10)
 
 

@@ -101,8 +101,8 @@ def test_cosformer_weighs_by_the_cosine_of_the_distance(i, j, seed):
     q, k = (torch.randn(1, 1, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     phi = make_feature_map("cosformer", 4, max_length=50)
     found = (phi.phi_q(q, torch.tensor([i])) * phi.phi_k(k, torch.tensor([j]))).sum()
-    wanted = (q.relu() * k.relu()).sum() * math.cos(math.pi * (i - j) / 100)
-    torch.testing.assert_close(found, wanted)
+    expected = (q.relu() * k.relu()).sum() * math.cos(math.pi * (i - j) / 100)
+    torch.testing.assert_close(found, expected)
 
 
 def normalised(phi, q, k, **positions):
@@ -116,10 +116,10 @@ def test_a_factor_per_query_cancels(name):
     q.requires_grad_()
     sides = [q, k] if name == "exp" else [torch.cat([x, -x], -1) for x in (q, k)]
     literal = sides[0].exp() @ sides[1].exp().T
-    wanted = literal / literal.sum(-1, keepdim=True)
+    expected = literal / literal.sum(-1, keepdim=True)
     found = normalised(make_feature_map(name, 3), q, k)
-    torch.testing.assert_close(found, wanted)
-    gradients = [torch.autograd.grad((x * x).sum(), q)[0] for x in (found, wanted)]
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad((x * x).sum(), q)[0] for x in (found, expected)]
     torch.testing.assert_close(*gradients)
 
 
@@ -178,7 +178,7 @@ def test_wrong_names_and_widths_are_refused():
         make_feature_map("dpfp", 4, nu=8)
     with pytest.raises(ValueError, match="max_length is 0"):
         make_feature_map("cosformer", 4, max_length=0)
-    with pytest.raises(ValueError, match="positions is None, but cosFormer weighs by distance"):
+    with pytest.raises(ValueError, match="positions is None, but must be those of x"):
         make_feature_map("cosformer", 4).phi_q(torch.zeros(1, 1, 4))
     with pytest.raises(ValueError, match="n_heads is 0, but must be at least 1"):
         make_feature_map("t2r", 4, 0)

@@ -20,8 +20,8 @@ from unrolled.ops.linear import (
 from unrolled.ops.packing import unpack
 
 
-def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
-    for x, y in zip(found, wanted, strict=True):
+def assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
         scale = y.abs().amax() if y.numel() else 0
@@ -193,9 +193,9 @@ def test_padding_is_as_if_it_were_not_there(gated, causal):
 def test_padded_garbage_has_no_effect():
     q, k, v = (torch.rand(1, 6, 1, 3) for _ in range(3))
     padding = torch.tensor([[False, True, False, False, True, False]])
-    wanted = linear_attention(q, k, v, causal=True, key_padding_mask=padding)
+    expected = linear_attention(q, k, v, causal=True, key_padding_mask=padding)
     k[:, 1], v[:, 1], k[:, 4], v[:, 4] = torch.inf, torch.nan, torch.nan, -torch.inf
-    assert torch.equal(linear_attention(q, k, v, causal=True, key_padding_mask=padding), wanted)
+    assert torch.equal(linear_attention(q, k, v, causal=True, key_padding_mask=padding), expected)
 
 
 def test_a_gate_of_zero_forgets_everything_before_it():
@@ -240,9 +240,9 @@ def test_autocast_does_not_reach_the_sums():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o, autocast_state = linear_attention(q, k, v, causal=True, return_state=True)
         step, _ = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], state)
-    wanted, wanted_state = linear_attention(q, k, v, causal=True, return_state=True)
-    assert torch.equal(o, wanted)
-    assert torch.equal(autocast_state.kv, wanted_state.kv)
+    expected, expected_state = linear_attention(q, k, v, causal=True, return_state=True)
+    assert torch.equal(o, expected)
+    assert torch.equal(autocast_state.kv, expected_state.kv)
     assert torch.equal(step, linear_attention_step(q[:, 0], k[:, 0], v[:, 0], state)[0])
 
 
@@ -328,9 +328,9 @@ def test_compiles_and_exports_as_one_graph():
             return linear_attention(q, k, v, causal=True)
 
     q, k, v = (torch.rand(2, 70, 2, 3).requires_grad_() for _ in range(3))
-    wanted = Model()(q, k, v)
+    expected = Model()(q, k, v)
     compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager")(q, k, v)
-    torch.testing.assert_close(compiled, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(compiled, expected, rtol=0, atol=0)
     compiled.sum().backward()
     length = torch.export.Dim("T", min=2, max=512)
     lengths = {name: {1: length} for name in "qkv"}
@@ -351,7 +351,7 @@ def test_compiles_with_everything_at_once_gradients_included():
 def test_wrong_offsets_are_refused_when_compiled_too():
     compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
     q, k, v = (torch.rand(1, 5, 1, 2) for _ in range(3))
-    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 5"):
+    with pytest.raises(ValueError, match="but must rise from 0 to T = 5"):
         compiled(q, k, v, causal=True, cu_seqlens=torch.tensor([0, 4, 2, 5], dtype=torch.int32))
 
 
@@ -400,17 +400,17 @@ def inputs(**changes):
     [
         ({"q": torch.rand(2, 5, 3)}, r"q has shape \[2, 5, 3\], but must have four axes"),
         ({"q": torch.ones(2, 5, 4, 3).long()}, r"q has dtype torch.int64, but must be a floating-point"),
-        ({"q": torch.rand(2, 5, 4, 2)}, r"q has shape \[2, 5, 4, 2\], but k \[2, 5, 2, 3\] wants q \[2, T, H, 3\]"),
-        ({"q": torch.rand(2, 5, 3, 3)}, r"q has 3 heads, but they must be a multiple of the 2 heads"),
-        ({"v": torch.rand(2, 4, 2, 6)}, r"v has shape \[2, 4, 2, 6\], but k .* wants v \[2, 5, 2, M\]"),
+        ({"q": torch.rand(2, 5, 4, 2)}, r"q has shape \[2, 5, 4, 2\], but must be \[2, T, H, 3\] for k \[2, 5, 2, 3\]"),
+        ({"q": torch.rand(2, 5, 3, 3)}, r"q has 3 heads, but must have a multiple of the 2 heads"),
+        ({"v": torch.rand(2, 4, 2, 6)}, r"v has shape \[2, 4, 2, 6\], but must be \[2, 5, 2, M\] for k"),
         ({"log_decay": torch.zeros(2, 5)}, r"log_decay has shape \[2, 5\] .* must be .*\[2, 5, 2\]"),
-        ({"log_decay": torch.full((2, 5, 2), 0.5)}, r"log_decay must be at most 0 .* found 0.5"),
+        ({"log_decay": torch.full((2, 5, 2), 0.5)}, r"log_decay is up to 0.5, but must be at most 0"),
         ({"key_padding_mask": torch.zeros(2, 5)}, r"key_padding_mask has dtype torch.float32, but must be torch.bool"),
         ({"key_padding_mask": torch.zeros(5).bool()}, r"key_padding_mask has shape \[5\], but must be \[2, 5\]"),
         ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, r"packs sequences into one row"),
         ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is torch.int64 .* must be torch.int32 \[N\+1\]"),
-        ({"state": LinearState(torch.zeros(2, 2, 3, 5), torch.zeros(2, 2, 3))}, r"state.kv has shape .* \[2, 2, 3, 6\]"),
-        ({"state": LinearState(torch.zeros(2, 2, 3, 6).double(), torch.zeros(2, 2, 3))}, r"state.kv is torch.float64, but these inputs want torch.float32"),
+        ({"state": LinearState(torch.zeros(2, 2, 3, 5), torch.zeros(2, 2, 3))}, r"state.kv is .* but must be torch.float32 \[2, 2, 3, 6\]"),
+        ({"state": LinearState(torch.zeros(2, 2, 3, 6).double(), torch.zeros(2, 2, 3))}, r"state.kv is torch.float64 of .* but must be torch.float32"),
         ({"backend": "fortran"}, r"backend is 'fortran', but must be None .* plain"),
     ],
 )  # fmt: skip
@@ -422,7 +422,7 @@ def test_wrong_input_gets_one_clear_sentence(changes, message):
 @pytest.mark.parametrize("offsets", [[0, 3, 2, 5], [1, 5], [0, 4]])
 def test_offsets_that_do_not_rise_to_the_end_are_refused(offsets):
     one_row = {name: x[:1] for name, x in inputs().items()}
-    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 5"):
+    with pytest.raises(ValueError, match="but must rise from 0 to T = 5"):
         linear_attention(**one_row, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
 
 
@@ -437,9 +437,9 @@ def test_a_step_maps_its_features_itself(name, dtype):
     before = torch.rand(2, 2, phi.feature_dim, 5, dtype=kept)
     state = LinearState(before, before.sum(-1))
     o, after = linear_attention_step(q, k, v, state, feature_map=phi)
-    wanted, wanted_after = linear_attention_step(phi.phi_q(q), phi.phi_k(k), v, state)
-    torch.testing.assert_close(o, wanted)
-    torch.testing.assert_close(tuple(after), tuple(wanted_after), rtol=1e-5, atol=1e-5)
+    expected, expected_after = linear_attention_step(phi.phi_q(q), phi.phi_k(k), v, state)
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(tuple(after), tuple(expected_after), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["elu", "relu", "squared_relu"])
@@ -467,5 +467,5 @@ def test_a_divisor_next_to_nothing_leaves_gradients_finite(exponent, backend):
     v = torch.tensor([[[[3.0, 40.0]]]], requires_grad=True)
     o = linear_attention(q, k.exp(), v, backend=backend)
     assert torch.isfinite(torch.stack(torch.autograd.grad(o.square().sum(), [q, k]))).all()
-    wanted = v.detach() if exponent > -71.4 else torch.zeros_like(v)
-    torch.testing.assert_close(o, wanted)
+    expected = v.detach() if exponent > -71.4 else torch.zeros_like(v)
+    torch.testing.assert_close(o, expected)

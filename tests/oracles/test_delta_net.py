@@ -7,7 +7,7 @@ import torch
 from agreement import assert_agree, gradients
 from torch.nn.functional import normalize
 
-from unrolled.attention.delta_net import delta_rule, delta_rule_step
+from unrolled.ops.delta import delta_rule, delta_rule_step
 
 pytestmark = pytest.mark.oracles
 

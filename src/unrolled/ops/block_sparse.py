@@ -110,7 +110,7 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*inputs)
         return _attend_by_groups(*inputs)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unrolled.ops.linear import triton_backward as backward_kernels
 from unrolled.ops.linear import triton_kernels as kernels
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Inputs, Options
 
 
 class Config(NamedTuple):
@@ -75,9 +75,10 @@ class Slots(NamedTuple):
 class Problem:
     """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
 
-    def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None, causal: bool):
+    def __init__(self, inputs: Inputs, options: Options):
+        cu_seqlens = options.cu_seqlens
         (B, T, H, R), (_, S, G, M) = inputs.q.shape, inputs.v.shape
-        self.inputs, self.causal = inputs, causal
+        self.inputs, self.causal = inputs, options.causal
         self.B, self.T, self.H, self.G, self.P, self.R, self.M = B, T, H, G, H // G, R, M
         config = next(config for config in CONFIGS if max(R, M) <= config.width)
         self.keys = Slots.cut(B, S, cu_seqlens, config.chunk)
@@ -227,9 +228,11 @@ class Problem:
         )
         return dk, dv
 
-    def gate_gradients(self, states: Tensor, d_states: Tensor, d_reads: Tensor | None) -> Tensor:
+    def gate_gradients(
+        self, log_decay: Tensor, states: Tensor, d_states: Tensor, d_reads: Tensor | None
+    ) -> Tensor:
         """Compute the gradient of log_decay from the states before the chunks and their gradients after."""
-        d_log_decay: Tensor = self.gates[0].new_empty(self.gates[0].shape)
+        d_log_decay = log_decay.new_empty(log_decay.shape)
         launch(
             backward_kernels.gate_gradients,
             (self.keys.n, self.G),
@@ -261,7 +264,7 @@ def step(
     return o, new_kv, new_k_sum
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
     """Launch a kernel, unless the grid is empty."""
     if 0 not in grid:
         kernel[grid](*arguments, **options)
@@ -273,7 +276,7 @@ def _rows(states: State) -> tuple[Tensor, int, Tensor, int]:
     return kv, kv.stride(0), k_sum, k_sum.stride(0)
 
 
-def _with_strides(x: Tensor | None) -> tuple[Any, Any]:
+def _with_strides(x: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
     return (None, None) if x is None else (x, x.stride())
 
 
