@@ -18,13 +18,7 @@ from unrolled.recurrent.gru import GRU
 from unrolled.recurrent.lstm import LSTM
 from unrolled.recurrent.lstmn import LSTMN
 from unrolled.recurrent.rnn import RNN
-from unrolled.testing import (
-    CellMaker,
-    check_compiles,
-    check_dynamic_length,
-    check_half_precision,
-    checks,
-)
+from unrolled.testing import CellMaker, check_compiles, check_dynamic_length, check_half_precision, checks
 
 TORCH = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 

@@ -33,13 +33,7 @@ from torch import Tensor
 
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention, Projected
 from unrolled.contract import Supports
-from unrolled.ops.checks import (
-    check_attn_mask,
-    check_cu_seqlens,
-    check_key_padding_mask,
-    check_qkv,
-    shape,
-)
+from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_key_padding_mask, check_qkv, shape
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
