@@ -11,7 +11,7 @@ from unrolled.attention.nystromformer import nystrom_attention
 from unrolled.attention.performer import FavorMap, favor_attention
 from unrolled.attention.reformer import hashing
 from unrolled.attention.retention import retention
-from unrolled.attention.rfa import rfa_attention
+from unrolled.attention.rfa import signed_rfa_attention
 from unrolled.attention.similarity import Exponential, similarity_attention
 from unrolled.attention.sparse_transformer import factorized
 from unrolled.attention.sparse_transformer import state as factorized_state
@@ -91,12 +91,12 @@ FUNCTIONS = {
     ),
     "signed_linear": signed_linear_attention,
     "rotary_linear": lambda *x, **m: rotary_linear_attention(*x, torch.arange(T).expand(B, T), **m),
-    "rfa": lambda q, k, v, **m: rfa_attention(q, k, v, signed=True, gate_logits=k[..., 0], causal=True, **m),
+    "rfa": lambda q, k, v, **m: signed_rfa_attention(q, k, v, gate_logits=k[..., 0], causal=True, **m),
     "retention": lambda *x, **m: retention(*x, torch.tensor([-0.1, -0.2]), **m),
-    "delta_rule": lambda q, k, v, **m: delta_net.delta_rule(
+    "delta_rule": lambda q, k, v, **m: delta.delta_rule(
         q, k / 9, v, 1 + k[..., 0] / 9, log_decay=-k[..., 1].abs(), **m
     ),
-    "delta_rule_reference": lambda q, k, v, **m: delta_net.delta_rule_reference(
+    "delta_rule_reference": lambda q, k, v, **m: delta.delta_rule_reference(
         q, k / 9, v, 1 + k[..., 0] / 9, log_decay=-k[..., 1].abs(), **m
     ),
     "favor": lambda q, k, v, **m: favor_attention(q, k, v, FAVOR, **m),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.contract import CAUSAL_RECURRENCE, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, shape
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.packing import pad_packed
@@ -33,15 +33,7 @@ class RecurrentLayer(ChecksOptions, nn.Module):
         ValueError: a size below 1.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=False,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="constant",
-        dynamic_length=False,
-    )
+    supports = CAUSAL_RECURRENCE.but(dynamic_length=False)
     growing: Growing = CONSTANT
 
     def __init__(self, input_size: int, hidden_size: int):

@@ -19,14 +19,12 @@ Equals softmax attention: never. With a tape of length 1 it is `torch.nn.LSTM`.
 """
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.contract import Supports
 from unrolled.ops.checks import check_key_padding_mask, shape
 from unrolled.ops.precision import without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
@@ -77,15 +75,7 @@ class LSTMN(RecurrentLayer):
         ValueError: a size below 1.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=False,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="growing",
-        dynamic_length=False,
-    )
+    supports = RecurrentLayer.supports.but(recurrence="growing")
     growing: Growing = dict.fromkeys(("tape", "keys", "filled"), (1, "S"))
 
     def __init__(
@@ -101,7 +91,7 @@ class LSTMN(RecurrentLayer):
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1, or None")
         if tape_length is not None:
-            self.supports = replace(self.supports, recurrence="constant")
+            self.supports = self.supports.but(recurrence="constant")
             self.growing = CONSTANT
         self.tape_length = tape_length
         self.score_size = hidden_size if score_size is None else score_size
