@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unrolled.attention import bigbird, delta_net, efficient, perceiver, topk
+from unrolled.attention import bigbird, efficient, perceiver, topk
 from unrolled.attention.clustered import clustered_attention
 from unrolled.attention.linear import rotary_linear_attention
 from unrolled.attention.linformer import LinearProjection, MaxPooling, linformer_attention
@@ -16,7 +16,7 @@ from unrolled.attention.similarity import Exponential, similarity_attention
 from unrolled.attention.sparse_transformer import factorized
 from unrolled.attention.sparse_transformer import state as factorized_state
 from unrolled.attention.spatiotemporal import spatiotemporal_attention
-from unrolled.ops import linear, softmax, window
+from unrolled.ops import delta, linear, softmax, window
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_reference
 from unrolled.ops.random_features import Projection, signed_linear_attention

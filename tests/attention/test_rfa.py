@@ -316,7 +316,7 @@ def test_a_state_of_other_features_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"features": "gaussian"}, "features is 'gaussian', but must be 'fourier' or 'arccos'"),
+        ({"features": "gaussian"}, "features is 'gaussian', but must be one of fourier, arccos"),
         ({"n_features": 0}, "n_features is 0, but must be at least 1"),
         ({"rows": "identity"}, "rows is 'identity', but must be one of orthogonal, regularised, independent"),
     ],

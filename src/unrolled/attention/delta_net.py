@@ -5,7 +5,6 @@ r"""DeltaNet: linear attention that replaces what a key retrieves, rather than a
 In two steps: the state decays, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves the value that k_t
 retrieves towards v_t, one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Queries and keys
 have length 1, q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is b = max_beta sigmoid(W_b x).
-`ops/delta` computes the rule.
 
 DeltaNet has a = 1. Gated DeltaNet (`gated=True`) decays, log a = -exp(A) softplus(W_a x + c) with A and c
 learned per head, and gates its output by silu(W_g x).
@@ -15,6 +14,12 @@ Length", arXiv 2406.06484: section 2.2 (the rule), 3.2 and 3.3 (by chunks, the l
 Hatamizadeh 2024, "Gated Delta Networks", arXiv 2412.06464: eq. 10 (the gated rule), section 3.4 (the layer).
 The decay is that of Mamba-2 (arXiv 2405.21060); max_beta = 2 lets the state change sign along a key
 (arXiv 2411.12537).
+
+In chunks of C tokens (`ops/delta/chunked.py`), with L the cumulative log a of a chunk, D_ij = exp(L_i - L_j)
+for i >= j, and S the state before it, the C corrections of a chunk solve a triangular system:
+
+    (I + tril(diag(b) K K^T * D, -1)) [U, W] = diag(b) [V, diag(e^L) K]
+    N = U - W S        O = diag(e^L) Q S + (Q K^T * D) N        S' = e^(L_C) S + (diag(e^(L_C - L)) K)^T N
 
 Cost per head: in training time O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)), with C = 32, or 64 for
 heads wider than 64; per generated token time, memory and state O(D M).

@@ -180,9 +180,14 @@ class FavorMap(nn.Module):
 
     def __init__(self, head_dim: int, features: str, projection: Projection | None):
         super().__init__()
-        self.features, self.kind, self.projection = features, KINDS[features], projection
+        self.features, self.projection = features, projection
         n_rows = head_dim if projection is None else projection.weight.shape[1]
         self.feature_dim = self.kind.per_row * n_rows
+
+    @property
+    def kind(self) -> Kind:
+        """The functions of these features; not an attribute, since functions cannot be pickled."""
+        return KINDS[self.features]
 
     def forward(self, x: Tensor) -> Features:
         """Return phi(x), in fp32 at least."""

@@ -259,11 +259,16 @@ class RfaMap(nn.Module):
         super().__init__()
         if features not in KERNELS:
             raise ValueError(f"features is {features!r}, but must be one of {', '.join(KERNELS)}")
-        self.features, self.kernel = features, KERNELS[features]
+        self.features = features
         self.feature_dim = self.kernel.per_row * n_features
         self.scale = nn.Parameter(torch.ones(n_heads, head_dim))
         self.projection = Projection(n_heads, n_features, head_dim, rows, seed)
         self._warned = False
+
+    @property
+    def kernel(self) -> Kernel:
+        """The functions of this kernel; not an attribute, since functions cannot be pickled."""
+        return KERNELS[self.features]
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return phi(x) `[...,H,R]`, in fp32 at least; a vector of zeros, without a direction, stays zero.

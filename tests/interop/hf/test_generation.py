@@ -148,7 +148,7 @@ def test_beams_of_a_given_state_are_repeated_first(ids):
     cache.batch_repeat_interleave(3)
     out = generate(model, ids, past_key_values=cache, num_beams=3)
     assert torch.equal(out.sequences, generate(model, ids, num_beams=3).sequences)
-    with pytest.raises(ValueError, match=r"state.position is torch.int64 of the shape \[2\]"):
+    with pytest.raises(ValueError, match=r"state.position is torch.int64 of shape \[2\]"):
         generate(model, ids, past_key_values=state, num_beams=3)
 
 
