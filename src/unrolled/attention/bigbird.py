@@ -31,10 +31,10 @@ from torch.nn.functional import pad
 
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention._packed import attend_packed
+from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
-from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
@@ -176,8 +176,7 @@ def bigbird_attention(
     (B, T, H, _), S = q.shape, k.shape[1]
     if S != T:
         raise ValueError(f"k has length {S}, but must have {T} like q: both are of the same tokens")
-    if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, T)
+    k, v = zero_padding(key_padding_mask, k, v)
     (f, e), g, b = layout.global_blocks, layout.global_tokens, layout.block_size
     n = torch.full((1,), T, device=q.device)
     N = max(0, -(-(T - g) // b))
@@ -188,7 +187,6 @@ def bigbird_attention(
     padding, places = None, None
     if key_padding_mask is not None:
         n, places = (~key_padding_mask).sum(1), valid_first(key_padding_mask)
-        k, v = (without_padding(x, key_padding_mask) for x in (k, v))
         q, k, v, padding = (reorder(x, places) for x in (q, k, v, key_padding_mask))
     n_blocks = layout.count_blocks(n)
     o, lse = block_sparse_attention(

@@ -34,8 +34,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
+from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
-from unrolled.ops.checks import check_key_padding_mask, check_qkv
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import any_length, like_attention, one_node
 from unrolled.ops.options import check_integers
@@ -141,9 +142,7 @@ def clustered_attention(
     check_qkv(q, k, v)
     (B, T, H, D), (S, G, M) = q.shape, v.shape[1:]
     out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
-        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+    k, v = zero_padding(key_padding_mask, k, v)
     nobody = q.new_zeros(B, T, dtype=torch.bool) if q_padding is None else q_padding
     nobody = nobody.unsqueeze(1).expand(B, H, T).reshape(B * H, T)
     cluster = cluster.transpose(1, 2).reshape(B * H, T)
@@ -231,8 +230,6 @@ class ClusteredAttention(MultiHeadAttention[None, None]):
         if type(bits) is not int or not 1 <= bits <= MAX_BITS:
             raise ValueError(f"bits is {bits!r}, but must be between 1 and {MAX_BITS}")
         self.n_clusters, self.n_keys, self.iterations = n_clusters, n_keys, iterations
-        if seed is not None:
-            check_integers(0, seed=seed)
         self.hash = Projection(1, bits, self.head_dim + 1, "independent", seed)
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:

@@ -39,7 +39,7 @@ from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttent
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
-from unrolled.ops.options import check_booleans, check_integers
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing
@@ -223,7 +223,6 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         window, rank, chunk = self.window, self.rank, self.chunk
         check_integers(0, rank=rank)
         check_integers(1, chunk=chunk)
-        check_booleans(dual_norm=dual_norm)
         if window is None:
             if rank == 0:
                 raise ValueError("rank is 0, but must be at least 1 without a window")

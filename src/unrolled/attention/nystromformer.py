@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
+from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
-from unrolled.ops.checks import check_key_padding_mask, check_qkv
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
@@ -153,17 +154,14 @@ def nystrom_attention(
         ValueError: an argument of another shape or type.
     """
     check_qkv(q, k, v)
-    (B, T, H, _), (S, G) = q.shape, k.shape[1:3]
-    if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
+    (_, T, H, _), (S, G) = q.shape, k.shape[1:3]
+    k, v = zero_padding(key_padding_mask, k, v)
     if min(T, S) <= n_landmarks:
         return softmax_attention(q, k, v, key_padding_mask=key_padding_mask)
     out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype, k.dtype, v.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     q_padding = key_padding_mask if self_attention else None
-    if key_padding_mask is not None:
-        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
-        q = q if q_padding is None else without_padding(q, q_padding)
+    (q,) = zero_padding(q_padding, q)
     with without_autocast(q.device):
         q_means, k_means, a = landmarks(q, k, n_landmarks, q_padding, key_padding_mask)
         read = softmax_attention(q_means, k, v, key_padding_mask=key_padding_mask)

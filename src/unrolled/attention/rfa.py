@@ -31,12 +31,13 @@ entries of s, with scores s^2 u_q . u_k.
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from unrolled.attention._heads import KeyMasks
 from unrolled.attention._options import GENERAL
 from unrolled.attention._state import advance
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
@@ -128,10 +129,23 @@ def signed_rfa_attention(
     return _attend(signed_linear_attention, q, k, v, **options)
 
 
+class SumOptions(KeyMasks):
+    """Options of all sums over the keys."""
+
+    causal: bool
+    log_decay: Tensor | None
+
+
 def _unsigned(
-    q: Tensor, k: Tensor, v: Tensor, *, weight: Tensor | None, **common: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: LinearState | None,
+    weight: Tensor | None,
+    **common: Unpack[SumOptions],
 ) -> tuple[Tensor, LinearState]:
-    return linear_attention(q, k, v, return_state=True, **common)
+    return linear_attention(q, k, v, state=state, return_state=True, **common)
 
 
 def _attend(
@@ -150,7 +164,7 @@ def _attend(
         check_key_padding_mask(key_padding_mask, *k.shape[:2])
         k, gate_logits = (without_padding(x, key_padding_mask) for x in (k, gate_logits))
     keys, log_decay = _gated(k, gate_logits)
-    common: dict[str, Any] = {
+    common: SumOptions = {
         "causal": causal,
         "log_decay": log_decay,
         "key_padding_mask": key_padding_mask,
@@ -207,7 +221,7 @@ def _gated(k: Tensor, gate_logits: Tensor | None) -> tuple[Tensor, Tensor | None
     return k * torch.sigmoid(-gate_logits).unsqueeze(-1), logsigmoid(gate_logits)
 
 
-def _weights(gate_logits: Tensor, state: RfaSums | None, common: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _weights(gate_logits: Tensor, state: RfaSums | None, common: SumOptions) -> tuple[Tensor, Tensor]:
     """Return w_i = g_i w_{i-1} + 1 - g_i for every token `[B,S,G]`, and the last `[B,G]`."""
     new = torch.sigmoid(-gate_logits).unsqueeze(-1)
     before = None

@@ -33,11 +33,12 @@ from torch import Tensor
 
 from unrolled.attention._cache import CachedAttention, attend_to_cache
 from unrolled.attention._options import GENERAL
+from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
-from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_key_padding_mask, check_qkv
+from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_qkv
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.linear.chunked import safe_divide
-from unrolled.ops.masks import causal_mask, packed_mask, without_padding
+from unrolled.ops.masks import causal_mask, packed_mask
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.softmax import KVCache
@@ -146,9 +147,8 @@ def similarity_attention(
     check_qkv(q, k, v)
     (B, T, H, _), (_, S, G, _) = q.shape, v.shape
     allowed = causal_mask(T, S, q.device) if causal else q.new_ones(T, S, dtype=torch.bool)
+    k, v = zero_padding(key_padding_mask, k, v)
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
-        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
         allowed = allowed & ~key_padding_mask[:, None, None, :]
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)

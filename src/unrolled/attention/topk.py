@@ -21,7 +21,7 @@ With `rotary`, queries and keys are rotated by their positions, and the cache ho
 
 import math
 from functools import partial, reduce
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -29,15 +29,14 @@ from torch.utils.checkpoint import checkpoint
 
 from unrolled.attention._cache import CachedAttention, attend_to_cache
 from unrolled.attention._options import GENERAL
+from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks
 from unrolled.ops.checks import (
     check_attn_mask,
     check_cu_seqlens,
-    check_key_padding_mask,
     check_qkv,
     check_step,
 )
-from unrolled.ops.masks import without_padding
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import segment_ids
@@ -94,9 +93,7 @@ def topk_attention(
             cu_seqlens=cu_seqlens,
         )
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
-    if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
-        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+    k, v = zero_padding(key_padding_mask, k, v)
     if attn_mask is not None:
         check_attn_mask(attn_mask, (B, H, T, S))
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(-1, -1, T, S)
@@ -122,9 +119,7 @@ def topk_attention(
             kept = chosen(partial(_best, n_keys, chunk), S)
             # The backward pass computes the scores and their mask again, so that they need not be stored.
             values = v[..., :seen, :]
-            outs.append(
-                checkpoint(_read, kept, values, *chunk, use_reentrant=False, preserve_rng_state=False)
-            )
+            outs.append(checkpoint(_read, kept, values, chunk, use_reentrant=False, preserve_rng_state=False))
         o = torch.cat(outs, -2)
     return o.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out_dtype)
 
@@ -171,9 +166,9 @@ def _best(n_keys: int, chunk: Chunk) -> Tensor:
     return scores.topk(min(n_keys, scores.shape[-1]), sorted=False).indices
 
 
-def _read(kept: Tensor, v: Tensor, *chunk: Any) -> Tensor:
+def _read(kept: Tensor, v: Tensor, chunk: Chunk) -> Tensor:
     """Attend to the kept keys. Multiplying by all values is faster than gathering a few of them."""
-    scores = Chunk(*chunk).scores()
+    scores = chunk.scores()
     weights = softmax_or_zero(scores.gather(-1, kept))
     return torch.zeros_like(scores).scatter(-1, kept, weights) @ v
 

@@ -52,7 +52,7 @@ from unrolled.attention.reformer.hashing import (
     unit_keys,
 )
 from unrolled.ops.dense import Linear, linear
-from unrolled.ops.options import check_booleans, check_finite, check_integers
+from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -129,10 +129,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         if not self.factors or any(type(n) is not int or n < 2 or n % 2 for n in self.factors):
             raise ValueError(f"n_buckets is {n_buckets!r}, but must be even, or a list of even factors")
         check_integers(1, chunk=chunk, n_rounds=n_rounds)
-        check_booleans(same_bucket=same_bucket)
         check_finite(scale=scale)
-        if seed is not None:
-            check_integers(0, seed=seed)
         self.chunk, self.n_rounds, self.same_bucket, self.scale = chunk, n_rounds, same_bucket, scale
         self.n_buckets = math.prod(self.factors)
         self.qkv_proj = Linear(d_model, sum(self.widths[1:]), bias=self.qkv_proj.bias is not None)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from unrolled.attention._padding import zero_padding
 from unrolled.ops.block_sparse import block_sparse_attention
-from unrolled.ops.checks import check_key_padding_mask, check_qkv
-from unrolled.ops.masks import without_padding
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
@@ -124,14 +124,13 @@ def factorized_attention(
     `key_padding_mask [B,T]` is True at padding, which takes no position.
     """
     check_qkv(q, k, v)
-    (B, T, H, _), G = q.shape, k.shape[2]
+    (T, H), G = q.shape[1:3], k.shape[2]
     if k.shape[1] != T:
         raise ValueError(f"k has length {k.shape[1]}, but must have {T} like q: both are of the same tokens")
     padding, first = key_padding_mask, None
     if padding is not None:
-        check_key_padding_mask(padding, B, T)
+        k, v = zero_padding(padding, k, v)
         first = valid_first(padding)
-        k, v = without_padding(k, padding), without_padding(v, padding)
         q, k, v, padding = (reorder(x, first) for x in (q, k, v, padding))
         padding = None if layout.causal else padding  # it comes last, where causal queries do not read it
     groups, outputs = layout.groups(), []

@@ -50,7 +50,7 @@ from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
-from unrolled.ops.options import check_booleans, check_finite
+from unrolled.ops.options import check_finite
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
@@ -280,7 +280,6 @@ class SpatiotemporalAttention(MultiHeadAttention[None, None]):
             raise ValueError(f"radius is None, but must be given with stride = {stride}: 0 for no cube")
         if scale is not None:
             check_finite(scale=scale)
-        check_booleans(relative=relative)
         self.scale, self.relative = scale, None
         if relative:
             self.relative = nn.ParameterList(torch.zeros(2 * n - 1, self.head_dim) for n in self.shape)
