@@ -322,7 +322,7 @@ def test_a_damaged_vocabulary_is_named(copied: Path) -> None:
 
 
 def test_wrong_options_are_named(trained: Path) -> None:
-    assert error("generate", trained, "--top-p", 2) == "top_p must be in (0, 1], not 2.0"
+    assert error("generate", trained, "--top-p", 2) == "top_p is 2.0, but must be in (0, 1]"
     assert error("generate", trained, "--num-samples", 0) == "num_samples is 0, but must be at least 1"
     assert "['€']" in error("generate", trained, "--prompt", "5 €")
     assert error("generate", trained, "--out", "x.png").startswith("--out is for images")

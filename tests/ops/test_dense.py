@@ -11,16 +11,9 @@ from unrolled.ops.dense import Linear, linear
 from unrolled.ops.dense import native as dense_native
 from unrolled.ops.dispatch import prefer
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_kernels = pytest.mark.skipif(not native.available(), reason=str(native.missing()))
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Memory that is handed out uninitialised holds NaN, which a value left out does not survive."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

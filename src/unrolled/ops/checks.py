@@ -10,9 +10,19 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Require `q [B,T,H,R]`, `k [B,S,G,R]`, `v [B,S,G,M]` with H a multiple of G."""
+def check_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Require `q [B,T,H,R]`, `k [B,S,G,R]`, `v [B,S,G,M]` with H a multiple of G, and masks that fit."""
     _check_heads(q, k, v, 4, "must have four axes: batch, length, heads, width", "T, ")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, *k.shape[:2])
 
 
 def check_step(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.checks import (
-    check_cu_seqlens,
-    check_key_padding_mask,
     check_log_decay,
     check_qkv,
     check_state_tensor,
@@ -157,17 +155,14 @@ def _prepare(
     A padded token then neither writes to the state nor decays it.
     """
     q, k, v, beta, log_decay = inputs
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, T), (_, _, G, D), M = q.shape[:2], k.shape, v.shape[3]
     if k.shape[1] != T:
         raise ValueError(f"k has shape {shape(k)}, but must be [{B}, {T}, G, {D}] like q {shape(q)}")
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state is None:
         state = q.new_zeros(N, G, D, M, dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, T)
         q, k, v = (without_padding(x, key_padding_mask) for x in (q, k, v))
         if beta.shape[:2] == (B, T):
             beta = without_padding(beta, key_padding_mask)

@@ -12,16 +12,14 @@ section 4. Where the gate is the same for all features of a head, `ops.linear` d
 """
 
 from collections.abc import Callable
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from unrolled.ops.checks import (
-    check_cu_seqlens,
     check_device,
-    check_key_padding_mask,
     check_log_decay,
     check_qkv,
     check_state_tensor,
@@ -41,27 +39,23 @@ class Options(TypedDict, total=False):
     state: Tensor | None
 
 
+class _OutputOnly(Options, total=False):
+    return_state: Literal[False]
+
+
+class _OutputAndState(Options, total=False):
+    return_state: Required[Literal[True]]
+
+
 @overload
 def diagonal_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    return_state: Literal[False] = False,
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Unpack[_OutputOnly]
 ) -> Tensor: ...
 
 
 @overload
 def diagonal_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    return_state: Literal[True],
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Unpack[_OutputAndState]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -164,19 +158,16 @@ def _run(
     """Check every argument, remove padding and packing, and run a form that needs T = S."""
     key_padding_mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
     state = options.get("state")
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     check_log_decay(log_decay, k, "[B, S, G, R]")
     (B, T, _, _), S = q.shape, k.shape[1]
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
     sizes = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, *k.shape[2:], v.shape[3])
     if state is None:
         state = k.new_zeros(sizes, dtype=dtype)
     check_state_tensor("state", state, sizes, dtype)
     check_device("state", state, k, "k is")
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
         k, v, log_decay = (without_padding(x, key_padding_mask) for x in (k, v, log_decay))
     q, k, v = promoted(q, k, v)
     if cu_seqlens is not None:

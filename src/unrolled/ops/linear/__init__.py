@@ -14,15 +14,13 @@ RFA-Gate (Peng et al. 2021, arXiv 2103.02143), whose caller also scales the keys
 """
 
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from unrolled.ops.checks import (
-    check_cu_seqlens,
     check_device,
-    check_key_padding_mask,
     check_log_decay,
     check_qkv,
     check_state_tensor,
@@ -59,27 +57,23 @@ class LinearOptions(Keys, total=False):
     normalize: bool
 
 
+class _OutputOnly(LinearOptions, total=False):
+    return_state: Literal[False]
+    backend: str | None
+
+
+class _OutputAndState(LinearOptions, total=False):
+    return_state: Required[Literal[True]]
+    backend: str | None
+
+
 @overload
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_state: Literal[False] = False,
-    backend: str | None = None,
-    **options: Unpack[LinearOptions],
-) -> Tensor: ...
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[_OutputOnly]) -> Tensor: ...
 
 
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_state: Literal[True],
-    backend: str | None = None,
-    **options: Unpack[LinearOptions],
+    q: Tensor, k: Tensor, v: Tensor, **options: Unpack[_OutputAndState]
 ) -> tuple[Tensor, LinearState]: ...
 
 
@@ -262,18 +256,14 @@ def _check_and_mask(
     state: LinearState | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check every argument, then take padding out of the keys, the values and the gates."""
-    check_qkv(q, k, v)
-    B, S = k.shape[:2]
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, S, G]")
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
     if state is not None:
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        N = len(k) if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype))
         check_device("state", state.kv, k, "k is")
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
         if log_decay is not None:  # a gate of 1
             log_decay = without_padding(log_decay, key_padding_mask)

@@ -63,22 +63,17 @@ class Slots(NamedTuple):
         n = length // C + sequences
         numbers = torch.arange(n, dtype=torch.int32, device=cu_seqlens.device)
         ends = cu_seqlens[1:] // C + numbers[:sequences] + 1
-        return cls(
-            n,
-            length,
-            0,
-            cu_seqlens.contiguous(),
-            torch.searchsorted(ends, numbers, right=True, out_int32=True),
-        )
+        owners = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+        return cls(n, length, 0, cu_seqlens.contiguous(), owners)
 
 
 class Problem:
     """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
 
     def __init__(self, inputs: Inputs, options: Options):
-        cu_seqlens = options.cu_seqlens
+        cu_seqlens, causal, _ = options
         (B, T, H, R), (_, S, G, M) = inputs.q.shape, inputs.v.shape
-        self.inputs, self.causal = inputs, options.causal
+        self.inputs, self.causal = inputs, causal
         self.B, self.T, self.H, self.G, self.P, self.R, self.M = B, T, H, G, H // G, R, M
         config = next(config for config in CONFIGS if max(R, M) <= config.width)
         self.keys = Slots.cut(B, S, cu_seqlens, config.chunk)
@@ -92,6 +87,7 @@ class Problem:
         self.chunk = config.chunk
         self.options = {"R": R, "M": M, "C": config.chunk, "BR": BR, "BM": BM}
         self.options |= {"num_warps": config.warps, "num_stages": config.stages}
+        self.options_of_pairs = {**self.options, "CAUSAL": causal, "RAW": self.raw}
 
     def key_sums(self) -> tuple[Tensor, Tensor | None]:
         """What each chunk of keys adds to the state `[slots, G, R*M + R]`, and exp(b_C) `[slots, G]`."""
@@ -154,21 +150,9 @@ class Problem:
         launch(
             kernels.outputs,
             (self.queries.n, self.H),
-            *(
-                *self.q,
-                *self.k,
-                *self.v,
-                *self.gates,
-                *_rows(states),
-                o,
-                den,
-                *self.queries[1:],
-                self.G,
-                self.P,
-            ),
-            **self.options,
-            CAUSAL=self.causal,
-            RAW=self.raw,
+            *(*self.q, *self.k, *self.v, *self.gates, *_rows(states), o, den),
+            *(*self.queries[1:], self.G, self.P),
+            **self.options_of_pairs,
         )
         return o, self._scratch(0) if den is None else den
 
@@ -183,9 +167,7 @@ class Problem:
                 (self.queries.n, self.H),
                 *(*self.q, *self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, d_reads),
                 *(*self.queries[1:], self.G, self.P),
-                **self.options,
-                CAUSAL=self.causal,
-                RAW=self.raw,
+                **self.options_of_pairs,
             )
         return d_den, d_reads
 
@@ -197,9 +179,7 @@ class Problem:
             (self.queries.n, self.H),
             *(*self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, dq),
             *(*self.queries[1:], self.G, self.P),
-            **self.options,
-            CAUSAL=self.causal,
-            RAW=self.raw,
+            **self.options_of_pairs,
         )
         return dq
 
@@ -214,17 +194,13 @@ class Problem:
             backward_kernels.key_gradients,
             (self.keys.n, self.G, self.blocks_r),
             *(*self.q, *self.v, *self.gates, d_kv, d_kv_stride, *d_k_sum, *grad, d_den, dk, *sizes),
-            **self.options,
-            CAUSAL=self.causal,
-            RAW=self.raw,
+            **self.options_of_pairs,
         )
         launch(
             backward_kernels.value_gradients,
             (self.keys.n, self.G, self.blocks_m),
             *(*self.q, *self.k, *self.gates, d_kv, d_kv_stride, *grad, dv, *sizes),
-            **self.options,
-            CAUSAL=self.causal,
-            RAW=self.raw,
+            **self.options_of_pairs,
         )
         return dk, dv
 

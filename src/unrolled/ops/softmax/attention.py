@@ -13,8 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from unrolled.ops.checks import (
     check_attn_mask,
-    check_cu_seqlens,
-    check_key_padding_mask,
     check_qkv,
     transforming,
 )
@@ -64,7 +62,7 @@ def softmax_attention(
     Raises:
         ValueError: an argument of another shape or type.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     check_booleans(causal=causal)
     if scale is not None:
         check_finite(scale=scale)
@@ -79,11 +77,9 @@ def softmax_attention(
         else:
             bias, allowed = attn_mask.to(q.dtype), attn_mask > -torch.inf
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
         allowed = _both(allowed, ~key_padding_mask[:, None, None, :])
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
         allowed = _both(allowed, packed_mask(cu_seqlens, T))
     plainly_causal = bool(causal and allowed is None and T == S > 0)  # SDPA rejects torch.SymBool
     if (causal or S == 0) and not plainly_causal:

@@ -21,7 +21,7 @@ from typing import Literal, Required, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 from unrolled.ops.window import operator as kernels
@@ -37,27 +37,23 @@ class WindowOptions(TypedDict, total=False):
     scale: float | None
 
 
+class _OutputOnly(WindowOptions, total=False):
+    return_lse: Literal[False]
+    backend: str | None
+
+
+class _OutputAndSum(WindowOptions, total=False):
+    return_lse: Required[Literal[True]]
+    backend: str | None
+
+
 @overload
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    backend: str | None = None,
-    **options: Unpack[WindowOptions],
-) -> Tensor: ...
+def window_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[_OutputOnly]) -> Tensor: ...
 
 
 @overload
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: Literal[True],
-    backend: str | None = None,
-    **options: Unpack[WindowOptions],
+    q: Tensor, k: Tensor, v: Tensor, **options: Unpack[_OutputAndSum]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -171,15 +167,12 @@ def _check_and_mask(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Check every argument, and return the keys and values with zeros at the padding."""
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     pair = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not pair or not all(isinstance(side, int) and side >= -1 for side in window_size):
         raise ValueError(
             f"window_size is {window_size}, but must be (left, right), each at least 0, or -1 for unbounded"
         )
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, *k.shape[:2])
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
     return k, v

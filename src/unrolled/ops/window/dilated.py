@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.ops.checks import check_cu_seqlens, check_qkv
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens
@@ -65,9 +65,7 @@ def dilated_window_attention(
     Raises:
         ValueError: an argument of another shape or type; offsets that do not rise.
     """
-    check_qkv(q, k, v)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     parts = [
         _of_one_dilation(
             Inputs(q[:, :, run.heads], k[:, :, run.kv_heads], v[:, :, run.kv_heads], key_padding_mask),
