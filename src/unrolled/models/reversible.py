@@ -78,7 +78,7 @@ class ReversibleStack(Stack):
 
     def _leave(self, x: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, dim=-1)
-        weight = cast(Tensor, self._blocks()[0].attention_norm.weight)
+        weight = cast(Tensor, self.layers[0].attention_norm.weight)
         return super()._leave(((x1 + x2) / 2).to(weight.dtype))
 
 

@@ -29,7 +29,7 @@ class Stack(nn.Module):
     def __init__(self, config: TransformerConfig, *, causal: bool, final_norm: bool = True) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(self.block(config, i, causal=causal) for i in range(config.n_layers))
-        tie_layers(block.attention for block in self._blocks())
+        tie_layers(block.attention for block in self.layers)
         self.norm = make_norm(config) if config.norm == "pre" and final_norm else nn.Identity()
 
     def forward(
@@ -51,7 +51,7 @@ class Stack(nn.Module):
         """
         of_blocks = self._masks(masks)[start:]
         x = self._enter(x, masks.get("key_padding_mask"))
-        for block, own in zip(self._blocks()[start:], of_blocks, strict=True):
+        for block, own in zip(self.layers[start:], of_blocks, strict=True):
             run = partial(block, **own)
             x = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
         return self._leave(x)
@@ -64,7 +64,7 @@ class Stack(nn.Module):
         }
         if (global_mask := masks.get("global_mask")) is None:
             return [common] * len(self.blocks)
-        takes = [block.attention.supports.global_mask for block in self._blocks()]
+        takes = [block.attention.supports.global_mask for block in self.layers]
         if not any(takes):
             raise UnsupportedError(
                 "no layer of this model takes global_mask; use longformer attention, bidirectional"
@@ -73,21 +73,21 @@ class Stack(nn.Module):
 
     def init_state(self, batch_size: int) -> States:
         """One state per block."""
-        return tuple(block.attention.init_state(batch_size) for block in self._blocks())
+        return tuple(block.attention.init_state(batch_size) for block in self.layers)
 
     def prefill(
         self, x: Tensor, states: States, *, key_padding_mask: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, States]:
         """[B, T, d_model] -> [B, T, d_model] and the new states, through the blocks from `start` on."""
         x, after = self._enter(x, key_padding_mask), []
-        for block, state in zip(self._blocks()[start:], states, strict=True):
+        for block, state in zip(self.layers[start:], states, strict=True):
             x, state = block.prefill(x, state, key_padding_mask=key_padding_mask)
             after.append(state)
         return self._leave(x), tuple(after)
 
     def step(self, x: Tensor, states: States) -> tuple[Tensor, States]:
         """[B, d_model] -> [B, d_model] and the new states."""
-        x, blocks = self._enter(x), self._blocks()
+        x, blocks = self._enter(x), self.layers
         if len(states) != len(blocks):
             raise ValueError(f"states has {len(states)} entries, but must have {len(blocks)}, one per block")
         after: list[Parts] = []
@@ -111,5 +111,7 @@ class Stack(nn.Module):
     def _leave(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.norm(x))
 
-    def _blocks(self) -> list[Block]:
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks."""
         return cast("list[Block]", list(self.blocks))

@@ -109,7 +109,7 @@ def test_a_bare_model_refuses_what_it_does_not_have(ids):
     decoder = hf.UnrolledModel(hf.UnrolledConfig(**SMALL))
     with pytest.raises(UnsupportedError, match="a decoder has no segments"):
         decoder(ids, token_type_ids=torch.ones_like(ids))
-    with pytest.raises(UnsupportedError, match="left its decoder's output layer behind"):
+    with pytest.raises(UnsupportedError, match="lacks its decoder's output layer"):
         hf.from_transformers(decoder)
 
 

@@ -19,13 +19,7 @@ from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import (
-    check_device,
-    check_log_decay,
-    check_qkv,
-    check_state_tensor,
-    check_step,
-)
+from unrolled.ops.checks import check_device, check_log_decay, check_qkv, check_state_tensor, check_step
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.linear import operator as kernels
 from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, decay_between, safe_divide
