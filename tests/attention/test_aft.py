@@ -301,6 +301,6 @@ def test_what_it_cannot_do_is_refused():
         made("full", causal=False)(x, x, x[:, :4])
     module, other = made("local", causal=True), made("local", causal=True, window=6)
     with pytest.raises(
-        ValueError, match=r"state.k is .* \[1, 5, 2, 3\] on cpu, but this layer wants .* \[1, 2, 2, 3\]"
+        ValueError, match=r"state.k is .* \[1, 5, 2, 3\] on cpu, but must be .* \[1, 2, 2, 3\]"
     ):
         module.step(x[:, 0], other.init_state(1))

@@ -212,14 +212,16 @@ def test_what_landmarks_alone_cannot_do_is_refused():
 def test_a_state_of_other_options_is_named():
     module = LongShortAttention(8, 2, causal=True, window=32)
     other = LongShortAttention(8, 2, causal=True, window=16)
-    with pytest.raises(ValueError, match=r"state.window_k is .* \[1, 16, 2, 4\] .* wants .* \[1, 32, 2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"state.window_k is .* \[1, 16, 2, 4\] .* must be .* \[1, 32, 2, 4\]"
+    ):
         module.prefill(torch.zeros(1, 3, 8), other.init_state(1))
 
 
 @pytest.mark.parametrize(
     ("made", "given", "message"),
     [
-        ({"chunk": 8}, {"chunk": 16}, "state.chunk_k is .* wants .* l >= 16"),
+        ({"chunk": 8}, {"chunk": 16}, "state.chunk_k is .* must be .* l >= 16"),
         ({"chunk": 16}, {"chunk": 4}, "chunk_k has 16 tokens, but .* chunk = 4 and rank = 1 keeps 4 to 7"),
     ],
 )

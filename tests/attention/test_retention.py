@@ -4,13 +4,7 @@ import pytest
 import torch
 from agreement import assert_same
 
-from unrolled.attention.retention import (
-    Retention,
-    log_gamma,
-    retention,
-    retention_reference,
-    retention_step,
-)
+from unrolled.attention.retention import Retention, log_gamma, retention, retention_reference, retention_step
 from unrolled.contract import UnsupportedError
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary

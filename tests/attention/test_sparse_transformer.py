@@ -238,7 +238,7 @@ def test_wrong_input():
     module = SparseTransformerAttention(16, 4, causal=True)
     other = SparseTransformerAttention(16, 4, causal=True, value_dim=3).init_state(2)
     with pytest.raises(
-        ValueError, match=r"state.past_v is .* \[2, 128, 4, 3\] on cpu, but .* wants .* \[2, 128, 4, 4\]"
+        ValueError, match=r"state.past_v is .* \[2, 128, 4, 3\] on cpu, but must be .* \[2, 128, 4, 4\]"
     ):
         module.step(torch.randn(2, 16), other)
     q = torch.randn(1, 20, 2, 3)
@@ -254,9 +254,9 @@ def test_one_head_cannot_be_split():
 @pytest.mark.parametrize(
     ("made", "given", "length", "message"),
     [
-        ({"stride": 8}, {"stride": 12}, 0, "state.past_k is .* wants .* P >= 12"),
+        ({"stride": 8}, {"stride": 12}, 0, "state.past_k is .* must be .* P >= 12"),
         ({"stride": 8}, {"kind": "strided", "stride": 12}, 0, "state.past_k has 8 slots, but must have 0"),
-        ({"kind": "strided", "stride": 8}, {"stride": 8}, 0, "state.past_k is .* wants .* P >= "),
+        ({"kind": "strided", "stride": 8}, {"stride": 8}, 0, "state.past_k is .* must be .* P >= "),
         ({"stride": 8, "summary": 2}, {"stride": 8, "summary": 4}, 72, "state.past_k has 24 slots"),
         (
             {"kind": "strided", "stride": 8},

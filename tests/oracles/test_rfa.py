@@ -31,11 +31,11 @@ def test_fourier_features(causal):
     mask = masking.TriangularCausalMask(T) if causal else masking.FullMask(T)
     lengths = masking.LengthMask(torch.tensor([T, T]))
     q_unit, k_unit = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-    wanted = theirs(q_unit, k_unit, v, mask, lengths, lengths)
+    expected = theirs(q_unit, k_unit, v, mask, lengths, lengths)
     found, _ = signed_rfa_attention(phi(q), phi(k), v, causal=causal)
     what = f"random feature attention, causal={causal}"
-    assert_agree(found, wanted, what, library=LIBRARY)
-    for name, x, y in zip("qkv", gradients(found, inputs), gradients(wanted, inputs), strict=True):
+    assert_agree(found, expected, what, library=LIBRARY)
+    for name, x, y in zip("qkv", gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert_agree(x, y, f"{what}, gradient of {name}", library=LIBRARY)
 
 

@@ -31,12 +31,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from unrolled.alignment.base import (
-    Alignment,
-    MemoryState,
-    additive_scores,
-    softmax_inside,
-)
+from unrolled.alignment.base import Alignment, MemoryState, additive_scores, softmax_inside
 from unrolled.ops.options import at_least
 
 

@@ -32,9 +32,6 @@ GENERAL = Supports(
 )
 """Claims of linear attention; other mechanisms state how theirs differ."""
 
-CAUSAL_ONLY = GENERAL.but(bidirectional=False, cross=False, single_queries=False)
-"""Claims of a recurrence that forgets."""
-
 BIDIRECTIONAL_ONLY = GENERAL.but(causal=False, packing=False, recurrence="none", single_queries=False)
 """Claims of attention through summaries of the whole sequence."""
 

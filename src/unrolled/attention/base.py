@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from unrolled.attention._heads import MEMORY_GROWS, NO_MASKS, Heads, Inputs, Masks, Memory, Projected
 from unrolled.attention._options import CommonOptions
 from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.checks import (
-    check_attn_mask,
-    check_cu_seqlens,
-    check_device,
-    check_key_padding_mask,
-    shape,
-)
+from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_device, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import ChecksOptions

@@ -22,8 +22,9 @@ from typing import NamedTuple, Unpack
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
-from unrolled.attention._options import CAUSAL_ONLY, ONE_WAY
+from unrolled.attention._options import ONE_WAY
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
+from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.head_norm import HeadRMSNorm
@@ -56,7 +57,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
         temperature: alpha is the sigmoid to the power 1 / temperature; above 0.
     """
 
-    supports = CAUSAL_ONLY.but(reads_input=True)
+    supports = CAUSAL_RECURRENCE.but(reads_input=True)
     one_way = ONE_WAY
     no_rotary = (
         "features that decay at different rates cannot be rotated into each other; use retention, which has "

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from unrolled.attention._options import CAUSAL_ONLY, ONE_WAY, HeadOptions
+from unrolled.attention._options import ONE_WAY, HeadOptions
 from unrolled.attention._state import advance
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
+from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.checks import check_qkv, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
@@ -158,7 +159,7 @@ class Retention(MultiHeadAttention[RetentionState, None]):
         eps: added to the mean square of a head, above 0.
     """
 
-    supports = CAUSAL_ONLY
+    supports = CAUSAL_RECURRENCE
     one_way = ONE_WAY
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.contract import CAUSAL_RECURRENCE, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, shape
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.packing import pad_packed
@@ -35,15 +35,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         ValueError: a size below 1.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=False,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="constant",
-        dynamic_length=False,
-    )
+    supports = CAUSAL_RECURRENCE.but(dynamic_length=False)
     growing: Growing = CONSTANT
     input_proj: nn.Linear
 

@@ -16,7 +16,6 @@ Equals softmax attention: never. It is the block of `unrolled.models` with atten
 activation "relu".
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -48,7 +47,7 @@ class LinearAttentionCell(RecurrentLayer[LinearAttentionState]):
         ValueError: sizes that differ or that n_heads does not divide, or an option below 1.
     """
 
-    supports = replace(RecurrentLayer.supports, dynamic_length=True)
+    supports = RecurrentLayer.supports.but(dynamic_length=True)
 
     def __init__(self, input_size: int, hidden_size: int, *, n_heads: int = 4, d_ff: int | None = None):
         super().__init__(input_size, hidden_size)

@@ -36,14 +36,7 @@ from torch.nn.functional import pad
 
 from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
-from unrolled.attention.aft.averages import (
-    LOWEST,
-    Keys,
-    OldSums,
-    average_causal,
-    average_reference,
-    with_old,
-)
+from unrolled.attention.aft.averages import LOWEST, Keys, OldSums, average_causal, average_reference, with_old
 from unrolled.attention.aft.biases import BIASES, Sizes
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError

@@ -9,12 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention.aft.averages import (
-    Keys,
-    average_bidirectional,
-    average_full,
-    average_reference,
-)
+from unrolled.attention.aft.averages import Keys, average_bidirectional, average_full, average_reference
 from unrolled.ops.precision import accumulation_dtype
 
 
