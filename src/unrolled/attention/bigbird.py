@@ -189,6 +189,7 @@ def bigbird_attention(
         n, places = (~key_padding_mask).sum(1), valid_first(key_padding_mask)
         q, k, v, padding = (reorder(x, places) for x in (q, k, v, key_padding_mask))
     n_blocks = layout.count_blocks(n)
+    # Blocks that are not global, then the global tokens, the first blocks and the last ones.
     o, lse = block_sparse_attention(
         q[:, g:],
         k[:, g:],
@@ -211,14 +212,8 @@ def bigbird_attention(
         begin = softmax_attention(q[:, : g + f * b], k, v, key_padding_mask=padding)
         o = torch.cat([begin, o[:, f * b :]], 1)
     if e > 0:
-        whole = (
-            0,
-            0,
-            0,
-            0,
-            0,
-            max(0, g + max(N, e) * b - T),
-        )  # the last blocks may extend past the last token
+        missing = max(0, g + max(N, e) * b - T)  # the last blocks may extend past the last token
+        whole = (0, 0, 0, 0, 0, missing)
         start = (g + (n_blocks - e) * b).clamp(min=0).unsqueeze(1)
         tokens = (start + torch.arange(e * b, device=q.device)).expand(B, -1)[..., None, None]
         end = pad(q, whole).gather(1, tokens.expand(-1, -1, *q.shape[2:]))

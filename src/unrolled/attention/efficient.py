@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from unrolled.attention._options import GENERAL
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, check_step, shape
+from unrolled.ops.checks import check_qkv, check_step, shape
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.linear import check_state, linear_attention
 from unrolled.ops.linear.chunked import safe_divide
@@ -70,17 +70,15 @@ def efficient_attention(
     Returns:
         `o [B,T,H,M]` in the type of `v`; 0 for a query that has nothing to attend to.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     maps = k.to(dtype)
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, *k.shape[:2])
         # Not -inf, whose softmax is NaN in rows of padding only; `linear_attention` masks padding anyway.
         maps = maps.masked_fill(key_padding_mask[..., None, None], torch.finfo(dtype).min)
     if cu_seqlens is None:
         maps = maps.softmax(1)
     else:
-        check_cu_seqlens(cu_seqlens, q, k)
         maps = _softmax_in_segments(maps[0], segment_ids(cu_seqlens, k.shape[1]), len(cu_seqlens) - 1)
     return linear_attention(
         q.to(dtype).softmax(-1),
@@ -109,7 +107,7 @@ def causal_efficient_attention(
     Returns:
         `o [B,T,H,M]` in the type of `v`, and the state after the last key.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask)
     (B, T, H, D), (_, S, G, _) = q.shape, k.shape
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     if state is None:
@@ -118,7 +116,6 @@ def causal_efficient_attention(
     kv, k_sum, k_max = state
     k = k.to(dtype)
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
         k = k.masked_fill(key_padding_mask[..., None, None], -torch.inf)
         v = without_padding(v, key_padding_mask)
     if T > S:  # the first queries precede all keys
@@ -139,10 +136,9 @@ def packed_causal_efficient_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, key_padding_mask: Tensor | None = None
 ) -> Tensor:
     """Run `causal_efficient_attention` on N packed sequences, by groups of similar lengths."""
-    check_cu_seqlens(cu_seqlens, q, k)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     nowhere = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
     mask = nowhere if key_padding_mask is None else key_padding_mask
-    check_key_padding_mask(mask, *k.shape[:2])
     o = v.new_zeros(*q.shape[:3], v.shape[3])
     for _, tokens, padding in length_buckets(cu_seqlens, q.shape[1]):
         q_part, k_part, v_part, masked = (x[0, tokens] for x in (q, k, v, mask))

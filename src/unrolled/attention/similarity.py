@@ -35,7 +35,7 @@ from unrolled.attention._cache import CachedAttention, attend_to_cache
 from unrolled.attention._options import GENERAL
 from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
-from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_qkv
+from unrolled.ops.checks import check_attn_mask, check_qkv
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import causal_mask, packed_mask
@@ -144,14 +144,13 @@ def similarity_attention(
     Raises:
         ValueError: an argument of another shape or type.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, T, H, _), (_, S, G, _) = q.shape, v.shape
     allowed = causal_mask(T, S, q.device) if causal else q.new_ones(T, S, dtype=torch.bool)
     k, v = zero_padding(key_padding_mask, k, v)
     if key_padding_mask is not None:
         allowed = allowed & ~key_padding_mask[:, None, None, :]
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
         allowed = allowed & packed_mask(cu_seqlens, T)
     if attn_mask is not None:
         check_attn_mask(attn_mask, (B, H, T, S))

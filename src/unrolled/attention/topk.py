@@ -31,7 +31,7 @@ from unrolled.attention._cache import CachedAttention, attend_to_cache
 from unrolled.attention._options import GENERAL
 from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks
-from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_qkv, check_step
+from unrolled.ops.checks import check_attn_mask, check_qkv, check_step
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import segment_ids
@@ -75,7 +75,7 @@ def topk_attention(
     The arguments and errors are those of `softmax_attention`. A floating-point `attn_mask` is added to the
     scores before the largest are chosen.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, T, H, D), (S, G) = q.shape, k.shape[1:3]
     if n_keys >= S:
         return softmax_attention(
@@ -94,8 +94,6 @@ def topk_attention(
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(-1, -1, T, S)
         by_head = (1, 1) if attn_mask.shape[1] == 1 else (G, H // G)
         attn_mask = attn_mask.reshape(attn_mask.shape[0], *by_head, T, S)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
     with without_autocast(q.device):
         # [B,G,P,T,D]: P = H/G query heads read one key head.
         q = q.to(dtype).reshape(B, T, G, H // G, D).permute(0, 2, 3, 1, 4) * D**-0.5
