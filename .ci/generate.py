@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 REGISTRIES = {
     alignment: "Alignment",
     attention: "MultiHeadAttention[Any, Any]",
-    recurrent: "RecurrentLayer",
+    recurrent: "RecurrentLayer[Any]",
 }
 """The registries, and what their classes derive from."""
 

@@ -2,19 +2,16 @@
 
 import pytest
 import torch
+from agreement import normal
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention, softplus
 
 from unrolled.alignment.cosine import CosineAttention
 from unrolled.ops.cosine import cosine_weights, unit
 
 
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("keys", [(), (3,), (3, 2)])
 def test_weights_are_the_softmax_of_cosines(keys):
-    key, memory, beta = drawn(2, *keys, 5), drawn(2, 7, 5, seed=1), drawn(2, *keys, seed=2).exp()
+    key, memory, beta = normal(2, *keys, 5), normal(2, 7, 5, seed=1), normal(2, *keys, seed=2).exp()
     rows = memory.reshape(2, *[1] * len(keys), 7, 5)
     expected = (beta.unsqueeze(-1) * cosine_similarity(key.unsqueeze(-2), rows, dim=-1)).softmax(-1)
     torch.testing.assert_close(
@@ -40,7 +37,7 @@ def test_zeros_have_a_cosine_of_0_and_finite_gradients():
 def test_the_module_makes_keys_and_strengths_of_queries():
     torch.manual_seed(0)
     module = CosineAttention(4, 5).double()
-    query, memory = drawn(2, 3, 4), drawn(2, 7, 5, seed=1)
+    query, memory = normal(2, 3, 4), normal(2, 7, 5, seed=1)
     context, weights, _ = module.recall(query, module.read(memory))
     expected = cosine_weights(
         module.key_proj(query), memory, softplus(module.strength_proj(query)).squeeze(-1)
@@ -50,7 +47,7 @@ def test_the_module_makes_keys_and_strengths_of_queries():
 
 
 def test_with_unit_vectors_it_is_softmax_attention_of_scale_beta():
-    key, memory = unit(drawn(2, 3, 5), 0.0), unit(drawn(2, 7, 5, seed=1), 0.0)
+    key, memory = unit(normal(2, 3, 5), 0.0), unit(normal(2, 7, 5, seed=1), 0.0)
     weights = cosine_weights(key, memory, torch.full((2, 3), 2.5, dtype=torch.float64), epsilon=0.0)
     expected = scaled_dot_product_attention(key, memory, memory, scale=2.5)
     torch.testing.assert_close(weights @ memory, expected, rtol=1e-12, atol=1e-13)

@@ -199,6 +199,7 @@ def test_the_rank_of_the_theorem():
     [
         ({"rank": 17, "max_length": 16}, "rank is 17, but must be between 1 and max_length = 16"),
         ({"rank": 0}, "rank is 0, but must be at least 1"),
+        ({"max_length": 0}, "max_length is 0, but must be at least 1"),
         ({"projection": "mean", "rank": 5, "max_length": 16}, "max_length is 16, but must be a multiple of rank = 5"),
         ({"projection": "median"}, "projection is 'median', but must be one of linear, mean, max, convolution"),
         ({"sharing": "all"}, "sharing is 'all', but must be one of none, headwise, key-value, layerwise"),

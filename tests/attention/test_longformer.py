@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from agreement import normal
+from agreement import assert_same, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,16 +48,6 @@ def defined(longformer, x, is_global):
     return longformer.out_proj(torch.stack(rows).flatten(2))
 
 
-def agree(found, expected, inputs):
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    weights = normal(*found.shape, seed=9)
-    a, b = (
-        torch.autograd.grad((o * weights).sum(), inputs, materialize_grads=True) for o in (found, expected)
-    )
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     length=st.integers(1, 12),
@@ -72,7 +62,7 @@ def test_it_is_what_its_definition_says(length, window, dilation, G, seed, share
     x = normal(2, length, 16, seed=seed).requires_grad_()
     is_global = torch.rand(2, length, generator=torch.Generator().manual_seed(seed)) < share
     found = longformer(x, global_mask=is_global)
-    agree(found, defined(longformer, x, is_global), [x, *longformer.parameters()])
+    assert_same(found, defined(longformer, x, is_global), [x, *longformer.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +159,7 @@ def test_ragged_global_tokens_among_padding(rotary):
         longformer(row[keep][None], global_mask=marks[keep][None])[0]
         for row, keep, marks in zip(x, ~padding, is_global, strict=True)
     ]
-    agree(found, torch.cat(alone), [x, *longformer.parameters()])
+    assert_same(found, torch.cat(alone), [x, *longformer.parameters()])
 
 
 def test_a_classifier_reads_the_whole_text_through_its_first_token():

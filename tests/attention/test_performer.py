@@ -262,6 +262,7 @@ def test_a_state_of_other_features_is_refused():
     [
         ({"features": "softmax"}, "features is 'softmax', but must be one of positive, hyperbolic"),
         ({"n_features": 0}, "n_features is 0, but must be at least 1"),
+        ({"seed": -1}, "seed is -1, but must be at least 0"),
         ({"rows": "gaussian"}, "rows is 'gaussian', but must be one of"),
         ({"rows": "identity"}, "rows is 'identity', but must be random for positive features"),
         ({"rows": "identity", "features": "relu", "n_features": 5}, "n_features is 5, .* must be 4 or None"),

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from agreement import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,16 +69,6 @@ def of_all_heads(q, v, buckets, sets_of):
     return torch.stack([torch.stack(row, 1) for row in heads])
 
 
-def assert_same(found, expected, inputs):
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=F64)
-    gradients = [
-        torch.autograd.grad((o * weights).sum(), inputs, materialize_grads=True) for o in (found, expected)
-    ]
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
-
-
 shapes = {
     "T": st.integers(1, 60),
     "size": st.integers(1, 9),
@@ -94,7 +85,7 @@ def test_the_union_of_the_chunks_of_all_rounds(T, size, R, n_buckets, seed, same
     options = {"same_bucket": same_bucket, "causal": causal}
     found = lsh_attention(q, unit_keys(q), v, buckets, chunk=size, **options)
     expected = of_all_heads(q, v, buckets, lambda b: chunk_sets(b, size, **options))
-    assert_same(found, expected, [q, v])
+    assert_same(found, expected, [q, v], rtol=0, atol=1e-12)
 
 
 @given(**shapes)
@@ -103,7 +94,7 @@ def test_the_union_of_the_earlier_members_of_the_buckets(T, size, R, n_buckets, 
     q, v, buckets = random_inputs(T, R=R, n_buckets=n_buckets, B=1, seed=seed)
     found = causal_lsh_attention(q, unit_keys(q), v, buckets, n_buckets=n_buckets, window=size)
     expected = of_all_heads(q, v, buckets, lambda b: window_sets(b, size))
-    assert_same(found, expected, [q, v])
+    assert_same(found, expected, [q, v], rtol=0, atol=1e-12)
 
 
 def attend_densely(q, v, causal=False):

@@ -175,43 +175,42 @@ def test_groups_are_what_they_are_called():
         assert torch.equal(ungrouped(grouped(x, part), part, (2, 3, 4)), x)
 
 
+def attend(n_keys=4, **options):
+    k = torch.zeros(1, n_keys, 1, 2)
+    return spatiotemporal_attention(torch.zeros(1, 4, 1, 2), k, k, 2, 2, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"shape": None}, "shape is None, but must be three numbers"),
         ({"shape": 2.5}, "shape is 2.5, but must be three numbers"),
         ({"shape": "444"}, "shape is ['4', '4', '4'], but must be integers of at least 1"),
+        ({"shape": (8, 8)}, "shape is (8, 8), but must be three numbers"),
+        ({"shape": (4, 0, 4)}, "shape is [4, 0, 4], but must be integers of at least 1"),
         ({"radius": 1.5}, "radius is 1.5, but must be three numbers"),
+        ({"radius": -1}, "radius is [-1, -1, -1]"),
         ({"radius": 1, "stride": (1, 2.0, 1)}, "stride is [1, 2.0, 1], but must be integers of at least 1"),
         ({"scale": float("inf")}, "scale is inf, but must be a finite number"),
+        ({"stride": 2}, "radius is None, but must be given with stride = 2"),
     ],
 )
-def test_options_of_another_type_are_named(options, message):
+def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         SpatiotemporalAttention(8, 2, **options)
 
 
-def test_wrong_settings_are_named():
-    with pytest.raises(ValueError, match=r"shape is \(8, 8\), but must be three numbers"):
-        SpatiotemporalAttention(8, 2, shape=(8, 8))
-    with pytest.raises(ValueError, match=r"shape is \[4, 0, 4\], but must be integers of at least 1"):
-        SpatiotemporalAttention(8, 2, shape=(4, 0, 4))
-    with pytest.raises(ValueError, match=r"radius is \[-1, -1, -1\]"):
-        SpatiotemporalAttention(8, 2, radius=-1)
-    with pytest.raises(ValueError, match="radius is None, but must be given with stride = 2"):
-        SpatiotemporalAttention(8, 2, stride=2)
-    with pytest.raises(
-        UnsupportedError, match="not causal: frames are read as wholes; use sparse_transformer"
-    ):
-        SpatiotemporalAttention(8, 2, causal=True)
-    with pytest.raises(UnsupportedError, match="use relative=True"):
-        SpatiotemporalAttention(8, 2, rotary=True)
-    with pytest.raises(ValueError, match="3 long in time, but relative embeddings are for 2"):
-        SpatiotemporalAttention(8, 2, shape=(2, 2, 2), relative=True)(torch.zeros(1, 9, 8))
-    q = torch.zeros(1, 4, 1, 2)
-    with pytest.raises(ValueError, match="k has 3 places and q has 4"):
-        spatiotemporal_attention(q, q[:, :3], q[:, :3], 2, 2)
-    with pytest.raises(ValueError, match=r"stride is \(2, 2, 2\) without a radius"):
-        spatiotemporal_attention(q, q, q, 2, 2, stride=(2, 2, 2))
-    with pytest.raises(ValueError, match=r"relative has \[4, 2\] for time"):
-        spatiotemporal_attention(q, q, q, 2, 2, relative=[torch.zeros(4, 2)] * 3)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: SpatiotemporalAttention(8, 2, causal=True), UnsupportedError, "not causal: .* use sparse_tr"),
+        (lambda: SpatiotemporalAttention(8, 2, rotary=True), UnsupportedError, "use relative=True"),
+        (lambda: SpatiotemporalAttention(8, 2, shape=(2, 2, 2), relative=True)(torch.zeros(1, 9, 8)), ValueError, "has time 3, but must have at most 2"),
+        (lambda: attend(n_keys=3), ValueError, "k has length 3, but must have 4 like q"),
+        (lambda: attend(stride=(2, 2, 2)), ValueError, r"radius is None, but must be given with stride = \(2, 2, 2\)"),
+        (lambda: attend(relative=[torch.zeros(4, 2)] * 3), ValueError, r"relative has \[4, 2\] for time"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

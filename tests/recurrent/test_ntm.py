@@ -1,5 +1,6 @@
 import pytest
 import torch
+from agreement import assert_same_gradients, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
@@ -14,12 +15,8 @@ from unrolled.testing import (
 )
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def weights_of(*shape: int, seed: int = 0) -> torch.Tensor:
-    return drawn(*shape, seed=seed).softmax(-1)
+    return normal(*shape, seed=seed).softmax(-1)
 
 
 def as_written(layer: NTM, x: torch.Tensor) -> torch.Tensor:
@@ -78,17 +75,10 @@ def test_it_is_its_equations(controller, read_heads, write_heads, reach):
     ).double()
     for parameter in layer.parameters():
         parameter.data.mul_(2)
-    x = drawn(2, 6, 3).requires_grad_()
+    x = normal(2, 6, 3).requires_grad_()
     found, expected = layer(x), torch.stack([as_written(layer, row) for row in x])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    upstream = drawn(*found.shape, seed=1)
-    inputs = [x, *layer.parameters()]
-    for a, b in zip(
-        torch.autograd.grad(found, inputs, upstream),
-        torch.autograd.grad(expected, inputs, upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(found, expected, [x, *layer.parameters()])
 
 
 def test_several_heads_and_a_feed_forward_controller_keep_the_contract():
@@ -102,8 +92,8 @@ def test_several_heads_and_a_feed_forward_controller_keep_the_contract():
 
 
 def test_a_head_that_only_looks_is_softmax_attention_with_cosine_scores():
-    memory, key = drawn(2, 6, 4), drawn(2, 3, 4, seed=1)
-    beta, before = drawn(2, 3, 1, seed=2).exp(), weights_of(2, 3, 6)
+    memory, key = normal(2, 6, 4), normal(2, 3, 4, seed=1)
+    beta, before = normal(2, 3, 1, seed=2).exp(), weights_of(2, 3, 6)
     w = interpolate(content(memory, key, beta), before, torch.ones(2, 3, 1).double())
     stay = torch.tensor([0.0, 1.0, 0.0]).double().expand(2, 3, 3)
     found = read(memory, sharpen(shift(w, stay), torch.ones(2, 3, 1).double()))
@@ -113,12 +103,12 @@ def test_a_head_that_only_looks_is_softmax_attention_with_cosine_scores():
 
 
 def test_writing_nothing_leaves_the_memory():
-    memory, nothing = drawn(2, 6, 4), torch.zeros(2, 3, 4).double()
+    memory, nothing = normal(2, 6, 4), torch.zeros(2, 3, 4).double()
     assert torch.equal(write(memory, weights_of(2, 3, 6), nothing, nothing), memory)
 
 
 def test_a_sharp_head_that_erases_all_overwrites_one_row():
-    memory, new = drawn(1, 6, 4), drawn(1, 1, 4, seed=1)
+    memory, new = normal(1, 6, 4), normal(1, 1, 4, seed=1)
     one_hot = torch.eye(6).double()[2].reshape(1, 1, 6)
     expected = memory.clone()
     expected[0, 2] = new
@@ -126,8 +116,8 @@ def test_a_sharp_head_that_erases_all_overwrites_one_row():
 
 
 def test_heads_erase_first_and_then_add():
-    memory, w = drawn(1, 1, 2), torch.ones(1, 2, 1).double()
-    erase, add = torch.tensor([[[0.0, 1.0], [1.0, 0.5]]]).double(), drawn(1, 2, 2, seed=1)
+    memory, w = normal(1, 1, 2), torch.ones(1, 2, 1).double()
+    erase, add = torch.tensor([[[0.0, 1.0], [1.0, 0.5]]]).double(), normal(1, 2, 2, seed=1)
     torch.testing.assert_close(write(memory, w, erase, add)[0, 0], add[0].sum(0), rtol=0, atol=1e-15)
 
 
@@ -148,7 +138,7 @@ def test_the_last_move_goes_forward():
 
 def test_sharpening_is_a_power_and_in_the_end_the_largest():
     w = weights_of(2, 3, 6)
-    gamma = 1 + drawn(2, 3, 1, seed=1).exp()
+    gamma = 1 + normal(2, 3, 1, seed=1).exp()
     torch.testing.assert_close(sharpen(w, gamma), w**gamma / (w**gamma).sum(-1, keepdim=True))
     largest = F.one_hot(w.argmax(-1), 6).double()
     torch.testing.assert_close(sharpen(w, torch.full_like(gamma, 1e4)), largest)
