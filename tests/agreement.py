@@ -36,7 +36,10 @@ def normal(*shape, seed=0):
 def assert_same_gradients(found, expected, inputs, *, rtol=1e-10, atol=1e-10):
     """Fail unless the gradients of `inputs` agree for one fixed random loss of both outputs."""
     loss = normal(*expected.shape, seed=9)
-    pairs = (torch.autograd.grad(y, inputs, loss, materialize_grads=True) for y in (found, expected))
+    pairs = (
+        torch.autograd.grad(y, inputs, loss, retain_graph=True, materialize_grads=True)
+        for y in (found, expected)
+    )
     for ours, theirs in zip(*pairs, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 

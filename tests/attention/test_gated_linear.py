@@ -66,7 +66,7 @@ def test_equal_constant_gates_give_retention():
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(UnsupportedError, match="is not bidirectional: it forgets the past; run it over the"):
         GatedLinearAttention(8, 2)
-    with pytest.raises(UnsupportedError, match="retention attention, which has one rate per head, can"):
+    with pytest.raises(UnsupportedError, match="use retention, which has one rate per head"):
         GatedLinearAttention(8, 2, causal=True, rotary=True)
     with pytest.raises(ValueError, match="gate_rank is 0, but must be at least 1"):
         GatedLinearAttention(8, 2, causal=True, gate_rank=0)

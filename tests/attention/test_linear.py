@@ -165,7 +165,9 @@ def test_a_feature_map_may_be_an_object():
         LinearAttention(8, 2, feature_map=Elu(3))
     with pytest.raises(ValueError, match="must be a name or a FeatureMap object"):
         LinearAttention(8, 2, feature_map=Elu)
-    with pytest.raises(ValueError, match="rotary wants an even number of features, but the map gives 15"):
+    with pytest.raises(
+        ValueError, match="feature_map has 15 features, but must have an even number if rotary"
+    ):
         LinearAttention(8, 2, feature_map="polynomial", rotary=True)
     with pytest.raises(ValueError, match="feature_map_options are for a feature_map given by name"):
         LinearAttention(8, 2, feature_map=Elu(4), feature_map_options={"offset": 2.0})

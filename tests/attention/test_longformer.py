@@ -208,7 +208,9 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ValueError, match=re.escape(message)):
             module(**options)
     for position in (4, -5):
-        with pytest.raises(ValueError, match=f"global_tokens has position {position}, but the sequence"):
+        with pytest.raises(
+            ValueError, match=f"global_tokens has position {position}, but must be below the length 4"
+        ):
             module(global_tokens=[0, position])(x)
     for wrong in (torch.ones(1, 4), torch.ones(1, 5, dtype=torch.bool), torch.ones(4, dtype=torch.bool)):
         with pytest.raises(ValueError, match="global_mask is"):
