@@ -254,7 +254,7 @@ def _check_and_mask(
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, S, G]")
     if state is not None:
-        N = len(k) if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype))
         check_device("state", state.kv, k, "k is")
     if key_padding_mask is not None:
