@@ -206,10 +206,10 @@ def test_small_windows_and_chunks_keep_the_contract(options):
         ({"dual_norm": -1}, "dual_norm is -1, but must be True or False"),
         ({"window": 8, "causal": True}, "window is 8, but must be at least chunk = 16"),
         ({"rank": -1}, "rank is -1, but must be at least 0"),
-        ({"rank": 0, "window": None}, "rank is 0, but must be at least 0, and 1 without a window"),
+        ({"rank": 0, "window": None}, "rank is 0, but must be at least 1 without a window"),
         ({"chunk": 0}, "chunk is 0, but must be at least 1"),
-        ({"value_dim": 6}, "value_dim is 6, but dual_norm wants keys and values of one width, head_dim = 4"),
-        ({"window": None, "rotary": True}, "rotary is True, but landmarks have no position"),
+        ({"value_dim": 6}, "value_dim is 6, but must be head_dim = 4 with dual_norm"),
+        ({"window": None, "rotary": True}, "rotary is True, but must be False with window=None"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -33,9 +33,9 @@ def test_the_package_is_the_model(tmp_path):
     found = load_aot(tmp_path)
     ids = torch.randint(7, (3, 20))
     with torch.no_grad():
-        wanted = made.eval()(ids)
+        expected = made.eval()(ids)
     logits, _ = found.prefill(ids, found.init_state(3))
-    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     greedy = {"temperature": 0, "max_new_tokens": 10}
     assert torch.equal(generate(found, [[1, 2]], **greedy)[0], generate(made, [[1, 2]], **greedy)[0])
     with pytest.raises(ValueError, match="length is 33, but must be at most 32"):

@@ -76,13 +76,13 @@ def test_two_hundred_steps_agree_to_1e5(pair, graph):
         return
     found = load(folder, graph)
     ids = tokens(2, 230)
-    wanted = model(ids)
+    expected = model(ids)
     logits, state = found.prefill(ids[:, :30], found.init_state(2))
-    torch.testing.assert_close(logits, wanted[:, :30], rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, expected[:, :30], rtol=0, atol=1e-5)
     for t in range(30, 230):
         logits, state = found.step(ids[:, t], state)
-        torch.testing.assert_close(logits, wanted[:, t], rtol=0, atol=1e-5)
-    assert float(wanted.std()) > 0.3  # so that 1e-5 says something
+        torch.testing.assert_close(logits, expected[:, t], rtol=0, atol=1e-5)
+    assert float(expected.std()) > 0.3  # so that 1e-5 says something
 
 
 @settings(max_examples=15, deadline=None)
@@ -185,8 +185,8 @@ def test_int8_is_smaller_and_near(pair):
     ids = tokens(4, 60)
     found = load(folder, "int8")
     logits, _ = found.prefill(ids, found.init_state(4))
-    wanted = model(ids)
-    assert 1e-4 < float((logits - wanted).std() / wanted.std()) < 0.1
+    expected = model(ids)
+    assert 1e-4 < float((logits - expected).std() / expected.std()) < 0.1
     import onnx
 
     kinds = {x.data_type for x in onnx.load(folder / "int8.onnx").graph.initializer if len(x.dims) > 1}
@@ -220,9 +220,9 @@ def test_what_cannot_be_exported(tmp_path):
         export(make("linear"), tmp_path, sampling={"temprature": 1})
     with pytest.raises(ValueError, match=r"top_p is 5, but must be in \(0, 1\]"):
         export(make("linear"), tmp_path, sampling={"top_p": 5})
-    with pytest.raises(UnsupportedError, match="Linear is no recurrence: it has not init_state"):
+    with pytest.raises(UnsupportedError, match="Linear is no recurrence: it has no init_state"):
         export(torch.nn.Linear(2, 2), tmp_path)
-    with pytest.raises(UnsupportedError, match=r"depends on how many tokens were read; linear, window"):
+    with pytest.raises(UnsupportedError, match=r"depends on the number of tokens read; linear, window"):
         export(make("topk"), tmp_path)
     assert not list(tmp_path.iterdir())
 

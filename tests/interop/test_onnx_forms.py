@@ -22,18 +22,18 @@ def test_linear_attention(T, heads, gated, normalize):
     q, k, v = rand(2, T, H, 3), rand(2, T, G, 3), rand(2, T, G, 5)
     state = LinearState(rand(2, G, 3, 5), rand(2, G, 3))
     log_decay = -3 * rand(2, T, G) if gated else None
-    found = forms.linear_attention(q, k, v, log_decay, *state, None, True, normalize, None)
-    wanted, after = linear_attention_reference(
+    found = forms.linear_attention(forms.LinearCall(q, k, v, log_decay, *state, normalize))
+    expected, after = linear_attention_reference(
         q, k, v, causal=True, log_decay=log_decay, state=state, return_state=True, normalize=normalize
     )
-    for x, y in zip(found[:3], (wanted, *after), strict=True):
+    for x, y in zip(found[:3], (expected, *after), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def test_a_query_that_meets_nothing_gets_zero():
     q, v = torch.ones(1, 2, 1, 3), torch.ones(1, 2, 1, 2)
     state = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3)
-    o, *_ = forms.linear_attention(q, torch.zeros_like(q), v, None, *state, None, True, True, None)
+    o, *_ = forms.linear_attention(forms.LinearCall(q, torch.zeros_like(q), v, None, *state, True))
     assert torch.equal(o, torch.zeros(1, 2, 1, 2))
 
 
@@ -45,16 +45,17 @@ def test_window_attention(T, earlier, left, right, padded):
     k = torch.randn(2, T + earlier, 2, 3, generator=generator, dtype=torch.float64)
     padding = torch.rand(2, T + earlier, generator=generator) < 0.4 if padded else None
     o, lse = forms.window_attention(q, k, k, padding, None, left, right, 3**-0.5, None)
-    wanted = window_attention(q, k, k, window_size=(left, right), key_padding_mask=padding, return_lse=True)
-    torch.testing.assert_close((o, lse), wanted, rtol=1e-12, atol=1e-12)
+    expected = window_attention(q, k, k, window_size=(left, right), key_padding_mask=padding, return_lse=True)
+    torch.testing.assert_close((o, lse), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_packs_and_other_directions_are_refused():
     x = torch.ones(1, 2, 1, 3)
     state = torch.zeros(1, 1, 3, 3), torch.zeros(1, 1, 3)
-    with pytest.raises(UnsupportedError, match="causal, from a state, without packs"):
-        forms.linear_attention(x, x, x, None, *state, None, False, True, None)
+    for form in (forms.portable(), forms.fused()):
+        with pytest.raises(UnsupportedError, match="causal, from a state, without packs"):
+            next(iter(form.values()))(x, x, x, None, *state, None, False, True, None)
     with pytest.raises(UnsupportedError, match="export the plain graph"):
-        forms.fused_linear_attention(x, x, x, None, *state, None, True, False, None)
+        forms.fused_linear_attention(forms.LinearCall(x, x, x, None, *state, False))
     with pytest.raises(UnsupportedError, match="not packs"):
         forms.window_attention(x, x, x, None, torch.tensor([0, 2]), 1, 0, 1.0, None)

@@ -41,12 +41,12 @@ def encoder(*, norm=None, **settings):
 def test_an_encoder_becomes_a_stack(norm_first, settings, norm):
     theirs = encoder(norm_first=norm_first, norm=norm, **settings)
     x, padding = normal(2, 7, 16), torch.arange(7) >= torch.tensor([[7], [4]])
-    wanted = theirs(
+    expected = theirs(
         x if settings.get("batch_first", True) else x.transpose(0, 1), src_key_padding_mask=padding
     )
-    wanted = wanted if settings.get("batch_first", True) else wanted.transpose(0, 1)
+    expected = expected if settings.get("batch_first", True) else expected.transpose(0, 1)
     found = from_transformer_encoder(theirs)(x, key_padding_mask=padding)
-    assert_agree(found[~padding], wanted[~padding], tolerance=1e-12)
+    assert_agree(found[~padding], expected[~padding], tolerance=1e-12)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -54,22 +54,24 @@ def test_an_encoder_becomes_a_stack(norm_first, settings, norm):
 def test_a_causal_one_runs_step_by_step(norm_first):
     theirs = encoder(norm_first=norm_first, norm={})
     x = normal(2, 7, 16)
-    wanted = theirs(x, mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=x.dtype), is_causal=True)
+    expected = theirs(
+        x, mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=x.dtype), is_causal=True
+    )
     ours = from_transformer_encoder(theirs, causal=True)
     y, state = ours.prefill(x[:, :3], ours.init_state(2))
     steps = [y]
     for t in range(3, 7):
         y, state = ours.step(x[:, t], state)
         steps.append(y.unsqueeze(1))
-    assert_agree(ours(x), wanted, tolerance=1e-12)
-    assert_agree(torch.cat(steps, dim=1), wanted, tolerance=1e-12)
+    assert_agree(ours(x), expected, tolerance=1e-12)
+    assert_agree(torch.cat(steps, dim=1), expected, tolerance=1e-12)
 
 
 def test_another_mechanism_gets_the_projections():
     stack = from_transformer_encoder(encoder(), attention="linear", feature_map="relu")
     assert type(stack.blocks[0].attention) is attention.load("linear")
-    wanted = from_transformer_encoder(encoder()).state_dict()
-    assert all(torch.equal(x, wanted[name]) for name, x in stack.state_dict().items())
+    expected = from_transformer_encoder(encoder()).state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in stack.state_dict().items())
 
 
 class Strange(nn.TransformerEncoderLayer):
@@ -133,10 +135,10 @@ def test_outputs_weights_and_gradients_are_torchs(settings, masks):
     inputs = [(x if settings["batch_first"] else x.transpose(0, 1)).requires_grad_() for x in inputs]
     for average in (True, False):
         found = ours(*inputs, **MASKS[masks], average_attn_weights=average)
-        wanted = theirs(*inputs, **MASKS[masks], average_attn_weights=average)
-        for a, b in zip(found, wanted, strict=True):
+        expected = theirs(*inputs, **MASKS[masks], average_attn_weights=average)
+        for a, b in zip(found, expected, strict=True):
             assert_agree(a, b, tolerance=1e-12)
-    for a, b in zip(gradients(found[0], inputs), gradients(wanted[0], inputs), strict=True):
+    for a, b in zip(gradients(found[0], inputs), gradients(expected[0], inputs), strict=True):
         assert_agree(a, b, "gradient", tolerance=1e-12)
     assert ours(*inputs, **MASKS[masks], need_weights=False)[1] is None
 
@@ -154,7 +156,7 @@ def test_without_a_batch():
 def test_inside_of_torchs_encoder_layer():
     """Torch's layer has a fast path that never calls its attention: it must not be taken."""
     theirs = encoder()
-    wanted = theirs(x := normal(2, 7, 16), src_key_padding_mask=torch.arange(7).expand(2, -1) > 4)
+    expected = theirs(x := normal(2, 7, 16), src_key_padding_mask=torch.arange(7).expand(2, -1) > 4)
     for kind in ("softmax", "linear"):
         changed = encoder()
         for layer in changed.layers:
@@ -164,7 +166,7 @@ def test_inside_of_torchs_encoder_layer():
         changed.eval()
         found = changed(x, src_key_padding_mask=torch.arange(7).expand(2, -1) > 4)[:, :5]
         if kind == "softmax":
-            assert_agree(found, wanted[:, :5], tolerance=1e-12)
+            assert_agree(found, expected[:, :5], tolerance=1e-12)
         else:
             stack = from_transformer_encoder(theirs, attention="linear")
             assert_agree(found, stack(x[:, :5]), tolerance=1e-12)
@@ -237,9 +239,9 @@ def test_every_mechanism_computes_what_its_own_module_does_or_is_refused(name):
     x = normal(2, 9, 16)
     padding = torch.arange(9) >= torch.tensor([[9], [5]]) if module.mechanism.supports.padding else None
     found, _ = module(x, x, x, padding, need_weights=False)
-    wanted = own(x, key_padding_mask=padding)
+    expected = own(x, key_padding_mask=padding)
     kept = slice(None) if padding is None else ~padding
-    assert_agree(found[kept], wanted[kept], tolerance=1e-12)
+    assert_agree(found[kept], expected[kept], tolerance=1e-12)
 
 
 @pytest.mark.parametrize(

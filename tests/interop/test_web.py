@@ -247,32 +247,23 @@ def test_models_of_one_vocabulary_stand_side_by_side():
     other = {"kind": "text", "characters": None}
     image = {"kind": "image", "shape": [8, 8]}
     decoder = {"model": "decoder", "attention": "linear"}
-    entries = web._told_apart(
-        [
-            web._entry("one", decoder, text, 1),
-            web._entry("two", decoder | {"attention": "softmax"}, text, 1),
-            web._entry("three", decoder | {"attention": ["delta_net", "delta_net"]}, text, 1),
-            web._entry("four", decoder | {"attention": ["linear", "window"]}, image, 1),
-            web._entry("five", decoder, text, 1),
-            web._entry("six", decoder, other, 1),
-            web._entry("seven", {"model": "recurrent_lm", "cell": "lstm"}, other, 1),
-            web._entry("eight", decoder, verse, 1),
-            web._entry("nine", decoder | {"attention": "softmax"}, verse | {"data": "prose"}, 1),
-            web._entry("ten", decoder, other | {"data": "verse", "characters": ["d"]}, 1),
-        ]
-    )
-    assert [(entry["group"], entry["title"]) for entry in entries] == [
-        ("Text", "Linear attention"),
-        ("Text", "Softmax attention"),
-        ("Text", "Delta net attention"),
-        ("8 × 8 pixels", "Mixed attention"),
-        ("Text", "Linear attention (five)"),
-        ("Text: six", "Linear attention"),
-        ("Text: six", "LSTM"),
-        ("verse", "Linear attention"),
-        ("verse", "Softmax attention"),
-        ("verse: ten", "Linear attention"),
+    lstm = {"model": "recurrent_lm", "cell": "lstm"}
+    models = [
+        (decoder, text, "Text", "Linear attention"),
+        (decoder | {"attention": "softmax"}, text, "Text", "Softmax attention"),
+        (decoder | {"attention": ["delta_net", "delta_net"]}, text, "Text", "Delta net attention"),
+        (decoder | {"attention": ["linear", "window"]}, image, "8 × 8 pixels", "Mixed attention"),
+        (decoder, text, "Text", "Linear attention (4)"),
+        (decoder, other, "Text: 5", "Linear attention"),
+        (lstm, other, "Text: 5", "LSTM"),
+        (decoder, verse, "verse", "Linear attention"),
+        (decoder | {"attention": "softmax"}, verse | {"data": "prose"}, "verse", "Softmax attention"),
+        (decoder, other | {"data": "verse", "characters": ["d"]}, "verse: 9", "Linear attention"),
     ]
+    entries = [web._entry(str(n), model, vocabulary, 1) for n, (model, vocabulary, *_) in enumerate(models)]
+    vocabularies = {str(n): vocabulary for n, (_, vocabulary, *_) in enumerate(models)}
+    found = web._distinguished(entries, vocabularies)
+    assert [(entry["group"], entry["title"]) for entry in found] == [tuple(rest) for _, _, *rest in models]
     assert [entry["transformer"] for entry in entries[5:8]] == [True, False, True]
 
 

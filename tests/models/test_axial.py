@@ -17,13 +17,13 @@ def axial(shape, widths=None, d_model=10):
 def test_a_position_is_a_point_of_the_grid(shape, widths):
     module = axial(shape, widths)
     points = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape))
-    wanted = torch.stack(
+    expected = torch.stack(
         [torch.cat([t.weight[i] for t, i in zip(module.axes, p, strict=True)]) for p in points.tolist()]
     )
     n = len(points)
-    assert torch.equal(module(torch.zeros(1, n, 10))[0], wanted)
-    assert torch.equal(module(torch.zeros(1, n - 1, 10))[0], wanted[:-1])  # any length up to the product
-    assert torch.equal(module.at(torch.zeros(10), torch.tensor(n - 1)), wanted[-1])
+    assert torch.equal(module(torch.zeros(1, n, 10))[0], expected)
+    assert torch.equal(module(torch.zeros(1, n - 1, 10))[0], expected[:-1])  # any length up to the product
+    assert torch.equal(module.at(torch.zeros(10), torch.tensor(n - 1)), expected[-1])
 
 
 def test_it_has_a_sum_of_sizes_where_a_table_has_their_product():
@@ -39,14 +39,14 @@ def test_a_decoder_steps_as_it_reads():
     )
     model = Decoder(config).double()
     tokens = torch.randint(7, (2, 15))
-    wanted = model(tokens)
+    expected = model(tokens)
     logits, state = model.prefill(tokens[:, :7], model.init_state(2))
     found = [logits]
     for token in tokens[:, 7:].unbind(1):
         logits, state = model.step(token, state)
         found.append(logits.unsqueeze(1))
-    torch.testing.assert_close(torch.cat(found, 1), wanted)
-    message = "the input reaches length 16, wanted at most the product of axial_shape = 15"
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+    message = "the input has length 16, but must have at most the product of axial_shape = 15"
     with pytest.raises(ValueError, match=re.escape(message)):
         model(torch.zeros(1, 16, dtype=torch.long))
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -164,7 +164,7 @@ def test_a_state_is_a_value(attention, tmp_path):
 
 def test_learned_positions_end_at_max_length():
     model = decoder(max_length=5)
-    message = "length 6, wanted at most max_length = 5"
+    message = "length 6, but must have at most max_length = 5"
     with pytest.raises(ValueError, match=message):
         model(tokens_of(2, 6))
     with pytest.raises(ValueError, match=message):
@@ -194,7 +194,7 @@ def test_the_start_symbol_is_read_and_never_predicted(inputs, head):
     assert model(started).shape == (2, 4, VOCAB)
     first = {tuple(model(torch.tensor([[i]]))[0, 0].tolist()) for i in range(VOCAB + 1)}
     assert len(first) == VOCAB + 1
-    with pytest.raises(ValueError, match="ids from 8 to 8, wanted ids in"):
+    with pytest.raises(ValueError, match="ids from 8 to 8, but they must be in"):
         model(torch.full((1, 2), VOCAB + 1))
 
 
@@ -310,8 +310,8 @@ def test_weights_start_as_in_gpt2():
     residual = {name for name in std if name.endswith(("ff.down.weight", "attention.out_proj.weight"))}
     assert len(residual) == 16
     for name, found in std.items():
-        wanted = 0.02 / math.sqrt(16) if name in residual else 0.02
-        assert found == pytest.approx(wanted, rel=0.05), name
+        expected = 0.02 / math.sqrt(16) if name in residual else 0.02
+        assert found == pytest.approx(expected, rel=0.05), name
     loss = model.loss(torch.randint(64, (4, 32)), torch.randint(64, (4, 32)))
     assert loss.item() == pytest.approx(math.log(64), rel=0.02)
 
@@ -319,13 +319,13 @@ def test_weights_start_as_in_gpt2():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m(tokens_of(4)), r"tokens is torch.int64 of the shape \[4\], wanted \[B, T\]"),
+        (lambda m: m(tokens_of(4)), r"tokens is torch.int64 of shape \[4\], but must be torch.long \[B, T\]"),
         (lambda m: m(tokens_of(2, 4).int()), "tokens is torch.int32"),
-        (lambda m: m(tokens_of(2, 4) - 9), "wanted ids in"),
+        (lambda m: m(tokens_of(2, 4) - 9), "but they must be in"),
         (lambda m: m(tokens_of(2, 4), key_padding_mask=torch.zeros(2, 5).bool()), "key_padding_mask"),
-        (lambda m: m.loss(tokens_of(2, 4), tokens_of(2, 5)), r"targets is .*\[2, 5\], wanted .*\[2, 4\]"),
-        (lambda m: m.step(tokens_of(2, 1), m.init_state(2)), r"token is .*\[2, 1\], wanted .*\[B\]"),
-        (lambda m: m.step(tokens_of(2), m.init_state(3)), r"state.position is torch.int64 of the shape \[3\], wanted torch.long of \[2\]"),
+        (lambda m: m.loss(tokens_of(2, 4), tokens_of(2, 5)), r"targets is .*\[2, 5\], but must be .*\[2, 4\]"),
+        (lambda m: m.step(tokens_of(2, 1), m.init_state(2)), r"token is .*\[2, 1\], but must be .*\[B\]"),
+        (lambda m: m.step(tokens_of(2), m.init_state(3)), r"state.position is torch.int64 of shape \[3\], but must be torch.long \[2\]"),
         (lambda m: m.step(tokens_of(2), decoder(n_layers=1).init_state(2)), "state.layers is a tuple of 1, but must be a tuple of 2"),
         (
             lambda m: m(

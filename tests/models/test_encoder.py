@@ -103,8 +103,8 @@ def test_without_an_output_layer_the_hidden_vectors_come_out():
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        (torch.zeros(2, 5).long(), r"segments has the shape \[2, 5\], wanted \[2, 6\]"),
-        (torch.full((2, 6), 2), r"segments holds ids from 2 to 2, wanted ids in \[0, 2\)"),
+        (torch.zeros(2, 5).long(), r"segments has shape \[2, 5\], but must be \[2, 6\]"),
+        (torch.full((2, 6), 2), r"segments holds ids from 2 to 2, but they must be in \[0, 2\)"),
     ],
 )
 def test_wrong_segments_are_refused(segments, message):
@@ -112,7 +112,9 @@ def test_wrong_segments_are_refused(segments, message):
     with pytest.raises(ValueError, match=message):
         model(inputs_for(model, 2, 6), segments=segments)
     plain = encoder(vocab_size=VOCAB, n_classes=3)
-    with pytest.raises(ValueError, match="segments are given, wanted None for a model whose n_segments is 0"):
+    with pytest.raises(
+        ValueError, match="segments are given, but must be None for a model whose n_segments is 0"
+    ):
         plain(inputs_for(plain, 2, 6), segments=torch.zeros(2, 6).long())
 
 
@@ -233,11 +235,11 @@ def test_a_masked_model_learns_to_fill_a_gap():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m(torch.zeros(2, 4, 3)), r"x has the shape \[2, 4, 3\], wanted \[B, T, input_dim = 5\]"),
-        (lambda m: m(torch.zeros(2, 13, 5).double()), "length 13, wanted at most max_length = 12"),
+        (lambda m: m(torch.zeros(2, 4, 3)), r"x has shape \[2, 4, 3\], but must be \[B, T, input_dim = 5\]"),
+        (lambda m: m(torch.zeros(2, 13, 5).double()), "length 13, but must have at most max_length = 12"),
         (
             lambda m: m.loss(torch.zeros(2, 4, 5).double(), torch.zeros(2, 4).long()),
-            r"targets is .*wanted .*\[2\]",
+            r"targets is .*but must be .*\[2\]",
         ),
     ],
 )

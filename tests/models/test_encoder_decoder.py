@@ -156,9 +156,9 @@ def test_the_loss_is_torchs_without_padding_and_smooth_in_training_only(smoothin
         model.train(training)
         e = smoothing if training else 0.0
         log_p = logits[rows].log_softmax(-1)
-        wanted = torch.full_like(log_p, e / 11)
-        wanted.scatter_add_(1, targets[rows].unsqueeze(1), torch.full_like(wanted[:, :1], 1 - e))
-        expected = -(wanted * log_p).sum(1).mean()
+        smooth = torch.full_like(log_p, e / 11)
+        smooth.scatter_add_(1, targets[rows].unsqueeze(1), torch.full_like(smooth[:, :1], 1 - e))
+        expected = -(smooth * log_p).sum(1).mean()
         got = model.loss(source, targets, key_padding_mask=padding)
         torch.testing.assert_close(got, expected, atol=1e-10, rtol=0)
         by_torch = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=e)
@@ -361,23 +361,27 @@ def test_options_reach_the_mechanism_they_are_for():
 def test_wrong_input_is_named():
     model, (source, targets, padding) = make(), batch()
     target = shifted(targets, 11)
-    with pytest.raises(ValueError, match=r"source, of the shape \[3, 0\], has a row without any token"):
+    with pytest.raises(ValueError, match=r"source has shape \[3, 0\], but must have at least one token"):
         model(source[:, :0], target)
     for call in (model.init_state, model.encode):
-        with pytest.raises(ValueError, match="has a row without any token, wanted one at least"):
+        with pytest.raises(
+            ValueError, match="row 0 of source is nothing but padding, but must have at least one token"
+        ):
             call(source, key_padding_mask=torch.ones_like(padding))
-    with pytest.raises(ValueError, match=r"source holds ids from \d+ to 11, wanted ids in \[0, 11\)"):
+    with pytest.raises(ValueError, match=r"source holds ids from \d+ to 11, but they must be in \[0, 11\)"):
         model(torch.where(source == source.max(), 11, source), target)
     with pytest.raises(ValueError, match="target holds ids from 0 to 12"):
         model(source, target.clamp(max=0) + torch.arange(5) * 3)
-    with pytest.raises(ValueError, match="target has 2 rows, wanted 3"):
+    with pytest.raises(ValueError, match="target has 2 rows, but must have 3"):
         model(source, target[:2])
-    with pytest.raises(ValueError, match=r"targets is torch.int64 of the shape \[2, 5\], wanted .* \[3, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"targets is torch.int64 of shape \[2, 5\], but must be .* \[3, 5\]"
+    ):
         model.loss(source, targets[:2])
-    with pytest.raises(ValueError, match="state is a tuple, wanted the EncoderDecoderState"):
+    with pytest.raises(ValueError, match="state is a tuple, but must be the EncoderDecoderState"):
         model.step(target[:, 0], ())
     with pytest.raises(
-        ValueError, match=r"state.position is torch.int64 of the shape \[3\], wanted torch.long of \[2\]"
+        ValueError, match=r"state.position is torch.int64 of shape \[3\], but must be torch.long \[2\]"
     ):
         model.step(target[:2, 0], model.init_state(source))
 
@@ -387,7 +391,7 @@ def test_targets_may_be_empty_and_are_rows_of_ids():
     source, targets = torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 4, dtype=torch.long)
     assert float(model.loss(source, targets[:, :0]).detach()) == 0
     for wrong in (targets[:, 0], targets.unsqueeze(2)):
-        with pytest.raises(ValueError, match=r"targets has the shape .*, wanted \[3, T\]"):
+        with pytest.raises(ValueError, match=r"targets has shape .*, but must be \[3, T\]"):
             model.loss(source, wrong)
 
 

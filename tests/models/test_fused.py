@@ -292,9 +292,9 @@ def test_a_block_that_is_another_one_takes_the_layers(change, fusions):
         found = logits(model)
         with prefer("plain"):
             torch.manual_seed(2)
-            wanted = logits(model)
+            expected = logits(model)
     assert not any(fusions)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_another_number_of_states_is_refused():
     stack = decoder().stack
     states = stack.init_state(2)
     for wrong in (states[:1], (*states, states[0])):
-        with pytest.raises(ValueError, match=f"found {len(wrong)} states, wanted 2"):
+        with pytest.raises(ValueError, match=f"states has {len(wrong)} entries, but must have 2"):
             stack.step(torch.zeros(2, 32), wrong)
 
 

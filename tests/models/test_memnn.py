@@ -141,8 +141,8 @@ def test_scores_and_choices_are_what_the_equations_say(hops):
     rows = plains(model, inputs, padding)
     for row, choice, found in zip(rows, read.argmax(-1).tolist(), logits, strict=True):
         assert choice == row.chosen([NONE] * hops)
-        wanted = torch.stack([row.s_R(choice, word) for word in range(V)])
-        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+        expected = torch.stack([row.s_R(choice, word) for word in range(V)])
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
     assert len({tuple(x) for x in read.argmax(-1).tolist()}) > 1  # not always the same
 
 
@@ -163,12 +163,12 @@ def test_the_loss_and_its_gradients_are_what_the_equations_say(hops, margin):
     inputs, padding = story()
     targets = targets_of(padding, hops)
     rows = zip(plains(model, inputs, padding), targets.tolist(), strict=True)
-    wanted = sum(row.loss(answer, facts) for row, (answer, *facts) in rows) / (4 * (1 + hops) - 2)
+    expected = sum(row.loss(answer, facts) for row, (answer, *facts) in rows) / (4 * (1 + hops) - 2)
     loss = model.loss(inputs, targets, key_padding_mask=padding)
-    torch.testing.assert_close(loss, wanted, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
     assert loss > 0
     parameters = list(model.parameters())
-    ours, theirs = (torch.autograd.grad(x, parameters) for x in (loss, wanted))
+    ours, theirs = (torch.autograd.grad(x, parameters) for x in (loss, expected))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
         assert a.any()
@@ -182,11 +182,11 @@ def test_the_loss_reads_the_sentences_given_and_else_those_chosen():
     own, none = torch.cat([answers, read], 1), torch.cat([answers, torch.full_like(read, NONE)], 1)
     of_answers, of_none = model(inputs, key_padding_mask=padding), torch.full((4, 1), NONE)
     right = of_answers.gather(1, answers)
-    wanted = (0.1 - right + of_answers).clamp(min=0).sum() - 4 * 0.1  # the right word is among the sums
-    torch.testing.assert_close(model.loss(inputs, none, key_padding_mask=padding), wanted / 4)
+    expected = (0.1 - right + of_answers).clamp(min=0).sum() - 4 * 0.1  # the right word is among the sums
+    torch.testing.assert_close(model.loss(inputs, none, key_padding_mask=padding), expected / 4)
     facts = model.loss(inputs, torch.cat([of_none, read], 1), key_padding_mask=padding)
     both = model.loss(inputs, own, key_padding_mask=padding)
-    torch.testing.assert_close(both * 12, wanted + facts * 8)
+    torch.testing.assert_close(both * 12, expected + facts * 8)
     assert model.loss(inputs, torch.full((4, 3), NONE), key_padding_mask=padding) == 0
 
 
@@ -245,10 +245,10 @@ def test_other_types_are_near_to_double(dtype):
     inputs, padding = story()
     targets = targets_of(padding, 1)  # which sentence is read must not depend on the rounding
     targets[1, 1] = 1
-    wanted = model.loss(inputs, targets, key_padding_mask=padding)
+    expected = model.loss(inputs, targets, key_padding_mask=padding)
     found = model.to(dtype).loss(inputs, targets, key_padding_mask=padding)
     assert found.dtype == torch.float32
-    assert (found - wanted).abs() < {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype] * wanted
+    assert (found - expected).abs() < {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype] * expected
     assert model(inputs, key_padding_mask=padding).dtype == dtype
 
 
@@ -257,8 +257,8 @@ def test_it_can_be_compiled():
     inputs, padding = story()
     targets = targets_of(padding, 2)
     compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
-    wanted = model.loss(inputs, targets, key_padding_mask=padding)
-    torch.testing.assert_close(compiled(inputs, targets, key_padding_mask=padding), wanted)
+    expected = model.loss(inputs, targets, key_padding_mask=padding)
+    torch.testing.assert_close(compiled(inputs, targets, key_padding_mask=padding), expected)
 
 
 def test_an_empty_batch():
@@ -273,11 +273,17 @@ def test_an_empty_batch():
     [
         (
             torch.zeros(2, 1, 3, dtype=torch.long),
-            "inputs has the shape [2, 1, 3]: a memory of length 0, wanted",
+            "inputs has shape [2, 1, 3], but must have at least one sentence",
         ),
-        (torch.zeros(2, 3, 3), "inputs is torch.float32 of the shape [2, 3, 3], wanted [B, M + 1, J]"),
-        (torch.zeros(2, 9, 3, dtype=torch.long), "inputs has 8 sentences, wanted at most memory_size = 7"),
-        (torch.full((2, 3, 3), V), "inputs holds ids from 11 to 11, wanted ids in [0, 11)"),
+        (
+            torch.zeros(2, 3, 3),
+            "inputs is torch.float32 of shape [2, 3, 3], but must be torch.long [B, M + 1, J]",
+        ),
+        (
+            torch.zeros(2, 9, 3, dtype=torch.long),
+            "inputs has 8 sentences, but must have at most memory_size = 7",
+        ),
+        (torch.full((2, 3, 3), V), "inputs holds ids from 11 to 11, but they must be in [0, 11)"),
     ],
 )
 def test_wrong_inputs_are_refused(inputs, message):
@@ -290,9 +296,9 @@ def test_wrong_masks_and_targets_are_refused():
     model = make()
     inputs, padding = story()
     padding[0, 2] = True
-    with pytest.raises(ValueError, match=r"key_padding_mask is torch.bool of the shape \[4, 6\], wanted"):
+    with pytest.raises(ValueError, match=r"key_padding_mask is torch.bool of shape \[4, 6\], but must be"):
         model(inputs, key_padding_mask=padding[:, :, 0])
-    with pytest.raises(ValueError, match=r"targets is torch.int64 of the shape \[4\], wanted .* \[4, 3\]"):
+    with pytest.raises(ValueError, match=r"targets is torch.int64 of shape \[4\], but must be .* \[4, 3\]"):
         model.loss(inputs, torch.zeros(4, dtype=torch.long))
     with pytest.raises(ValueError, match="targets holds values from 11 to 11"):
         model.loss(inputs, torch.tensor([[11, NONE, NONE]] * 4))

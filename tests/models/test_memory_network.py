@@ -85,15 +85,15 @@ def test_it_is_what_the_equations_say_with_all_gradients(encoding, tying, tempor
     start = 1 if linear else 0
     model = make(position_encoding=encoding, tying=tying, temporal=temporal, linear_start=start)
     inputs, padding = story()
-    wanted = [plain(model, *row) for row in zip(inputs, padding, strict=True)]
+    expected = [plain(model, *row) for row in zip(inputs, padding, strict=True)]
     logits = model(inputs, key_padding_mask=padding)
-    torch.testing.assert_close(logits, torch.stack([x for x, _ in wanted]), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(logits, torch.stack([x for x, _ in expected]), atol=1e-10, rtol=1e-10)
     weights = model.attend(inputs, key_padding_mask=padding)
-    torch.testing.assert_close(weights, torch.stack([p for _, p in wanted]), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(weights, torch.stack([p for _, p in expected]), atol=1e-10, rtol=1e-10)
     parameters = list(model.parameters())
     ours, theirs = (
         torch.autograd.grad(x.square().sum(), parameters)
-        for x in (logits, torch.stack([x for x, _ in wanted]))
+        for x in (logits, torch.stack([x for x, _ in expected]))
     )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-10)
@@ -174,7 +174,7 @@ def test_padding_changes_nothing_wherever_it_stands_and_whatever_it_holds(senten
     model = make(tying=tying)
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randint(V, (2, sentences + 1, words), generator=generator)
-    wanted, read = model(inputs), model.attend(inputs)
+    expected, read = model(inputs), model.attend(inputs)
     rows = sorted(torch.randperm(7, generator=generator)[:sentences].tolist())
     columns = sorted(torch.randperm(7, generator=generator)[:words].tolist())
     padded = torch.randint(V, (2, 8, 7), generator=generator)
@@ -182,7 +182,7 @@ def test_padding_changes_nothing_wherever_it_stands_and_whatever_it_holds(senten
     for row, sentence in zip([*rows, 7], inputs.unbind(1), strict=True):
         padded[:, row, columns] = sentence
         padding[:, row, columns] = False
-    torch.testing.assert_close(model(padded, key_padding_mask=padding), wanted, atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(model(padded, key_padding_mask=padding), expected, atol=1e-11, rtol=1e-11)
     weights = model.attend(padded, key_padding_mask=padding)
     torch.testing.assert_close(weights[:, :, rows], read, atol=1e-11, rtol=1e-11)
     assert weights.sum(-1).allclose(torch.ones(2, 2, dtype=torch.float64))
@@ -257,19 +257,19 @@ def test_it_comes_back_bit_for_bit(tying, tmp_path):
 def test_other_types_are_near_to_double(dtype):
     model = make()
     inputs, padding = story()
-    wanted = model(inputs, key_padding_mask=padding)
+    expected = model(inputs, key_padding_mask=padding)
     found = model.to(dtype)(inputs, key_padding_mask=padding)
     assert found.dtype == dtype
     bound = {torch.float32: 1e-4, torch.bfloat16: 0.2}[dtype]
-    assert (found - wanted).abs().max() < bound * wanted.abs().max()
+    assert (found - expected).abs().max() < bound * expected.abs().max()
 
 
 def test_it_can_be_compiled():
     model = make()
     inputs, padding = story()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    wanted = model(inputs, key_padding_mask=padding)
-    torch.testing.assert_close(compiled(inputs, key_padding_mask=padding), wanted)
+    expected = model(inputs, key_padding_mask=padding)
+    torch.testing.assert_close(compiled(inputs, key_padding_mask=padding), expected)
 
 
 def test_an_empty_batch():
@@ -283,15 +283,21 @@ LONG = torch.long
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (torch.zeros(2, 1, 3, dtype=LONG), r"inputs has the shape \[2, 1, 3\]: a memory of length 0, wanted"),
+        (
+            torch.zeros(2, 1, 3, dtype=LONG),
+            r"inputs has shape \[2, 1, 3\], but must have at least one sentence",
+        ),
         (
             torch.zeros(2, 3, dtype=LONG),
-            r"inputs is torch.int64 of the shape \[2, 3\], wanted \[B, M \+ 1, J\]",
+            r"inputs is torch.int64 of shape \[2, 3\], but must be torch.long \[B, M \+ 1, J\]",
         ),
-        (torch.zeros(2, 3, 3), r"inputs is torch.float32 of the shape .* of torch.long"),
-        (torch.zeros(2, 3, 0, dtype=LONG), r"inputs has the shape \[2, 3, 0\]: sentences of no word, wanted"),
-        (torch.zeros(2, 9, 3, dtype=LONG), "inputs has 8 sentences, wanted at most memory_size = 7"),
-        (torch.full((2, 3, 3), V), r"inputs holds ids from 11 to 11, wanted ids in \[0, 11\)"),
+        (torch.zeros(2, 3, 3), r"inputs is torch.float32 of shape .*, but must be torch.long"),
+        (
+            torch.zeros(2, 3, 0, dtype=LONG),
+            r"inputs has shape \[2, 3, 0\], but sentences must have at least one word",
+        ),
+        (torch.zeros(2, 9, 3, dtype=LONG), "inputs has 8 sentences, but must have at most memory_size = 7"),
+        (torch.full((2, 3, 3), V), r"inputs holds ids from 11 to 11, but they must be in \[0, 11\)"),
     ],
 )
 def test_wrong_inputs_are_refused(inputs, message):
@@ -301,7 +307,7 @@ def test_wrong_inputs_are_refused(inputs, message):
 
 def test_wrong_masks_and_targets_are_refused():
     inputs, padding = story()
-    with pytest.raises(ValueError, match=r"key_padding_mask is torch.bool of the shape \[3, 5\], wanted"):
+    with pytest.raises(ValueError, match=r"key_padding_mask is torch.bool of shape \[3, 5\], but must be"):
         make()(inputs, key_padding_mask=padding[:, :, 0])
     with pytest.raises(ValueError, match="targets holds values from 11 to 11"):
         make().loss(inputs, torch.tensor([11, 11, 11]))

@@ -24,8 +24,8 @@ def block(**options) -> NonLocalBlock:
     return module
 
 
-def assert_same(found, wanted):
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
 def formula(module: NonLocalBlock, x: torch.Tensor) -> torch.Tensor:
@@ -54,13 +54,13 @@ def formula(module: NonLocalBlock, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_it_is_its_formula(pairwise, space):
     module, x = block(pairwise=pairwise), normal(2, 6, *space)
-    wanted = torch.stack([formula(module, m) for m in x.flatten(2)]).reshape(x.shape)
+    expected = torch.stack([formula(module, m) for m in x.flatten(2)]).reshape(x.shape)
     found = module(x)
-    assert_same(found, wanted)
+    assert_same(found, expected)
     weights = normal(*x.shape).detach()
     inputs = [x, *module.parameters()]
     for a, b in zip(
-        *(torch.autograd.grad((y * weights).sum(), inputs) for y in (found, wanted)), strict=True
+        *(torch.autograd.grad((y * weights).sum(), inputs) for y in (found, expected)), strict=True
     ):
         assert_same(a, b)
 
@@ -124,9 +124,9 @@ def test_wrong_input_is_named():
         NonLocalBlock(6, pairwise="cosine")
     with pytest.raises(ValueError, match="pool is 0, but must be at least 1"):
         NonLocalBlock(6, pool=0)
-    with pytest.raises(ValueError, match=r"x has the shape \[2, 5, 3\], wanted \[B, 6, \*space\]"):
+    with pytest.raises(ValueError, match=r"x has shape \[2, 5, 3\], but must be \[B, 6, \*space\]"):
         NonLocalBlock(6)(torch.zeros(2, 5, 3))
     with pytest.raises(ValueError, match=r"1 to 3 axes"):
         NonLocalBlock(6)(torch.zeros(2, 6))
-    with pytest.raises(ValueError, match="wanted at least pool = 2"):
+    with pytest.raises(ValueError, match="must be at least pool = 2"):
         NonLocalBlock(6, pool=2)(torch.zeros(2, 6, 3, 1))

@@ -22,8 +22,8 @@ def test_the_loss_is_the_mean_over_the_bits_that_count():
     counted = batch.targets != IGNORED
     assert 0 < counted.sum() < counted.numel()
     logits = model(batch.inputs)
-    wanted = F.binary_cross_entropy(logits[counted].sigmoid(), batch.targets[counted])
-    torch.testing.assert_close(model.loss(batch.inputs, batch.targets), wanted)
+    expected = F.binary_cross_entropy(logits[counted].sigmoid(), batch.targets[counted])
+    torch.testing.assert_close(model.loss(batch.inputs, batch.targets), expected)
     nothing = torch.full_like(batch.targets, IGNORED)
     assert model.loss(batch.inputs, nothing) == 0
 
@@ -58,8 +58,8 @@ def test_numbers_are_read_after_the_last_step_that_is_no_padding():
     for row in range(3):
         torch.testing.assert_close(found[row], model(x[row][~padding[row]][None])[0])
     targets = torch.randn(3)
-    wanted = (found[:, 0] - targets).square().mean()
-    torch.testing.assert_close(model.loss(x, targets, key_padding_mask=padding), wanted)
+    expected = (found[:, 0] - targets).square().mean()
+    torch.testing.assert_close(model.loss(x, targets, key_padding_mask=padding), expected)
     with pytest.raises(ValueError, match="must have at least one step"):
         model(x[:, :0])
 
@@ -99,9 +99,9 @@ def test_impossible_configs_are_refused(changed, message):
 
 def test_targets_that_do_not_fit_are_refused():
     x = torch.randn(2, 3, 10)
-    with pytest.raises(ValueError, match=r"targets is torch.float32 of the shape \[2, 3, 7\], wanted"):
+    with pytest.raises(ValueError, match=r"targets is torch.float32 of shape \[2, 3, 7\], but must be"):
         small().loss(x, torch.zeros(2, 3, 7))
-    with pytest.raises(ValueError, match=r"targets is torch.int64 of the shape \[2, 3, 8\], wanted"):
+    with pytest.raises(ValueError, match=r"targets is torch.int64 of shape \[2, 3, 8\], but must be"):
         small().loss(x, torch.zeros(2, 3, 8, dtype=torch.long))
 
 

@@ -39,8 +39,8 @@ def tokens_of(*shape: int) -> torch.Tensor:
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
 
 
-def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
 def cross_attend(layer, z, x):
@@ -301,8 +301,8 @@ TOKENS = {"vocab_size": VOCAB}
         (lambda: perceiver(input_dim=3, grid=[4]), r"grid is \[4\], but must be None with .* positions 'learned'"),
         (lambda: perceiver(input_dim=3, grid=[0, 4], positions="none"), r"grid is \[0, 4\], but must be a list of 1 or more integers"),
         (lambda: perceiver(input_dim=3, grid=[], positions="none"), r"grid is \[\], but must be a list of 1 or more integers"),
-        (lambda: perceiver(input_dim=3, cross_heads=2), "cross_heads is 2, wanted a divisor of .* width 3"),
-        (lambda: perceiver_io(**TOKENS, n_classes=3, decoder_heads=3), "decoder_heads is 3, wanted a divisor of .* width 16"),
+        (lambda: perceiver(input_dim=3, cross_heads=2), "cross_heads is 2, but must be a divisor of .* width 3"),
+        (lambda: perceiver_io(**TOKENS, n_classes=3, decoder_heads=3), "decoder_heads is 3, but must be a divisor of .* width 16"),
         (lambda: perceiver_io(**TOKENS, n_classes=3, query_width=0), "query_width is 0, but must be an integer of at least 1"),
         (lambda: perceiver_io(**TOKENS, output="masked", tie_embeddings=True, query_width=8), "inputs as wide as query_width = 8"),
         (lambda: perceiver(**TOKENS, n_iterations=0), "n_iterations is 0, but must be an integer of at least 1"),
@@ -310,13 +310,13 @@ TOKENS = {"vocab_size": VOCAB}
         (lambda: perceiver_io(**TOKENS), "n_classes is None, but must be an integer"),
         (lambda: perceiver_io(**TOKENS, output="masked", n_classes=3), "n_classes is 3, but must be None with output 'masked'"),
         (lambda: perceiver_io(**TOKENS, output="masked", tie_embeddings=True, input_width=8), "inputs as wide as d_model = 16"),
-        (lambda: perceiver(input_dim=3)(normal(2, 5, 4)), r"x has the shape \[2, 5, 4\], wanted \[B, T, input_dim = 3\]"),
-        (lambda: perceiver(input_dim=3, grid=[4, 4], positions="none")(normal(2, 5, 3)), r"wanted \[B, X, Y, input_dim = 3\]"),
-        (lambda: perceiver(**TOKENS)(tokens_of(2, 13)), "length 13, wanted at most max_length = 12"),
-        (lambda: perceiver(**TOKENS)(tokens_of(2, 5) + VOCAB), "wanted ids in"),
+        (lambda: perceiver(input_dim=3)(normal(2, 5, 4)), r"x has shape \[2, 5, 4\], but must be \[B, T, input_dim = 3\]"),
+        (lambda: perceiver(input_dim=3, grid=[4, 4], positions="none")(normal(2, 5, 3)), r"but must be \[B, X, Y, input_dim = 3\]"),
+        (lambda: perceiver(**TOKENS)(tokens_of(2, 13)), "length 13, but must have at most max_length = 12"),
+        (lambda: perceiver(**TOKENS)(tokens_of(2, 5) + VOCAB), "but they must be in"),
         (lambda: perceiver(**TOKENS)(tokens_of(2, 5), key_padding_mask=torch.zeros(2, 4).bool()), "key_padding_mask has shape"),
-        (lambda: perceiver_io(**TOKENS, n_classes=3)(tokens_of(2, 5), queries=normal(2, 4, 15)), r"queries has the shape \[2, 4, 15\], wanted \[2, O, 16\]"),
-        (lambda: perceiver(**TOKENS).loss(tokens_of(2, 5), tokens_of(2, 5)), r"targets is .*\[2, 5\], wanted .*\[2\]"),
+        (lambda: perceiver_io(**TOKENS, n_classes=3)(tokens_of(2, 5), queries=normal(2, 4, 15)), r"queries has shape \[2, 4, 15\], but must be \[2, O, 16\]"),
+        (lambda: perceiver(**TOKENS).loss(tokens_of(2, 5), tokens_of(2, 5)), r"targets is .*\[2, 5\], but must be .*\[2\]"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_refused_in_one_sentence(call, message):

@@ -28,8 +28,8 @@ def tokens_of(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
 def read(model: PerceiverAR, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -50,8 +50,8 @@ def test_with_as_many_latents_as_tokens_it_is_the_decoder_with_its_weights():
             tokens, padding = tokens_of(2, 9), torch.zeros(2, 9, dtype=torch.bool)
             padding[1, :3] = True
             assert_same(model(tokens, n_latents=9), twin(tokens))
-            found, wanted = (m(tokens, key_padding_mask=padding, **n) for m, n in ((model, {"n_latents": 50}), (twin, {})))  # fmt: skip
-            assert_same(found[~padding], wanted[~padding])
+            found, expected = (m(tokens, key_padding_mask=padding, **n) for m, n in ((model, {"n_latents": 50}), (twin, {})))  # fmt: skip
+            assert_same(found[~padding], expected[~padding])
 
 
 def test_the_latents_are_what_the_definition_says():
@@ -75,11 +75,11 @@ def test_a_prompt_and_what_follows_give_the_logits_of_one_forward(attention, pos
     model = perceiver(attention=attention, positions=positions, norm=norm)
     tokens = tokens_of(2, 12)
     for prompt in (3, 4, 7, 12):  # fewer than the latents, as many, more, all
-        wanted = model(tokens, n_latents=min(4, prompt) + 12 - prompt)
+        expected = model(tokens, n_latents=min(4, prompt) + 12 - prompt)
         first, rest = tokens[:, :prompt], tokens[:, prompt:]
-        assert_same(read(model, [first, *rest.unbind(1)]), wanted)
-        assert_same(read(model, [first, rest]), wanted)
-        assert_same(read(model, [first[:, :0], first, rest[:, :2], *rest[:, 2:].unbind(1)]), wanted)
+        assert_same(read(model, [first, *rest.unbind(1)]), expected)
+        assert_same(read(model, [first, rest]), expected)
+        assert_same(read(model, [first[:, :0], first, rest[:, :2], *rest[:, 2:].unbind(1)]), expected)
     assert_same(read(model, list(tokens.unbind(1))), model(tokens, n_latents=12))
 
 
@@ -91,8 +91,8 @@ def test_a_carried_state_carries_gradients(attention):
     for logits in (model(tokens, n_latents=6), read(model, [tokens[:, :7], *tokens[:, 7:].unbind(1)])):
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.double)
         gradients.append(torch.autograd.grad((logits * weights).sum(), list(model.parameters())))
-    for found, wanted in zip(*gradients, strict=True):
-        assert_same(found, wanted)
+    for found, expected in zip(*gradients, strict=True):
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
@@ -139,9 +139,9 @@ def test_padding_anywhere_leaves_each_row_as_if_alone(attention, positions):
         assert_same(first[row, 4 - n :], model(alone)[0])
         rest = more[row][~unequal[row]].unsqueeze(0)
         whole = torch.cat([alone, rest, tokens[row : row + 1, :1]], dim=1)
-        wanted = model(whole, n_latents=n + rest.shape[1] + 1)[0]
-        assert_same(second[row, 2 - rest.shape[1] :], wanted[n:-1])
-        assert_same(third[row], wanted[-1])
+        expected = model(whole, n_latents=n + rest.shape[1] + 1)[0]
+        assert_same(second[row, 2 - rest.shape[1] :], expected[n:-1])
+        assert_same(third[row], expected[-1])
     assert state.position.tolist() == [14, 8, 10, 4]
 
 
@@ -252,12 +252,12 @@ def test_it_learns_to_copy_from_the_prefix():
         (lambda: perceiver(attention="linear"), ValueError, r"attention begins with 'linear', but must begin with 'softmax'.*\['softmax', 'linear'\]"),
         (lambda: perceiver(n_latents=0), ValueError, "n_latents is 0, but must be an integer of at least 1"),
         (lambda: perceiver(prefix_dropout=1), ValueError, r"prefix_dropout is 1, but must be a number in \[0, 1\)"),
-        (lambda: perceiver()(tokens_of(2, 5), n_latents=0), ValueError, "n_latents is 0, wanted at least 1"),
+        (lambda: perceiver()(tokens_of(2, 5), n_latents=0), ValueError, "n_latents is 0, but must be at least 1"),
         (lambda: perceiver()(tokens_of(1, 5), cu_seqlens=torch.tensor([0, 5], dtype=torch.int32)), UnsupportedError, "use key_padding_mask"),
         (lambda: perceiver()(tokens_of(2, 5), key_padding_mask=torch.zeros(2, 4).bool()), ValueError, r"key_padding_mask has shape \[2, 4\]"),
-        (lambda: perceiver().loss(tokens_of(2, 5), tokens_of(2, 4)), ValueError, r"targets is .*\[2, 4\], wanted .*\[2, 5\]"),
-        (lambda: perceiver()(tokens_of(2, 17)), ValueError, "length 17, wanted at most max_length = 16"),
-        (lambda: perceiver().prefill(tokens_of(2, 5), perceiver().init_state(3)), ValueError, r"state.position is torch.int64 of the shape \[3\]"),
+        (lambda: perceiver().loss(tokens_of(2, 5), tokens_of(2, 4)), ValueError, r"targets is .*\[2, 4\], but must be .*\[2, 5\]"),
+        (lambda: perceiver()(tokens_of(2, 17)), ValueError, "length 17, but must have at most max_length = 16"),
+        (lambda: perceiver().prefill(tokens_of(2, 5), perceiver().init_state(3)), ValueError, r"state.position is torch.int64 of shape \[3\]"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_refused_in_one_sentence(call, error, message):

@@ -23,15 +23,15 @@ def tokens(*shape):
 @pytest.mark.parametrize("cell", CELLS)
 def test_forward_is_prefill_is_step(cell):
     model, ids = make(cell), tokens(3, 9)
-    wanted = model(ids)
+    expected = model(ids)
     whole, after = model.prefill(ids, model.init_state(3))
-    torch.testing.assert_close(whole, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-12)
     first, state = model.prefill(ids[:, :4], model.init_state(3))
     logits = [first]
     for token in ids[:, 4:].unbind(1):
         one, state = model.step(token, state)
         logits.append(one[:, None])
-    torch.testing.assert_close(torch.cat(logits, 1), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=0, atol=1e-12)
     for a, b in zip(state.layers, after.layers, strict=True):
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
@@ -53,8 +53,8 @@ def test_padding_and_packing_change_nothing(cell):
     torch.testing.assert_close(model(padded, key_padding_mask=padding)[~padding], alone, rtol=0, atol=1e-12)
     targets = tokens(3, 8)
     loss = model.loss(padded, targets, key_padding_mask=padding)
-    wanted = torch.nn.functional.cross_entropy(alone, targets[~padding])
-    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-12)
+    expected = torch.nn.functional.cross_entropy(alone, targets[~padding])
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
 
 
 def test_a_saved_model_is_loaded_by_its_name(tmp_path):
@@ -115,7 +115,7 @@ def test_a_wrong_state_or_token_is_named():
         model.step(tokens(2), (0,))
     with pytest.raises(ValueError, match=r"state\.h is torch.float64"):
         model.step(tokens(2), model.init_state(3))
-    with pytest.raises(ValueError, match=r"token is torch.int64 of the shape \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"token is torch.int64 of shape \[2, 1\]"):
         model.step(tokens(2, 1), model.init_state(2))
     with pytest.raises(ValueError, match="ids from 0 to 12"):
         model(torch.tensor([[0, 12]]))

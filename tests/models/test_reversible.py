@@ -54,15 +54,15 @@ def test_outputs_and_gradients_are_those_of_ordinary_autograd(fields, dropout):
     x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
     padding = torch.arange(21) >= torch.tensor([[21], [13]])
     torch.manual_seed(5)
-    wanted = by_hand(stack, x, key_padding_mask=padding)
+    expected = by_hand(stack, x, key_padding_mask=padding)
     torch.manual_seed(5)
     found = stack(x, key_padding_mask=padding)
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, expected)
     torch.manual_seed(6)  # the backward draws what the forward drew, and leaves this generator alone
     before = torch.get_rng_state()
     found = gradients(found, x, stack)
     assert torch.equal(torch.get_rng_state(), before)
-    for ours, theirs in zip(found, gradients(wanted, x, stack), strict=True):
+    for ours, theirs in zip(found, gradients(expected, x, stack), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-11)
 
 
@@ -88,11 +88,11 @@ def test_choices_are_those_of_the_forward(attention, options, choices, monkeypat
     model = Decoder(DecoderConfig(**fields)) if causal else Encoder(EncoderConfig(n_classes=2, **fields))
     stack = model.double().stack
     x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
-    wanted = gradients(stack(x), x, stack)
+    expected = gradients(stack(x), x, stack)
     y, chosen = stack(x), []
     for choice in choices:
         monkeypatch.setattr(choice, lambda *_, **__: chosen.append(1))
-    for ours, theirs in zip(gradients(y, x, stack), wanted, strict=True):
+    for ours, theirs in zip(gradients(y, x, stack), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert not chosen
 
@@ -127,15 +127,15 @@ def test_reformer_keeps_a_byte_for_each_bucket():
 @pytest.mark.parametrize("fields", [{}, {"attention": "softmax"}, REFORMER, {"ff_chunk": 3}])
 def test_prefill_and_step_give_what_forward_gives(fields):
     model, tokens = decoder(**fields).eval(), tokens_of()
-    wanted = model(tokens)
+    expected = model(tokens)
     with torch.no_grad():
-        assert torch.equal(model(tokens), wanted)
+        assert torch.equal(model(tokens), expected)
     logits, state = model.prefill(tokens[:, :9], model.init_state(2))
     found = [logits]
     for token in tokens[:, 9:].unbind(1):
         logits, state = model.step(token, state)
         found.append(logits.unsqueeze(1))
-    torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_saved_model_is_reversible_again(tmp_path):
@@ -207,9 +207,9 @@ def test_what_does_not_fit_is_refused(make, message):
 def test_chunks_change_no_output_and_no_gradient():
     whole, chunked = decoder(reversible=False), decoder(reversible=False, ff_chunk=4)
     x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
-    y, wanted = chunked.stack(x), whole.stack(x)
-    torch.testing.assert_close(y, wanted, rtol=0, atol=1e-13)
-    for ours, theirs in zip(gradients(y, x, chunked.stack), gradients(wanted, x, whole.stack), strict=True):
+    y, expected = chunked.stack(x), whole.stack(x)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-13)
+    for ours, theirs in zip(gradients(y, x, chunked.stack), gradients(expected, x, whole.stack), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 

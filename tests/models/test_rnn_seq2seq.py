@@ -64,10 +64,12 @@ def ids():
 def test_every_way_to_read_a_target_is_equal(kind, config, options):
     model = made(kind, config, options)
     source, target, mask = ids()
-    wanted = model(source, target, key_padding_mask=mask)
+    expected = model(source, target, key_padding_mask=mask)
     weights = list(model.parameters())
-    gradients = torch.autograd.grad(wanted.square().sum(), weights, allow_unused=True, materialize_grads=True)
-    assert wanted.shape == (B, T, V)
+    gradients = torch.autograd.grad(
+        expected.square().sum(), weights, allow_unused=True, materialize_grads=True
+    )
+    assert expected.shape == (B, T, V)
     for plan in ([1, 1, 1, 1], [2, 2], [1, 3], [0, 4]):
         state, outputs, at = model.init_state(source, key_padding_mask=mask), [], 0
         before = map_tensors(torch.clone, state)
@@ -81,7 +83,7 @@ def test_every_way_to_read_a_target_is_equal(kind, config, options):
             outputs.append(logits)
             at += n
         found = torch.cat(outputs, 1)
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         for a, b in zip(leaves(first).values(), leaves(before).values(), strict=True):
             assert torch.equal(a, b)
         again = torch.autograd.grad(found.square().sum(), weights, allow_unused=True, materialize_grads=True)
@@ -93,12 +95,12 @@ def test_every_way_to_read_a_target_is_equal(kind, config, options):
 def test_padding_changes_nothing_and_is_not_looked_at(kind, config, options):
     model = made(kind, config, options)
     source, target, mask = ids()
-    wanted = model(source, target, key_padding_mask=mask)
+    expected = model(source, target, key_padding_mask=mask)
     other = source.masked_fill(mask, 2)
-    assert torch.equal(model(other, target, key_padding_mask=mask), wanted)
+    assert torch.equal(model(other, target, key_padding_mask=mask), expected)
     for row in range(B):
         alone = model(source[row : row + 1, ~mask[row]], target[row : row + 1])
-        torch.testing.assert_close(alone[0], wanted[row], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(alone[0], expected[row], rtol=1e-12, atol=1e-12)
     weights = model.attend(source, target, key_padding_mask=mask)
     assert weights.shape == (B, T, S)
     assert not weights.transpose(1, 2)[mask].any()
@@ -110,13 +112,13 @@ def test_rows_of_a_state_are_selected_saved_and_loaded(kind, config, options, tm
     model = made(kind, config, options)
     source, target, mask = ids()
     _, state = model.prefill(target[:, :2], model.init_state(source, key_padding_mask=mask))
-    wanted, _ = model.prefill(target[:, 2:], state)
+    expected, _ = model.prefill(target[:, 2:], state)
     rows = [2, 0, 0]
     found, _ = model.prefill(target[rows, 2:], select(state, rows))
-    torch.testing.assert_close(found, wanted[rows], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected[rows], rtol=1e-12, atol=1e-12)
     save(state, tmp_path / "state.safetensors")
     loaded = load(tmp_path / "state.safetensors", like=model.init_state(source[:1]))
-    assert torch.equal(model.prefill(target[:, 2:], loaded)[0], wanted)
+    assert torch.equal(model.prefill(target[:, 2:], loaded)[0], expected)
 
 
 @every
@@ -141,8 +143,8 @@ def test_the_loss_shifts_the_targets_itself(kind, config, options):
     found = model.loss(source, targets, key_padding_mask=mask)
     logits = model(source, target, key_padding_mask=mask)
     asked = targets != -100
-    wanted = -logits.log_softmax(-1)[asked].gather(1, targets[asked].unsqueeze(1)).mean()
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    expected = -logits.log_softmax(-1)[asked].gather(1, targets[asked].unsqueeze(1)).mean()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     nothing = model.loss(source, torch.full_like(targets, -100))
     assert float(nothing.detach()) == 0
 
@@ -199,8 +201,8 @@ def test_bahdanaus_decoder_is_that_of_the_equations(read):
             shown = s if read == "previous" else after
             pairs = model.readout.weight @ torch.cat([shown, E[token], c]) + model.readout.bias
             maxout = torch.stack([max(pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2)])
-            wanted = model.out.weight @ maxout + model.out.bias
-            torch.testing.assert_close(logits[b, t], wanted, rtol=1e-11, atol=1e-12)
+            expected = model.out.weight @ maxout + model.out.bias
+            torch.testing.assert_close(logits[b, t], expected, rtol=1e-11, atol=1e-12)
             s = after
 
 
@@ -258,8 +260,8 @@ def test_half_precision_is_finite(kind, config, options, dtype):
     assert model.loss(source, target.clamp(max=V - 1), key_padding_mask=mask).isfinite()
     exact = made(kind, config, options)
     exact.load_state_dict(model.state_dict())
-    wanted = exact(source, target, key_padding_mask=mask)
-    assert float((logits - wanted).detach().abs().max() / wanted.detach().abs().max()) < 0.05
+    expected = exact(source, target, key_padding_mask=mask)
+    assert float((logits - expected).detach().abs().max() / expected.detach().abs().max()) < 0.05
     with torch.autocast("cpu", dtype=torch.bfloat16):
         single = made(kind, config, options, torch.float32)
         single.loss(source, target.clamp(max=V - 1), key_padding_mask=mask).backward()
@@ -278,17 +280,17 @@ def test_empty_batches_and_targets(kind, config, options):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m, s, t, k: m(s[:, :0], t), "source has shape .*, wanted sentences of at least one token"),
+        (lambda m, s, t, k: m(s[:, :0], t), "source has shape .*, but must have at least one token"),
         (
             lambda m, s, t, k: m(s, t, key_padding_mask=torch.ones(B, S, dtype=torch.bool)),
-            "row 0 of source is nothing but padding, wanted at least one token",
+            "row 0 of source is nothing but padding, but must have at least one token",
         ),
-        (lambda m, s, t, k: m(s + V, t), r"source holds ids from .* wanted ids in \[0, 7\)"),
-        (lambda m, s, t, k: m(s, t + 1), r"tokens holds ids from .* wanted ids in \[0, 8\)"),
-        (lambda m, s, t, k: m.loss(s, t), r"targets holds values from .* wanted \[0, 7\)"),
-        (lambda m, s, t, k: m.loss(s, t[:, 0]), r"targets has the shape \[3\], wanted \[3, T\]"),
+        (lambda m, s, t, k: m(s + V, t), r"source holds ids from .* but they must be in \[0, 7\)"),
+        (lambda m, s, t, k: m(s, t + 1), r"tokens holds ids from .* but they must be in \[0, 8\)"),
+        (lambda m, s, t, k: m.loss(s, t), r"targets holds values from .* must be in \[0, 7\)"),
+        (lambda m, s, t, k: m.loss(s, t[:, 0]), r"targets has shape \[3\], but must be \[3, T\]"),
         (lambda m, s, t, k: m(s, t, key_padding_mask=k[:, 1:]), "key_padding_mask has shape"),
-        (lambda m, s, t, k: m.step(t, m.init_state(s)), "token is torch.int64 of the shape"),
+        (lambda m, s, t, k: m.step(t, m.init_state(s)), "token is torch.int64 of shape"),
         (
             lambda m, s, t, k: m.step(t[:2, 0], m.init_state(s)),
             "state.\\w is torch.float64 \\[3, .* must be torch.float64 \\[2, ",
@@ -360,8 +362,8 @@ def test_shallow_and_deep_fusion_are_their_equations():
         return with_context
 
     xs = [joined(y) for y in shallow.target_embedding(target[0])]
-    wanted = torch.stack(lstmn_steps(shallow.cell, xs, [read[-1]])[1:])[:, :8]
-    torch.testing.assert_close(shallow(source, target)[0], shallow.out(wanted))
+    expected = torch.stack(lstmn_steps(shallow.cell, xs, [read[-1]])[1:])[:, :8]
+    torch.testing.assert_close(shallow(source, target)[0], shallow.out(expected))
 
     deep = made(DeepLSTMNSeq2Seq, DeepLSTMNSeq2SeqConfig, {})
     read = torch.stack(lstmn_steps(deep.encoder, deep.source_embedding(source[0]), [zeros])[1:])
@@ -376,8 +378,8 @@ def test_shallow_and_deep_fusion_are_their_equations():
         gamma, alpha = (p @ read).split(8)
         return (gate + other.recurrent @ gamma).sigmoid() * alpha
 
-    wanted = lstmn_steps(other.cell, deep.target_embedding(target[0]), [read[-1]], taken_over)[1:]
-    torch.testing.assert_close(deep(source, target)[0], deep.out(torch.stack(wanted)[:, :8]))
+    expected = lstmn_steps(other.cell, deep.target_embedding(target[0]), [read[-1]], taken_over)[1:]
+    torch.testing.assert_close(deep(source, target)[0], deep.out(torch.stack(expected)[:, :8]))
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_weights_are_plain_safetensors(tmp_path):
             lambda x: x | {"stack.norm.weight": x["stack.norm.weight"].long()},
             "is torch.int64, but must be a floating",
         ),
-        (lambda x: x | {"stack.norm.weight": torch.ones(3)}, "has the shape [3], but must have [16]"),
+        (lambda x: x | {"stack.norm.weight": torch.ones(3)}, "has shape [3], but must have [16]"),
         (lambda x: x | {"extra": torch.ones(3)}, "holds 1 tensors unknown to this model, first 'extra'"),
         (lambda x: {n: t for n, t in x.items() if n != "stack.norm.weight"}, "lacks 1 tensors of this model"),
     ],

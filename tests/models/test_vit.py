@@ -26,8 +26,8 @@ def normal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def assert_same(found, wanted):
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("patch", [[3, 2], [2, 3, 2]], ids=str)
@@ -36,8 +36,8 @@ def test_the_patch_embedding_is_a_strided_convolution(patch):
     x = normal(3, 2, *(2 * p for p in patch[:-1]), 4 * patch[-1])
     convolve = F.conv2d if len(patch) == 2 else F.conv3d
     weight, bias = embedding.project.weight, embedding.project.bias
-    wanted = convolve(x, weight.reshape(16, 2, *patch), bias, stride=patch)
-    assert_same(embedding(x), wanted.flatten(2).mT)
+    expected = convolve(x, weight.reshape(16, 2, *patch), bias, stride=patch)
+    assert_same(embedding(x), expected.flatten(2).mT)
 
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
@@ -137,12 +137,12 @@ def test_a_saved_model_is_the_same_function(tmp_path):
 def test_recomputing_changes_nothing():
     model, x = vit().train(), normal(2, 2, 6, 8)
     model.loss(x, torch.tensor([0, 1])).backward()
-    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model.gradient_checkpointing = True
     model.loss(x, torch.tensor([0, 1])).backward()
     for name, p in model.named_parameters():
-        assert_same(p.grad, wanted[name])
+        assert_same(p.grad, expected[name])
 
 
 def test_it_compiles():
@@ -174,7 +174,7 @@ def test_wrong_settings_are_named(fields, message):
 
 
 def test_wrong_input_is_named():
-    with pytest.raises(ValueError, match=r"x is torch.float64 of the shape \[1, 2, 8, 6\], wanted .* \[B, 2, 6, 8\]"):  # fmt: skip
+    with pytest.raises(ValueError, match=r"x is torch.float64 of shape \[1, 2, 8, 6\], but must be .* \[B, 2, 6, 8\]"):  # fmt: skip
         vit()(normal(1, 2, 8, 6))
     with pytest.raises(ValueError, match=r"x is torch\.uint8"):
         vit()(torch.zeros(1, 2, 6, 8, dtype=torch.uint8))

@@ -68,12 +68,12 @@ def projected(theirs, x):
 def test_hugging_face_in_training_with_its_table(length):
     theirs, call = hugging_face(length)
     x = torch.randn(1, length, 8, dtype=torch.float64, requires_grad=True)
-    wanted = call(x)
+    expected = call(x)
     layout, drawn = Layout(BLOCK, random_blocks=RANDOM), table(theirs, length)
     found = bigbird_attention(*projected(theirs, x), layout, drawn.unsqueeze(0)).flatten(2)
     what = f"bigbird, {length // BLOCK} blocks, their table"
-    assert_agree(found, wanted, what, tolerance=1e-10, library=HUGGING_FACE)
-    (ours_dx,), (theirs_dx,) = gradients(found, [x]), gradients(wanted, [x])
+    assert_agree(found, expected, what, tolerance=1e-10, library=HUGGING_FACE)
+    (ours_dx,), (theirs_dx,) = gradients(found, [x]), gradients(expected, [x])
     assert_agree(ours_dx, theirs_dx, f"{what}: gradient", tolerance=1e-10, library=HUGGING_FACE)
 
 

@@ -42,10 +42,10 @@ def rows(weight, order, signs=(1, 1, 1, 1)):
 
 
 def compare(keras, ours, theirs, x, name, tolerance=1e-12):
-    y, wanted, library = ours(x), theirs(x), f"keras {keras.__version__}"
-    assert_agree(y, wanted, name, tolerance=tolerance, library=library)
-    found, wanted = (gradients(z, (x,))[0] for z in (y, wanted))
-    assert_agree(found, wanted, f"{name}: gradient of x", tolerance=tolerance, library=library)
+    y, expected, library = ours(x), theirs(x), f"keras {keras.__version__}"
+    assert_agree(y, expected, name, tolerance=tolerance, library=library)
+    found, expected = (gradients(z, (x,))[0] for z in (y, expected))
+    assert_agree(found, expected, f"{name}: gradient of x", tolerance=tolerance, library=library)
 
 
 def inputs():
@@ -91,8 +91,8 @@ def test_the_two_grus_are_two_functions(keras):
     order, signs = (1, 0, 2), (-1, 1, 1)
     W, U, b = (rows(w, order, signs) for w in (ours.input_proj.weight, ours.recurrent, ours.input_proj.bias))
     layer = keras.layers.GRU(N, return_sequences=True, reset_after=True, dtype="float64")
-    wanted = in_keras(layer, x, W.T, U.T, torch.stack([b, 0 * b]))(x)
-    assert (ours(x) - wanted).abs().max() > 1e-3
+    expected = in_keras(layer, x, W.T, U.T, torch.stack([b, 0 * b]))(x)
+    assert (ours(x) - expected).abs().max() > 1e-3
 
 
 def test_lstm(keras):

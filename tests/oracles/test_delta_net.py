@@ -24,8 +24,8 @@ def random_inputs(T=192, H=2, M=5):
 
 def agree(ours, theirs, inputs, what, library):
     assert_agree(ours, theirs, what, library=library)
-    found, wanted = gradients(ours, inputs), gradients(theirs, inputs)
-    for x, y in zip(found, wanted, strict=True):
+    found, expected = gradients(ours, inputs), gradients(theirs, inputs)
+    for x, y in zip(found, expected, strict=True):
         assert_agree(x, y, f"{what}, gradient {list(x.shape)}")
 
 

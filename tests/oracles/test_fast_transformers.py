@@ -50,13 +50,13 @@ def test_encoders(attention, causal, settings):
     ours = from_fast_transformers(theirs, causal=causal)
     x = normal(2, 30, 16).requires_grad_()
     mask = masking.TriangularCausalMask(30) if causal else masking.FullMask(30)
-    wanted = theirs(x, attn_mask=mask, length_mask=masking.LengthMask((~PADDING).sum(1), max_len=30))[
+    expected = theirs(x, attn_mask=mask, length_mask=masking.LengthMask((~PADDING).sum(1), max_len=30))[
         ~PADDING
     ]
     found = ours(x, key_padding_mask=PADDING)[~PADDING]
     what = f"encoder, {attention}, causal={causal}"
-    assert_agree(found, wanted, what, library=LIBRARY)
-    assert_agree(*(gradients(y, [x])[0] for y in (found, wanted)), f"{what}: gradient", library=LIBRARY)
+    assert_agree(found, expected, what, library=LIBRARY)
+    assert_agree(*(gradients(y, [x])[0] for y in (found, expected)), f"{what}: gradient", library=LIBRARY)
 
 
 @torch.no_grad()
@@ -76,10 +76,10 @@ def test_their_recurrent_form_is_our_step(attention, parallel):
     again = from_fast_transformers(theirs, causal=True)
     x, memory, state = normal(2, 30, 16), None, ours.init_state(2)
     for t in range(30):
-        wanted, memory = theirs(x[:, t], state=memory)
+        expected, memory = theirs(x[:, t], state=memory)
         found, state = ours.step(x[:, t], state)
         assert_agree(
-            found, wanted, f"encoder, {attention}, step by step", library=LIBRARY if t == 29 else None
+            found, expected, f"encoder, {attention}, step by step", library=LIBRARY if t == 29 else None
         )
     assert torch.equal(again(x), ours(x))
 
@@ -99,8 +99,8 @@ def random_features():
     ("make", "causal", "error", "message"),
     [
         (lambda: nn.Linear(2, 2), True, ValueError, "encoder is a Linear, but must be an encoder of fast_transformers"),
-        (lambda: encoder("linear"), True, ValueError, "causal is True, wanted False: encoder has LinearAttention"),
-        (lambda: encoder("causal-linear"), False, ValueError, "wanted True: encoder has CausalLinearAttention"),
+        (lambda: encoder("linear"), True, ValueError, "causal is True, expected False: encoder has LinearAttention"),
+        (lambda: encoder("causal-linear"), False, ValueError, "expected True: encoder has CausalLinearAttention"),
         (lambda: encoder("local", local_context=4), True, UnsupportedError, "encoder has LocalAttention, which has no counterpart"),
         (lambda: encoder("full", softmax_temp=0.3), True, UnsupportedError, "softmax_temp 0.3"),
         (other_features, False, UnsupportedError, r"other features than elu\(x\) \+ 1"),

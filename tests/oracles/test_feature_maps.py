@@ -26,10 +26,10 @@ def tokens(D=8):
 def assert_same_kernel(ours, theirs, what):
     q, k = tokens()
     found = ours.phi_q(q)[:, 0] @ ours.phi_k(k)[:, 0].T
-    wanted = theirs(q)[:, 0] @ theirs(k)[:, 0].T
-    assert_agree(found, wanted, f"kernel of {what}", library=LIBRARY)
+    expected = theirs(q)[:, 0] @ theirs(k)[:, 0].T
+    assert_agree(found, expected, f"kernel of {what}", library=LIBRARY)
     loss = torch.randn(20, 30, generator=torch.Generator().manual_seed(1))
-    for name, x, y in zip("qk", backward(found * loss, q, k), backward(wanted * loss, q, k), strict=True):
+    for name, x, y in zip("qk", backward(found * loss, q, k), backward(expected * loss, q, k), strict=True):
         assert_agree(x, y, f"gradient of {name}")
 
 

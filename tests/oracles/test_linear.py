@@ -35,8 +35,8 @@ def test_idiap_fast_transformers(causal):
     assert_agree(
         ours, theirs, f"linear attention, causal={causal}", library="pytorch-fast-transformers 0.4.0"
     )
-    found, wanted = gradients(ours, (q, k, v)), gradients(theirs, (q, k, v))
-    for name, x, y in zip("qkv", found, wanted, strict=True):
+    found, expected = gradients(ours, (q, k, v)), gradients(theirs, (q, k, v))
+    for name, x, y in zip("qkv", found, expected, strict=True):
         assert_agree(x, y, f"gradient of {name}")
 
 
@@ -60,8 +60,8 @@ def test_fla_naive_reference(normalize):
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     ours = linear_attention(phi.phi(q), phi.phi(k), v, causal=True, normalize=normalize)
     assert_agree(ours, theirs, f"linear attention, normalize={normalize}", library="fla-core 0.6.0")
-    found, wanted = gradients(ours, (q, k, v)), gradients(theirs, (q, k, v))
-    for name, x, y in zip("qkv", found, wanted, strict=True):
+    found, expected = gradients(ours, (q, k, v)), gradients(theirs, (q, k, v))
+    for name, x, y in zip("qkv", found, expected, strict=True):
         assert_agree(x, y, f"gradient of {name}")
 
 

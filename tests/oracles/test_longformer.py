@@ -73,15 +73,15 @@ def test_hugging_face(which):
     is_global, padding = marks(which)
     x = torch.randn(2, 24, 16, requires_grad=True)
     found = ours(x, key_padding_mask=padding, global_mask=is_global)[~padding]
-    wanted = theirs(x, is_global, padding)[~padding]
-    assert_agree(found, wanted, f"longformer, {which}", tolerance=1e-6, library=HUGGING_FACE)
+    expected = theirs(x, is_global, padding)[~padding]
+    assert_agree(found, expected, f"longformer, {which}", tolerance=1e-6, library=HUGGING_FACE)
     ours_parameters = [ours.qkv_proj.weight] + [ours.global_proj.weight] * bool(is_global.any())
     ours_x, *ours_weights = gradients(found, [x, *ours_parameters])
     attention = theirs.attention
     parts = [attention.query, attention.key, attention.value]
     if is_global.any():
         parts += [attention.query_global, attention.key_global, attention.value_global]
-    theirs_x, *theirs_weights = gradients(wanted, [x, *(part.weight for part in parts)])
+    theirs_x, *theirs_weights = gradients(expected, [x, *(part.weight for part in parts)])
     assert_agree(
         ours_x, theirs_x, f"longformer, {which}: gradient of x", tolerance=1e-6, library=HUGGING_FACE
     )
@@ -97,10 +97,10 @@ def test_their_gradient_in_fp64_is_nan_beside_ours(which):
     is_global, padding = marks(which)
     x = torch.randn(2, 24, 16, dtype=torch.float64, requires_grad=True)
     found = ours(x, key_padding_mask=padding, global_mask=is_global)[~padding]
-    wanted = theirs(x, is_global, padding)[~padding]
-    assert_agree(found, wanted, f"longformer, {which}", tolerance=1e-6)
+    expected = theirs(x, is_global, padding)[~padding]
+    assert_agree(found, expected, f"longformer, {which}", tolerance=1e-6)
     assert gradients(found, [x])[0].isfinite().all()
-    assert gradients(wanted, [x])[0].isnan().any()
+    assert gradients(expected, [x])[0].isnan().any()
 
 
 def test_theirs_wants_a_multiple_of_its_window():
@@ -111,5 +111,5 @@ def test_theirs_wants_a_multiple_of_its_window():
         theirs(x, nothing, nothing)
     whole = torch.nn.functional.pad(x, (0, 0, 0, 1))
     nothing, padding = torch.zeros(1, 24, dtype=torch.bool), torch.arange(24)[None] == 23
-    wanted = theirs(whole, nothing, padding)[:, :23]
-    assert_agree(ours(x, global_mask=nothing[:, :23]), wanted, "longformer, 23 tokens", tolerance=1e-6)
+    expected = theirs(whole, nothing, padding)[:, :23]
+    assert_agree(ours(x, global_mask=nothing[:, :23]), expected, "longformer, 23 tokens", tolerance=1e-6)

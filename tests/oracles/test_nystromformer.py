@@ -53,11 +53,11 @@ def hugging_face(*, length, n_heads=1, n_landmarks=4, width=None, d_model=8):
 def test_hugging_face(width):
     ours, theirs = hugging_face(length=32, width=width)
     x = torch.randn(1, 32, 8, requires_grad=True)
-    found, wanted = ours(x), theirs(x)[0]
+    found, expected = ours(x), theirs(x)[0]
     what = "nystromformer" if width is None else "nystromformer with its skip"
-    assert_agree(found, wanted, what, library=HUGGING_FACE)
+    assert_agree(found, expected, what, library=HUGGING_FACE)
     parameters = list(theirs.query.parameters())
-    theirs_x, theirs_weight, theirs_bias = gradients(wanted, [x, *parameters])
+    theirs_x, theirs_weight, theirs_bias = gradients(expected, [x, *parameters])
     ours_x, ours_weight, ours_bias = gradients(found, [x, *ours.qkv_proj.parameters()])
     assert_agree(ours_x, theirs_x, f"{what}: gradient of x", library=HUGGING_FACE)
     assert_agree(ours_weight[:8], theirs_weight, "gradient of the query projection")
@@ -134,10 +134,10 @@ def lucidrains(*, n_landmarks=4, width=None):
 def test_nystrom_attention(width):
     ours, theirs = lucidrains(width=width)
     x = torch.randn(1, 32, 8, requires_grad=True)
-    found, wanted = ours(x), theirs(x)
+    found, expected = ours(x), theirs(x)
     what = "nystromformer" if width is None else "nystromformer with its skip"
-    assert_agree(found, wanted, what, library=NYSTROM_ATTENTION)
-    theirs_x, theirs_weight = gradients(wanted, [x, theirs.to_qkv.weight])
+    assert_agree(found, expected, what, library=NYSTROM_ATTENTION)
+    theirs_x, theirs_weight = gradients(expected, [x, theirs.to_qkv.weight])
     ours_x, ours_weight = gradients(found, [x, ours.qkv_proj.weight])
     assert_agree(ours_x, theirs_x, f"{what}: gradient of x", library=NYSTROM_ATTENTION)
     assert_agree(ours_weight, theirs_weight, "gradient of the projections")
@@ -146,8 +146,8 @@ def test_nystrom_attention(width):
 def test_nystrom_attention_with_a_mask_that_leaves_the_segments_alike():
     ours, theirs = lucidrains()
     x, keep = torch.randn(1, 32, 8), torch.arange(32)[None] % 8 < 5  # 5 valid tokens in each segment of 8
-    found, wanted = ours(x, key_padding_mask=~keep), theirs(x, mask=keep)
-    assert_agree(found[keep], wanted[keep], "nystromformer with padding", library=NYSTROM_ATTENTION)
+    found, expected = ours(x, key_padding_mask=~keep), theirs(x, mask=keep)
+    assert_agree(found[keep], expected[keep], "nystromformer with padding", library=NYSTROM_ATTENTION)
 
 
 def test_theirs_attends_to_zeros_where_landmarks_do_not_divide_the_length():
@@ -155,6 +155,6 @@ def test_theirs_attends_to_zeros_where_landmarks_do_not_divide_the_length():
     x = torch.randn(1, 3, 8)
     zero_first = torch.cat([torch.zeros(1, 1, 8), x], 1)
     assert_agree(theirs(x), theirs(zero_first)[:, 1:], "three tokens against a zero and three tokens")
-    wanted = nystrom_reference(*theirs.to_qkv(x)[0].chunk(3, dim=-1), 2)
-    assert_agree(ours(x)[0], theirs.to_out(wanted), "ours against the equations")
+    expected = nystrom_reference(*theirs.to_qkv(x)[0].chunk(3, dim=-1), 2)
+    assert_agree(ours(x)[0], theirs.to_out(expected), "ours against the equations")
     assert (theirs(x) - ours(x)).abs().max() > 1e-3

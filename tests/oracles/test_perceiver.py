@@ -102,19 +102,19 @@ def test_hugging_face_perceiver_with_a_decoder(query_residual):
     logits = ours(x, key_padding_mask=keep == 0)
     what = f"Perceiver IO, query residual {query_residual}"
     assert_agree(logits, expected.logits[:, 0], what, tolerance=1e-10, library=HUGGING_FACE)
-    found, wanted = gradients(logits, [x]), gradients(expected.logits[:, 0], [x])
-    assert_agree(found[0], wanted[0], f"{what}, gradient", tolerance=1e-10, library=HUGGING_FACE)
+    found, expected = gradients(logits, [x]), gradients(expected.logits[:, 0], [x])
+    assert_agree(found[0], expected[0], f"{what}, gradient", tolerance=1e-10, library=HUGGING_FACE)
 
 
 def test_hugging_face_fourier_features():
     """Theirs begin with the coordinates, then have all sines, then all cosines."""
     theirs = pytest.importorskip("transformers.models.perceiver.modeling_perceiver")
     places = grid_positions([5, 7]).flatten(0, 1)
-    wanted = theirs.generate_fourier_features(places.unsqueeze(0), num_bands=4, max_resolution=(5, 7))
+    expected = theirs.generate_fourier_features(places.unsqueeze(0), num_bands=4, max_resolution=(5, 7))
     ours = fourier_features(places, 4, [5, 7], dtype=torch.float64).unflatten(-1, (2, 9))
     sines, cosines, coordinates = ours.split([4, 4, 1], dim=-1)
     found = torch.cat([coordinates.flatten(1), sines.flatten(1), cosines.flatten(1)], dim=-1)
-    assert_agree(found, wanted.view_as(found), "Fourier features", library=HUGGING_FACE)
+    assert_agree(found, expected.view_as(found), "Fourier features", library=HUGGING_FACE)
 
 
 @pytest.mark.parametrize(("depth", "share"), [(1, False), (2, False), (2, True), (4, True)])

@@ -32,9 +32,9 @@ def by_heads(x):
     return x.transpose(1, 2)
 
 
-def assert_same(found, wanted, inputs, what):
-    assert_agree(found, wanted, what, tolerance=1e-12, library=LIBRARY)
-    for name, x, y in zip("qkv", gradients(found, inputs), gradients(wanted, inputs), strict=True):
+def assert_same(found, expected, inputs, what):
+    assert_agree(found, expected, what, tolerance=1e-12, library=LIBRARY)
+    for name, x, y in zip("qkv", gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert_agree(x, y, f"{what}, gradient of {name}", tolerance=1e-12, library=LIBRARY)
 
 
@@ -48,8 +48,8 @@ def test_bidirectional_softmax_features(theirs, rows):
         theirs.softmax_kernel(x, projection_matrix=W, is_query=is_query, eps=0.0)
         for x, is_query in ((q, True), (k, False))
     ]
-    wanted = by_heads(theirs.linear_attention(*features, v))
-    assert_same(favor_attention(*inputs, phi)[0], wanted, inputs, f"FAVOR+, {rows} rows")
+    expected = by_heads(theirs.linear_attention(*features, v))
+    assert_same(favor_attention(*inputs, phi)[0], expected, inputs, f"FAVOR+, {rows} rows")
 
 
 def test_bidirectional_relu_features(theirs):
@@ -59,9 +59,9 @@ def test_bidirectional_relu_features(theirs):
     phi = FavorMap(16, "relu", Projection(1, 48, 16, "orthogonal", seed=0)).double()
     attention = theirs.FastAttention(16, nb_features=48, generalized_attention=True)
     attention.projection_matrix = phi.projection.weight[0]
-    wanted = by_heads(attention(q, k, v))
+    expected = by_heads(attention(q, k, v))
     found, _ = favor_attention(inputs[0] * 16**-0.25, inputs[1] * 16**-0.25, inputs[2], phi)
-    assert_same(found, wanted, inputs, "generalised features (ReLU)")
+    assert_same(found, expected, inputs, "generalised features (ReLU)")
 
 
 def test_its_module_differs_by_its_constant_only(theirs):
@@ -70,9 +70,13 @@ def test_its_module_differs_by_its_constant_only(theirs):
     phi = FavorMap(16, "positive", Projection(1, 48, 16, "orthogonal", seed=0)).double()
     attention = theirs.FastAttention(16, nb_features=48)
     attention.projection_matrix = phi.projection.weight[0]
-    wanted = by_heads(attention(*map(by_heads, (q, k, v))))
+    expected = by_heads(attention(*map(by_heads, (q, k, v))))
     assert_agree(
-        favor_attention(q, k, v, phi)[0], wanted, "FastAttention, eps = 1e-4", tolerance=0.01, library=LIBRARY
+        favor_attention(q, k, v, phi)[0],
+        expected,
+        "FastAttention, eps = 1e-4",
+        tolerance=0.01,
+        library=LIBRARY,
     )
 
 
@@ -113,9 +117,9 @@ def test_causal_hyperbolic_features():
     ).eval()
     theirs.feature_map.omega = phi.projection.weight[0].T.contiguous()
     lengths = masking.LengthMask(torch.tensor([100, 100]))
-    wanted = theirs(*inputs, masking.TriangularCausalMask(100), lengths, lengths)
+    expected = theirs(*inputs, masking.TriangularCausalMask(100), lengths, lengths)
     found, _ = favor_attention(*inputs, phi, causal=True)
     library, what = "pytorch-fast-transformers 0.4.0", "FAVOR+, hyperbolic, causal"
-    assert_agree(found, wanted, what, library=library)
-    for name, x, y in zip("qkv", gradients(found, inputs), gradients(wanted, inputs), strict=True):
+    assert_agree(found, expected, what, library=library)
+    for name, x, y in zip("qkv", gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert_agree(x, y, f"{what}, gradient of {name}", library=library)

@@ -60,10 +60,10 @@ def of_theirs(theirs, x, **arguments):
 @pytest.mark.parametrize("length", [16, 24, 64, 256])
 def test_one_round(length, num_buckets):
     theirs, ours, x = hugging_face(length=length, num_buckets=num_buckets)
-    found, wanted = ours(x), of_theirs(theirs, x)
+    found, expected = ours(x), of_theirs(theirs, x)
     what = f"one round, {length} tokens, n_buckets {num_buckets}"
-    assert_agree(found, wanted, what, tolerance=1e-10, library=HUGGING_FACE)
-    (a,), (b,) = gradients(found, [x]), gradients(wanted, [x])
+    assert_agree(found, expected, what, tolerance=1e-10, library=HUGGING_FACE)
+    (a,), (b,) = gradients(found, [x]), gradients(expected, [x])
     assert_agree(a, b, f"{what}, gradient", tolerance=1e-10, library=HUGGING_FACE)
 
 
@@ -80,12 +80,12 @@ def test_padding():
     padding = (torch.arange(64) >= 48).expand(2, 64)
     found = ours(x, key_padding_mask=padding)[:, :48]
     assert_agree(found, ours(x[:, :48]), "ours, without the padding", tolerance=1e-12)
-    wanted = of_theirs(theirs, x, attention_mask=(~padding).double())[:, :48]
-    different = (found - wanted).abs().amax((0, 2)) > 1e-9
+    expected = of_theirs(theirs, x, attention_mask=(~padding).double())[:, :48]
+    different = (found - expected).abs().amax((0, 2)) > 1e-9
     assert 0 < int(different.sum()) < 48  # of the first chunk of some head and row only
     alone = of_theirs(theirs, x[:, :48])
     assert (
-        float((wanted - alone).detach().abs().max()) > 1e-3
+        float((expected - alone).detach().abs().max()) > 1e-3
     )  # what padding there is changes what theirs gives
 
 
@@ -100,9 +100,9 @@ def published(ours, x):
 
 def test_the_published_causal_form():
     theirs, ours, x = hugging_face(length=64, causal=True)
-    found, wanted = published(ours, x), of_theirs(theirs, x)
-    assert_agree(found, wanted, "one round, causal as published", tolerance=1e-10, library=HUGGING_FACE)
-    (a,), (b,) = gradients(found, [x]), gradients(wanted, [x])
+    found, expected = published(ours, x), of_theirs(theirs, x)
+    assert_agree(found, expected, "one round, causal as published", tolerance=1e-10, library=HUGGING_FACE)
+    (a,), (b,) = gradients(found, [x]), gradients(expected, [x])
     what = "one round, causal as published, gradient"
     assert_agree(a, b, what, tolerance=1e-10, library=HUGGING_FACE)
 
@@ -150,7 +150,7 @@ def test_fast_transformers_in_one_round(monkeypatch):
     everything, lengths = masking.FullMask(T), masking.LengthMask(torch.tensor([T, T]))
     monkeypatch.setattr(torch, "argsort", lambda x, dim: x.sort(dim=dim, stable=True).indices)
     torch.manual_seed(SEED)
-    wanted = theirs(q, q, v, everything, lengths, lengths)
+    expected = theirs(q, q, v, everything, lengths, lengths)
     torch.manual_seed(SEED)
     planes = torch.empty(bits, D, dtype=torch.float64).normal_()
     buckets = hash_buckets((q @ planes.mT).unsqueeze(-2), (2 * bits,))
@@ -159,4 +159,4 @@ def test_fast_transformers_in_one_round(monkeypatch):
     later = place >= CHUNK
     # Its keys have no epsilon in their length, ours 1e-6 in the mean of squares.
     what = "one round, beyond the first chunk"
-    assert_agree(found[later], wanted[later], what, tolerance=1e-5, library=FAST_TRANSFORMERS)
+    assert_agree(found[later], expected[later], what, tolerance=1e-5, library=FAST_TRANSFORMERS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from agreement import assert_agree, gradients
 
-from unrolled.attention.rfa import RfaMap, rfa_attention
+from unrolled.attention.rfa import RfaMap, rfa_attention, signed_rfa_attention
 
 pytestmark = pytest.mark.oracles
 
@@ -31,11 +31,11 @@ def test_fourier_features(causal):
     mask = masking.TriangularCausalMask(T) if causal else masking.FullMask(T)
     lengths = masking.LengthMask(torch.tensor([T, T]))
     q_unit, k_unit = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-    wanted = theirs(q_unit, k_unit, v, mask, lengths, lengths)
-    found, _ = rfa_attention(phi(q), phi(k), v, signed=True, causal=causal)
+    expected = theirs(q_unit, k_unit, v, mask, lengths, lengths)
+    found, _ = signed_rfa_attention(phi(q), phi(k), v, causal=causal)
     what = f"random feature attention, causal={causal}"
-    assert_agree(found, wanted, what, library=LIBRARY)
-    for name, x, y in zip("qkv", gradients(found, inputs), gradients(wanted, inputs), strict=True):
+    assert_agree(found, expected, what, library=LIBRARY)
+    for name, x, y in zip("qkv", gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert_agree(x, y, f"{what}, gradient of {name}", library=LIBRARY)
 
 
@@ -50,5 +50,5 @@ def test_gates():
     keys, log_g = k * torch.sigmoid(-logits).unsqueeze(-1), torch.nn.functional.logsigmoid(logits)
     sums, _ = naive.naive_recurrent_simple_gla(q, keys, v, log_g, scale=1.0)
     divisors, _ = naive.naive_recurrent_simple_gla(q, keys, torch.ones_like(v), log_g, scale=1.0)
-    found, _ = rfa_attention(q, k, v, signed=False, gate_logits=logits, causal=True)
+    found, _ = rfa_attention(q, k, v, gate_logits=logits, causal=True)
     assert_agree(found, sums / divisors, "RFA-Gate", library="fla-core 0.6.0")

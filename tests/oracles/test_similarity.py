@@ -23,7 +23,7 @@ def test_scikit_learn_kernels(name, theirs, options):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 1, 8, dtype=torch.float64, generator=generator) for n in (20, 30, 30))
     weights = torch.from_numpy(kernel(q[0, :, 0].numpy(), k[0, :, 0].numpy(), **options))
-    wanted = weights @ v[0, :, 0] / weights.sum(-1, keepdim=True)
+    expected = weights @ v[0, :, 0] / weights.sum(-1, keepdim=True)
     ours = similarity_attention(q, k, v, SIMILARITIES[name]())[0, :, 0]
     library = f"scikit-learn {sklearn.__version__}"
-    assert_agree(ours, wanted, f"similarity attention, {name}", tolerance=1e-10, library=library)
+    assert_agree(ours, expected, f"similarity attention, {name}", tolerance=1e-10, library=library)

@@ -26,11 +26,11 @@ def test_exact_topk(causal):
     theirs = attention.ExactTopKAttention(topk=16, attention_dropout=0.0)
     mask = masking.TriangularCausalMask(60) if causal else masking.FullMask(60)
     lengths = masking.LengthMask(torch.tensor([60, 40]), max_len=60)
-    wanted = theirs(q, k, v, mask, lengths, lengths)
+    expected = theirs(q, k, v, mask, lengths, lengths)
     padding = torch.arange(60) >= torch.tensor([[60], [40]])
     found = topk_attention(q, k, v, 16, causal=causal, key_padding_mask=padding)
-    assert_agree(found, wanted, f"top-k attention, causal={causal}", library=LIBRARY)
-    for name, x, y in zip("qkv", gradients(found, (q, k, v)), gradients(wanted, (q, k, v)), strict=True):
+    assert_agree(found, expected, f"top-k attention, causal={causal}", library=LIBRARY)
+    for name, x, y in zip("qkv", gradients(found, (q, k, v)), gradients(expected, (q, k, v)), strict=True):
         assert_agree(x, y, f"top-k attention, causal={causal}, gradient of {name}", library=LIBRARY)
 
 
@@ -50,17 +50,17 @@ def test_clustered_with_the_same_clusters(n_keys):
     counts = torch.nn.functional.one_hot(cluster, 7).sum(2)
     theirs._create_query_groups = lambda *_: ((ordered.int(), counts.int()), order)
     full, S = masking.FullMask(60, 70), masking.LengthMask(torch.tensor([70, 50]), max_len=70)
-    wanted = theirs(q, k, v, full, masking.LengthMask(torch.tensor([60, 60]), max_len=60), S)
+    expected = theirs(q, k, v, full, masking.LengthMask(torch.tensor([60, 60]), max_len=60), S)
     padding = torch.arange(70) >= torch.tensor([[70], [50]])
     found = clustered_attention(q, k, v, cluster.transpose(1, 2), 7, n_keys, key_padding_mask=padding)
     what = "improved clustered attention" if n_keys else "clustered attention"
-    assert_agree(found, wanted, what, library=LIBRARY)
+    assert_agree(found, expected, what, library=LIBRARY)
     if n_keys:  # their gradient takes the weight of the kept keys for a constant
         ours = gradients(with_constant_mass(q, k, v, cluster, n_keys, padding), (q, k, v))
         assert (gradients(found, (q, k, v))[0] - ours[0]).abs().max() > 1e-2
     else:
         ours = gradients(found, (q, k, v))
-    for name, x, y in zip("qkv", ours, gradients(wanted, (q, k, v)), strict=True):
+    for name, x, y in zip("qkv", ours, gradients(expected, (q, k, v)), strict=True):
         assert_agree(x, y, f"{what}, gradient of {name}" + " with m constant" * bool(n_keys), library=LIBRARY)
 
 

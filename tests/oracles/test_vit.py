@@ -61,9 +61,9 @@ def test_hugging_face_vit_model():
     ours = ViT(ViTConfig(**SIZES)).double().eval()
     copy_encoder(ours, theirs)
     x = normal(2, 3, 12, 12)
-    found, wanted = ours.tokens(x), theirs(x).last_hidden_state
-    assert_agree(found, wanted, "ViT, all tokens", tolerance=1e-12, library=HUGGING_FACE)
-    for a, b in zip(gradients(found, [x]), gradients(wanted, [x]), strict=True):
+    found, expected = ours.tokens(x), theirs(x).last_hidden_state
+    assert_agree(found, expected, "ViT, all tokens", tolerance=1e-12, library=HUGGING_FACE)
+    for a, b in zip(gradients(found, [x]), gradients(expected, [x]), strict=True):
         assert_agree(a, b, "ViT, gradient of the image", tolerance=1e-12, library=HUGGING_FACE)
 
 
@@ -87,6 +87,6 @@ def test_hugging_face_vit_at_another_resolution():
     ours = ViT(ViTConfig(**SIZES | {"patch_size": [4, 4]})).double().eval()
     copy_encoder(ours, theirs)
     x = normal(2, 3, 20, 16)
-    wanted = theirs(x, interpolate_pos_encoding=True).last_hidden_state
+    expected = theirs(x, interpolate_pos_encoding=True).last_hidden_state
     found = ours.resized([20, 16]).tokens(x)
-    assert_agree(found, wanted, "ViT, positions interpolated", tolerance=1e-12, library=HUGGING_FACE)
+    assert_agree(found, expected, "ViT, positions interpolated", tolerance=1e-12, library=HUGGING_FACE)

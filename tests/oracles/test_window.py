@@ -25,11 +25,11 @@ def test_local_attention_of_an_exact_window(causal, w):
     library = pytest.importorskip("local_attention")
     theirs = library.LocalAttention(w, causal=causal, exact_windowsize=True, use_rotary_pos_emb=False)
     xs = inputs(24)
-    wanted = theirs(*(x.transpose(1, 2) for x in xs)).transpose(1, 2)
+    expected = theirs(*(x.transpose(1, 2) for x in xs)).transpose(1, 2)
     found, _ = dilated_window_attention(*xs, window_size=(w, 0 if causal else w), dilation=[1, 1, 1])
     what = f"window of {w} keys {'before' if causal else 'on each side'}"
-    assert_agree(found, wanted, what, tolerance=1e-10, library=LOCAL_ATTENTION)
-    for name, a, b in zip("qkv", gradients(found, xs), gradients(wanted, xs), strict=True):
+    assert_agree(found, expected, what, tolerance=1e-10, library=LOCAL_ATTENTION)
+    for name, a, b in zip("qkv", gradients(found, xs), gradients(expected, xs), strict=True):
         assert_agree(a, b, f"{what}: gradient of {name}", tolerance=1e-10)
 
 
@@ -40,12 +40,12 @@ def test_their_own_padding_is_read_unless_a_mask_says_otherwise():
     )
     xs = inputs(21)
     q, k, v = (x.transpose(1, 2) for x in xs)
-    wanted = theirs(q, k, v, mask=torch.ones(2, 21, dtype=torch.bool)).transpose(1, 2)
+    expected = theirs(q, k, v, mask=torch.ones(2, 21, dtype=torch.bool)).transpose(1, 2)
     found, _ = dilated_window_attention(*xs, window_size=(4, 4), dilation=[1, 1, 1])
-    assert_agree(found, wanted, "21 tokens", tolerance=1e-10, library=LOCAL_ATTENTION)
+    assert_agree(found, expected, "21 tokens", tolerance=1e-10, library=LOCAL_ATTENTION)
     unmasked = theirs(q, k, v).transpose(1, 2)
-    assert (unmasked - wanted)[:, -4:].abs().max() > 1e-3
-    assert_agree(unmasked[:, :17], wanted[:, :17], "tokens that the end is too far from", tolerance=1e-10)
+    assert (unmasked - expected)[:, -4:].abs().max() > 1e-3
+    assert_agree(unmasked[:, :17], expected[:, :17], "tokens that the end is too far from", tolerance=1e-10)
 
 
 def test_their_default_window_reaches_less_far_from_the_end_of_a_block():

@@ -1,11 +1,12 @@
-r"""DeltaNet: attention with the delta rule, which erases what a key holds before it writes a new value.
+r"""DeltaNet: linear attention that replaces what a key retrieves, rather than adding to it.
 
     S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t
 
-Queries and keys have length 1, q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is
-b = max_beta sigmoid(W_b x). `ops/delta` has the rule and its chunked form.
+In two steps: the state decays, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves the value that k_t
+retrieves towards v_t, one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Queries and keys
+have length 1, q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is b = max_beta sigmoid(W_b x).
 
-DeltaNet has a = 1. Gated DeltaNet (`gated=True`) forgets, log a = -exp(A) softplus(W_a x + c) with A and c
+DeltaNet has a = 1. Gated DeltaNet (`gated=True`) decays, log a = -exp(A) softplus(W_a x + c) with A and c
 learned per head, and gates its output by silu(W_g x).
 
 Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
@@ -14,23 +15,30 @@ Hatamizadeh 2024, "Gated Delta Networks", arXiv 2412.06464: eq. 10 (the gated ru
 The decay is that of Mamba-2 (arXiv 2405.21060); max_beta = 2 lets the state change sign along a key
 (arXiv 2411.12537).
 
+In chunks of C tokens (`ops/delta/chunked.py`), with L the cumulative log a of a chunk, D_ij = exp(L_i - L_j)
+for i >= j, and S the state before it, the C corrections of a chunk solve a triangular system:
+
+    (I + tril(diag(b) K K^T * D, -1)) [U, W] = diag(b) [V, diag(e^L) K]
+    N = U - W S        O = diag(e^L) Q S + (Q K^T * D) N        S' = e^(L_C) S + (diag(e^(L_C - L)) K)^T N
+
 Cost per head: in training time O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)), with C = 32, or 64 for
 heads wider than 64; per generated token time, memory and state O(D M).
 Cannot: attend in both directions or to another sequence, nor honour an `attn_mask`. There is no denominator,
 so each head's output is normalised. The short convolutions of the published models are left out.
 Equals softmax attention: never. With b = 1, no decay and orthonormal keys it retrieves each value exactly.
 
-With `rotary`, queries and keys are rotated after normalisation; rotation keeps their length.
+With `rotary`, queries and keys are rotated after they are scaled to length 1, which rotation keeps.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
+from unrolled.attention._state import advance
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.delta import delta_rule, delta_rule_step
 from unrolled.ops.dense import Linear
@@ -58,18 +66,24 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
     """DeltaNet and Gated DeltaNet.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`;
-            `causal` has to be True. Each of the G key and value heads has a state, a rate and a decay.
-        gated: let the state decay and gate the output.
+        d_model, n_heads, common: see `MultiHeadAttention`;
+            must be causal. Each of the G key and value heads has a state, a rate and a decay.
+        gated: let the state decay, and gate the output.
         max_beta: largest rate, in (0, 2]; above 1 the state may change sign along a key.
     """
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True)
 
     def __init__(
-        self, d_model: int, n_heads: int, *, gated: bool = False, max_beta: float = 1.0, **shared: Any
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        gated: bool = False,
+        max_beta: float = 1.0,
+        **common: Unpack[CommonOptions],
     ):
-        super().__init__(d_model, n_heads, **shared)
+        super().__init__(d_model, n_heads, **common)
         check_finite(max_beta=max_beta)
         if not 0 < max_beta <= 2:
             raise ValueError(f"max_beta is {max_beta}, but must be above 0 and at most 2")
@@ -79,13 +93,13 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         if gated:
             self.decay_proj = Linear(d_model, self.n_kv_heads, bias=False)
             self.gate_proj = Linear(d_model, n_heads * self.value_dim)
-            # As in Mamba-2: a random pace per head, and softplus(decay_bias) from 0.001 to 0.1.
+            # Initialised as in Mamba-2: a random pace per head, and softplus(decay_bias) from 0.001 to 0.1.
             self.log_pace = nn.Parameter(torch.empty(self.n_kv_heads).uniform_(1, 16).log())
             begin = torch.empty(self.n_kv_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
             self.decay_bias = nn.Parameter(begin.expm1().log())
 
     def read_input(self, x: Tensor) -> Rates:
-        """Read the rates b and the logarithm of the decays a, `[...,G]` each."""
+        """Compute the rates b and the logarithms of the decays a, `[...,G]` each."""
         dtype = accumulation_dtype(x.dtype)
         beta = self.max_beta * self.beta_proj(x).to(dtype).sigmoid()
         if not self.gated:
@@ -94,7 +108,7 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         return Rates(beta, -pace * softplus(self.decay_proj(x).to(dtype) + self.decay_bias.to(dtype)))
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
-        """Normalise each head, gate it, and project back."""
+        """Normalise each head, gate it if configured, and project back."""
         o = self.norm(o)
         if self.gated:
             o = o * silu(self.gate_proj(x).unflatten(-1, o.shape[-2:]))
@@ -102,13 +116,10 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
 
     def attend(self, heads: Heads[Rates], masks: Masks) -> Tensor:
         """Run over whole sequences."""
-        q, k, v, beta, log_decay = self._rule(heads)
-        padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
-        o, _ = delta_rule(q, k, v, beta, log_decay=log_decay, key_padding_mask=padding, cu_seqlens=cu_seqlens)
-        return o
+        return self._run(heads, None, masks)[0]
 
     def init_state(self, batch_size: int) -> DeltaNetState:
-        """Make the state of `batch_size` sequences that have not begun: zeros."""
+        """Make the state of `batch_size` sequences before their first token: zeros."""
         like, sizes = self.out_proj.weight, (self.n_kv_heads, self.head_dim, self.value_dim)
         kv = like.new_zeros(batch_size, *sizes, dtype=self.state_dtype)
         return DeltaNetState(kv, like.new_zeros(batch_size, dtype=torch.long))
@@ -117,12 +128,12 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         self, heads: Heads[Rates], state: DeltaNetState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, DeltaNetState]:
         """Run over whole sequences, from a state to a state."""
+        o, kv = self._run(heads, state.kv, Masks(key_padding_mask))
+        return o, DeltaNetState(kv, advance(state.position, heads.q, key_padding_mask))
+
+    def _run(self, heads: Heads[Rates], state: Tensor | None, masks: Masks) -> tuple[Tensor, Tensor]:
         q, k, v, beta, log_decay = self._rule(heads)
-        o, kv = delta_rule(
-            q, k, v, beta, log_decay=log_decay, key_padding_mask=key_padding_mask, state=state.kv
-        )
-        seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
-        return o, DeltaNetState(kv, state.position + seen)
+        return delta_rule(q, k, v, beta, log_decay=log_decay, state=state, **masks.of_keys())
 
     def step_heads(self, heads: Heads[Rates], state: DeltaNetState) -> tuple[Tensor, DeltaNetState]:
         """Run one step of the recurrence."""
@@ -140,6 +151,6 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """silu(x) at length 1, or shorter where it is next to 0."""
+    """Return silu(x) scaled to length 1, or shorter where it is close to 0."""
     x = silu(x.to(accumulation_dtype(x.dtype)))
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -1,9 +1,9 @@
-"""One step of a model, compiled ahead of time by AOTInductor into a package that runs without Python code.
+"""One step of a model, compiled ahead of time by AOTInductor into a package that runs without Python.
 
 A package is native code for the kind of machine that compiled it. Loading executes it: load only your own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,13 @@ PACKAGE = "step.pt2"
 class AotModel(ExportedModel):
     """An exported model in AOTInductor, which reads a prompt token by token."""
 
-    def __init__(self, manifest: Manifest, package: Any) -> None:
+    def __init__(self, manifest: Manifest, package: Callable[..., list[Tensor]]) -> None:
         super().__init__(manifest, piece=1)
         self._package = package
 
     @torch.inference_mode()
     def _call(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = self._package(*(x.contiguous() for x in inputs))
-        return found
+        return self._package(*(x.contiguous() for x in inputs))
 
 
 def export_aot(model: Any, folder: str | Path) -> Manifest:

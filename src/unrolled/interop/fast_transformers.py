@@ -1,17 +1,17 @@
-"""Encoders of idiap's fast-transformers, in its parallel and in its recurrent form, as stacks of blocks here.
+"""Encoders of idiap's fast-transformers, parallel or recurrent, as stacks of blocks.
 
 Katharopoulos, Vyas, Pappas and Fleuret 2020, "Transformers are RNNs", arXiv 2006.16236. This
 module does not import the library, pytorch-fast-transformers 0.4.0.
 """
 
-from typing import Any, Literal
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import copy_last_norm, copy_linear, copy_norms_and_feed_forward
-from unrolled.models.config import TransformerConfig
+from unrolled.interop.copying import Foreign
+from unrolled.interop.encoder_stack import check_alike, shape_of, stack_like
 from unrolled.models.stack import Stack
 
 KINDS = {
@@ -24,7 +24,7 @@ KINDS = {
 """Per attention class of theirs: our mechanism, and whether it is causal (None: depends on the mask)."""
 
 
-def from_fast_transformers(encoder: Any, *, causal: bool) -> Stack:
+def from_fast_transformers(encoder: Foreign, *, causal: bool) -> Stack:
     """Make a stack of post-norm blocks with the weights, dtype, device and mode of `encoder`.
 
     `forward(x [B,T,d_model], key_padding_mask=)` is their parallel encoder and `step(x [B,d_model], state)`,
@@ -47,46 +47,31 @@ def from_fast_transformers(encoder: Any, *, causal: bool) -> Stack:
         raise ValueError(
             f"encoder is a {type(encoder).__name__}, but must be an encoder of fast_transformers"
         )
-    layers: list[Any] = list(encoder.layers)
-    kinds = {type(layer.attention.inner_attention).__name__ for layer in layers}
-    sizes = {(_activation(x.activation), *(tuple(p.shape) for p in x.parameters())) for x in layers}
-    if len(kinds) > 1 or len(sizes) > 1:
-        raise UnsupportedError("encoder has layers that differ in size or kind; a stack here has equal ones")
-    first, mechanism = layers[0], _mechanism(layers, kinds.pop(), causal)
-    projections, like = first.attention, first.linear1.weight
-    heads = projections.n_heads
-    widths = {
-        "head_dim": projections.query_projection.out_features // heads,
-        "value_dim": projections.value_projection.out_features // heads,
-    }
-    stack = Stack(
-        TransformerConfig(
-            d_model=first.linear1.in_features,
-            n_layers=len(layers),
-            n_heads=heads,
-            d_ff=first.linear1.out_features,
-            attention=mechanism,
-            attention_options={mechanism: widths},
-            norm="post",
-            norm_eps=first.norm1.eps,
-            activation=_activation(first.activation),
-            positions="none",
-            dropout=first.dropout.p,
-        ),
+    layers: list[Foreign] = list(encoder.layers)
+    kinds = [type(layer.attention.inner_attention).__name__ for layer in layers]
+    check_alike(kinds, [shape_of(layer) for layer in layers])
+    first = layers[0].attention
+    return stack_like(
+        encoder,
+        _projections,
         causal=causal,
-    ).to(like)
-    for block, layer in zip(list[Any](stack.blocks), layers, strict=True):
-        theirs = layer.attention
-        q, k, v = theirs.query_projection, theirs.key_projection, theirs.value_projection
-        copy_linear(block.attention.qkv_proj, q, k, v)
-        copy_linear(block.attention.out_proj, theirs.out_projection)
-        copy_norms_and_feed_forward(block, layer)
-    if encoder.norm is not None:
-        stack.norm = copy_last_norm(encoder.norm, like)
-    return stack.train(encoder.training)
+        n_heads=first.n_heads,
+        norm="post",
+        dropout=layers[0].dropout.p,
+        attention=_mechanism(layers, kinds[0], causal),
+        options={
+            "head_dim": first.query_projection.out_features // first.n_heads,
+            "value_dim": first.value_projection.out_features // first.n_heads,
+        },
+    )
 
 
-def _mechanism(layers: list[Any], kind: str, causal: bool) -> str:
+def _projections(layer: Foreign) -> tuple[list[Foreign], Foreign]:
+    theirs = layer.attention
+    return [theirs.query_projection, theirs.key_projection, theirs.value_projection], theirs.out_projection
+
+
+def _mechanism(layers: list[Foreign], kind: str, causal: bool) -> str:
     """Return our mechanism for the attention class `kind`, after checking the options of its layers."""
     if kind not in KINDS:
         raise UnsupportedError(f"encoder has {kind} attention, but must have one of {sorted(KINDS)}")
@@ -105,15 +90,9 @@ def _mechanism(layers: list[Any], kind: str, causal: bool) -> str:
 
 
 @torch.no_grad()
-def _is_elu(feature_map: Any, like: torch.Tensor) -> bool:
+def _is_elu(feature_map: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> bool:
     """Test the feature map numerically: theirs is an anonymous function."""
     if type(feature_map).__name__ != "ActivationFunctionFeatureMap":
         return False
     x = torch.linspace(-3, 3, 100, device=like.device, dtype=like.dtype)
     return torch.allclose(feature_map(x), F.elu(x) + 1)
-
-
-def _activation(f: Any) -> Literal["gelu", "relu"]:
-    if f in (F.relu, F.gelu):
-        return "relu" if f is F.relu else "gelu"
-    raise UnsupportedError(f"encoder has the activation {f!r}; relu and gelu are supported")

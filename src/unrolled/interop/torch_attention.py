@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled import attention as mechanisms
-from unrolled.attention.base import Masks, MultiHeadAttention, Projected
+from unrolled.attention.base import Masks, Projected
 from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear, linear
@@ -53,7 +53,7 @@ class MultiheadAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
         attention: str = "softmax",
@@ -74,9 +74,7 @@ class MultiheadAttention(nn.Module):
         )
         # If True, torch's encoder layer would compute softmax attention itself.
         self._qkv_same_embed_dim = False
-        mechanism: MultiHeadAttention[Any, Any] = mechanisms.load(attention)(
-            embed_dim, num_heads, causal=causal, bias=bias, **options
-        )
+        mechanism = mechanisms.load(attention)(embed_dim, num_heads, causal=causal, bias=bias, **options)
         if mechanism.qkv_proj.weight.shape != (3 * embed_dim, embed_dim):
             raise UnsupportedError(
                 f"{attention!r} attention with these options has other projections than torch's"

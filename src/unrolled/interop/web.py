@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import unrolled
 from unrolled import models
@@ -39,6 +39,20 @@ SHA256 = {
 INDEX = "models.json"
 LICENCES = {"LICENSE": "LICENSE.txt", "ThirdPartyNotices.txt": "ThirdPartyNotices.txt"}
 TIMEOUT = 600.0  # seconds for npm to fetch 33 MB
+Vocabulary = dict[str, object]
+"""The contents of a `vocabulary.json`."""
+
+
+class Entry(TypedDict):
+    """A model in `models.json`."""
+
+    name: str
+    title: str
+    kind: str
+    attention: object
+    transformer: bool
+    group: str
+    bytes: int
 
 
 def write_site(
@@ -48,7 +62,7 @@ def write_site(
     runtime: str | Path | None = None,
     webgpu: bool = False,
     opset: int = 20,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, object] | None = None,
 ) -> Path:
     """Write a page that runs the models of some training runs.
 
@@ -82,7 +96,7 @@ def write_site(
     notices = _notices()
 
     with writing_folder(out) as page:
-        entries = []
+        entries: list[Entry] = []
         for name, run in runs.items():
             folder = page / "models" / name
             written = onnx.export(
@@ -98,7 +112,7 @@ def write_site(
         for source in Path(unrolled.__file__).with_name("web").iterdir():
             _copy(source, page / source.name)
         _write_runtime(page / "runtime", found, notices)
-        _write_json(page / INDEX, _told_apart(entries))
+        _write_json(page / INDEX, _distinguished(entries, vocabularies))
     return out
 
 
@@ -162,7 +176,7 @@ def _builds(webgpu: bool) -> dict[str, dict[str, str]]:
     return {name: build for name, build in BUILDS.items() if webgpu or name == "wasm"}
 
 
-def _fetch(wanted: Mapping[str, Path]) -> None:
+def _fetch(files: Mapping[str, Path]) -> None:
     """Unpack files of the package, downloaded by npm from its configured registry."""
     otherwise = (
         f"fetch it with `npm pack {PACKAGE}@{VERSION}` where there is a network, unpack it, "
@@ -180,7 +194,7 @@ def _fetch(wanted: Mapping[str, Path]) -> None:
         (archive,) = Path(name).glob("*.tgz")
         with tarfile.open(archive) as package:
             members = {member.name: member for member in package if member.isfile()}
-            for file, path in wanted.items():
+            for file, path in files.items():
                 member = members.get(f"package/dist/{file}")
                 reader = None if member is None else package.extractfile(member)
                 content = b"" if reader is None else reader.read()
@@ -199,7 +213,7 @@ def _notices() -> list[Path]:
     return [Path(spec.origin).with_name(name) for name in LICENCES]
 
 
-def _vocabulary(name: str, run: Path) -> dict[str, Any]:
+def _vocabulary(name: str, run: Path) -> Vocabulary:
     if not name or Path(name).name != name or name.startswith("."):
         raise ValueError(
             f"the name of a model is {name!r}, but must be a plain file name: it becomes a folder of the page"
@@ -208,7 +222,7 @@ def _vocabulary(name: str, run: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{run} is not a run folder of unrolled train: it has no vocabulary.json")
     try:
-        vocabulary: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        vocabulary: Vocabulary = dict(json.loads(path.read_text(encoding="utf-8")))
         kind = vocabulary["kind"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
@@ -219,17 +233,17 @@ def _vocabulary(name: str, run: Path) -> dict[str, Any]:
     return vocabulary
 
 
-def _entry(name: str, model: Mapping[str, Any], vocabulary: Mapping[str, Any], size: int) -> dict[str, Any]:
+def _entry(name: str, model: Mapping[str, object], vocabulary: Vocabulary, size: int) -> Entry:
     attention = model.get("attention", model.get("cell"))
     if isinstance(attention, list):
         attention = attention[0] if len(set(attention)) == 1 else "mixed"
     words = str(attention).replace("_", " ")
     title = f"{words.capitalize()} attention" if "attention" in model else words.upper()
+    sizes = vocabulary.get("shape")
     if vocabulary.get("data"):
-        group = vocabulary["data"]
-    elif vocabulary["kind"] == "image":
-        height, width = vocabulary["shape"]
-        group = f"{height} × {width} pixels"
+        group = str(vocabulary["data"])
+    elif isinstance(sizes, list):
+        group = f"{sizes[0]} × {sizes[1]} pixels"
     else:
         group = "Text" if vocabulary["kind"] == "text" else "Token ids"
     return {
@@ -240,19 +254,18 @@ def _entry(name: str, model: Mapping[str, Any], vocabulary: Mapping[str, Any], s
         "transformer": "attention" in model,
         "group": group,
         "bytes": size,
-        "vocabulary": {name: value for name, value in vocabulary.items() if name != "data"},
     }
 
 
-def _told_apart(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _distinguished(entries: list[Entry], vocabularies: Mapping[str, Vocabulary]) -> list[Entry]:
     """Make the names of groups and the titles of models unique by appending model names."""
-    groups: dict[str, Any] = {}  # the vocabulary of each
+    groups: dict[str, Vocabulary] = {}
     titles: set[tuple[str, str]] = set()
     for entry in entries:
-        vocabulary = entry.pop("vocabulary")
-        known = [group for group, its in groups.items() if its == vocabulary]
-        if known:
-            entry["group"] = known[0]
+        vocabulary = {key: value for key, value in vocabularies[entry["name"]].items() if key != "data"}
+        same = [group for group, other in groups.items() if other == vocabulary]
+        if same:
+            entry["group"] = same[0]
         elif entry["group"] in groups:
             entry["group"] += f": {entry['name']}"
         groups[entry["group"]] = vocabulary
@@ -270,5 +283,5 @@ def _copy(source: Path, target: Path) -> None:
     write_file(target, source.read_bytes())
 
 
-def _write_json(path: Path, content: Any) -> None:
+def _write_json(path: Path, content: object) -> None:
     write_file(path, json.dumps(content, indent=1, ensure_ascii=False))

@@ -1,14 +1,10 @@
-"""Models made from a config: Transformers of any attention mechanism, recurrent ones of any cell."""
+"""Models made from a config: transformers with any attention mechanism, recurrent models with any cell."""
 
 from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
-from unrolled.models.encoder_decoder import (
-    EncoderDecoder,
-    EncoderDecoderConfig,
-    EncoderDecoderState,
-)
+from unrolled.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, EncoderDecoderState
 from unrolled.models.lstmn_seq2seq import (
     DeepLSTMNSeq2Seq,
     DeepLSTMNSeq2SeqConfig,
@@ -67,35 +63,21 @@ __all__ = [
     "mask_tokens",
 ]
 
-MODELS: list[type[SavedModel]] = [
-    Decoder,
-    DeepLSTMNSeq2Seq,
-    Encoder,
-    EncoderDecoder,
-    LSTMNSeq2Seq,
-    LuongSeq2Seq,
-    MemN2N,
-    MemNN,
-    NTMModel,
-    NTMNumbers,
-    Perceiver,
-    PerceiverAR,
-    PerceiverIO,
-    RecurrentLM,
-    RNNSeq2Seq,
-    ViT,
-]
-KINDS = {model.model_name: model for model in MODELS}
-"""Every kind of model, by the name that its folder and a run's settings call it."""
+KINDS: dict[str, type[SavedModel]] = {
+    model.model_name: model
+    for _, model in sorted(globals().items())
+    if isinstance(model, type) and issubclass(model, SavedModel) and model is not SavedModel
+}
+"""Every kind of model, by its name in `config.json` and in the settings of a run."""
 
 
 def load(path: str | Path) -> SavedModel:
     """Read a model of any kind from the folder that its `save` wrote.
 
     Raises:
-        ValueError: as `Decoder.load`, or the folder's model is of an unknown kind.
+        ValueError: as `Decoder.load`, or the model is of an unknown kind.
     """
-    name = read_config(path)["model"]
+    name = str(read_config(path)["model"])
     if name not in KINDS:
         raise ValueError(
             f"{path} holds a model of kind {name!r}, but must hold one of {', '.join(sorted(KINDS))}"

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SLACK = 2**20  # elements, for small models
@@ -19,10 +19,10 @@ class OverBudgetError(Exception):
 
 @contextmanager
 def budget(n_elements: int) -> Iterator[None]:
-    """Limit the block to tensors in proportion to `n_elements`, the elements of the weights it is to hold.
+    """Limit what the block allocates to a multiple of `n_elements`, the size of the weights to be loaded.
 
     Raises:
-        OverBudgetError: it makes more; a single large tensor is refused before it is allocated.
+        OverBudgetError: the block allocates more; a single large tensor is refused before it is allocated.
     """
     with _Budget(FACTOR * n_elements + SLACK):
         yield
@@ -33,8 +33,14 @@ class _Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __i
         super().__init__()  # type: ignore[no-untyped-call]
         self.left = left
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _wanted(func, args) > self.left:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if _requested(func, args) > self.left:
             raise OverBudgetError
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and not any(_same_memory(result, x) for x in args):
@@ -44,13 +50,13 @@ class _Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __i
         return result
 
 
-def _wanted(func: Any, args: tuple[Any, ...]) -> int:
-    """Elements of the tensor that an operator is to make, where it is given a shape or a range."""
+def _requested(func: OpOverload[..., object], args: tuple[object, ...]) -> int:
+    """Number of elements that an operator is about to allocate, where it is given a shape or a range."""
     if func.overloadpacket is torch.ops.aten.arange:
         return max((n for n in args if isinstance(n, int)), default=0)
     shapes = [x for x in args if isinstance(x, list | tuple) and all(isinstance(n, int) for n in x)]
     return max((math.prod(shape) for shape in shapes), default=0)
 
 
-def _same_memory(a: Tensor, b: Any) -> bool:
+def _same_memory(a: Tensor, b: object) -> bool:
     return isinstance(b, Tensor) and a.untyped_storage()._cdata == b.untyped_storage()._cdata

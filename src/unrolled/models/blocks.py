@@ -1,9 +1,9 @@
-"""The transformer block that the models are made of, and what it is made of itself."""
+"""The transformer block that the models are made of, and its parts."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,26 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from unrolled import attention
+from unrolled.attention import MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.models.config import Activation, TransformerConfig
 from unrolled.ops.dense import Linear
+from unrolled.ops.state import Parts
 
 INIT_STD = 0.02  # of every weight that starts random
+Attention = MultiHeadAttention[Any, Any]  # of any mechanism, with a state of its own type
+
+
+class Masks(TypedDict, total=False):
+    """The masks of a sequence; see `Stack.forward`."""
+
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    global_mask: Tensor | None
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Apply "gelu", "gelu_tanh", "relu" or "tanh" to each number."""
+    """Apply "gelu", "gelu_tanh", "relu" or "tanh" elementwise."""
     if activation == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if activation == "tanh":
@@ -30,8 +41,9 @@ def activate(x: Tensor, activation: str) -> Tensor:
 class FeedForward(nn.Module):
     """Two layers at each position: W2 f(W1 x), where swiglu's f is [g, u] -> silu(g) u (Shazeer 2020).
 
-    With a `chunk`, that many positions at a time (Kitaev et al. 2020, "Reformer", arXiv 2001.04451, section
-    3): d_ff wide activations exist for these only, in the backward too, where they are computed again.
+    With a `chunk`, that many positions are computed at a time (Kitaev et al. 2020, "Reformer", arXiv
+    2001.04451, section 3). Activations of width d_ff then exist for one chunk only; the backward pass
+    recomputes them.
     """
 
     def __init__(self, d_model: int, d_ff: int, activation: Activation, chunk: int | None = None) -> None:
@@ -74,30 +86,26 @@ class Block(nn.Module):
         super().__init__()
         self.pre = config.norm == "pre"
         self.attention_norm = make_norm(config)
-        self.attention: Any = make_attention(config, layer, causal=causal)
+        self.attention: Attention = make_attention(config, layer, causal=causal)
         self.ff_norm = make_norm(config)
         self.ff = FeedForward(config.d_model, config.ff_width, config.activation, config.ff_chunk)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, **masks: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model]; the masks are those of `Stack.forward`."""
-        return self._after(x, self._attend(self._before(x), masks))
+        return self._after(x, self.attention(self._before(x), **masks))
 
-    def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
+    def prefill(
+        self, x: Tensor, state: Parts, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Parts]:
         """[B, T, d_model] -> [B, T, d_model], from a state to a state."""
         y, state = self.attention.prefill(self._before(x), state, key_padding_mask=key_padding_mask)
         return self._after(x, y), state
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: Parts) -> tuple[Tensor, Parts]:
         """[B, d_model] -> [B, d_model], from a state to a state."""
         y, state = self.attention.step(self._before(x), state)
         return self._after(x, y), state
-
-    def _attend(self, x: Tensor, masks: Mapping[str, Tensor | None]) -> Tensor:
-        if not self.attention.supports.global_mask:  # another layer of the stack takes it
-            masks = {name: mask for name, mask in masks.items() if name != "global_mask"}
-        y: Tensor = self.attention(x, **masks)
-        return y
 
     def _before(self, x: Tensor) -> Tensor:
         return self.attention_norm(x) if self.pre else x
@@ -113,19 +121,18 @@ class Block(nn.Module):
         return cast(Tensor, self.dropout(x)) if self.dropout.training else x
 
 
-def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn.Module:
-    """The attention module that the config asks for in one layer.
+def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> Attention:
+    """Make the attention module of one layer.
 
     Raises:
-        UnsupportedError: the mechanism cannot be causal, or cannot be bidirectional, as is wanted.
+        UnsupportedError: the mechanism is not causal, or not bidirectional, as required.
         ValueError: it does not exist, or does not take one of its options.
     """
     name = config.layer_attention[layer]
     ability = "causal" if causal else "bidirectional"
 
     def able(name: str) -> bool:
-        mechanism: Any = attention.load(name)
-        return bool(getattr(mechanism.supports, ability))
+        return bool(getattr(attention.load(name).supports, ability))
 
     if not able(name):
         others = [n for n in attention.names() if able(n)]
@@ -135,23 +142,22 @@ def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> nn
         return attention.load(name)(
             config.d_model, config.n_heads, causal=causal, n_kv_heads=config.n_kv_heads, **options
         )
-    except TypeError as error:  # an option that it does not take, or that is set above
+    except TypeError as error:  # an unknown option, or one that is set above
         where = "attention_options" if name in config.attention_options else "layer_options"
         raise ValueError(f"{where}[{name!r}] does not fit: {error}") from error
 
 
-def tie_layers(layers: Iterable[Any]) -> None:
-    """Let those layers that have the same mechanism share what it shares between the layers of a model."""
-    by_kind: dict[type, list[Any]] = {}
+def tie_layers(layers: Iterable[Attention]) -> None:
+    """Let the layers of each mechanism share the parameters that it shares within a model."""
+    by_kind: dict[type[Attention], list[Attention]] = {}
     for layer in layers:
         by_kind.setdefault(type(layer), []).append(layer)
     for kind, alike in by_kind.items():
-        if hasattr(kind, "tie_layers"):
-            kind.tie_layers(alike)
+        kind.tie_layers(alike)
 
 
 def make_norm(config: TransformerConfig, width: int | None = None) -> nn.Module:
-    """The norm that the config asks for, over a last axis of `width`, by default d_model."""
+    """Make the norm of the config over a last axis of `width`, by default d_model."""
     width = config.d_model if width is None else width
     if config.norm_type == "layernorm":
         return nn.LayerNorm(width, eps=config.norm_eps)
@@ -159,12 +165,12 @@ def make_norm(config: TransformerConfig, width: int | None = None) -> nn.Module:
 
 
 def init_weights(model: nn.Module, config: TransformerConfig) -> None:
-    """Draw the linear layers and embedding tables from N(0, 0.02), with biases at 0, as GPT-2 does.
+    """Draw linear layers and embedding tables from N(0, 0.02^2), with biases at 0, as in GPT-2.
 
-    With pre-norm, the two layers of each block that write to the residual stream get 0.02 / sqrt(2 n_layers),
-    so that its size at the end does not depend on the depth (Radford et al. 2019, §2.3). Post-norm brings it
-    back to size after each of them, so there they get 0.02. Of an attention mechanism only `qkv_proj` and
-    `out_proj` are drawn; whatever else it has starts as its file says.
+    With pre-norm, the two layers of each block that write to the residual stream get a standard deviation of
+    0.02 / sqrt(2 n_layers), so that its scale at the end does not depend on the depth (Radford et al. 2019,
+    §2.3). Post-norm rescales the stream after each layer, so there they get 0.02 too. In attention mechanisms
+    only `qkv_proj` and `out_proj` are drawn; other parameters keep the initial values of the mechanism.
     """
     residual_std = INIT_STD / math.sqrt(2 * config.n_layers) if config.norm == "pre" else INIT_STD
     for name, module in model.named_modules():

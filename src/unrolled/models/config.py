@@ -1,4 +1,4 @@
-"""What all transformers are configured with: size, attention, norms, positions."""
+"""Configuration shared by all transformers: size, attention, norms, positions."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,12 +16,13 @@ Mechanisms = str | list[str]
 Sizes = Annotated[list[Size], MinLen(1)]
 
 
+@dataclass
 class ModelConfig(Checked):
-    """The base of all configs of models: what they need of a data set, and how far they can count."""
+    """The base of all model configs: what they require of a data set, and their maximum length."""
 
     @classmethod
     def from_data(cls) -> dict[str, str]:
-        """Return the fields that follow from the data set, each with the name of the set's attribute."""
+        """Return the fields that follow from the data set, each with the name of the data set's attribute."""
         marks = {
             name: [mark.name for mark in get_args(hint) if isinstance(mark, FromData)]
             for name, hint in field_types(cls).items()
@@ -29,18 +30,18 @@ class ModelConfig(Checked):
         return {name: found[0] for name, found in marks.items() if found}
 
     @property
-    def needs(self) -> dict[str, Any]:
+    def needs(self) -> dict[str, object]:
         """Values that attributes of the data set must have, by name."""
         return {}
 
     @property
     def max_length(self) -> int | None:
-        """How many tokens the model is made for; None where it has no such field."""
+        """Maximum number of tokens; None where the model has no such field."""
         return None
 
     @property
     def n_positions(self) -> int | None:
-        """How many positions there are; None for any number."""
+        """Number of positions; None for any number."""
         return None
 
 
@@ -53,17 +54,17 @@ def check_one_input(vocab_size: int | None, input_dim: int | None) -> None:
 
 
 def check_classes(output: str, vocab_size: int | None, n_classes: int | None) -> None:
-    """Raise ValueError unless an output layer knows how many values it distinguishes: labels, or tokens."""
+    """Raise ValueError unless the number of outputs is given: of labels, or for "masked" of tokens."""
     if output == "masked" and vocab_size is None:
         raise ValueError("vocab_size is None, but must be given with output 'masked'")
     if (n_classes is None) != (output == "masked"):
-        wanted = "None" if output == "masked" else "an integer of at least 1"
-        raise ValueError(f"n_classes is {n_classes}, but must be {wanted} with output {output!r}")
+        expected = "None" if output == "masked" else "an integer of at least 1"
+        raise ValueError(f"n_classes is {n_classes}, but must be {expected} with output {output!r}")
 
 
 @dataclass(kw_only=True)
 class TransformerConfig(ModelConfig):
-    """The fields that the encoder and the decoder share.
+    """The fields shared by encoders and decoders.
 
     Attributes:
         d_model: width of the residual stream.
@@ -73,24 +74,24 @@ class TransformerConfig(ModelConfig):
         d_ff: width of the feed-forward layer; None for 4 d_model, or for swiglu, which has three matrices
             instead of two, 8/3 d_model rounded up to a multiple of 8.
         attention: name of the mechanism (see `unrolled.attention.names()`), or a list with one per layer.
-        attention_options: for a mechanism's name, the further arguments that each of its modules is made
-            with, as in `{"linear": {"feature_map": "elu"}}`.
+        attention_options: further arguments of the modules of a mechanism, by its name, as in
+            `{"linear": {"feature_map": "elu"}}`.
         layer_options: the same, but each argument is a list with one value per layer of the model, as in
-            `{"window": {"window": [32, 64, 128, 256]}}`; values for layers of other mechanisms are not read.
-        norm: "pre" normalises what enters each sub-layer (GPT-2), "post" what leaves it (Vaswani et al.).
+            `{"window": {"window": [32, 64, 128, 256]}}`; values for layers of other mechanisms are ignored.
+        norm: "pre" normalises the input of each sub-layer (GPT-2), "post" its output (Vaswani et al.).
         norm_type: "layernorm" or "rmsnorm".
-        norm_eps: what each norm adds to the variance, or to the mean square.
+        norm_eps: added to the variance, or to the mean square, in each norm.
         activation: of the feed-forward layer, "gelu", "gelu_tanh" (its approximation by a tanh), "relu" or
             "swiglu".
         positions: "learned" (one vector for each of `max_length` positions), "axial" (learned, as below),
             "sinusoidal" (any length), "rotary" (inside the attention, any length) or "none".
-        max_length: number of learned positions; bounds nothing else.
+        max_length: number of learned positions; no other limit.
         axial_shape: for axial positions, the sizes [n_1, n_2 ..] of a grid that the positions fill row by
-            row: up to n_1 n_2 .. of them, with n_1 + n_2 + .. vectors.
+            row: up to n_1 n_2 .. positions, with n_1 + n_2 + .. vectors.
         axial_widths: widths of the vectors of each axis, which add up to d_model; by default about equal.
-        dropout: probability, for the embeddings and for what each sub-layer adds to the residual stream.
-        reversible: let each block's input be computed from its output, so that training keeps no activations
-            of the blocks (see `ReversibleStack`); with norm "pre".
+        dropout: probability, for the embeddings and for the output of each sub-layer.
+        reversible: compute each block's input from its output, so that training stores no activations of the
+            blocks (see `ReversibleStack`); with norm "pre".
         ff_chunk: number of positions that go through a feed-forward layer at a time; None for all.
 
     Raises:
@@ -143,7 +144,7 @@ class TransformerConfig(ModelConfig):
         return set(self.layer_attention)
 
     def options_of(self, layer: int) -> dict[str, Any]:
-        """The further arguments of one layer's attention: its `attention_options` and `layer_options`."""
+        """The arguments of one layer's attention, from `attention_options` and `layer_options`."""
         name = self.layer_attention[layer]
         own = {option: values[layer] for option, values in self.layer_options.get(name, {}).items()}
         return {**self.attention_options.get(name, {}), **own}
@@ -162,7 +163,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def n_positions(self) -> int | None:
-        """How many positions there are; None for any number."""
+        """Number of positions; None for any number."""
         if self.positions == "axial":
             return math.prod(self.axial_shape or ())
         return self.max_length if self.positions == "learned" else None

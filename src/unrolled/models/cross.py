@@ -1,46 +1,48 @@
 """The block of a decoder that reads a second sequence, whole or token by token."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
 from unrolled import attention
 from unrolled.contract import UnsupportedError
-from unrolled.models.blocks import FeedForward, make_attention, make_norm
+from unrolled.models.blocks import Attention, FeedForward, make_attention, make_norm
 from unrolled.models.config import TransformerConfig
+from unrolled.ops.state import Parts
 
 
 class DecoderBlock(nn.Module):
-    """Causal self-attention, attention to a memory, and a feed-forward layer, as `Block` adds and norms.
+    """Causal self-attention, attention to a memory, and a feed-forward layer, with the norms of `Block`.
 
-    `config` says what the block is, and `cross` what its attention to the memory is.
+    `config` describes the block, and `cross` its attention to the memory.
     """
 
     def __init__(self, config: TransformerConfig, cross: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.pre = config.norm == "pre"
         self.attention_norm = make_norm(config)
-        self.attention: Any = make_attention(config, layer, causal=True)
+        self.attention = make_attention(config, layer, causal=True)
         self.cross_norm = make_norm(config)
-        self.cross: Any = make_cross_attention(cross, layer)
+        self.cross = make_cross_attention(cross, layer)
         self.ff_norm = make_norm(config)
         self.ff = FeedForward(config.d_model, config.ff_width, config.activation, config.ff_chunk)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, memory: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Read `x [B,T,d_model]` and all of `memory [B,S,d_model]` that is no padding: `[B,T,d_model]`."""
+        """Read `x [B,T,d_model]` and the valid tokens of `memory [B,S,d_model]`: `[B,T,d_model]`."""
         x = self._add(x, self.attention_norm, self.attention)
         read = partial(self.cross, key=memory, key_padding_mask=key_padding_mask)
         return self._finish(self._add(x, self.cross_norm, read))
 
-    def prefill(self, x: Tensor, memory: Any, state: Any) -> tuple[Tensor, Any]:
-        """[B, T, d_model] -> [B, T, d_model], from a state to a state; `memory` is what `cross.read` gave."""
+    def prefill(self, x: Tensor, memory: Parts, state: Parts) -> tuple[Tensor, Parts]:
+        """[B, T, d_model] -> [B, T, d_model], from a state to a state; `memory` comes from `cross.read`."""
         y, state = self.attention.prefill(self._before(x, self.attention_norm), state)
         x = self._after(x, y, self.attention_norm)
         return self._finish(self._add(x, self.cross_norm, partial(self.cross.recall, memory=memory))), state
 
-    def step(self, x: Tensor, memory: Any, state: Any) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, memory: Parts, state: Parts) -> tuple[Tensor, Parts]:
         """[B, d_model] -> [B, d_model], from a state to a state."""
         y, state = self.attention.step(self._before(x, self.attention_norm), state)
         x = self._after(x, y, self.attention_norm).unsqueeze(1)
@@ -48,15 +50,15 @@ class DecoderBlock(nn.Module):
         return self._finish(x).squeeze(1), state
 
     def weights(self, x: Tensor, memory: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """How much each position reads of each place of the memory, `[B,H,T,S]`."""
+        """Weight of each place of the memory at each position, `[B,H,T,S]`."""
         x = self._add(x, self.attention_norm, self.attention)
         query = self._before(x, self.cross_norm)
-        return cast(Tensor, self.cross.weights(query, memory, key_padding_mask=key_padding_mask))
+        return self.cross.weights(query, memory, key_padding_mask=key_padding_mask)
 
     def _finish(self, x: Tensor) -> Tensor:
         return self._add(x, self.ff_norm, self.ff)
 
-    def _add(self, x: Tensor, norm: nn.Module, f: Any) -> Tensor:
+    def _add(self, x: Tensor, norm: nn.Module, f: Callable[[Tensor], Tensor]) -> Tensor:
         return self._after(x, f(self._before(x, norm)), norm)
 
     def _before(self, x: Tensor, norm: nn.Module) -> Tensor:
@@ -67,17 +69,17 @@ class DecoderBlock(nn.Module):
         return x if self.pre else cast(Tensor, norm(x))
 
 
-def make_cross_attention(config: TransformerConfig, layer: int) -> nn.Module:
-    """The module by which one layer of a decoder reads another sequence.
+def make_cross_attention(config: TransformerConfig, layer: int) -> Attention:
+    """Make the module by which one layer of a decoder reads another sequence.
 
     Raises:
-        UnsupportedError: the mechanism cannot read another sequence, one query at a time.
+        UnsupportedError: the mechanism cannot read another sequence one query at a time.
         ValueError: as `make_attention`.
     """
 
     def able(name: str) -> bool:
-        mechanism: Any = attention.load(name)
-        return bool(mechanism.supports.cross and mechanism.supports.single_queries)
+        supports = attention.load(name).supports
+        return supports.cross and supports.single_queries
 
     if not able(name := config.layer_attention[layer]):
         others = [n for n in attention.names() if able(n)]

@@ -1,7 +1,7 @@
 """The transformer that predicts the next token: trained on whole sequences, run one token at a time."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
 from unrolled.models.language_model import LanguageModel
 from unrolled.models.reversible import make_stack
+from unrolled.models.stack import States
 from unrolled.ops.options import check_batch_size
 
 Inputs = Literal["tokens", "pixels"]
@@ -28,7 +29,7 @@ class DecoderConfig(TransformerConfig):
         vocab_size: number of token ids, or of levels of a pixel.
         inputs: "tokens" (a vector for each id) or "pixels" (the level as a number in [-1, 1]).
         head: "categorical" (a logit for each id) or "logistic_mixture" (see `LogisticMixture`).
-        n_mixtures: logistics of the mixture.
+        n_mixtures: number of logistic distributions in the mixture.
         tie_embeddings: use the embedding table as the output matrix; for tokens and the categorical head.
         start_token: whether the id `vocab_size` is a learned start symbol, which is never predicted.
     """
@@ -53,16 +54,16 @@ class DecoderConfig(TransformerConfig):
 
 
 class DecoderState(NamedTuple):
-    """What a decoder remembers of the tokens it has read."""
+    """The state of a decoder after the tokens it has read."""
 
     position: Tensor  # [B] long, the valid tokens read so far
-    layers: tuple[Any, ...]  # the state of each layer's attention
+    layers: States  # the state of each layer's attention
 
 
 class Decoder(LanguageModel[DecoderState]):
     """Embeddings, causal blocks, and a distribution over the next token at every position.
 
-    Its verbs are those of `LanguageModel`. Weights start as in `unrolled.models.blocks.init_weights`.
+    See `LanguageModel` for its methods. Weights start as in `unrolled.models.blocks.init_weights`.
 
     Set `gradient_checkpointing` to True to keep only the input of each block for the backward pass.
     """
@@ -77,15 +78,12 @@ class Decoder(LanguageModel[DecoderState]):
         self.n_ids = config.vocab_size + config.start_token
         table = None
         if config.inputs == "pixels":
-            self.embedding: nn.Embedding | PixelEmbedding = PixelEmbedding(
-                config.vocab_size, config.d_model, start_token=config.start_token
-            )
+            self.embedding = PixelEmbedding(config.vocab_size, config.d_model, start_token=config.start_token)
         else:
             self.embedding = table = nn.Embedding(self.n_ids, config.d_model)
         self.positions = PositionEmbedding.of(config)
         self.dropout = nn.Dropout(config.dropout)
         self.stack = make_stack(config, causal=True)
-        self.head: Categorical | LogisticMixture
         if config.head == "logistic_mixture":
             self.head = LogisticMixture(config.d_model, config.vocab_size, config.n_mixtures)
         else:
@@ -106,8 +104,8 @@ class Decoder(LanguageModel[DecoderState]):
         position = torch.zeros(batch_size, dtype=torch.long, device=device)
         return DecoderState(position, self.stack.init_state(batch_size))
 
-    def check_state(self, state: Any, rows: int) -> None:
-        """Raise ValueError unless `state` is a `DecoderState` for so many rows; the layers check theirs."""
+    def check_state(self, state: DecoderState, rows: int) -> None:
+        """Raise ValueError unless `state` is a `DecoderState` of that many rows; layers check their own."""
         check_layer_states(state, DecoderState, rows, self.config.n_layers, self.embedding.weight)
 
     def read_all(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

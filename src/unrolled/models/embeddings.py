@@ -1,4 +1,4 @@
-"""What enters the first block: a vector per token or pixel, and what is added for its position."""
+"""The input of the first block: a vector per token or pixel, plus its position."""
 
 import math
 from collections.abc import Sequence
@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from unrolled.models.blocks import INIT_STD
 from unrolled.models.config import Positions, TransformerConfig
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, sinusoidal
 
 
 class PixelEmbedding(nn.Module):
     """Intensities as numbers: level l of L becomes x w + b with x = 2 l / (L - 1) - 1 in [-1, 1].
 
-    Neighbouring levels start close together, which a table of L vectors would have to learn.
+    Neighbouring levels start with similar vectors, which a table of L vectors would have to learn.
 
     Args:
         levels: L, at least 2.
@@ -40,13 +41,13 @@ class PixelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds positions to embeddings; does nothing for "rotary", which lives in the attention, and "none".
+    """Adds positions to embeddings; does nothing for "none" and for "rotary", which the attention applies.
 
     With "axial", position p is the point (p // n_2, p % n_2) of a grid [n_1, n_2], likewise for more axes,
-    and the vectors of its coordinates stand side by side, as the authors of Reformer have it in their code
-    (Kitaev et al. 2020, arXiv 2001.04451).
-    With "sinusoidal" the embeddings are multiplied by sqrt(d_model) first (Vaswani et al. 2017, §3.4): at
-    their initial size they would drown next to sinusoids of amplitude 1.
+    and the vectors of its coordinates are concatenated, as in the code of Reformer (Kitaev et al. 2020, arXiv
+    2001.04451).
+    With "sinusoidal" the embeddings are first multiplied by sqrt(d_model) (Vaswani et al. 2017, §3.4), since
+    their initial scale is small next to sinusoids of amplitude 1.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class PositionEmbedding(nn.Module):
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Self:
-        """The positions that the config asks for."""
+        """Make the positions of a config."""
         axial = config.axial_shape or (), config.axial_widths or ()
         return cls(config.positions, config.positions_width, config.max_length, *axial)
 
@@ -82,11 +83,17 @@ class PositionEmbedding(nn.Module):
         """Add positions to whole sequences `x` [B, T, d_model].
 
         A row counts its valid tokens only, from `start` [B] (default 0); packed sequences each count from 0.
+
+        Raises:
+            ValueError: a mask of another shape or type, or a position without a learned vector.
         """
         if self.kind in ("rotary", "none"):
             return x
         T = x.shape[1]
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, *x.shape[:2])
         if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, x, x)
             positions = positions_from_cu_seqlens(cu_seqlens, T)
         elif key_padding_mask is not None:
             positions = positions_from_padding(key_padding_mask)
@@ -94,14 +101,14 @@ class PositionEmbedding(nn.Module):
             positions = torch.arange(T, device=x.device).unsqueeze(0)
         if start is not None:
             positions = start.unsqueeze(1) + positions
-        if key_padding_mask is not None:  # padding after the last learned position is no error
+        if key_padding_mask is not None:  # padding may reach beyond the last learned position
             positions = positions.masked_fill(key_padding_mask, 0)
         return self.at(x, positions, below=T if start is None else None)
 
     def at(self, x: Tensor, positions: Tensor, *, below: int | None = None) -> Tensor:
         """Add the given `positions` [...] to `x` [..., d_model].
 
-        `below` is a bound that the positions are known to keep, which spares reading them.
+        `below` is a known bound of the positions, so that they need not be read.
 
         Raises:
             ValueError: a position has no learned vector.
@@ -116,7 +123,9 @@ class PositionEmbedding(nn.Module):
             length = int(positions.max()) + 1
             if length > max_length:
                 bound = "the product of axial_shape" if self.kind == "axial" else "max_length"
-                raise ValueError(f"the input reaches length {length}, wanted at most {bound} = {max_length}")
+                raise ValueError(
+                    f"the input has length {length}, but must have at most {bound} = {max_length}"
+                )
         return x + self._vectors(positions)
 
     def _vectors(self, positions: Tensor) -> Tensor:
@@ -127,11 +136,11 @@ class PositionEmbedding(nn.Module):
         for size, axis in zip(reversed(self.axial_shape[1:]), reversed(others), strict=True):
             vectors.insert(0, axis(positions % size))
             positions = positions // size
-        # Of the first axis no remainder is taken: a position beyond the grid has no vector there.
+        # No remainder along the first axis: a position beyond the grid must not wrap around.
         return torch.cat([first(positions), *vectors], dim=-1)
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether the values of `x` may be looked at: not by a compiler, nor while a CUDA graph is recorded."""
+    """Whether the values of `x` may be read: not while tracing, nor while a CUDA graph is captured."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x.numel() > 0 and not capturing and not torch.compiler.is_compiling()

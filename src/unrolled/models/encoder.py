@@ -1,7 +1,7 @@
-"""The transformer that reads a whole sequence at once: to classify it, to label it, or to fill its gaps."""
+"""The bidirectional transformer: classifies a sequence, labels its tokens, or predicts masked tokens."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.fields import Count, FromData, Size
 from unrolled.models.blocks import activate, init_weights, make_norm
-from unrolled.models.checks import check_ids, check_targets
+from unrolled.models.checks import check_ids
 from unrolled.models.config import TransformerConfig, check_classes, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.heads import Categorical, mean_nll
+from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.checks import check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 
@@ -35,14 +35,14 @@ class EncoderConfig(TransformerConfig):
             token that belongs at each position; see `mask_tokens`) or "hidden" (the hidden vector of each
             position: there is no output layer).
         n_classes: number of labels; None for "masked" and "hidden".
-        pooling: what "classification" reads: the "mean" over the valid positions, or the "first" of them.
+        pooling: the input of "classification": the "mean" over the valid positions, or the "first" of them.
         tie_embeddings: for "masked", use the embedding table as the output matrix.
-        n_segments: number of kinds of tokens, each with a vector that is added to the embeddings (BERT's two
+        n_segments: number of segment ids, each with a vector that is added to the embeddings (BERT's two
             sentences); 0 for none.
         embedding_norm: normalise the sum of embeddings and positions before the first block.
         head_hidden: put a layer of d_model units with this activation before the output layer: "gelu",
             "gelu_tanh", "relu" or "tanh"; None for none. For "masked", a norm follows it (BERT).
-        output_bias: give the output layer a bias; None for one unless it is the embedding table.
+        output_bias: give the output layer a bias; by default it has one unless it is the embedding table.
     """
 
     vocab_size: Annotated[Size | None, FromData("vocab_size")] = None
@@ -81,7 +81,7 @@ class EncoderConfig(TransformerConfig):
 
 
 class HiddenLayer(nn.Module):
-    """A layer between the last block and the output layer: norm(f(W h + b)), where `norm` may be missing.
+    """A layer between the last block and the output layer: norm(f(W h + b)), or without the norm.
 
     BERT's masked language model has one with a norm, and its pooler is one without (Devlin et al. 2019,
     arXiv 1810.04805, and its code).
@@ -98,6 +98,14 @@ class HiddenLayer(nn.Module):
         """[..., d_model] -> [..., d_model]."""
         y: Tensor = self.norm(activate(self.dense(hidden), self.activation))
         return y
+
+
+class Reading(TypedDict, total=False):
+    """The masks and segments of `Encoder.forward`."""
+
+    key_padding_mask: Tensor | None
+    segments: Tensor | None
+    global_mask: Tensor | None
 
 
 class Encoder(SavedModel):
@@ -146,10 +154,11 @@ class Encoder(SavedModel):
 
         Args:
             x: token ids [B, T] long, or continuous inputs [B, T, input_dim].
-            key_padding_mask: [B, T] bool, True at padding, which changes nothing for the other positions.
-            segments: [B, T] long, the kind of each token, below n_segments; all 0 by default.
-            global_mask: [B, T] bool, True at tokens that read all others and are read by them, such as those
-                of a question; for layers of longformer attention, in place of their `global_tokens`.
+            key_padding_mask: [B, T] bool, True at padding, which does not affect the other positions.
+            segments: [B, T] long, the segment of each token, below n_segments; all 0 by default.
+            global_mask: [B, T] bool, True at tokens that attend to all others and that all others attend to,
+                such as those of a question; for layers of longformer attention, in place of their
+                `global_tokens`.
 
         Returns:
             "classification": [B, n_classes]; "tokens": [B, T, n_classes]; "masked": [B, T, vocab_size];
@@ -158,78 +167,60 @@ class Encoder(SavedModel):
         hidden = self.hidden(x, key_padding_mask=key_padding_mask, segments=segments, global_mask=global_mask)
         return hidden if self.head is None else cast(Tensor, self.head(hidden))
 
-    def loss(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        global_mask: Tensor | None = None,
-    ) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, **reading: Unpack[Reading]) -> Tensor:
         """Mean cross-entropy in nats, computed in at least fp32.
 
         Args:
             inputs: as `x` of `forward`.
             targets: [B] long for "classification", else [B, T]; -100 and those at padding are ignored.
-            key_padding_mask, segments, global_mask: as for `forward`.
+            reading: `key_padding_mask`, `segments` and `global_mask`, as for `forward`.
 
         Raises:
             UnsupportedError: the output is "hidden".
         """
         if self.head is None:
             raise UnsupportedError("an encoder with output 'hidden' has no loss; use another output")
-        hidden = self.hidden(
-            inputs, key_padding_mask=key_padding_mask, segments=segments, global_mask=global_mask
-        )
-        check_targets(targets, hidden.shape[:-1], self.head.levels)
-        if key_padding_mask is not None and targets.dim() == 2:
-            targets = targets.masked_fill(key_padding_mask, IGNORED)
-        return mean_nll(self.head.nll(hidden, targets), targets)
+        padding = None if self.config.output == "classification" else reading.get("key_padding_mask")
+        return self.head.loss(self.hidden(inputs, **reading), targets, padding)
 
-    def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None, **others: Tensor | None) -> Tensor:
-        """What the output layer reads: [B, d_model] for "classification", else [B, T, d_model].
+    def hidden(self, x: Tensor, **reading: Unpack[Reading]) -> Tensor:
+        """The input of the output layer: [B, d_model] for "classification", else [B, T, d_model].
 
         The arguments are those of `forward`.
         """
-        y = self.encode(x, key_padding_mask=key_padding_mask, **others)
-        y = self._pool(y, key_padding_mask) if self.config.output == "classification" else y
+        y = self.encode(x, **reading)
+        if self.config.output == "classification":
+            y = self._pool(y, reading.get("key_padding_mask"))
         return cast(Tensor, self.head_hidden(y))
 
-    def encode(
-        self,
-        x: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        global_mask: Tensor | None = None,
-    ) -> Tensor:
-        """What leaves the last block, [B, T, d_model]; the arguments are those of `forward`."""
+    def encode(self, x: Tensor, **reading: Unpack[Reading]) -> Tensor:
+        """The output of the last block, [B, T, d_model]; the arguments are those of `forward`."""
+        padding = reading.get("key_padding_mask")
         if self.config.vocab_size is not None:
             check_ids("x", x, self.config.vocab_size, self.embedding.weight)
         elif x.dim() != 3 or x.shape[-1] != self.config.input_dim:
             raise ValueError(
-                f"x has the shape {list(x.shape)}, wanted [B, T, input_dim = {self.config.input_dim}]"
+                f"x has shape {shape(x)}, but must be [B, T, input_dim = {self.config.input_dim}]"
             )
-        if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, *x.shape[:2])
-            x = x if x.dim() == 2 else without_padding(x, key_padding_mask)
+        elif padding is not None:  # 0 before the embedding, whose gradient would take NaN from padding
+            check_key_padding_mask(padding, *x.shape[:2])
+            x = without_padding(x, padding)
         y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream
-        y = self.positions(y, key_padding_mask=key_padding_mask)
-        y = self.dropout(self.embedding_norm(self._add_segments(y, segments)))
+        y = self.positions(y, key_padding_mask=padding)
+        y = self.dropout(self.embedding_norm(self._add_segments(y, reading.get("segments"))))
         recompute = self.gradient_checkpointing and self.training
-        masks = {"key_padding_mask": key_padding_mask, "global_mask": global_mask}
+        masks = {"key_padding_mask": padding, "global_mask": reading.get("global_mask")}
         return cast(Tensor, self.stack(y, recompute=recompute, **masks))
 
     def _add_segments(self, y: Tensor, segments: Tensor | None) -> Tensor:
         if self.segments is None:
             if segments is not None:
-                raise ValueError("segments are given, wanted None for a model whose n_segments is 0")
+                raise ValueError("segments are given, but must be None for a model whose n_segments is 0")
             return y
         if segments is None:
             return y + self.segments.weight[0]
         if segments.shape != y.shape[:2]:
-            raise ValueError(f"segments has the shape {list(segments.shape)}, wanted {list(y.shape[:2])}")
+            raise ValueError(f"segments has shape {shape(segments)}, but must be {list(y.shape[:2])}")
         check_ids("segments", segments, self.config.n_segments, self.segments.weight)
         return y + cast(Tensor, self.segments(segments))
 
@@ -255,20 +246,20 @@ def mask_tokens(
     probability: float = 0.15,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Make a gap-filling exercise of `tokens` (BERT, Devlin et al. 2019, arXiv 1810.04805, §3.1).
+    """Mask random tokens for masked language modelling (BERT, Devlin et al. 2019, arXiv 1810.04805, §3.1).
 
-    Each token is chosen with `probability`. Of those chosen, 80% become `mask_id`, 10% a random id below
-    `vocab_size`, and 10% stay as they are.
+    Each token is selected with `probability`. Of the selected tokens, 80% become `mask_id`, 10% a random id
+    below `vocab_size`, and 10% are unchanged.
 
     Args:
-        tokens: ids of any shape, long; not changed.
-        mask_id: the id that stands for a gap.
+        tokens: ids of any shape, long; not modified.
+        mask_id: the id of a masked token.
         vocab_size: number of ids that a random one is drawn from.
-        probability: of being chosen.
+        probability: of being selected.
         generator: source of the random numbers, on the device of `tokens`.
 
     Returns:
-        inputs and targets, both of the shape of `tokens`; targets are -100 where no token was chosen.
+        inputs and targets, both of the shape of `tokens`; targets are -100 where no token was selected.
     """
 
     def uniform() -> Tensor:

@@ -1,56 +1,53 @@
-"""The transformer that reads one sequence and writes another: the one of the paper, with any attention.
+"""The encoder-decoder transformer of Vaswani et al., with any attention mechanism.
 
     memory = encoder(source)                                      bidirectional self-attention
     p(y_t | y_<t, source) = softmax(W decoder(y_<t, memory))_t    causal self-attention, then cross-attention
 
 Each sub-layer f is x <- norm(x + dropout(f(x))). Tokens are vectors of one table E, times sqrt(d_model), plus
 sinusoids, with dropout on the sum, and W = E: Vaswani et al. 2017, "Attention Is All You Need", arXiv
-1706.03762, sections 3.1 to 3.5 and 5.4. Training it to their figures wants a warm-up, Adam with betas (0.9,
-0.98) and eps 1e-9, and label smoothing (section 5.3 and 5.4); see `unrolled.training.optim.Schedule`.
+1706.03762, sections 3.1 to 3.5 and 5.4. Reproducing their results needs a warm-up, Adam with betas (0.9,
+0.98) and eps 1e-9, and label smoothing (sections 5.3 and 5.4); see `unrolled.training.optim.Schedule`.
 
-With linear attention in all three places the decoder is an RNN: its state is of one size, whatever the length
-of the source and of what has been written.
+With linear attention in all three places the decoder is an RNN: the size of its state does not depend on the
+length of the source or of the target.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from unrolled.attention.base import MultiHeadAttention
-from unrolled.contract import IGNORED
 from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.blocks import FeedForward, make_norm, tie_layers
-from unrolled.models.checks import check_ids, check_layer_states, check_parts, check_token
+from unrolled.models.checks import check_ids, check_layer_states, check_parts, check_source
 from unrolled.models.config import Activation, Mechanisms, Norm, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.heads import Categorical, mean_nll
+from unrolled.models.heads import Categorical, mean_nll, token_nll
 from unrolled.models.saving import SavedModel
-from unrolled.models.stack import Stack
+from unrolled.models.stack import Stack, States
 from unrolled.models.targets import shifted
-from unrolled.ops.checks import check_device, check_key_padding_mask, may_read
 
 
 @dataclass
 class EncoderDecoderConfig(TransformerConfig):
     """An encoder-decoder's fields; see `TransformerConfig` for the rest.
 
-    `n_layers` is that of the encoder and that of the decoder. `attention` is the encoder's; a name or a list
-    with one per layer, as all three.
+    Encoder and decoder have `n_layers` each. `attention` is that of the encoder; all three attentions are a
+    name or a list with one per layer.
 
     Attributes:
         vocab_size: number of token ids, of the target and, by default, of the source.
-        source_vocab_size: number of token ids of the source; None for the same ids as the target's.
+        source_vocab_size: number of token ids of the source; None for that of the target.
         decoder_attention: mechanism of the decoder's self-attention; None for that of the encoder.
         cross_attention: mechanism by which the decoder reads the source; None for that of the encoder.
-        label_smoothing: how much of the target's probability 1 is spread evenly over all ids, in training.
-        tie_embeddings: let source, target and output share one table.
+        label_smoothing: the part of the target's probability that is spread evenly over all ids, in training.
+        tie_embeddings: share one table between source, target and output.
         start_token: True: the id `vocab_size` begins every target, and is never predicted.
     """
 
@@ -89,33 +86,40 @@ class EncoderDecoderConfig(TransformerConfig):
 
     @property
     def cross_side(self) -> TransformerConfig:
-        """The config of the attention to the source. Between two sequences nothing is rotated."""
-        rotary = {"positions": "none"} if self.positions == "rotary" else {}
-        return self.side(self.cross_attention, **rotary)
+        """The config of the attention to the source, which has no rotary positions."""
+        return self.side(self.cross_attention, "none" if self.positions == "rotary" else self.positions)
 
-    def side(self, mechanisms: Mechanisms | None, **changes: Any) -> TransformerConfig:
-        """The config of a stack with these mechanisms, None for the encoder's, and with their options."""
+    def side(self, mechanisms: Mechanisms | None, positions: Positions | None = None) -> TransformerConfig:
+        """The config of a stack with these mechanisms, by default the encoder's, and with their options."""
         mechanisms = self.attention if mechanisms is None else mechanisms
         values = {field.name: vars(self)[field.name] for field in fields(TransformerConfig)}
         named = [mechanisms] if isinstance(mechanisms, str) else mechanisms
         for options in ("attention_options", "layer_options"):
             values[options] = {name: x for name, x in values[options].items() if name in named}
-        return TransformerConfig(**values | {"attention": mechanisms} | changes)
+        values |= {"attention": mechanisms, "positions": positions or self.positions}
+        return TransformerConfig(**values)
 
 
 class EncoderDecoderState(NamedTuple):
-    """What decoding needs: the source as each layer reads it, and what each layer remembers of the target."""
+    """The state of decoding: the source as projected for each layer, and each layer's state of the target."""
 
     position: Tensor  # [B] long, the target tokens read so far
-    memory: tuple[Any, ...]  # see `MultiHeadAttention.read`; it never changes
-    layers: tuple[Any, ...]  # the state of each layer's self-attention
+    memory: States  # of each layer, see `MultiHeadAttention.read`; it never changes
+    layers: States  # the state of each layer's self-attention
+
+
+class SourceMasks(TypedDict, total=False):
+    """The masks of the source; see `EncoderDecoder.forward`."""
+
+    key_padding_mask: Tensor | None
+    global_mask: Tensor | None
 
 
 class EncoderDecoder(SavedModel):
     """Reads a source and predicts its target, such as a sentence and its translation.
 
-    Matrices start xavier-uniform, queries, keys and values each for itself, biases at 0 and vectors of tokens
-    from N(0, 1 / d_model). Set `gradient_checkpointing` to True to keep only the input of each block for the
+    Matrices start Xavier-uniform (queries, keys and values separately), biases at 0 and token vectors from
+    N(0, 1 / d_model). Set `gradient_checkpointing` to True to keep only the input of each block for the
     backward pass.
     """
 
@@ -156,8 +160,8 @@ class EncoderDecoder(SavedModel):
 
         Args:
             source: [B, S] long, at least one token in each row.
-            target: [B, T] long, what the decoder reads: the start symbol, then the tokens so far.
-            key_padding_mask: [B, S] bool, True at padding of the source, which changes nothing.
+            target: [B, T] long, the input of the decoder: the start symbol, then the tokens so far.
+            key_padding_mask: [B, S] bool, True at padding of the source, which is masked.
             global_mask: [B, S] bool, True at global tokens of the source; see `Encoder.forward`.
 
         Returns:
@@ -167,65 +171,34 @@ class EncoderDecoder(SavedModel):
         logits: Tensor = self.head(self._hidden(memory, target, key_padding_mask))
         return logits
 
-    def loss(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        global_mask: Tensor | None = None,
-    ) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, **masks: Unpack[SourceMasks]) -> Tensor:
         """Mean cross-entropy in nats per target, computed in at least fp32.
 
         In training with label smoothing e, the target has the probability 1 - e + e / V and each other id
-        e / V, as in torch; section 5.4 leaves open how e is spread. In evaluation it is plain.
+        e / V, as in torch; section 5.4 leaves open how e is spread. Evaluation has no label smoothing.
 
         Args:
             inputs: the sources, as for `forward`.
             targets: [B, T] long, the tokens that follow the start symbol, the end symbol included; -100 at
-                padding, which counts for nothing.
-            key_padding_mask, global_mask: as for `forward`.
+                padding, which is ignored.
+            masks: `key_padding_mask` and `global_mask`, as for `forward`.
         """
         read = shifted(targets, inputs.shape[0], self.config.vocab_size)
-        memory = self.encode(inputs, key_padding_mask=key_padding_mask, global_mask=global_mask)
-        hidden = self._hidden(memory, read, key_padding_mask)
-        logits = self.head(hidden)
-        nll = F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
-            targets.flatten(),
-            ignore_index=IGNORED,
-            label_smoothing=self.config.label_smoothing if self.training else 0.0,
-            reduction="none",
-        )
-        return mean_nll(nll, targets)
+        hidden = self._hidden(self.encode(inputs, **masks), read, masks.get("key_padding_mask"))
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        return mean_nll(token_nll(self.head(hidden), targets, smoothing=smoothing), targets)
 
-    def encode(
-        self,
-        source: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        global_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Read the source: [B, S] long -> [B, S, d_model].
+    def encode(self, source: Tensor, **masks: Unpack[SourceMasks]) -> Tensor:
+        """Read the source: [B, S] long -> [B, S, d_model]; the masks are those of `forward`.
 
         Raises:
-            ValueError: a source has no token, or ids or mask are not as `forward` wants them.
+            ValueError: a source without a token, an unknown id, or a mask of another shape or type.
         """
-        table = self.source_embedding or self.embedding
-        check_ids("source", source, self.n_source_ids, table.weight)
-        if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, *source.shape)
-            check_device("key_padding_mask", key_padding_mask, source, "the source is")
-        empty = key_padding_mask is not None and may_read(source) and key_padding_mask.all(1).any()
-        if source.shape[1] == 0 or empty:
-            raise ValueError(
-                f"source, of the shape {list(source.shape)}, has a row without any token, wanted one at least"
-            )
+        table, padding = self.source_embedding or self.embedding, masks.get("key_padding_mask")
+        check_source(source, padding, self.n_source_ids, table.weight)
         x = table(source).to(table.weight.dtype)  # autocast must not narrow the residual stream
-        x = self.dropout(self.source_positions(x, key_padding_mask=key_padding_mask))
-        recompute = self.gradient_checkpointing and self.training
-        masks = {"key_padding_mask": key_padding_mask, "global_mask": global_mask}
-        y: Tensor = self.encoder(x, recompute=recompute, **masks)
+        x = self.dropout(self.source_positions(x, key_padding_mask=padding))
+        y: Tensor = self.encoder(x, recompute=self.gradient_checkpointing and self.training, **masks)
         return y
 
     def init_state(
@@ -235,7 +208,7 @@ class EncoderDecoder(SavedModel):
         key_padding_mask: Tensor | None = None,
         global_mask: Tensor | None = None,
     ) -> EncoderDecoderState:
-        """Encode the source [B, S], and project it for each layer, once."""
+        """Encode the source [B, S], and project it once for each layer."""
         memory = self.encode(source, key_padding_mask=key_padding_mask, global_mask=global_mask)
         B = source.shape[0]
         read = tuple(block.cross.read(memory, key_padding_mask=key_padding_mask) for block in self._blocks())
@@ -262,7 +235,7 @@ class EncoderDecoder(SavedModel):
 
         On a CPU, ids outside the vocabulary raise ValueError; elsewhere reading them would stall the queue.
         """
-        check_token(token, self.config.vocab_size + 1, self.embedding.weight)
+        check_ids("token", token, self.config.vocab_size + 1, self.embedding.weight, "[B]")
         self._check_state(state, token.shape[0])
         x = self.dropout(self.positions.at(self.embedding(token), state.position))
         layers = []
@@ -272,7 +245,7 @@ class EncoderDecoder(SavedModel):
         return self.head(self.norm(x)), EncoderDecoderState(state.position + 1, state.memory, tuple(layers))
 
     def attend(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """How much of the source the last layer reads at each target token: [B, T, S], the mean of its heads.
+        """Weights of the source tokens in the last layer at each target token: [B, T, S], mean of the heads.
 
         Raises:
             UnsupportedError: the cross-attention is no weighted mean; softmax and linear are.
@@ -297,7 +270,7 @@ class EncoderDecoder(SavedModel):
     def _embed(self, target: Tensor, rows: int) -> Tensor:
         check_ids("target", target, self.config.vocab_size + 1, self.embedding.weight)
         if target.shape[0] != rows:
-            raise ValueError(f"target has {target.shape[0]} rows, wanted {rows}, as the source has")
+            raise ValueError(f"target has {target.shape[0]} rows, but must have {rows}, as the source has")
         x = self.embedding(target).to(self.embedding.weight.dtype)
         return cast(Tensor, self.dropout(self.positions(x)))
 
@@ -312,8 +285,8 @@ class EncoderDecoder(SavedModel):
 def init_xavier(model: nn.Module) -> None:
     """Draw matrices from U(-a, a), a = sqrt(6 / (inputs + outputs)), and embeddings from N(0, 1 / width).
 
-    Glorot and Bengio 2010, "Understanding the difficulty of training deep feedforward neural networks". What
-    else an attention mechanism has starts as its file says.
+    Glorot and Bengio 2010, "Understanding the difficulty of training deep feedforward neural networks". Other
+    parameters of an attention mechanism keep the initial values of the mechanism.
     """
 
     def draw(*weights: Tensor, bias: Tensor | None = None) -> None:

@@ -1,7 +1,7 @@
-"""A step of many blocks in one kernel, where one fits: eager inference with linear attention on a CPU.
+"""A step of many blocks in one kernel, where possible: eager inference with linear attention on a CPU.
 
-Layer by layer, a token spends more time in Python than it takes to read the weights. The kernel computes what
-`Block.step` does; a block with hooks or with layers of another type or another shape is left to that.
+Layer by layer, a step spends more time in Python than in reading the weights. The kernel computes the same as
+`Block.step`; blocks with hooks, or with layers of another type or shape, run `Block.step`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,41 +18,44 @@ from unrolled.ops.checks import observed, plain
 from unrolled.ops.dense import Linear
 from unrolled.ops.stack_step import Plan
 
-_STEP = Block.step  # somebody may put another in its place, to watch it
+_STEP = Block.step  # to notice that it has been replaced, as by a profiler
 
 
 def step(
-    blocks: Sequence[Block], x: Tensor, states: Sequence[Any]
+    blocks: Sequence[Block], x: Tensor, states: Sequence[object]
 ) -> tuple[Tensor, list[LinearAttentionState]]:
-    """Run those first blocks that the kernel can: their output and their states.
+    """Run as many of the first blocks as the kernel supports; return their output and their states.
 
-    If it can run none, returns `x` itself and no states.
+    If it supports none, returns `x` itself and no states.
     """
+    # whether the kernel can run now, on this input
     if observed() or not stack_native.available() or torch.is_autocast_enabled(x.device.type):
         return x, []
     if not plain([x]) or stack_native.arrays([x]) is None:
         return x, []
     if x.dim() != 2 or not 0 < x.shape[0] <= stack_native.MOST_ROWS:
         return x, []
+    # the blocks and states that it supports, up to the first that it does not
     plans: list[Plan] = []
+    read: list[LinearAttentionState] = []
     for block, state in zip(blocks, states, strict=True):
         plan = _plan(block)
-        if plan is None or plan.width != x.shape[1] or not _fits(state, x.shape[0], plan):
+        if plan is None or plan.width != x.shape[1] or (fitting := _fitting(state, x.shape[0], plan)) is None:
             break
         plans.append(plan)
+        read.append(fitting)
     if not plans:
         return x, []
-    read: list[LinearAttentionState] = list(states[: len(plans)])
     x, kvs, k_sums = stack_native.step(x, plans, [s.kv for s in read], [s.k_sum for s in read])
     positions = [state.position + 1 for state in read]
     return x, list(map(LinearAttentionState, kvs, k_sums, positions))
 
 
 def _plan(block: Block) -> Plan | None:
-    """What the kernel has to know of a block; None if it cannot do what the block does."""
+    """Describe a block to the kernel; None if the kernel does not support it."""
     if type(block) is not Block or Block.step is not _STEP:
         return None
-    # The dictionaries of a module are asked here since its attributes take ten times as long to find.
+    # The dictionaries of a module are read directly: its attributes take ten times as long to find.
     parts: dict[str, Any] = block._modules
     attention, first, second, ff = (parts[name] for name in ("attention", "attention_norm", "ff_norm", "ff"))
     if type(attention) is not LinearAttention or type(ff) is not FeedForward:
@@ -77,7 +80,7 @@ def _plan(block: Block) -> Plan | None:
     weights = []
     for layer in layers:
         for name in ("weight", "bias"):
-            # It may be a buffer, or no more than an attribute.
+            # "bias" may also be a buffer or a plain attribute, which the kernel would miss.
             if name not in layer._parameters and hasattr(layer, name):
                 return None
             weights.append(layer._parameters.get(name))
@@ -98,17 +101,18 @@ def _plan(block: Block) -> Plan | None:
     return stack_native.plan(options, arrays)
 
 
-def _fits(state: Any, batch: int, plan: Plan) -> bool:
-    """Whether the kernel may read a state, and it is one of this block."""
+def _fitting(state: object, batch: int, plan: Plan) -> LinearAttentionState | None:
+    """Return a state of this block that the kernel may read; None for any other."""
     if type(state) is not LinearAttentionState or not plain(state):
-        return False
+        return None
     arrays = stack_native.arrays(state[:2])
     shapes = (batch, *plan.state), (batch, *plan.state[:2])
-    return arrays is not None and tuple(x and x[1] for x in arrays) == shapes and state[2].shape == (batch,)
+    fits = arrays is not None and tuple(x and x[1] for x in arrays) == shapes and state[2].shape == (batch,)
+    return state if fits else None
 
 
-def _changed(modules: Iterable[Any]) -> bool:
-    """Whether these modules have another `forward` or `step`, or hooks to see what goes in or comes out."""
+def _changed(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of these modules has a replaced `forward` or `step`, or a forward hook."""
     if _global_forward_hooks or _global_forward_pre_hooks:
         return True
     return any(

@@ -1,4 +1,4 @@
-"""What leaves the last block: a distribution over the levels of the next token or pixel."""
+"""Output layers: a distribution over the levels of the next token or pixel."""
 
 import math
 
@@ -7,22 +7,56 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
+from unrolled.models.checks import check_targets
 from unrolled.ops.dense import Linear, linear
 
 
 def mean_nll(nll: Tensor, target: Tensor) -> Tensor:
-    """Average `nll` [...] over the targets [...] that are not ignored; 0 where all are."""
+    """Average `nll` [...] over the targets [...] that are not ignored; 0 if all are ignored."""
     return nll.sum() / (target != IGNORED).sum().clamp(min=1)
 
 
-class Categorical(nn.Module):
+def token_nll(logits: Tensor, target: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    """-log p(target) in nats, at least fp32: logits [..., V] and [...] long -> [...]; 0 where ignored."""
+    nll = F.cross_entropy(
+        at_least_fp32(logits).flatten(0, -2),
+        target.flatten(),
+        ignore_index=IGNORED,
+        label_smoothing=smoothing,
+        reduction="none",
+    )
+    return nll.view_as(target)
+
+
+class Head(nn.Module):
+    """An output layer over `levels` outcomes."""
+
+    levels: int
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities in at least fp32: [..., d_model] -> [..., levels]."""
+        raise NotImplementedError
+
+    def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
+        raise NotImplementedError
+
+    def loss(self, hidden: Tensor, targets: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Mean -log p(target) in nats of `targets` [...]; -100 and those at `padding` [...] are ignored."""
+        check_targets(targets, hidden.shape[:-1], self.levels)
+        if padding is not None:
+            targets = targets.masked_fill(padding, IGNORED)
+        return mean_nll(self.nll(hidden, targets), targets)
+
+
+class Categorical(Head):
     """One logit per level: p(l) = softmax(W h + b)_l.
 
     Args:
         d_model: width of the hidden vectors.
         levels: number of outcomes.
-        bias: whether there is a b.
-        tied: take W from the first `levels` rows of this embedding table instead of an own matrix.
+        bias: add a bias b.
+        tied: use the first `levels` rows of this embedding table as W.
     """
 
     tied: nn.Embedding
@@ -34,7 +68,7 @@ class Categorical(nn.Module):
         self.levels = levels
         self.project = Linear(d_model, levels, bias=bias) if tied is None else None
         self.bias = nn.Parameter(torch.zeros(levels)) if bias and tied is not None else None
-        self.__dict__["tied"] = tied  # not as a sub-module: the table has one name in the state_dict
+        self.__dict__["tied"] = tied  # not a submodule: the table has one name in the state_dict
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits: [..., d_model] -> [..., levels]."""
@@ -45,16 +79,14 @@ class Categorical(nn.Module):
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities in at least fp32: [..., d_model] -> [..., levels]."""
-        return _at_least_fp32(self(hidden)).log_softmax(-1)
+        return at_least_fp32(self(hidden)).log_softmax(-1)
 
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
         """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
-        logits = _at_least_fp32(self(hidden)).flatten(0, -2)
-        nll = F.cross_entropy(logits, target.flatten(), ignore_index=IGNORED, reduction="none")
-        return nll.view_as(target)
+        return token_nll(self(hidden), target)
 
 
-class LogisticMixture(nn.Module):
+class LogisticMixture(Head):
     """A mixture of K logistic distributions, discretised to L levels of one channel.
 
     Level l is the interval of half-width h = 1 / (L - 1) around x = 2 l / (L - 1) - 1, and
@@ -62,8 +94,8 @@ class LogisticMixture(nn.Module):
         p(l) = sum_i pi_i [sigmoid((x + h - mu_i) / s_i) - sigmoid((x - h - mu_i) / s_i)],
 
     where the lowest level reaches down to -inf and the highest up to +inf, so that the levels sum to 1
-    (PixelCNN++, Salimans et al. 2017, arXiv 1701.05517, eq. 2). The hidden vector gives log pi (up to the
-    softmax), mu and log s by a linear layer; log s is held at -7 or above, as there.
+    (PixelCNN++, Salimans et al. 2017, arXiv 1701.05517, eq. 2). A linear layer maps the hidden vector to log
+    pi (up to the softmax), mu and log s; log s is clamped at -7 from below, as in the paper's code.
 
     Args:
         d_model: width of the hidden vectors.
@@ -79,7 +111,7 @@ class LogisticMixture(nn.Module):
         self.project = Linear(d_model, 3 * n_mixtures)
 
     def reset_bias(self) -> None:
-        """Spread the components evenly over the range, each as wide as its share, with equal weights."""
+        """Spread the components evenly over the range, with equal weights and scales to match the spacing."""
         n_mixtures = self.project.out_features // 3
         with torch.no_grad():
             weight, mean, log_scale = self.project.bias.chunk(3)
@@ -88,7 +120,7 @@ class LogisticMixture(nn.Module):
             log_scale.fill_(math.log(2 / n_mixtures))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The same as `log_probs`: log-probabilities are logits too."""
+        """Return `log_probs`: log-probabilities are logits too."""
         return self.log_probs(hidden)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
@@ -106,21 +138,22 @@ class LogisticMixture(nn.Module):
         return -log_prob.masked_fill(ignored, 0.0)
 
     def _mixture(self, hidden: Tensor) -> Tensor:
-        """The parameters, in at least fp32: bf16 would move means by up to a quarter of a level of 256."""
+        """The parameters, in at least fp32: bf16 would round means by up to a quarter of a level of 256."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return linear(*map(_at_least_fp32, (hidden, self.project.weight, self.project.bias)))
+            return linear(*map(at_least_fp32, (hidden, self.project.weight, self.project.bias)))
 
     def _log_prob(self, parameters: Tensor, level: Tensor) -> Tensor:
         """Log-probability of `level` [...] under `parameters` [..., 3 K], broadcast against each other.
 
-        An inner level's mass is a difference of sigmoids that can vanish; with d = 2 h / s it is the product
+        An inner level's mass is a difference of sigmoids that can underflow; with d = 2 h / s it is the
+        product
 
             sigmoid(b) - sigmoid(a) = sigmoid(b) sigmoid(-a) (1 - exp(-d)),    b = a + d,
 
         whose logarithm is a sum of terms that are each finite, with finite gradients.
         """
         weight, mean, log_scale = parameters.chunk(3, dim=-1)
-        # In units of h: the levels are integers there, and their distance to a near mean is exact.
+        # In units of h the levels are integers, so their distance to a close mean is exact.
         span = self.levels - 1
         log_scale = log_scale.clamp(min=self.MIN_LOG_SCALE) + math.log(span)
         level = level.unsqueeze(-1)
@@ -129,6 +162,7 @@ class LogisticMixture(nn.Module):
         above_lower = -F.softplus((centred - 1) * inverse_scale)
         below_upper = -F.softplus(-(centred + 1) * inverse_scale)
         width = _log1mexp(math.log(2) - log_scale)
+        # the outermost levels have no lower or upper bound
         first, last = level == 0, level == span
         log_mass = (
             above_lower.masked_fill(first, 0.0)
@@ -140,9 +174,10 @@ class LogisticMixture(nn.Module):
 
 def _log1mexp(log_d: Tensor) -> Tensor:
     """log(1 - exp(-d)) for d = exp(log_d), as log d + log((1 - exp(-d)) / d): finite where d underflows."""
-    d = log_d.exp().clamp(min=1e-15)  # below, the second term is 0 to rounding
+    d = log_d.exp().clamp(min=1e-15)  # for smaller d the second term rounds to 0
     return log_d + torch.log(-torch.expm1(-d) / d)
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Convert half precision to fp32; fp64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""What the Perceiver and Perceiver IO share: an array of inputs, cross-attends, and latents that read it."""
+"""Parts of the Perceiver and Perceiver IO: an input array, cross-attention, and latents that read it."""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -23,24 +23,24 @@ from unrolled.ops.softmax import softmax_attention
 
 @dataclass
 class LatentConfig(TransformerConfig):
-    """The fields that the Perceivers share; see `TransformerConfig` for the rest.
+    """The fields shared by the Perceivers; see `TransformerConfig` for the rest.
 
     `d_model`, `n_layers`, `n_heads`, `attention` and so on describe the stack of blocks in which the latents
-    attend to each other. `d_ff` is d_model by default, as in the paper. Norms stand before each layer, and
-    `positions` are those of the inputs: they may not be rotary.
+    attend to each other. `d_ff` is d_model by default, as in the paper. Blocks are pre-norm, and `positions`
+    are those of the inputs, which may not be rotary.
 
     Attributes:
         vocab_size: number of token ids; None where the input is continuous.
-        input_dim: width of a continuous input, which is read as it is; None for tokens.
+        input_dim: width of a continuous input, which is read without an embedding; None for tokens.
         input_width: width of the vector for each token; d_model by default.
-        grid: for continuous inputs on a grid, its number of points along each axis: `n_bands` Fourier
+        grid: for continuous inputs on a grid, the number of points along each axis: `n_bands` Fourier
             features per axis are appended to each input (see `fourier_features`), with `positions="none"`.
         n_bands: number of frequencies per axis of the grid.
         n_latents: number of latents.
-        n_iterations: how often the latents go through their stack.
-        cross_heads: heads of each cross-attend.
+        n_iterations: number of times that the latents pass through their stack.
+        cross_heads: heads of each cross-attention.
         cross_width: width of its queries, keys and values, over all heads; by default the smaller one of the
-            widths of what reads and what is read.
+            widths of the latents and of the inputs.
         cross_value_width: width of its values, where it differs from that of its queries and keys.
     """
 
@@ -85,14 +85,14 @@ class LatentConfig(TransformerConfig):
 
     @property
     def array_width(self) -> int:
-        """The width of the inputs that the cross-attends read."""
+        """The width of the inputs of the cross-attentions."""
         if self.input_dim is None:
             return self.d_model if self.input_width is None else self.input_width
         return self.input_dim + len(self.grid or ()) * (2 * self.n_bands + 1)
 
     @property
     def positions_width(self) -> int:
-        """The width of what the positions are added to: the inputs."""
+        """The width of the inputs, to which the positions are added."""
         return self.array_width
 
 
@@ -115,7 +115,7 @@ class InputArray(nn.Module):
             x = self.embedding(x)
         else:
             x = self._continuous(x)
-        if key_padding_mask is not None:
+        if key_padding_mask is not None:  # the array is read without a stack, which would check it
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
             x = without_padding(x, key_padding_mask)
         y: Tensor = self.dropout(self.positions(x, key_padding_mask=key_padding_mask))
@@ -125,31 +125,31 @@ class InputArray(nn.Module):
         grid, width = self.config.grid, self.config.input_dim
         axes = 1 if grid is None else len(grid)
         if x.dim() != axes + 2 or x.shape[-1] != width:
-            wanted = "T" if grid is None else ", ".join("XYZ"[:axes]) if axes < 4 else f"{axes} axes"
-            raise ValueError(f"x has the shape {shape(x)}, wanted [B, {wanted}, input_dim = {width}]")
+            places = "T" if grid is None else ", ".join("XYZ"[:axes]) if axes < 4 else f"{axes} axes"
+            raise ValueError(f"x has shape {shape(x)}, but must be [B, {places}, input_dim = {width}]")
         if grid is not None:
-            places = grid_positions(x.shape[1:-1], device=x.device)
-            features = fourier_features(places, self.config.n_bands, grid, dtype=x.dtype)
+            points = grid_positions(x.shape[1:-1], device=x.device)
+            features = fourier_features(points, self.config.n_bands, grid, dtype=x.dtype)
             x = torch.cat([x, features.expand(*x.shape[:-1], -1)], dim=-1)
         return x.flatten(1, -2)
 
 
 class CrossAttend(nn.Module):
-    """Queries read an array by softmax attention, and a feed-forward layer follows (pre-norm).
+    """Softmax attention from queries to an array, then a feed-forward layer (pre-norm).
 
         z <- z + W_o attend(W_q norm(z), W_kv norm(x))        z <- z + ff(norm(z))
 
-    Without `query_residual` the first line has no z to add to: what comes out is of another kind than the
-    queries, such as pixels read at positions (Perceiver IO, section 3.2).
+    Without `query_residual` the first line does not add z: the outputs are of another kind than the queries,
+    such as pixels read at positions (Perceiver IO, section 3.2).
 
     Args:
-        config: says the rest, and the sizes by default.
-        array_width: width of what is read.
-        query_width: width of the queries and of what comes out; d_model by default.
+        config: the other options, and the default sizes.
+        array_width: width of the array.
+        query_width: width of the queries and of the output; d_model by default.
         heads: `cross_heads` by default.
         width: of queries and keys over all heads; `cross_width`, or the smaller of the first two by default.
         value_width: of values over all heads; `cross_value_width`, or `width` by default.
-        query_residual: whether there is a z to add to.
+        query_residual: add the queries z to the output of the attention.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class CrossAttend(nn.Module):
             if size % self.heads:
                 name = "cross_heads" if heads is None else "decoder_heads"
                 raise ValueError(
-                    f"{name} is {self.heads}, wanted a divisor of the cross-attend's width {size}"
+                    f"{name} is {self.heads}, but must be a divisor of the cross-attention's width {size}"
                 )
         self.query_norm = make_norm(config, query_width)
         self.array_norm = make_norm(config, array_width)
@@ -185,7 +185,7 @@ class CrossAttend(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, z: Tensor, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Queries `z` read `x [B, S, array_width]`: `[B, N, query_width]`, as `z`; padding is not read."""
+        """Attend from `z [B, N, query_width]` to the valid inputs `x [B, S, array_width]`: as `z`."""
         q = self.q_proj(self.query_norm(z))
         widths = [self.q_proj.out_features, self.out_proj.in_features]
         k, v = self.kv_proj(self.array_norm(x)).split(widths, dim=-1)
@@ -198,10 +198,10 @@ class CrossAttend(nn.Module):
 
 
 def init_perceiver(model: nn.Module, config: LatentConfig) -> None:
-    """Draw the weights as `init_weights` does, and those of the reads from N(0, 1 / inputs of the layer).
+    """Draw the weights as `init_weights` does, and those of cross-attentions from N(0, 1 / layer inputs).
 
-    An array may be a few numbers wide. At a standard deviation of 0.02 so little of it would reach the
-    latents that training begins with a long plateau.
+    An array may be only a few numbers wide. With a standard deviation of 0.02 the latents would receive so
+    little signal that training begins with a long plateau.
     """
     init_weights(model, config)
     for read in model.modules():
@@ -211,9 +211,9 @@ def init_perceiver(model: nn.Module, config: LatentConfig) -> None:
 
 
 class Latents(nn.Module):
-    """Learned latents that read an array before each of their first `n_reads` runs through the stack.
+    """Learned latents that read an array before each of their first `n_reads` passes through the stack.
 
-    With `shared` weights there is one stack, and from the second one on the reads are one cross-attend.
+    With `shared` weights there is one stack, and one cross-attention for all reads after the first.
     """
 
     def __init__(self, config: LatentConfig, *, n_reads: int, shared: bool) -> None:

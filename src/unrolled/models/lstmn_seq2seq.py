@@ -1,22 +1,22 @@
-r"""LSTMN as an encoder and a decoder, with shallow or deep fusion of what the decoder reads of the source.
+r"""LSTMN as an encoder and a decoder, with shallow or deep attention fusion.
 
-    h_j, c_j = LSTMN(E x_j)             of the source; the tape of the decoder begins with its last entry
+    h_j, c_j = LSTMN(E x_j)             of the source; its last entry is the first of the decoder's tape
     shallow:    a_t = attention(s_{t-1}, h)        s_t = LSTMN([E y_{t-1}; a_t])
     deep:       s_t = DeepFusionLSTMN(E y_{t-1}; tapes h and c)
     p(y_t) = softmax(W s_t + b)
 
 Cheng, Dong and Lapata 2016, "Long Short-Term Memory-Networks for Machine Reading", arXiv 1601.06733,
-section 4 and figure 3. The paper leaves open where the decoder begins.
+section 4 and figure 3. The paper does not say how the decoder is initialised.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, Seq2SeqConfig, make_attention
+from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, Seq2SeqConfig, State, make_attention
 from unrolled.ops.precision import without_autocast
 from unrolled.recurrent.lstmn import LSTMN, DeepFusionLSTMN, DeepFusionState, LSTMNState, tapes
 
@@ -36,11 +36,11 @@ class LSTMNSeq2SeqState(NamedTuple):
 
     tape: LSTMNState
     s: Tensor
-    attention: Any
+    attention: object
 
 
-class _LSTMNSeq2Seq(Seq2Seq):
-    """What both have in common: the encoder, and the output layer."""
+class _LSTMNSeq2Seq(Seq2Seq[State]):
+    """Shared by both: the encoder and the output layer."""
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__(config)
@@ -51,7 +51,7 @@ class _LSTMNSeq2Seq(Seq2Seq):
         """Encode: hidden states h and memories c `[B,S,N]`, and the last entry [h; c] `[B,1,2N]`."""
         x = self.dropout(self.source_embedding(source))
         _, state = self.encoder.prefill(x, self.encoder.init_state(len(x)), key_padding_mask=key_padding_mask)
-        hidden, memory, _ = (part[:, 1:] for part in tapes(state))  # without the zeros that it begins with
+        hidden, memory, _ = (part[:, 1:] for part in tapes(state))  # without its initial zeros
         place = torch.arange(1, source.shape[1] + 1, device=source.device)
         last = torch.where(key_padding_mask, 0, place).argmax(1)
         rows = torch.arange(len(source), device=source.device)
@@ -62,7 +62,7 @@ class _LSTMNSeq2Seq(Seq2Seq):
         """W s + b."""
         return self.out(hidden)  # type: ignore[no-any-return]
 
-    def _begun(self, cell: LSTMN, entry: Tensor) -> LSTMNState:
+    def _initial(self, cell: LSTMN, entry: Tensor) -> LSTMNState:
         """The state of a tape whose first entry is `entry [B,1,2 hidden_size]`."""
         state = cell.init_state(len(entry))
         entry = entry.to(state.tape.dtype)
@@ -71,10 +71,10 @@ class _LSTMNSeq2Seq(Seq2Seq):
         return state._replace(tape=entry, keys=keys)
 
 
-class LSTMNSeq2Seq(_LSTMNSeq2Seq):
+class LSTMNSeq2Seq(_LSTMNSeq2Seq[LSTMNSeq2SeqState]):
     """Shallow fusion: any attention to the encoder's hidden states, whose context the decoder's cell reads.
 
-    Weights start as the layers draw theirs.
+    Weights have the initial values of the layers.
     """
 
     model_name = "lstmn_seq2seq"
@@ -92,7 +92,7 @@ class LSTMNSeq2Seq(_LSTMNSeq2Seq):
         hidden, _, entry = self.read(source, key_padding_mask)
         memory = hidden.to(self.out.weight.dtype)
         attended = self.attention.read(memory, key_padding_mask=key_padding_mask)
-        tape = self._begun(self.cell, entry)
+        tape = self._initial(self.cell, entry)
         return LSTMNSeq2SeqState(tape, tape.tape[:, 0, : self.config.hidden_size], attended)
 
     def decode(self, tokens: Tensor, state: LSTMNSeq2SeqState) -> tuple[Tensor, Tensor, LSTMNSeq2SeqState]:
@@ -107,17 +107,14 @@ class LSTMNSeq2Seq(_LSTMNSeq2Seq):
                 s, tape = self.cell.advance(inputs.to(s.dtype), tape)
             outputs.append(s)
             weights.append(weight)
-        if not outputs:
-            nothing = y.new_zeros(*tokens.shape, s.shape[-1])
-            return nothing, y.new_zeros(*tokens.shape, attended.memory.shape[1]), state
         hidden = self.dropout(torch.stack(outputs, 1).to(y.dtype))
         return hidden, torch.cat(weights, 1), LSTMNSeq2SeqState(tape, s, attended)
 
 
-class DeepLSTMNSeq2Seq(_LSTMNSeq2Seq):
-    """Deep fusion: the decoder's cell attends to the encoder's tapes, and takes over memory from there.
+class DeepLSTMNSeq2Seq(_LSTMNSeq2Seq[DeepFusionState]):
+    """Deep fusion: the decoder's cell attends to the encoder's tapes and adds their memory to its own.
 
-    Weights start as the layers draw theirs.
+    Weights have the initial values of the layers.
     """
 
     model_name = "deep_lstmn_seq2seq"
@@ -133,13 +130,10 @@ class DeepLSTMNSeq2Seq(_LSTMNSeq2Seq):
         """Read the source from left to right."""
         hidden, memory, entry = self.read(source, key_padding_mask)
         state = self.decoder.init_state(hidden, memory, key_padding_mask=key_padding_mask)
-        return state._replace(own=self._begun(self.decoder.cell, entry))
+        return state._replace(own=self._initial(self.decoder.cell, entry))
 
     def decode(self, tokens: Tensor, state: DeepFusionState) -> tuple[Tensor, Tensor, DeepFusionState]:
         """Run the decoder over tokens; returns s."""
         y = self.dropout(self.target_embedding(tokens))
-        if tokens.shape[1] == 0:
-            nothing = y.new_zeros(*tokens.shape, self.config.hidden_size)
-            return nothing, y.new_zeros(*tokens.shape, state.source.shape[1]), state
         hidden, weights, state = self.decoder.prefill(y, state)
         return self.dropout(hidden), weights, state

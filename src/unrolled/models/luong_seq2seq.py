@@ -1,6 +1,6 @@
-r"""The encoder-decoder that looks at the source after each step, and feeds what it saw into the next.
+r"""The encoder-decoder that attends to the source after each step, and feeds the result into the next.
 
-    m = LSTM(E x)                       stacked; its last states are the decoder's first
+    m = LSTM(E x)                       stacked; its last states are the decoder's initial ones
     h_t = LSTM([E y_{t-1}; v_{t-1}])    stacked, v_0 = 0: input feeding
     c_t = attention(h_t, m)             v_t = tanh(W_c [c_t; h_t])          p(y_t) = softmax(W_s v_t)
 
@@ -9,7 +9,7 @@ section 3, eq. 5 and 6, and section 3.3; v_t is the attentional vector, h~ in th
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ class LuongSeq2SeqConfig(AttentiveSeq2SeqConfig):
     """Luong's model; see `AttentiveSeq2SeqConfig` for the other fields.
 
     Attributes:
-        attention: as of `AttentiveSeq2SeqConfig`; "luong" by default.
-        n_layers: LSTMs on top of each other, on both sides.
+        attention: as in `AttentiveSeq2SeqConfig`; "luong" by default.
+        n_layers: number of stacked LSTMs in the encoder and in the decoder.
     """
 
     attention: str = "luong"
@@ -42,11 +42,11 @@ class LuongSeq2SeqState(NamedTuple):
     h: Tensor
     c: Tensor
     attentional: Tensor
-    attention: Any
+    attention: object
 
 
-class LuongSeq2Seq(Seq2Seq):
-    """Stacked LSTMs that encode, and as many that decode with attention; weights from U(-0.1, 0.1)."""
+class LuongSeq2Seq(Seq2Seq[LuongSeq2SeqState]):
+    """Stacked LSTMs that encode, and as many that decode with attention; weights start in U(-0.1, 0.1)."""
 
     model_name = "luong_seq2seq"
     config_type = LuongSeq2SeqConfig
@@ -67,7 +67,7 @@ class LuongSeq2Seq(Seq2Seq):
             nn.init.uniform_(parameter, -0.1, 0.1)
 
     def encode(self, source: Tensor, key_padding_mask: Tensor) -> LuongSeq2SeqState:
-        """Read the source from left to right, padding left out."""
+        """Read the source from left to right, without padding."""
         order = key_padding_mask.to(torch.int8).argsort(dim=1, stable=True)  # padding to the right
         x = self.dropout(self.source_embedding(source.gather(1, order)))
         if len(source):
@@ -75,9 +75,10 @@ class LuongSeq2Seq(Seq2Seq):
             packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
             out, (h, c) = self.encoder(packed)
             out, _ = pad_packed_sequence(out, batch_first=True, total_length=source.shape[1])
-        else:  # which torch does not pack
+        else:  # torch cannot pack an empty batch
             out, (h, c) = self.encoder(x)
-        place = order.argsort(dim=1).unsqueeze(-1).expand(-1, -1, out.shape[-1])  # and back
+        # undo the order that put padding on the right
+        place = order.argsort(dim=1).unsqueeze(-1).expand(-1, -1, out.shape[-1])
         attended = self.attention.read(out.gather(1, place), key_padding_mask=key_padding_mask)
         dtype = accumulation_dtype(x.dtype)
         h, c = (z.transpose(0, 1).to(dtype) for z in (h, c))
@@ -87,6 +88,7 @@ class LuongSeq2Seq(Seq2Seq):
         """Run the decoder over tokens; returns the attentional vectors."""
         y = self.dropout(self.target_embedding(tokens))
         dtype, kept = y.dtype, state.h.dtype
+        # The products of all tokens are computed before the loop, with weights in the type of the state.
         (first, *others), width = cast("list[nn.LSTMCell]", list(self.cells)), y.shape[-1]
         of_token, fed = torch.split(first.weight_ih, [width, state.h.shape[-1]], 1)
         inputs = F.linear(y, of_token, first.bias_ih + first.bias_hh).to(kept)
@@ -110,9 +112,6 @@ class LuongSeq2Seq(Seq2Seq):
                 v = torch.tanh(F.linear(torch.cat([context.squeeze(1).to(kept), hs[-1]], -1), combine))
                 vectors.append(v)
                 weights.append(weight)
-        if not vectors:
-            nothing = y.new_zeros(*tokens.shape, v.shape[-1])
-            return nothing, y.new_zeros(*tokens.shape, attended.memory.shape[1]), state
         after = LuongSeq2SeqState(torch.stack(hs, 1), torch.stack(cs, 1), v, attended)
         return self.dropout(torch.stack(vectors, 1).to(dtype)), torch.cat(weights, 1), after
 

@@ -1,11 +1,11 @@
-r"""End-to-end memory network: a question reads the sentences of a story several times, then is answered.
+r"""End-to-end memory network: a question attends to the sentences of a story in several hops.
 
     m_i^k = sum_j l_j o A^k x_ij + T_A^k(i)        c_i^k = sum_j l_j o C^k x_ij + T_C^k(i)
     u^1   = sum_j l_j o B q_j                      word j of sentence i is x_ij, that of the question q_j
-    p^k   = softmax_i(u^k . m_i^k)                 hop k reads; there is no scale
+    p^k   = softmax_i(u^k . m_i^k)                 the weights of hop k; there is no scale
     u^{k+1} = u^k + sum_i p_i^k c_i^k              the answer is softmax(W u^{K+1})
 
-o multiplies by coordinates; i counts sentences from the last one, 0. "adjacent" tying shares A^{k+1} = C^k,
+o multiplies elementwise; i counts sentences from the last one, 0. "adjacent" tying shares A^{k+1} = C^k,
 T alike, B = A^1 and W = C^K. "layer_wise" has one A and one C for all hops, and u^{k+1} = H u^k + ...
 
 Sukhbaatar et al. 2015, "End-To-End Memory Networks", arXiv 1503.08895, eq. 1-4 and sections 2.2 and 4.1.
@@ -16,7 +16,7 @@ Equals softmax attention: one hop without temporal encoding is attention of one 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -24,12 +24,11 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.contract import IGNORED
 from unrolled.fields import Count, FromData, Size
-from unrolled.models.checks import check_story, check_targets
+from unrolled.models.checks import check_targets
 from unrolled.models.config import ModelConfig
-from unrolled.models.heads import mean_nll
-from unrolled.models.saving import SavedModel
+from unrolled.models.heads import mean_nll, token_nll
+from unrolled.models.story import StoryModel
 
 Tying = Literal["adjacent", "layer_wise"]
 Encoding = Literal["printed", "code", "bag"]
@@ -53,9 +52,9 @@ def printed(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
 def code(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
     """Position encoding of the authors' code: l_kj = 1 + 4 (k - (d + 1) / 2) (j - (J + 1) / 2) / (d J).
 
-    Its mean is 1. It is about twice the printed one. Arguments and result as for `printed`; where the code
-    takes J from the longest sentence of the data, here it is that of the sentence, as printed, so that
-    padding changes nothing.
+    Its mean is 1, and it is about twice the printed one. Arguments and result as for `printed`. The code
+    takes J from the longest sentence of the data; here it is that of the sentence, as printed, so that
+    padding has no effect.
     """
     slope = 4 * (j - (J + 1) / 2) / J
     return 1 - slope * (d + 1) / (2 * d), slope
@@ -80,15 +79,15 @@ class MemN2NConfig(ModelConfig):
     Attributes:
         vocab_size: number of words, answers included.
         d_model: width of the embeddings, d.
-        n_hops: how often the memory is read, K.
-        memory_size: sentences at most, which temporal encoding can count.
+        n_hops: number of hops, K.
+        memory_size: maximum number of sentences with temporal encoding.
         tying: "adjacent" or "layer_wise".
-        position_encoding: "printed", "code" or "bag", the functions of this module; the second learns tasks
-            that the first does not.
-        temporal: whether sentences are told apart by their place.
-        linear_start: for this many training batches, the first, the hops have no softmax, p = u . m, which
-            keeps the training from bad minima (section 4.2). Evaluation does as the next batch would.
-        noise: in training, up to this part of empty memories is put between the sentences, at random.
+        position_encoding: "printed", "code" or "bag", the functions of this module; "code" learns tasks that
+            "printed" does not.
+        temporal: add temporal encodings, which depend on the place of a sentence.
+        linear_start: number of training batches at the start in which the hops have no softmax, p = u . m,
+            which avoids bad minima (section 4.2). Evaluation uses the form of the next batch.
+        noise: in training, up to this fraction of empty memories is inserted between the sentences at random.
         seed: of that randomness.
     """
 
@@ -104,16 +103,16 @@ class MemN2NConfig(ModelConfig):
     seed: Count = 0
 
     @property
-    def needs(self) -> dict[str, Any]:
-        """Answers alone: no places of supporting sentences after them."""
+    def needs(self) -> dict[str, object]:
+        """Answers only: no places of supporting sentences after them."""
         return {"supporting": 0}
 
 
-class MemN2N(SavedModel):
+class MemN2N(StoryModel):
     """An end-to-end memory network.
 
     The parameters are `A`, `C`, `B` and `W`, tables `[vocab_size,d]`, with temporal encoding `T_A` and `T_C`,
-    `[memory_size,d]`, and with layer-wise tying `H [d,d]`; those that are tied are one tensor. All start as
+    `[memory_size,d]`, and with layer-wise tying `H [d,d]`; tied parameters are one tensor. All start from
     N(0, 0.1^2).
     """
 
@@ -131,22 +130,30 @@ class MemN2N(SavedModel):
         self.words = tables(self._n_read + (0 if adjacent else 2), config.vocab_size)
         self.places = tables(self._n_read if config.temporal else 0, config.memory_size)
         self.H = None if adjacent else nn.Parameter(INIT_STD * torch.randn(width, width))
-        self.batches: Tensor  # of training so far; saved, so that a run can go on
+        self.batches: Tensor  # number of training batches so far; saved, so that a run can be resumed
         self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+        self.n_words = config.vocab_size
+        self.max_sentences = config.memory_size if config.temporal else None
+
+    @property
+    def table(self) -> Tensor:
+        """The first table of words."""
+        table: Tensor = self.words[0]
+        return table
 
     @property
     def linear(self) -> bool:
-        """Whether the hops have no softmax, see `MemN2NConfig.linear_start`."""
+        """Whether the hops have no softmax; see `MemN2NConfig.linear_start`."""
         return self.config.linear_start > 0 and int(self.batches) < self.config.linear_start
 
     @property
     def A(self) -> list[nn.Parameter]:  # noqa: N802
-        """The tables by which each hop finds sentences."""
+        """The table of each hop's keys."""
         return self._of_hops(self.words, 0)
 
     @property
     def C(self) -> list[nn.Parameter]:  # noqa: N802
-        """The tables of what each hop reads."""
+        """The table of each hop's values."""
         return self._of_hops(self.words, 1)
 
     @property
@@ -171,33 +178,21 @@ class MemN2N(SavedModel):
         table: nn.Parameter = self.words[-1]
         return table
 
-    def forward(self, inputs: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Logits `[B,vocab_size]` of the answers.
+    def answer(self, inputs: Tensor, padding: Tensor) -> Tensor:
+        """Logits of the answers, `[B,vocab_size]`."""
+        return self._read(inputs, padding)[0]
 
-        Args:
-            inputs: word ids `[B,M+1,J]`: M sentences, the oldest first, and the question last.
-            key_padding_mask: the same shape, True where there is no word; a sentence without any is none.
-
-        Raises:
-            ValueError: an argument of another shape or type, no sentence at all, or more than `memory_size`.
-        """
-        return self._read(inputs, key_padding_mask)[0]
+    def weights(self, inputs: Tensor, padding: Tensor) -> Tensor:
+        """Weight of each sentence in each hop, `[B,hops,M]`."""
+        return self._read(inputs, padding)[1]
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy in nats of the answers `targets [B]`, -100 where nothing is asked."""
+        """Mean cross-entropy in nats of the answers `targets [B]`; -100 is ignored."""
         logits = self(inputs, key_padding_mask=key_padding_mask)
         check_targets(targets, inputs.shape[:1], self.config.vocab_size)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        nll = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-        return mean_nll(nll, targets)
+        return mean_nll(token_nll(logits, targets), targets)
 
-    def attend(self, inputs: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """How much each hop reads of each sentence, `[B,hops,M]`."""
-        return self._read(inputs, key_padding_mask)[1]
-
-    def _read(self, inputs: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        most = self.config.memory_size if self.config.temporal else None
-        padding = check_story(inputs, key_padding_mask, self.config.vocab_size, most, self.words[0])
+    def _read(self, inputs: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
         absent, linear = padding[:, :-1].all(-1), self.linear
         if self.training:
             self.batches += 1
@@ -212,7 +207,7 @@ class MemN2N(SavedModel):
             m, c = (parts[hop], parts[hop + 1]) if self.H is None else parts
             p = torch.einsum("bd,bmd->bm", u, m)
             if not linear:
-                # finite, so that a story of padding has no NaN; it then reads nothing
+                # a finite minimum: a story of padding only must not give NaN; its weights become 0 below
                 p = p.masked_fill(absent, torch.finfo(p.dtype).min).softmax(-1)
             p = p.masked_fill(absent, 0)
             o = torch.einsum("bm,bmd->bd", p, c)
@@ -222,7 +217,7 @@ class MemN2N(SavedModel):
 
     @property
     def _n_read(self) -> int:
-        """Number of tables that the memory is embedded by."""
+        """Number of tables that embed the memory."""
         return self.config.n_hops + 1 if self.config.tying == "adjacent" else 2
 
     def _of_hops(self, tables: nn.ParameterList, first: int) -> list[nn.Parameter]:
@@ -230,7 +225,7 @@ class MemN2N(SavedModel):
         return [tables[first + step * hop] for hop in range(self.config.n_hops)]
 
     def _ages(self, absent: Tensor) -> Tensor:
-        """Count for each sentence those after it, in training with empty memories among them, `[B,M]`."""
+        """Count the sentences after each one, `[B,M]`; in training with empty memories among them."""
         present = (~absent).long()
         after = present.flip(1).cumsum(1).flip(1) - present
         if not self.training or self.config.noise == 0:
@@ -240,21 +235,21 @@ class MemN2N(SavedModel):
         most = torch.ceil(self.config.noise * count)
         empty = (torch.from_numpy(rng.random(count.shape)).to(count.device) * (most + 1)).long()
         usable = torch.arange(size, device=count.device) < count + empty
-        # `count` of the usable places, at random; sentence number n from the end is at the n-th of them
+        # `count` of the usable places at random; sentence number n from the end gets the n-th of them
         drawn = torch.from_numpy(rng.random((len(count), size))).to(count.device).masked_fill(~usable, 2)
         chosen = drawn.argsort(1).argsort(1) < count
         return (~chosen).long().argsort(stable=True, dim=1).gather(1, after)
 
 
 def embed(words: Tensor, padding: Tensor, tables: Sequence[Tensor], encoding: Encoding) -> list[Tensor]:
-    """Sum the embedded words of sentences by a position encoding: sum_j l_j o A x_j.
+    """Sum the embedded words of sentences with a position encoding: sum_j l_j o A x_j.
 
     Every encoding is l_kj = a_j + b_j k / d, so that a sentence is a weighted sum of rows of A and of rows of
-    A times k / d, and all tables are read at once.
+    A times k / d. All tables are read in one embedding bag.
 
     Args:
         words: ids `[...,J]`.
-        padding: the same shape, True where there is no word; places are counted without them.
+        padding: of the same shape, True at padding, which has no place in the sentence.
         tables: embeddings A, each `[vocab_size,d]`.
         encoding: name of the encoding.
 

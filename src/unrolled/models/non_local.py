@@ -1,21 +1,21 @@
-r"""Non-local block: every place of a feature map reads all of them, and the result is added to the map.
+r"""Non-local block: every position of a feature map attends to all positions; the result is added to the map.
 
     z_i = x_i + W_z y_i + b_z        y_i = sum_j f(x_i, x_j) g(x_j) / C_i
 
     pairwise           f(x_i, x_j)                                C_i
     "gaussian"         exp(x_i . x_j)                             sum_j f(x_i, x_j)
     "embedded"         exp(theta_i . phi_j)                       sum_j f(x_i, x_j)
-    "dot"              theta_i . phi_j                            the number of places j
-    "concatenation"    relu(w_theta . theta_i + w_phi . phi_j)    the number of places j
+    "dot"              theta_i . phi_j                            the number of positions j
+    "concatenation"    relu(w_theta . theta_i + w_phi . phi_j)    the number of positions j
 
-theta, phi and g are linear in x: convolutions with a kernel of one place. The first two are softmax attention
-with one head and without its 1 / sqrt(D).
+theta, phi and g are linear in x: convolutions with kernel size 1. The first two rows are softmax attention
+with one head and without the factor 1 / sqrt(D).
 
 Wang, Girshick, Gupta and He 2018, "Non-local Neural Networks", arXiv 1711.07971, eq. 1-6; section 3.3 for
-the subsampling. There, batch normalisation may follow W_z; here W_z itself starts at 0.
+the subsampling. In the paper batch normalisation may follow W_z; here W_z itself starts at 0.
 
-Cost for N places and K of them read: time O(N K C) for C channels, except "dot", which is O((N + K) C^2): its
-sums over j do not depend on i. Memory O(N K) for "concatenation", else O((N + K) C) where one of torch's
+Cost for N positions that attend to K: time O(N K C) for C channels, except "dot", which is O((N + K) C^2):
+its sums over j do not depend on i. Memory O(N K) for "concatenation", else O((N + K) C) where one of torch's
 fused softmax kernels fits.
 """
 
@@ -36,14 +36,14 @@ MAX_POOL: tuple[Callable[..., Tensor], ...] = (F.max_pool1d, F.max_pool2d, F.max
 
 
 class NonLocalBlock(nn.Module):
-    """Adds to a feature map `[B, C, *space]` what each of its places reads in all; at first, nothing.
+    """Adds attention over all positions to a feature map `[B, C, *space]`; initially the identity.
 
     Args:
         channels: number of channels C.
         inner_channels: width of theta, phi and g; half of C by default.
         pairwise: the function f, as in the table above.
-        pool: read the largest value of each channel in squares (in one axis, spans) of so many places; the
-            time of a video, the first of three axes, is not pooled. What does not fill a square is left out.
+        pool: max-pool phi and g over squares (with one axis, spans) of this size; the time axis of a video,
+            the first of three, is not pooled. Positions that do not fill a square are dropped.
 
     Raises:
         ValueError: sizes below 1, or an unknown function.
@@ -79,30 +79,28 @@ class NonLocalBlock(nn.Module):
         """`[B, C, *space]` to the same, with one to three axes of space.
 
         Raises:
-            ValueError: another shape, or a map that is smaller than what is pooled.
+            ValueError: another shape, or a map smaller than `pool`.
         """
         space = x.shape[2:]
         if not 1 <= len(space) <= 3 or x.shape[1] != self.channels:
             raise ValueError(
-                f"x has the shape {shape(x)}, wanted [B, {self.channels}, *space] with 1 to 3 axes"
+                f"x has shape {shape(x)}, but must be [B, {self.channels}, *space] with 1 to 3 axes"
             )
         if min(space[-2:]) < self.pool:
-            raise ValueError(
-                f"x has the shape {shape(x)}, wanted at least pool = {self.pool} in the last axes"
-            )
+            raise ValueError(f"x has shape {shape(x)}, but the last axes must be at least pool = {self.pool}")
         places = x.flatten(2).mT
         y = self._read(places, partial(self._pooled, space=space))
         return x + self.w_z(y).mT.reshape(x.shape)  # type: ignore[no-any-return]
 
     def _read(self, x: Tensor, pooled: Callable[[Tensor], Tensor]) -> Tensor:
-        """y of all places `x [B, N, C]`: `[B, N, inner_channels]`."""
+        """y of all positions `x [B, N, C]`: `[B, N, inner_channels]`."""
         g = pooled(self.g(x))
         if self.theta is None or self.phi is None:
             return _softmax(x, pooled(x), g)
         theta, phi = self.theta(x), pooled(self.phi(x))
         if self.pairwise == "embedded":
             return _softmax(theta, phi, g)
-        g = g / g.shape[1]  # before the sum, which may be too large for half precision
+        g = g / g.shape[1]  # before the sum, which may overflow in half precision
         if self.w_theta is None or self.w_phi is None:
             y: Tensor = theta @ (phi.mT @ g)
         else:

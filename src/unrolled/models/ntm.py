@@ -1,10 +1,10 @@
-r"""Bits in, bits or a number out: recurrent layers, by default a Neural Turing Machine, and a linear output.
+r"""Recurrent layers, by default a Neural Turing Machine, with a linear output of bits or numbers.
 
     bits       p(bit_t = 1) = sigmoid(W h_t + b)        after each step
     numbers    y = W h_T + b                            after the last
 
 with h the last layer's outputs. Graves, Wayne and Danihelka 2014, "Neural Turing Machines", arXiv 1410.5401,
-section 4. Any other cell can take the place of theirs; an LSTM is what they compare with.
+section 4. Any other cell can be used instead; the paper compares with an LSTM.
 """
 
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.fields import FromData, Size
 from unrolled.models.cells import stack_of
 from unrolled.models.config import ModelConfig
+from unrolled.models.heads import at_least_fp32
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape
 from unrolled.recurrent.ntm import NTM, NTMTrace
@@ -29,7 +30,7 @@ class NTMModelConfig(ModelConfig):
 
     Attributes:
         input_size: channels of the inputs.
-        output_size: bits or numbers to predict.
+        output_size: number of bits or numbers to predict.
         cell: name of the recurrent layers in `unrolled.recurrent`.
         cell_options: their further arguments, such as `{"controller": "feedforward", "memory_size": 64}`.
         n_layers: number of layers.
@@ -45,7 +46,7 @@ class NTMModelConfig(ModelConfig):
 
 
 class _Layers(SavedModel):
-    """Recurrent layers and a linear output. All weights start as those of their layers.
+    """Recurrent layers and a linear output. Weights have the initial values of the layers.
 
     Raises:
         ValueError: there is no such cell, or it does not take one of its options.
@@ -61,13 +62,13 @@ class _Layers(SavedModel):
         self.head = nn.Linear(config.hidden_size, config.output_size)
 
     def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """What the output layer reads: `[B,T,hidden_size]`."""
+        """The input of the output layer: `[B,T,hidden_size]`."""
         y: Tensor = self.stack(x, key_padding_mask=key_padding_mask)
         return y
 
     @torch.no_grad()
     def trace(self, x: Tensor) -> NTMTrace:
-        """Where the heads of the first layer were while it read `x [B,T,input_size]`.
+        """The head weights of the first layer while it reads `x [B,T,input_size]`.
 
         Raises:
             UnsupportedError: the cell is no Neural Turing Machine.
@@ -79,14 +80,14 @@ class _Layers(SavedModel):
 
 
 class NTMModel(_Layers):
-    """Predicts bits at every step; see `_Layers` for how it is made."""
+    """Predicts bits at every step, p(bit = 1) = sigmoid(logit)."""
 
     model_name = "ntm"
 
     def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Logits `[B,T,output_size]` after each step of `x [B,T,input_size]`.
 
-        Steps at padding (`[B,T]`, True) are not read; their logits mean nothing.
+        Steps at padding (`[B,T]`, True) are skipped; their logits are meaningless.
         """
         logits: Tensor = self.head(self.hidden(x, key_padding_mask=key_padding_mask))
         return logits
@@ -103,24 +104,26 @@ class NTMModel(_Layers):
         _check_targets(targets, logits)
         counted = targets != IGNORED
         asked = torch.where(counted, targets, 0)
-        nats = F.binary_cross_entropy_with_logits(_wide(logits), _wide(asked), reduction="none")
+        nats = F.binary_cross_entropy_with_logits(
+            at_least_fp32(logits), at_least_fp32(asked), reduction="none"
+        )
         return torch.where(counted, nats, 0).sum() / counted.sum().clamp(min=1)
 
     @torch.no_grad()
     def wrong_bits(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Count the bits of each row that are predicted wrongly, `[B]`: a bit is 1 where p > 1/2."""
+        """Number of wrongly predicted bits in each row, `[B]`: a bit is 1 where p > 1/2."""
         logits: Tensor = self(inputs)
         wrong = (logits > 0) != (targets > 0.5)
         return (wrong & (targets != IGNORED)).flatten(1).sum(1)
 
 
 class NTMNumbers(_Layers):
-    """Predicts numbers from a whole sequence; see `_Layers` for how it is made."""
+    """Predicts numbers after the last step of a sequence."""
 
     model_name = "ntm_numbers"
 
     def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Numbers `[B,output_size]` after the last step of `x [B,T,input_size]` that is no padding.
+        """Numbers `[B,output_size]` after the last valid step of `x [B,T,input_size]`.
 
         Raises:
             ValueError: `x` has length 0.
@@ -148,17 +151,12 @@ class NTMNumbers(_Layers):
         if self.config.output_size == 1 and targets.dim() == 1:
             numbers = numbers.squeeze(1)
         _check_targets(targets, numbers)
-        squares = F.mse_loss(_wide(numbers), _wide(targets), reduction="none")
+        squares = F.mse_loss(at_least_fp32(numbers), at_least_fp32(targets), reduction="none")
         return squares.sum() / max(1, squares.numel())
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _check_targets(targets: Tensor, like: Tensor) -> None:
     if targets.shape != like.shape or not targets.is_floating_point():
         raise ValueError(
-            f"targets is {targets.dtype} of the shape {shape(targets)}, "
-            f"wanted floating point of the shape {shape(like)}"
+            f"targets is {targets.dtype} of shape {shape(targets)}, but must be floating point {shape(like)}"
         )

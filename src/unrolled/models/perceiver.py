@@ -1,19 +1,19 @@
-r"""Perceiver and Perceiver IO: a few latent vectors read any number of inputs, and work among themselves.
+r"""Perceiver and Perceiver IO: a few latent vectors attend to any number of inputs, then to each other.
 
     z = L                                                               N learned latents
-    z <- z + attend(norm(z), norm(x)),  z <- z + ff(norm(z))            a cross-attend reads the inputs x
+    z <- z + attend(norm(z), norm(x)),  z <- z + ff(norm(z))            cross-attention to the inputs x
     z <- block_K( ... block_1(z))                                       the latents attend to each other
 
-The Perceiver repeats the last two lines and gives the mean of the latents to a linear layer. Its stacks of
-blocks share their weights over the repetitions; of its cross-attends the first has its own, and the others
-share theirs. Perceiver IO reads the inputs once, repeats the last line, and lets output queries read the
-latents by one more cross-attend, which a linear layer follows.
+The Perceiver repeats the last two lines and classifies the mean of the latents by a linear layer. Its stacks
+of blocks share their weights over the repetitions; its first cross-attention has its own weights, and the
+others share theirs. Perceiver IO reads the inputs once, repeats the last line, and decodes the latents by one
+more cross-attention from output queries, followed by a linear layer.
 
 Jaegle et al. 2021, "Perceiver: General Perception with Iterative Attention", arXiv 2103.03206, section 3;
 Jaegle et al. 2021, "Perceiver IO", arXiv 2107.14795, section 3.
 
 Cost for S inputs and O outputs: time O(S N + K N^2) for each repetition, and O(O N) for the outputs.
-Without positions the inputs are a set: their order changes nothing.
+Without positions the inputs are a set: their order has no effect.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -21,12 +21,10 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from unrolled.contract import IGNORED
 from unrolled.fields import FromData, Size
-from unrolled.models.checks import check_targets
 from unrolled.models.config import check_classes
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.heads import Categorical, mean_nll
+from unrolled.models.heads import Categorical
 from unrolled.models.latents import CrossAttend, InputArray, LatentConfig, Latents, init_perceiver
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape
@@ -40,7 +38,7 @@ class PerceiverConfig(LatentConfig):
 
     Attributes:
         n_classes: number of labels.
-        share_weights: whether the iterations share their weights, the first cross-attend's apart.
+        share_weights: share the weights of the iterations, except those of the first cross-attention.
     """
 
     _: KW_ONLY
@@ -57,12 +55,12 @@ class PerceiverIOConfig(LatentConfig):
             token that belongs at each position; see `mask_tokens`): a learned query for each output, up to
             `max_length` of them.
         n_classes: number of labels; None for "masked".
-        query_residual: whether the output is added to the query that read it.
+        query_residual: add each output query to what it reads.
         tie_embeddings: for "masked", use the embedding table as the output matrix.
-        output_bias: give the output layer a bias; None for one unless it is the embedding table.
-        query_width: width of the output queries, and of what the output layer reads; d_model by default.
+        output_bias: give the output layer a bias; by default it has one unless it is the embedding table.
+        query_width: width of the output queries and of the input of the output layer; d_model by default.
         decoder_heads, decoder_width, decoder_value_width: `cross_heads`, `cross_width` and
-            `cross_value_width` of the cross-attend that reads the latents; by default these.
+            `cross_value_width` of the cross-attention that decodes the latents; the same by default.
     """
 
     _: KW_ONLY
@@ -88,10 +86,10 @@ class PerceiverIOConfig(LatentConfig):
 
 
 class Perceiver(SavedModel):
-    """Latents that read the inputs before each run through their stack; their mean is classified.
+    """Latents that read the inputs before each pass through their stack; their mean is classified.
 
     Weights start as in `unrolled.models.latents.init_perceiver`, and the latents from a normal distribution
-    of standard deviation 0.02, cut off at 2. Set `gradient_checkpointing` to True to keep only the input of
+    of standard deviation 0.02, truncated at 2. Set `gradient_checkpointing` to True to keep only the input of
     each layer for the backward pass.
     """
 
@@ -113,8 +111,8 @@ class Perceiver(SavedModel):
         Args:
             x: token ids `[B, S]` long, or continuous inputs `[B, S, input_dim]`; `[B, *axes, input_dim]` for
                 those on a grid, which need not be of the config's size.
-            key_padding_mask: `[B, S]` bool, True at inputs that are not to be read, a grid's in row-major
-                order; tokens count their positions without them, points of a grid stay where they are.
+            key_padding_mask: `[B, S]` bool, True at inputs that are masked, a grid's in row-major order; the
+                positions of tokens do not count them, points of a grid keep their place.
         """
         logits: Tensor = self.head(self.hidden(x, key_padding_mask=key_padding_mask))
         return logits
@@ -127,12 +125,10 @@ class Perceiver(SavedModel):
             targets: `[B]` long; -100 is ignored.
             key_padding_mask: as for `forward`.
         """
-        hidden = self.hidden(inputs, key_padding_mask=key_padding_mask)
-        check_targets(targets, hidden.shape[:-1], self.head.levels)
-        return mean_nll(self.head.nll(hidden, targets), targets)
+        return self.head.loss(self.hidden(inputs, key_padding_mask=key_padding_mask), targets)
 
     def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """What the output layer reads, `[B, d_model]`: the mean of the latents."""
+        """The input of the output layer, `[B, d_model]`: the mean of the latents."""
         x = self.array(x, key_padding_mask=key_padding_mask)
         recompute = self.gradient_checkpointing and self.training
         z: Tensor = self.latents(x, key_padding_mask, recompute=recompute)
@@ -140,7 +136,7 @@ class Perceiver(SavedModel):
 
 
 class PerceiverIO(SavedModel):
-    """Latents that read the inputs once, and output queries that read the latents after their last run.
+    """Latents that read the inputs once, and output queries that read the latents after their last pass.
 
     Weights start as those of the `Perceiver`. Set `gradient_checkpointing` to True to keep only the input of
     each layer for the backward pass.
@@ -181,9 +177,9 @@ class PerceiverIO(SavedModel):
 
         Args:
             x: as for `Perceiver.forward`.
-            queries: `[B, O, query_width]`, what to ask instead of the learned queries.
-            key_padding_mask: as for `Perceiver.forward`; with outputs for each input, those at padding mean
-                nothing.
+            queries: `[B, O, query_width]`, output queries in place of the learned ones.
+            key_padding_mask: as for `Perceiver.forward`; with an output for each input, those at padding are
+                meaningless.
 
         Returns:
             "classification": `[B, n_classes]`; "tokens": `[B, S, n_classes]`; "masked": `[B, S, vocab_size]`;
@@ -210,15 +206,13 @@ class PerceiverIO(SavedModel):
             key_padding_mask: as for `forward`.
         """
         hidden = self.hidden(inputs, queries=queries, key_padding_mask=key_padding_mask)
-        check_targets(targets, hidden.shape[:-1], self.head.levels)
-        if key_padding_mask is not None and queries is None and targets.dim() == 2:
-            targets = targets.masked_fill(key_padding_mask, IGNORED)
-        return mean_nll(self.head.nll(hidden, targets), targets)
+        per_input = queries is None and self.config.output != "classification"
+        return self.head.loss(hidden, targets, key_padding_mask if per_input else None)
 
     def hidden(
         self, x: Tensor, *, queries: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """What the output layer reads: as `forward`, but query_width wide."""
+        """The input of the output layer: as `forward`, but of width query_width."""
         x = self.array(x, key_padding_mask=key_padding_mask)
         recompute = self.gradient_checkpointing and self.training
         z: Tensor = self.latents(x, key_padding_mask, recompute=recompute)
@@ -229,6 +223,6 @@ class PerceiverIO(SavedModel):
         elif queries is None:
             queries = self.queries(z.new_zeros(B, S, width), key_padding_mask=key_padding_mask)
         elif queries.dim() != 3 or queries.shape[0] != B or queries.shape[2] != width:
-            raise ValueError(f"queries has the shape {shape(queries)}, wanted [{B}, O, {width}]")
+            raise ValueError(f"queries has shape {shape(queries)}, but must be [{B}, O, {width}]")
         y: Tensor = self.decoder(queries, z)
         return y[:, 0] if one else y

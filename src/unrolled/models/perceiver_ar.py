@@ -1,26 +1,26 @@
-r"""Perceiver AR: a decoder whose first block reads everything, and whose other blocks only the last tokens.
+r"""Perceiver AR: a decoder whose first block reads all tokens, and whose other blocks only the last ones.
 
     z = block_1(x)_{T-N+1 .. T}          causal softmax attention of the last N positions to all T inputs
     z = block_l(z), l = 2 ..             causal attention of these N latents to each other
     p(x_{t+1} | x_{<= t}) from z_t       for the last N positions only
 
 Hawthorne et al. 2022, "General-purpose, long-context autoregressive modeling with Perceiver AR", arXiv
-2202.07765, section 3. The norms of queries and inputs, there two, are one here: what sets them apart is
-absorbed by the projections that follow. So with N >= T this is the `Decoder` with the same weights.
+2202.07765, section 3. The paper has one norm for queries and one for inputs; here they are one, since the
+projections that follow absorb the difference. So with N >= T this is the `Decoder` with the same weights.
 
 Cost: time O(T N + L N^2) for L blocks, where a decoder takes O(L T^2); the state of a sequence is the inputs'
-keys and values in one block, and in the others what their mechanism keeps of the latents.
+keys and values in the first block, and in the others the state of their mechanism over the latents.
 
-**Generation.** The first call of `prefill` makes latents of the last N of its tokens, and whatever comes
-before them stays prefix for good; each later token is one latent more. Nothing is computed twice. A prompt of
-t tokens and s more, these cut into calls in any way, give the logits of one `forward` over all of them with
-`n_latents = min(N, t) + s`. How much a latent keeps of those before it is up to its mechanism: softmax
-attention all of them, linear attention a state of constant size.
+**Generation.** The first call of `prefill` makes latents of the last N of its tokens; those before them stay
+prefix. Each later token is one more latent. Nothing is computed twice. A prompt of t tokens and s more, split
+into calls in any way, give the logits of one `forward` over all of them with `n_latents = min(N, t) + s`.
+What a latent keeps of those before it depends on its mechanism: softmax attention keeps all of them, linear
+attention a state of constant size.
 """
 
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import cast
+from typing import TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -31,10 +31,9 @@ from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.fields import Fraction, Size
 from unrolled.models.blocks import Block, init_weights
-from unrolled.models.checks import check_targets
+from unrolled.models.checks import check_ids, check_targets
 from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
-from unrolled.models.heads import mean_nll
 from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.positions import rotary
 from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill
@@ -45,12 +44,12 @@ from unrolled.ops.state_checks import check_state
 class PerceiverARConfig(DecoderConfig):
     """A Perceiver AR's fields; see `DecoderConfig` and `TransformerConfig` for the rest.
 
-    `n_layers` counts the first block, which reads the inputs; its `attention` must be "softmax", and so is
-    that of the others unless a list says otherwise.
+    `n_layers` includes the first block, which reads the inputs. Its `attention` must be "softmax"; a list may
+    give the other blocks another one.
 
     Attributes:
-        n_latents: number N of last positions that become latents, and are trained on.
-        prefix_dropout: probability in training of hiding an input before the latents.
+        n_latents: number N of last positions that become latents, and that are trained on.
+        prefix_dropout: probability in training of masking an input before the latents.
     """
 
     _: KW_ONLY
@@ -71,10 +70,18 @@ class PerceiverARConfig(DecoderConfig):
             )
 
 
+class Reading(TypedDict, total=False):
+    """The options of `PerceiverAR.forward`."""
+
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    n_latents: int | None
+
+
 class PerceiverAR(Decoder):
     """A decoder that predicts after the last `n_latents` tokens (equations and generation: see the module).
 
-    Rows with padding are read as if their padding were on the left: what comes out is aligned at the right.
+    Rows with padding are read as if their padding were on the left: outputs are aligned at the right.
     """
 
     model_name = "perceiver_ar"
@@ -99,7 +106,7 @@ class PerceiverAR(Decoder):
         Args:
             tokens: [B, T] long.
             key_padding_mask: [B, T] bool, True at padding (left, right or scattered). A row's logits are
-                those of its last n valid tokens; where it has fewer, the first ones mean nothing.
+                those of its last n valid tokens; where it has fewer, the first logits are meaningless.
             cu_seqlens: not supported.
             n_latents: the config's by default.
 
@@ -109,52 +116,41 @@ class PerceiverAR(Decoder):
         Raises:
             UnsupportedError: packed sequences.
         """
-        self._refuse_packs(cu_seqlens)
-        self._check_tokens(tokens, key_padding_mask)
-        tokens, key_padding_mask = self._at_the_right(tokens, key_padding_mask)
-        logits: Tensor = self.head(self._latents(tokens, key_padding_mask, n_latents))
+        check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
+        reading: Reading = {
+            "key_padding_mask": key_padding_mask,
+            "cu_seqlens": cu_seqlens,
+            "n_latents": n_latents,
+        }
+        logits: Tensor = self.head(self._latents(tokens, **reading))
         return logits
 
-    def loss(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        n_latents: int | None = None,
-    ) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, **reading: Unpack[Reading]) -> Tensor:
         """Mean -log p(target) in nats over the last `n_latents` tokens of each row, in at least fp32.
 
         Args:
             inputs: as `tokens` of `forward`.
             targets: [B, T] long, what follows each position; -100, those at padding and those before the
                 latents are ignored.
-            key_padding_mask: as for `forward`.
-            cu_seqlens: not supported.
-            n_latents: as for `forward`.
+            reading: `key_padding_mask` and `n_latents`, as for `forward`.
         """
-        self._refuse_packs(cu_seqlens)
+        check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
         check_targets(targets, inputs.shape, self.config.vocab_size)
-        if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, *inputs.shape)
-            targets = targets.masked_fill(key_padding_mask, IGNORED).gather(1, _order(key_padding_mask))
-        self._check_tokens(inputs, key_padding_mask)
-        inputs, key_padding_mask = self._at_the_right(inputs, key_padding_mask)
-        hidden = self._latents(inputs, key_padding_mask, n_latents)
-        targets = targets[:, targets.shape[1] - hidden.shape[1] :]
-        return mean_nll(self.head.nll(hidden, targets), targets)
+        hidden = self._latents(inputs, **reading)
+        if (padding := reading.get("key_padding_mask")) is not None:
+            targets = targets.masked_fill(padding, IGNORED).gather(1, _order(padding))
+        return self.head.loss(hidden, targets[:, targets.shape[1] - hidden.shape[1] :])
 
     def prefill(
         self, tokens: Tensor, state: DecoderState, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, DecoderState]:
         """Read several tokens [B, T] in parallel, after those that `state` has read.
 
-        With a `key_padding_mask` [B, T], rows may bring different numbers of tokens, aligned at the right.
+        With a `key_padding_mask` [B, T], rows may have different numbers of tokens, aligned at the right.
 
         Returns:
-            logits [B, n, vocab_size] and the new state, where n is min(n_latents, T) in the first call, which
-            leaves the rest to be the prefix, and T in any other.
+            logits [B, n, vocab_size] and the new state, where n is min(n_latents, T) in the first call, whose
+            other tokens become the prefix, and T in any later one.
         """
         return super().prefill(tokens, state, key_padding_mask=key_padding_mask)
 
@@ -164,9 +160,9 @@ class PerceiverAR(Decoder):
         """Read tokens `[B,T]` from a state: `[B,n,d_model]`, with the n of `prefill`, and the new state."""
         tokens, key_padding_mask = self._at_the_right(tokens, key_padding_mask)
         T = tokens.shape[1]
-        inputs: KVCache = state.layers[0]
-        reader = self._reader.attention
+        inputs, reader = state.layers[0], self._reader.attention
         check_state(reader, inputs, tokens.shape[0], reader.out_proj.weight)
+        assert isinstance(inputs, KVCache)  # as just checked
         begun = inputs.past_k.shape[2] + inputs.recent_k.shape[2] > 0
         n = T if begun else min(self.config.n_latents, T)
         x = self.positions(self.embedding(tokens), start=state.position, key_padding_mask=key_padding_mask)
@@ -176,12 +172,23 @@ class PerceiverAR(Decoder):
         read = T if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
         return hidden, DecoderState(state.position + read, (inputs, *latents))
 
-    def _latents(self, tokens: Tensor, key_padding_mask: Tensor | None, n_latents: int | None) -> Tensor:
-        wanted = self.config.n_latents if n_latents is None else n_latents
-        if wanted < 1:
-            raise ValueError(f"n_latents is {wanted}, wanted at least 1")
+    def _latents(
+        self,
+        tokens: Tensor,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        n_latents: int | None = None,
+    ) -> Tensor:
+        if cu_seqlens is not None:
+            raise UnsupportedError(
+                "PerceiverAR predicts at the end of each row and cannot read cu_seqlens; use key_padding_mask"
+            )
+        n_latents = self.config.n_latents if n_latents is None else n_latents
+        if n_latents < 1:
+            raise ValueError(f"n_latents is {n_latents}, but must be at least 1")
+        tokens, key_padding_mask = self._at_the_right(tokens, key_padding_mask)
         T = tokens.shape[1]
-        n = min(wanted, T)
+        n = min(n_latents, T)
         x = self.dropout(self.positions(self.embedding(tokens), key_padding_mask=key_padding_mask))
         hidden = None
         if self.training and self.config.prefix_dropout:
@@ -201,18 +208,13 @@ class PerceiverAR(Decoder):
     def _at_the_right(self, tokens: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if key_padding_mask is None:
             return tokens, None
+        check_key_padding_mask(key_padding_mask, *tokens.shape)
         order = _order(key_padding_mask)
         return tokens.gather(1, order), key_padding_mask.gather(1, order)
 
-    def _refuse_packs(self, cu_seqlens: Tensor | None) -> None:
-        if cu_seqlens is not None:
-            raise UnsupportedError(
-                "PerceiverAR predicts at the end of each row and cannot read cu_seqlens; use key_padding_mask"
-            )
-
 
 class ReadingBlock(Block):
-    """A block of softmax attention that can leave out all but the last outputs, and the work for them."""
+    """A block of softmax attention that can compute the last outputs only."""
 
     attention: "ReadingAttention"
 
@@ -228,23 +230,23 @@ class ReadingBlock(Block):
         )
 
     def last(self, x: Tensor, n: int, key_padding_mask: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """The last n of the outputs for `x` [B, T, d_model], with the inputs `hidden` [B, T] not read."""
+        """The last n outputs for `x` [B, T, d_model], with the inputs `hidden` [B, T] masked."""
         y = self.attention.last(self._before(x), n, key_padding_mask, hidden)
         return self._after(x[:, x.shape[1] - n :], y)
 
     def prefill_last(
         self, x: Tensor, n: int, state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        """The last n of the outputs of `prefill`, and the state after it."""
+        """The last n outputs of `prefill`, and the state after it."""
         y, state = self.attention.prefill_last(self._before(x), n, state, key_padding_mask)
         return self._after(x[:, x.shape[1] - n :], y), state
 
 
 class ReadingAttention(SoftmaxAttention):
-    """Causal softmax attention that can attend from the last positions only."""
+    """Causal softmax attention that can compute the last positions only."""
 
     def last(self, x: Tensor, n: int, key_padding_mask: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """The last n of the outputs for `x` [B, T, d_model], with the inputs `hidden` [B, T] not read."""
+        """The last n outputs for `x` [B, T, d_model], with the inputs `hidden` [B, T] masked."""
         q, k, v = self._last_heads(x, n, self.positions_of(x, Masks(key_padding_mask)))
         padding = key_padding_mask if hidden is None else hidden
         if hidden is not None and key_padding_mask is not None:
@@ -255,7 +257,7 @@ class ReadingAttention(SoftmaxAttention):
     def prefill_last(
         self, x: Tensor, n: int, state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        """The last n of the outputs of `prefill`, and the state after it."""
+        """The last n outputs of `prefill`, and the state after it."""
         positions = state.position.unsqueeze(1) + self.positions_of(x, Masks(key_padding_mask))
         q, k, v = self._last_heads(x, n, positions)
         o, state = softmax_prefill(q, k, v, state, key_padding_mask=key_padding_mask)

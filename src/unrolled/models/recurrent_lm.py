@@ -21,13 +21,13 @@ class RecurrentLMConfig(ModelConfig):
     Attributes:
         vocab_size: number of token ids.
         cell: name of the cell, see `unrolled.recurrent.names()`.
-        cell_options: further arguments that each layer is made with, as in `{"rank": 16}`.
-        d_model: width of the embeddings, which the first layer reads.
+        cell_options: further arguments of each layer, as in `{"rank": 16}`.
+        d_model: width of the embeddings, the input of the first layer.
         n_layers: number of layers.
-        hidden_size: width of what a layer gives; None for `d_model`.
-        dropout: probability, for the embeddings and for what each layer gives (Zaremba et al. 2014, arXiv
+        hidden_size: width of each layer's output; None for `d_model`.
+        dropout: probability, for the embeddings and for each layer's output (Zaremba et al. 2014, arXiv
             1409.2329).
-        tie_embeddings: use the embedding table as the output matrix; wants `hidden_size` = `d_model`.
+        tie_embeddings: use the embedding table as the output matrix; requires `hidden_size` = `d_model`.
         start_token: whether the id `vocab_size` is a learned start symbol, which is never predicted.
     """
 
@@ -53,15 +53,15 @@ class RecurrentLMConfig(ModelConfig):
 
     @property
     def width(self) -> int:
-        """The width of what a layer gives, with the default filled in."""
+        """The width of each layer's output, with the default filled in."""
         return self.d_model if self.hidden_size is None else self.hidden_size
 
 
 class RecurrentLM(LanguageModel[StackedState]):
-    """Embeddings, recurrent layers on top of each other, and a distribution over the next token.
+    """Embeddings, stacked recurrent layers, and a distribution over the next token.
 
-    Its verbs are those of `LanguageModel`. The layers start as their cells do, and the embeddings normal, of
-    variance 1, or 1 / d_model where they are tied to the output.
+    See `LanguageModel` for its methods. Layers have the initial values of their cells; embeddings start from
+    N(0, 1), or from N(0, 1 / d_model) where they are tied to the output.
     """
 
     model_name = "recurrent_lm"

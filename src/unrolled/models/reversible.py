@@ -1,6 +1,6 @@
-r"""Reversible blocks: the input of each is computed from its output, and need not be kept for the backward.
+r"""Reversible blocks: the backward pass computes the input of each from its output, so it is not stored.
 
-Two residual streams start as the same x, and their mean leaves the last block:
+Two residual streams start as the same x; the output is their mean after the last block:
 
     y1 = x1 + attention(norm(x2))        y2 = x2 + ff(norm(y1))
     x2 = y2 - ff(norm(y1))               x1 = y1 - attention(norm(x2))
@@ -8,34 +8,32 @@ Two residual streams start as the same x, and their mean leaves the last block:
 Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 3, after
 Gomez et al. 2017, "The Reversible Residual Network", arXiv 1707.04585.
 
-The backward goes from the last block to the first, restores a block's input, and computes the block once
-more for its gradients. Dropout and hashing repeat what they did (see `ops/replay.py`), which costs a byte or
-two for each bucket. Rounding makes the restored streams drift from what they were; they are kept in fp32 at
-least. A step of generation carries both streams.
+The backward pass goes from the last block to the first, restores the input of each block, and recomputes the
+block for its gradients. Dropout masks and hash buckets are replayed (see `ops/replay.py`), which costs a byte
+or two for each bucket. Rounding makes the restored streams drift from the original ones, so they are kept in
+at least fp32. A step of generation carries both streams.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from unrolled.models.blocks import Block
+from unrolled.models.blocks import Block, Masks
 from unrolled.models.config import TransformerConfig
 from unrolled.models.stack import Stack
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.replay import Replay
 
-Masks = dict[str, Tensor | None]
-
 
 class ReversibleBlock(Block):
-    """A block of two streams side by side, `[..., 2 d_model]`."""
+    """A block of two concatenated streams, `[..., 2 d_model]`."""
 
     def attended(self, x2: Tensor, masks: Masks) -> Tensor:
         """What the attention adds to the first stream."""
-        return self._dropped(self._attend(self._normed(self.attention_norm, x2), masks))
+        return self._dropped(self.attention(self._normed(self.attention_norm, x2), **masks))
 
     def fed(self, y1: Tensor) -> Tensor:
         """What the feed-forward layer adds to the second stream."""
@@ -49,43 +47,30 @@ class ReversibleBlock(Block):
         y1 = x1 + self._dropped(attended)
         return torch.cat([y1, x2 + self.fed(y1)], dim=-1)
 
-    def _normed(self, norm: Any, x: Tensor) -> Tensor:
-        return cast(Tensor, norm(x.to(norm.weight.dtype)))
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return cast(Tensor, norm(x.to(cast(Tensor, norm.weight).dtype)))
 
 
 class ReversibleStack(Stack):
-    """A stack of reversible blocks. Training keeps their last output only, whatever their number.
+    """A stack of reversible blocks. Training stores only the output of the last one.
 
-    `recompute` changes nothing, since they always are. Compiled by `torch.compile`, the stack gives the same,
-    but keeps activations like any other.
+    `recompute` has no effect: the blocks are always recomputed. Under `torch.compile` the outputs are the
+    same, but activations are stored as in an ordinary stack.
     """
 
     block = ReversibleBlock
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        global_mask: Tensor | None = None,
-        recompute: bool = False,
-        start: int = 0,
+        self, x: Tensor, *, recompute: bool = False, start: int = 0, **masks: Unpack[Masks]
     ) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model]; see `Stack.forward`."""
-        masks = self._masks(key_padding_mask, cu_seqlens, global_mask)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return super().forward(
-                x,
-                key_padding_mask=key_padding_mask,
-                cu_seqlens=cu_seqlens,
-                global_mask=global_mask,
-                start=start,
-            )
-        blocks = self.blocks[start:]
+            return super().forward(x, start=start, **masks)
+        blocks, of_blocks = self.blocks[start:], self._masks(masks)[start:]
         parameters = [p for p in blocks.parameters() if p.requires_grad]
         run: Callable[..., Tensor] = _Run.apply
-        return self._leave(run(self._enter(x, key_padding_mask), list(blocks), masks, *parameters))
+        x = self._enter(x, masks.get("key_padding_mask"))
+        return self._leave(run(x, list(blocks), of_blocks, *parameters))
 
     def _enter(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         x = super()._enter(x, key_padding_mask)
@@ -93,32 +78,32 @@ class ReversibleStack(Stack):
 
     def _leave(self, x: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, dim=-1)
-        weight = cast(Tensor, self._blocks()[0].attention_norm.weight)
+        weight = cast(Tensor, self.layers[0].attention_norm.weight)
         return super()._leave(((x1 + x2) / 2).to(weight.dtype))
 
 
 def make_stack(config: TransformerConfig, *, causal: bool, final_norm: bool = True) -> Stack:
-    """The stack that the config asks for, reversible or not."""
+    """Make the stack of the config, reversible or not."""
     kind = ReversibleStack if config.reversible else Stack
     return kind(config, causal=causal, final_norm=final_norm)
 
 
 class _Run(torch.autograd.Function):
-    """All blocks in a row. Their parameters are arguments, so that autograd hands on their gradients."""
+    """All blocks in sequence; their parameters are arguments, so that autograd takes their gradients."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         blocks: Sequence[ReversibleBlock],
-        masks: Masks,
+        masks: Sequence[Masks],
         *parameters: nn.Parameter,
     ) -> Tensor:
         ctx.blocks, ctx.masks, ctx.parameters, ctx.replays = blocks, masks, parameters, []
         y1, y2 = x.chunk(2, dim=-1)
-        for block in blocks:
+        for block, own in zip(blocks, masks, strict=True):
             attending, feeding = Replay(x.device), Replay(x.device)
-            y1 = y1 + attending.first(block.attended, y2, masks)
+            y1 = y1 + attending.first(block.attended, y2, own)
             y2 = y2 + feeding.first(block.fed, y1)
             ctx.replays.append((attending, feeding))
         y = torch.cat([y1, y2], dim=-1)
@@ -132,8 +117,10 @@ class _Run(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         (y1, y2), (dy1, dy2) = y.chunk(2, dim=-1), dy.chunk(2, dim=-1)
 
-        def back(replay: Replay, function: Callable[..., Tensor], dy: Tensor, x: Tensor, *rest: Any) -> Any:
-            """Run it again at x: its value, and the gradient of x, while those of parameters add up."""
+        def back(
+            replay: Replay, function: Callable[..., Tensor], dy: Tensor, x: Tensor, *rest: object
+        ) -> tuple[Tensor, Tensor]:
+            """Recompute the function at x: its value and the gradient of x; parameter gradients add up."""
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
                 z = replay.again(function, x, *rest)
@@ -145,9 +132,10 @@ class _Run(torch.autograd.Function):
                     gradients[parameter] = gradient if found is None else found + gradient
             return z.detach(), dx
 
-        for block, (attending, feeding) in zip(reversed(ctx.blocks), reversed(ctx.replays), strict=True):
+        calls = list(zip(ctx.blocks, ctx.masks, ctx.replays, strict=True))
+        for block, own, (attending, feeding) in reversed(calls):
             fed, dx = back(feeding, block.fed, dy2, y1)
             y2, dy1 = y2 - fed, dy1 + dx
-            attended, dx = back(attending, block.attended, dy1, y2, ctx.masks)
+            attended, dx = back(attending, block.attended, dy1, y2, own)
             y1, dy2 = y1 - attended, dy2 + dx
         return torch.cat([dy1, dy2], dim=-1), None, None, *map(gradients.get, ctx.parameters)

@@ -1,17 +1,17 @@
-r"""The encoder-decoder in which attention began: it looks at the source before each step (RNNsearch).
+r"""The encoder-decoder that introduced attention: it attends to the source before each step (RNNsearch).
 
-    h_j = [GRU(E x_j, h_{j-1}); the same from the right]          of the source; s_0 = tanh(W_s h<-_1)
+    h_j = [GRU(E x_j, h_{j-1}); the same right to left]           of the source; s_0 = tanh(W_s h<-_1)
     c_i = attention(s_{i-1}, h)        s_i = GRU([E y_{i-1}; c_i], s_{i-1})
     t_i = maxout(U_o s_{i-1} + V_o E y_{i-1} + C_o c_i)           p(y_i) = softmax(W_o t_i)
 
-The GRU is the one whose reset gate acts before the product; maxout takes the larger of each pair of adjacent
+The GRU applies its reset gate before the matrix product; maxout takes the larger of each pair of adjacent
 numbers. Bahdanau et al. 2014, "Neural Machine Translation by Jointly Learning to Align and Translate",
-arXiv 1409.0473, section 3 and appendix A. The text conditions y_i on s_i, the formulas of the appendix read
-out s_{i-1}: `readout_state` chooses.
+arXiv 1409.0473, section 3 and appendix A. The text conditions y_i on s_i, the formulas of the appendix on
+s_{i-1}: `readout_state` selects one.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class RNNSeq2SeqConfig(AttentiveSeq2SeqConfig):
 
     Attributes:
         readout_size: width of t_i; None for half of `hidden_size`.
-        readout_state: the state that is read out, "previous" or "current".
+        readout_state: the state that the output layer reads, "previous" or "current".
     """
 
     _: KW_ONLY
@@ -45,14 +45,14 @@ class RNNSeq2SeqState(NamedTuple):
     """The decoder's state `[B,hidden_size]`, and that of its attention, which holds the source."""
 
     s: Tensor
-    attention: Any
+    attention: object
 
 
-class RNNSeq2Seq(Seq2Seq):
+class RNNSeq2Seq(Seq2Seq[RNNSeq2SeqState]):
     """A bidirectional GRU that encodes, and a GRU that decodes with attention to it.
 
-    Weights start as in the paper: square recurrent matrices orthogonal, those of additive attention as
-    `BahdanauAttention` says, biases 0, and all others from N(0, 0.01^2).
+    Weights start as in the paper: square recurrent matrices orthogonal, those of additive attention as in
+    `BahdanauAttention`, biases 0, and all others from N(0, 0.01^2).
     """
 
     model_name = "rnn_seq2seq"
@@ -83,7 +83,7 @@ class RNNSeq2Seq(Seq2Seq):
                     nn.init.orthogonal_(square)
 
     def encode(self, source: Tensor, key_padding_mask: Tensor) -> RNNSeq2SeqState:
-        """Read the source from both sides."""
+        """Read the source in both directions."""
         x = self.dropout(self.source_embedding(source))
         memory, ends = self.encoder.read(x, key_padding_mask=key_padding_mask)
         (last,) = ends.right_to_left
@@ -96,7 +96,7 @@ class RNNSeq2Seq(Seq2Seq):
         y = self.dropout(self.target_embedding(tokens))
         widths = [y.shape[-1], self.attention.memory_dim]
         of_token, of_context = torch.split(self.cell.input_proj.weight, widths, 1)
-        inputs = F.linear(y, of_token, self.cell.input_proj.bias).to(s.dtype)
+        inputs = F.linear(y, of_token, self.cell.input_proj.bias).to(s.dtype)  # of all tokens at once
         of_context, dtype = of_context.to(s.dtype), y.dtype
         states, contexts, weights = [s], [], []
         with without_autocast(tokens.device):
@@ -109,9 +109,6 @@ class RNNSeq2Seq(Seq2Seq):
                 contexts.append(context)
                 weights.append(weight)
         read = states[:-1] if self.config.readout_state == "previous" else states[1:]
-        if not contexts:
-            nothing = y.new_zeros(*tokens.shape, self.out.in_features)
-            return nothing, y.new_zeros(*tokens.shape, attended.memory.shape[1]), state
         joined = torch.cat([torch.stack(read, 1).to(dtype), y, torch.cat(contexts, 1)], -1)
         pairs = self.readout(joined).unflatten(-1, (-1, 2))
         return self.dropout(pairs.amax(-1)), torch.cat(weights, 1), RNNSeq2SeqState(s, attended)

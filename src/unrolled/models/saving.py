@@ -1,11 +1,11 @@
-"""Models as folders: `config.json` says what to build, `model.safetensors` holds the weights."""
+"""Models as folders: `config.json` holds the kind and its config, `model.safetensors` the weights."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import nn
@@ -13,31 +13,34 @@ from torch import nn
 from unrolled.contract import UnsupportedError
 from unrolled.files import load_tensors, read_header, save_tensors, write_file
 from unrolled.models._budget import OverBudgetError, budget
+from unrolled.models.config import ModelConfig
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+Config = TypeVar("Config", bound=ModelConfig)
+Model = TypeVar("Model", bound="SavedModel")
 
 
 class SavedModel(nn.Module):
-    """A module that is made from a config and can be written to and read from a folder.
+    """A module that is made from a config and can be saved to and loaded from a folder.
 
     Attributes:
-        config: what the model is made of.
+        config: the sizes and options of the model.
         documents: JSON values that belong to the model, such as its vocabulary, by the name of the file that
             `save` writes beside the weights and `load` reads.
     """
 
     model_name: ClassVar[str]
-    config_type: ClassVar[type[Any]]  # a dataclass, whose fields JSON can say
-    loss_unit: ClassVar[str | None] = None  # what its loss is a mean over; None for that of its task
+    config_type: ClassVar[type[Any]]  # a ModelConfig whose fields are JSON-serialisable
+    loss_unit: ClassVar[str | None] = None  # unit of its loss; None for that of its task
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.documents: dict[str, Any] = {}
+        self.documents: dict[str, object] = {}
 
     def save(self, path: str | Path) -> None:
-        """Write the model into the folder `path`, made if needed. A crash leaves no file half-written.
+        """Write the model into the folder `path`, created if needed. A crash leaves no file half-written.
 
         The weights file holds a SHA-256 of itself, the config and the documents, which `load` checks.
 
@@ -49,7 +52,7 @@ class SavedModel(nn.Module):
         folder = Path(path)
         config_file = folder / CONFIG_FILE
         if config_file.exists() and config_file.read_text(encoding="utf-8") != texts[CONFIG_FILE]:
-            config_file.unlink()  # first, or a crash could pair another model's config with these weights
+            config_file.unlink()  # first: after a crash, another model's config must not meet these weights
         as_read = {name: json.loads(text) for name, text in texts.items()}  # a tuple becomes a list
         save_tensors(self.state_dict(), folder / WEIGHTS_FILE, as_read)
         for name, text in reversed(texts.items()):  # the config last: without it there is no model
@@ -57,11 +60,11 @@ class SavedModel(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a model that `save` wrote, on the CPU and in the floating type it was saved in.
+        """Read a model that `save` wrote, on the CPU and in the floating-point type it was saved in.
 
         Raises:
             ValueError: the folder holds no model or one of another class; a file is damaged or was changed
-                after it was saved; the config has an unknown or a missing key, or is that of a larger model
+                after it was saved; the config has an unknown or a missing key, or describes a larger model
                 than the weights; or a tensor is missing, unknown or of another shape or type.
         """
         folder = Path(path)
@@ -71,14 +74,14 @@ class SavedModel(nn.Module):
                 f"{path} holds a model of kind {name!r}, but must hold one of kind {cls.model_name!r}"
             )
         weights = folder / WEIGHTS_FILE
-        model: Self = _build(cls, values, folder / CONFIG_FILE, weights)
-        documents: dict[str, Any] = {}
+        model = _build(cls, values, folder / CONFIG_FILE, weights)
+        documents: dict[str, object] = {}
         load_weights(model, weights, lambda name: documents.setdefault(name, read_json(folder / name)))
         model.documents = {name: x for name, x in documents.items() if name != CONFIG_FILE}
         return model
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> dict[str, object]:
     """Read `config.json` of the model folder `path`: its "model" names the kind, the rest is the config."""
     file = Path(path) / CONFIG_FILE
     if not file.exists():
@@ -89,38 +92,38 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def load_weights(model: nn.Module, file: Path, documents: Callable[[str], Any] | None = None) -> None:
-    """Fill `model` from a safetensors file, after converting it to the file's floating type.
+def load_weights(model: nn.Module, file: Path, documents: Callable[[str], object] | None = None) -> None:
+    """Fill `model` from a safetensors file, after converting it to the file's floating-point type.
 
     Raises:
         ValueError: as `load_tensors`, or the file does not hold exactly the tensors of `model`.
     """
     found = load_tensors(file, documents)
-    wanted = model.state_dict()
-    if missing := sorted(wanted.keys() - found.keys()):
+    own = model.state_dict()
+    if missing := sorted(own.keys() - found.keys()):
         raise ValueError(f"{file} lacks {len(missing)} tensors of this model, the first is {missing[0]!r}")
-    if unknown := sorted(found.keys() - wanted.keys()):
+    if unknown := sorted(found.keys() - own.keys()):
         raise ValueError(f"{file} holds {len(unknown)} tensors unknown to this model, first {unknown[0]!r}")
-    for name, x in wanted.items():
+    for name, x in own.items():
         if found[name].shape != x.shape:
             raise ValueError(
-                f"{name} in {file} has the shape {list(found[name].shape)}, but must have {list(x.shape)}"
+                f"{name} in {file} has shape {list(found[name].shape)}, but must have {list(x.shape)}"
             )
         same_kind = found[name].is_floating_point() if x.is_floating_point() else found[name].dtype == x.dtype
         if not same_kind:
-            wanted_type = "a floating-point type" if x.is_floating_point() else x.dtype
-            raise ValueError(f"{name} in {file} is {found[name].dtype}, but must be {wanted_type}")
+            kind = "a floating-point type" if x.is_floating_point() else x.dtype
+            raise ValueError(f"{name} in {file} is {found[name].dtype}, but must be {kind}")
     floating = {x.dtype for x in found.values() if x.is_floating_point()}
     if len(floating) == 1:
         model.to(floating.pop())
     model.load_state_dict(found)
 
 
-def build_config(config_type: type[Any], values: Mapping[str, Any], file: Path) -> Any:
-    """Make a config from what `file` holds, which must be each of its fields and nothing else.
+def build_config(config_type: type[Config], values: Mapping[str, object], file: Path) -> Config:
+    """Make a config from the values in `file`, which must be those of all its fields and no others.
 
     Raises:
-        ValueError: a field is missing, unknown or impossible.
+        ValueError: a field is missing, unknown or out of range.
     """
     known = {f.name for f in fields(config_type)}
     if unknown := sorted(values.keys() - known):
@@ -129,13 +132,14 @@ def build_config(config_type: type[Any], values: Mapping[str, Any], file: Path) 
         )
     if missing := sorted(known - values.keys()):
         raise ValueError(f"{file} lacks the keys {missing}: it is not as it was saved")
+    make: Callable[..., Config] = config_type
     with _naming(file):
-        return config_type(**values)
+        return make(**values)
 
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Begin the sentence of what refuses a value of a file with the name of the file."""
+    """Put the name of the file in front of an error about one of its values."""
     try:
         yield
     except (ValueError, UnsupportedError) as error:
@@ -143,10 +147,10 @@ def _naming(file: Path) -> Iterator[None]:
         raise kind(f"{file} cannot be used: {error}") from error
 
 
-def _build(kind: type[Any], values: dict[str, Any], file: Path, weights: Path) -> Any:
-    """Build the model of a config, unless that would take more memory than its weights file accounts for."""
+def _build(kind: type[Model], values: dict[str, object], file: Path, weights: Path) -> Model:
+    """Build the model of a config, unless that takes much more memory than the weights file accounts for."""
     shapes = read_header(weights).shapes
-    too_large = f"{file} is the config of a larger model than {weights} has the weights of"
+    too_large = f"{file} is the config of a larger model than {weights} holds the weights of"
     n_layers = values.get("n_layers", 0)
     if isinstance(n_layers, int) and n_layers > len(shapes):  # each has at least one tensor
         raise ValueError(f"{too_large}: n_layers is {n_layers}, but there are {len(shapes)} tensors")
@@ -158,23 +162,24 @@ def _build(kind: type[Any], values: dict[str, Any], file: Path, weights: Path) -
         raise ValueError(too_large) from error
 
 
-def read_json(file: Path) -> Any:
+def read_json(file: Path) -> object:
     """Read a JSON file.
 
     Raises:
-        ValueError: there is none, or it is not JSON.
+        ValueError: it does not exist, or is not JSON.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"), parse_int=_integer)
+        value: object = json.loads(file.read_text(encoding="utf-8"), parse_int=_integer)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
+    return value
 
 
 def _integer(digits: str) -> int:
     value = int(digits)
-    if abs(value) >= 2**63:  # no size is, and torch cannot say so in one sentence
+    if abs(value) >= 2**63:  # larger than any size; torch's own error is several lines long
         raise ValueError(f"the integer {digits} has more than 64 bits")
     return value
 

@@ -1,7 +1,7 @@
-"""What the recurrent encoder-decoders share: config, loss, and the verbs, made of an encoder and one loop."""
+"""Shared by the recurrent encoder-decoders: config, loss, and the methods built on `encode` and `decode`."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,14 @@ from unrolled import alignment
 from unrolled.alignment.base import Alignment
 from unrolled.contract import IGNORED
 from unrolled.fields import Fraction, FromData, Size
-from unrolled.models.checks import check_ids, check_token
+from unrolled.models.checks import check_ids, check_source
 from unrolled.models.config import ModelConfig
+from unrolled.models.heads import at_least_fp32
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
-from unrolled.ops.checks import check_device, check_key_padding_mask, may_read
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
+
+State = TypeVar("State", bound=tuple[object, ...])
 
 
 @dataclass
@@ -25,11 +27,11 @@ class Seq2SeqConfig(ModelConfig):
 
     Attributes:
         vocab_size: number of ids of the target; the id `vocab_size` is the start symbol.
-        source_vocab_size: number of ids of the source; None for as many as of the target.
+        source_vocab_size: number of ids of the source; None for that of the target.
         d_model: width of the embeddings.
         hidden_size: width of the recurrent layers, of each direction.
-        dropout: probability, for embeddings and for what is read out.
-        label_smoothing: the part of a target's probability that goes to all ids alike, in training.
+        dropout: probability, for embeddings and for the input of the output layer.
+        label_smoothing: the part of a target's probability that is spread evenly over all ids, in training.
         start_token: True, since every target begins with the start symbol, which is never predicted.
     """
 
@@ -50,7 +52,7 @@ class AttentiveSeq2SeqConfig(Seq2SeqConfig):
         attention: name of an alignment (see `unrolled.alignment.names()`): "bahdanau", "luong", "cosine",
             "hard", or "fixed", the baseline without attention, which reads the encoder's last state only. A
             variant in the same file is named as in "luong.LocalPredictiveAttention". The `loss` does not
-            train where "hard" looks; it trains that of "hard.StraightThroughAttention".
+            train the choices of "hard"; it trains those of "hard.StraightThroughAttention".
         attention_options: the other arguments of that alignment.
     """
 
@@ -58,14 +60,14 @@ class AttentiveSeq2SeqConfig(Seq2SeqConfig):
     attention_options: dict[str, Any] = field(default_factory=dict)
 
 
-class Seq2Seq(SavedModel):
+class Seq2Seq(SavedModel, Generic[State]):
     """Reads a source sentence, then predicts each token of its translation from those before it.
 
-    A model derives from this class and defines `encode` and `decode`; `growing` says which fields of their
-    state are as long as the source, or grow.
+    A model derives from this class and defines `encode`, `decode` and `logits`; `growing` says which fields
+    of the state are as long as the source, or grow.
     """
 
-    config: Any
+    config: Seq2SeqConfig
     growing: Growing = CONSTANT
 
     def __init__(self, config: Seq2SeqConfig) -> None:
@@ -76,16 +78,16 @@ class Seq2Seq(SavedModel):
         self.target_embedding = nn.Embedding(self.n_ids, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 
-    def encode(self, source: Tensor, key_padding_mask: Tensor) -> Any:
+    def encode(self, source: Tensor, key_padding_mask: Tensor) -> State:
         """Make the first state from `source [B,S]` and its padding `[B,S]`."""
         raise NotImplementedError
 
-    def decode(self, tokens: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """Read `tokens [B,T]`: what `logits` wants `[B,T,...]`, weights `[B,T,S]`, the new state."""
+    def decode(self, tokens: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
+        """Read `tokens [B,T]`, T of at least 1: the input of `logits`, weights `[B,T,S]`, the new state."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[...,vocab_size]` of what `decode` returned first."""
+        """Logits `[...,vocab_size]` of the first result of `decode`."""
         raise NotImplementedError
 
     def forward(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -93,7 +95,7 @@ class Seq2Seq(SavedModel):
 
         Args:
             source: `[B,S]` long, S at least 1.
-            target: `[B,T]` long, what the decoder reads, beginning with the start symbol.
+            target: `[B,T]` long, the input of the decoder, beginning with the start symbol.
             key_padding_mask: `[B,S]` bool, True at padding of the source, on any side.
 
         Returns:
@@ -108,66 +110,66 @@ class Seq2Seq(SavedModel):
         """Mean -log p(target) in nats per token, in at least fp32; 0 if every target is ignored.
 
         Args:
-            inputs: the source, as of `forward`.
-            targets: `[B,T]` long, the ids that are to follow, an end symbol included; -100 is ignored.
-            key_padding_mask: as of `forward`.
+            inputs: the source, as for `forward`.
+            targets: `[B,T]` long, the ids to predict, an end symbol included; -100 is ignored.
+            key_padding_mask: as for `forward`.
         """
         state = self.init_state(inputs, key_padding_mask=key_padding_mask)
-        hidden, _, _ = self.decode(shifted(targets, len(inputs), self.config.vocab_size), state)
+        hidden, _, _ = self._decode(shifted(targets, len(inputs), self.config.vocab_size), state)
         asked = targets != IGNORED
-        logits = self.logits(hidden[asked])  # the widest layer, for what counts only
+        logits = at_least_fp32(self.logits(hidden[asked]))  # the widest layer, only where it is needed
         smoothing = self.config.label_smoothing if self.training else 0.0
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        total = F.cross_entropy(logits.to(dtype), targets[asked], reduction="sum", label_smoothing=smoothing)
+        total = F.cross_entropy(logits, targets[asked], reduction="sum", label_smoothing=smoothing)
         return total / asked.sum().clamp(min=1)
 
-    def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
-        """Read a source; return all that decoding needs, batch first. Arguments as of `forward`."""
-        check_ids("source", source, self.n_source_ids, self.source_embedding.weight)
+    def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> State:
+        """Read a source; return the state of decoding, batch first. Arguments as for `forward`."""
+        check_source(source, key_padding_mask, self.n_source_ids, self.source_embedding.weight)
         if key_padding_mask is None:
             key_padding_mask = torch.zeros_like(source, dtype=torch.bool)
-        check_key_padding_mask(key_padding_mask, *source.shape)
-        check_device("key_padding_mask", key_padding_mask, source, "the source is")
-        if source.shape[1] == 0:
-            raise ValueError(f"source has shape {list(source.shape)}, wanted sentences of at least one token")
-        if may_read(key_padding_mask) and bool(key_padding_mask.all(1).any()):
-            row = int(key_padding_mask.all(1).nonzero()[0])
-            raise ValueError(f"row {row} of source is nothing but padding, wanted at least one token")
         return self.encode(source, key_padding_mask)
 
-    def prefill(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def prefill(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Read several tokens `[B,T]` of the target: logits `[B,T,vocab_size]` and the new state."""
         check_ids("tokens", tokens, self.n_ids, self.target_embedding.weight)
         self._check_state(state, len(tokens))
-        hidden, _, state = self.decode(tokens, state)
+        hidden, _, state = self._decode(tokens, state)
         return self.logits(hidden), state
 
-    def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
         """Read one token `[B]` of the target: logits `[B,vocab_size]` and the new state."""
-        check_token(token, self.n_ids, self.target_embedding.weight)
+        check_ids("token", token, self.n_ids, self.target_embedding.weight, "[B]")
         self._check_state(state, len(token))
         hidden, _, state = self.decode(token.unsqueeze(1), state)
         return self.logits(hidden.squeeze(1)), state
 
     def attend(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """How much each place of the target reads each of the source: `[B,T,S]`; arguments as `forward`."""
+        """Weight of each source token at each target token: `[B,T,S]`; arguments as for `forward`."""
         check_ids("target", target, self.n_ids, self.target_embedding.weight)
         state = self.init_state(source, key_padding_mask=key_padding_mask)
         self._check_state(state, len(target))
-        return self.decode(target, state)[1]
+        return self._decode(target, state)[1]
 
-    def _check_state(self, state: Any, rows: int) -> None:
+    def _decode(self, tokens: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
+        """Run `decode`; without a token, return empty outputs and the same state."""
+        if tokens.shape[1]:
+            return self.decode(tokens, state)
+        start = tokens.new_full((len(tokens), 1), self.config.vocab_size)
+        hidden, weights, _ = self.decode(start, state)
+        return hidden[:, :0], weights[:, :0], state
+
+    def _check_state(self, state: State, rows: int) -> None:
         check_state(self, state, rows, self.target_embedding.weight, self._empty_state)
 
-    def _empty_state(self) -> Any:
-        """Read no source of one token."""
+    def _empty_state(self) -> State:
+        """The state of no rows, with a source of one token."""
         source = torch.zeros(0, 1, dtype=torch.long, device=self.source_embedding.weight.device)
         with torch.no_grad():
             return self.encode(source, source.bool())
 
 
 def make_attention(config: AttentiveSeq2SeqConfig, memory_dim: int) -> Alignment:
-    """The attention that the config asks for, with queries `hidden_size` wide.
+    """Make the attention of a config, with queries `hidden_size` wide.
 
     Raises:
         ValueError: there is no such alignment, or it does not take one of its options.

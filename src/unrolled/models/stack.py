@@ -1,23 +1,27 @@
 """The stack of blocks that the models are made of."""
 
 from functools import partial
-from typing import Any, cast
+from typing import Unpack, cast
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unrolled.contract import UnsupportedError
 from unrolled.models import fused
-from unrolled.models.blocks import Block, make_norm, tie_layers
+from unrolled.models.blocks import Block, Masks, make_norm, tie_layers
 from unrolled.models.config import TransformerConfig
 from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.masks import without_padding
+from unrolled.ops.state import Parts
+
+States = tuple[Parts, ...]
+"""One state per block."""
 
 
 class Stack(nn.Module):
-    """`n_layers` blocks, and after pre-norm ones a norm of the residual stream; post-norm ones end in one.
+    """`n_layers` blocks; after pre-norm blocks a norm of the residual stream (post-norm blocks end in one).
 
-    Without `final_norm` the stream is handed on as it is, for more of it to come.
+    Without `final_norm` the stream is returned as it is, so that more blocks can follow.
     """
 
     block = Block
@@ -25,73 +29,70 @@ class Stack(nn.Module):
     def __init__(self, config: TransformerConfig, *, causal: bool, final_norm: bool = True) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(self.block(config, i, causal=causal) for i in range(config.n_layers))
-        tie_layers(block.attention for block in self._blocks())
+        tie_layers(block.attention for block in self.layers)
         self.norm = make_norm(config) if config.norm == "pre" and final_norm else nn.Identity()
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        global_mask: Tensor | None = None,
-        recompute: bool = False,
-        start: int = 0,
+        self, x: Tensor, *, recompute: bool = False, start: int = 0, **masks: Unpack[Masks]
     ) -> Tensor:
-        """[B, T, d_model] -> [B, T, d_model], by the blocks from number `start` on.
+        """[B, T, d_model] -> [B, T, d_model], through the blocks from number `start` on.
 
         Args:
             x: the residual stream.
-            key_padding_mask: [B, T] bool, True at padding.
-            cu_seqlens: offsets of packed sequences.
-            global_mask: [B, T] bool, True at tokens that read all others and are read by them, in those
-                layers whose attention takes it.
-            recompute: keep each block's input only, for the backward.
+            recompute: keep the input of each block only, and recompute the rest in the backward pass.
             start: number of the first block.
+            masks: `key_padding_mask [B, T]` bool, True at padding; `cu_seqlens`, offsets of packed sequences;
+                `global_mask [B, T]` bool, True at tokens that attend to all others and that all others attend
+                to, for those layers whose attention takes it.
 
         Raises:
+            ValueError: a mask of another shape or type.
             UnsupportedError: no layer takes `global_mask`.
         """
-        masks = self._masks(key_padding_mask, cu_seqlens, global_mask)
-        x = self._enter(x, key_padding_mask)
-        for block in self._blocks()[start:]:
-            run = partial(block, **masks)
+        of_blocks = self._masks(masks)[start:]
+        x = self._enter(x, masks.get("key_padding_mask"))
+        for block, own in zip(self.layers[start:], of_blocks, strict=True):
+            run = partial(block, **own)
             x = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
         return self._leave(x)
 
-    def _masks(
-        self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, global_mask: Tensor | None
-    ) -> dict[str, Tensor | None]:
-        masks = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens}
-        if global_mask is None:
-            return masks
-        if not any(block.attention.supports.global_mask for block in self._blocks()):
+    def _masks(self, masks: Masks) -> list[Masks]:
+        """The masks of each block: `global_mask` only where the attention takes it."""
+        common: Masks = {
+            "key_padding_mask": masks.get("key_padding_mask"),
+            "cu_seqlens": masks.get("cu_seqlens"),
+        }
+        if (global_mask := masks.get("global_mask")) is None:
+            return [common] * len(self.blocks)
+        takes = [block.attention.supports.global_mask for block in self.layers]
+        if not any(takes):
             raise UnsupportedError(
                 "no layer of this model takes global_mask; use longformer attention, bidirectional"
             )
-        return masks | {"global_mask": global_mask}
+        return [{**common, "global_mask": global_mask} if each else common for each in takes]
 
-    def init_state(self, batch_size: int) -> tuple[Any, ...]:
+    def init_state(self, batch_size: int) -> States:
         """One state per block."""
-        return tuple(block.attention.init_state(batch_size) for block in self._blocks())
+        return tuple(block.attention.init_state(batch_size) for block in self.layers)
 
     def prefill(
-        self, x: Tensor, states: tuple[Any, ...], *, key_padding_mask: Tensor | None = None, start: int = 0
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        """[B, T, d_model] -> [B, T, d_model], by the blocks from number `start` on, from states to states."""
+        self, x: Tensor, states: States, *, key_padding_mask: Tensor | None = None, start: int = 0
+    ) -> tuple[Tensor, States]:
+        """[B, T, d_model] -> [B, T, d_model] and the new states, through the blocks from `start` on."""
         x, after = self._enter(x, key_padding_mask), []
-        for block, state in zip(self._blocks()[start:], states, strict=True):
+        for block, state in zip(self.layers[start:], states, strict=True):
             x, state = block.prefill(x, state, key_padding_mask=key_padding_mask)
             after.append(state)
         return self._leave(x), tuple(after)
 
-    def step(self, x: Tensor, states: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        """[B, d_model] -> [B, d_model], from states to states."""
-        x, blocks = self._enter(x), self._blocks()
+    def step(self, x: Tensor, states: States) -> tuple[Tensor, States]:
+        """[B, d_model] -> [B, d_model] and the new states."""
+        x, blocks = self._enter(x), self.layers
         if len(states) != len(blocks):
-            raise ValueError(f"found {len(states)} states, wanted {len(blocks)}, one per block")
-        after: list[Any] = []
+            raise ValueError(f"states has {len(states)} entries, but must have {len(blocks)}, one per block")
+        after: list[Parts] = []
         while (i := len(after)) < len(blocks):
+            # as many blocks as the fused kernel takes, else one
             x, several = fused.step(blocks[i:], x, states[i:])
             if several:
                 after += several
@@ -101,7 +102,7 @@ class Stack(nn.Module):
         return self._leave(x), tuple(after)
 
     def _enter(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Begin the residual stream, with zeros at padding: norms and feed-forward layers read that too."""
+        """Zero the residual stream at padding, which norms and feed-forward layers read too."""
         if key_padding_mask is None:
             return x
         check_key_padding_mask(key_padding_mask, *x.shape[:2])
@@ -110,5 +111,7 @@ class Stack(nn.Module):
     def _leave(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.norm(x))
 
-    def _blocks(self) -> list[Block]:
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks."""
         return cast("list[Block]", list(self.blocks))

@@ -1,16 +1,16 @@
-r"""Vision Transformer: an image as a sequence of patches, read by bidirectional blocks and classified.
+r"""Vision Transformer: classifies an image as a sequence of patches, by bidirectional blocks.
 
     z = [c; E x_1 + e; ... E x_N + e] + P        patches x_n of the image, as vectors, in row-major order
     z <- block_L( ... block_1(z))
     logits = W norm(z)_c + b
 
-c is a learned class token, E and e a linear layer, P the positions. In place of the class token's, the mean
-of the patches' outputs can be classified; then there is no c.
+c is a learned class token, E and e a linear layer, P the positions. Instead of the class token, the mean of
+the patches can be classified; then there is no c.
 
 Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words", arXiv 2010.11929, eq. 1-4. Boxes of a video in place
 of patches: Arnab et al. 2021, "ViViT", arXiv 2103.15691, section 3.2 (tubelet embedding).
 
-Cost: that of the blocks for N + 1 tokens, where N is the number of pixels over those of a patch.
+Cost: that of the blocks for N + 1 tokens, where N is the number of patches.
 """
 
 import math
@@ -26,10 +26,9 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled.contract import UnsupportedError
 from unrolled.fields import FromData, Size
 from unrolled.models.blocks import INIT_STD, init_weights
-from unrolled.models.checks import check_targets
 from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.heads import Categorical, mean_nll
+from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_device, check_tensor, shape
@@ -45,11 +44,11 @@ class ViTConfig(TransformerConfig):
 
     Attributes:
         image_size: [height, width] of the images, or [time, height, width] of videos.
-        patch_size: that of a patch, a divisor on every axis.
-        channels: numbers for each pixel.
+        patch_size: size of a patch on each axis, a divisor of the image's.
+        channels: number of channels of a pixel.
         n_classes: number of labels.
         pooling: what is classified: the "class" token, or the "mean" of the patches.
-        max_length: follows from the sizes: the number of tokens.
+        max_length: computed from the sizes: the number of tokens.
     """
 
     image_size: Axes
@@ -86,11 +85,11 @@ class ViTConfig(TransformerConfig):
 
     @property
     def n_tokens(self) -> int:
-        """Number of patches, and the class token if there is one."""
+        """Number of patches, plus the class token if there is one."""
         return math.prod(self.grid) + (self.pooling == "class")
 
     def _check_spatiotemporal(self, layer: int) -> None:
-        """The mechanism would take any sequence for a grid of its own shape."""
+        """Require the shape of the image: the mechanism treats any sequence as a grid of its own shape."""
         given = self.options_of(layer).get("shape")
         if not isinstance(given, list | tuple) or list(given[-2:]) != self.grid[-2:]:
             raise ValueError(
@@ -105,12 +104,12 @@ class ViTConfig(TransformerConfig):
 
 
 class PatchEmbedding(nn.Module):
-    """Maps each patch of an image to a vector: a convolution whose kernel and stride are a patch.
+    """Maps each patch of an image to a vector: a convolution with the patch as kernel and stride.
 
     The weight is the convolution's, `[d_model, channels, *patch_size]`, with its last axes flattened.
 
     Args:
-        channels: numbers for each pixel.
+        channels: number of channels of a pixel.
         patch_size: size of a patch on each axis.
         d_model: width of the vectors.
     """
@@ -166,22 +165,20 @@ class ViT(SavedModel):
             inputs: as `x` of `forward`.
             targets: `[B]` long; -100 is ignored.
         """
-        hidden = self.hidden(inputs)
-        check_targets(targets, hidden.shape[:-1], self.head.levels)
-        return mean_nll(self.head.nll(hidden, targets), targets)
+        return self.head.loss(self.hidden(inputs), targets)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What the output layer reads: `[B, d_model]`."""
+        """The input of the output layer: `[B, d_model]`."""
         y = self.tokens(x)
         return y.mean(dim=1) if self.class_token is None else y[:, 0]
 
     def tokens(self, x: Tensor) -> Tensor:
-        """What leaves the last block: `[B, tokens, d_model]`, the class token first if there is one."""
-        wanted = [self.config.channels, *self.config.image_size]
+        """The output of the last block: `[B, tokens, d_model]`, the class token first if there is one."""
+        expected = [self.config.channels, *self.config.image_size]
         check_tensor("x", x)
-        if not x.is_floating_point() or shape(x)[1:] != wanted:
-            sizes = ", ".join(map(str, wanted))
-            raise ValueError(f"x is {x.dtype} of the shape {shape(x)}, wanted floating point [B, {sizes}]")
+        if not x.is_floating_point() or shape(x)[1:] != expected:
+            sizes = ", ".join(map(str, expected))
+            raise ValueError(f"x is {x.dtype} of shape {shape(x)}, but must be floating point [B, {sizes}]")
         check_device("x", x, self.embedding.project.weight)
         y = self.embedding(x).to(self.embedding.project.weight.dtype)  # autocast must not narrow the stream
         if self.class_token is not None:
@@ -192,10 +189,10 @@ class ViT(SavedModel):
 
     @torch.no_grad()
     def resized(self, image_size: list[int]) -> "ViT":
-        """Make a copy for images of another size, whose patches are as large: section 3.2 of the paper.
+        """Make a copy for images of another size with the same patch size: section 3.2 of the paper.
 
-        Learned positions are interpolated between the centres of the patches, by cubics on two axes and
-        linearly on three. The class token keeps its own.
+        Learned positions are interpolated between the centres of the patches, bicubically on two axes and
+        trilinearly on three. The class token keeps its own.
 
         Raises:
             ValueError: as for the config.

@@ -44,7 +44,7 @@ def test_putting_a_state_counts_what_it_has_read():
 
 
 @pytest.mark.parametrize(
-    ("method", "argument", "wanted"),
+    ("method", "argument", "expected"),
     [
         ("reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0]),
         ("batch_select_indices", torch.tensor([1]), [1]),
@@ -52,11 +52,11 @@ def test_putting_a_state_counts_what_it_has_read():
         ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
     ],
 )
-def test_rows_follow_the_batch(method, argument, wanted):
+def test_rows_follow_the_batch(method, argument, expected):
     given = make_state()
     cache = StateCache.of(given, 4)
     getattr(cache, method)(argument)
-    assert rows_of(cache.layers[0]) == wanted
+    assert rows_of(cache.layers[0]) == expected
     assert given.position.tolist() == [0, 1, 2]
     assert cache.get_seq_length() == 4
     empty = StateCache()
@@ -84,7 +84,7 @@ def test_states_and_keys_live_side_by_side():
 def test_what_a_state_cannot_do_is_refused():
     cache = StateCache.of(make_state(), 4)
     cache.crop(0)
-    with pytest.raises(UnsupportedError, match="taken back by 2 tokens"):
+    with pytest.raises(UnsupportedError, match="rolled back by 2 tokens"):
         cache.crop(2)
     keys = torch.zeros(3, 2, 1, 4)
     with pytest.raises(UnsupportedError, match="holds a state, not keys and values"):

@@ -148,7 +148,7 @@ def test_beams_of_a_given_state_are_repeated_first(ids):
     cache.batch_repeat_interleave(3)
     out = generate(model, ids, past_key_values=cache, num_beams=3)
     assert torch.equal(out.sequences, generate(model, ids, num_beams=3).sequences)
-    with pytest.raises(ValueError, match=r"state.position is torch.int64 of the shape \[2\]"):
+    with pytest.raises(ValueError, match=r"state.position is torch.int64 of shape \[2\]"):
         generate(model, ids, past_key_values=state, num_beams=3)
 
 
@@ -160,9 +160,9 @@ def test_a_state_of_rows_that_are_all_padded_goes_on(ids):
             ids[:, :5], model.model.init_state(2), key_padding_mask=mask[:, :5] == 0
         )
     out = generate(model, ids, attention_mask=mask, past_key_values=state)
-    wanted = generate(model, ids, attention_mask=mask)
-    assert torch.equal(out.sequences, wanted.sequences)
-    torch.testing.assert_close(out.logits[0], wanted.logits[0], **SINGLE)
+    expected = generate(model, ids, attention_mask=mask)
+    assert torch.equal(out.sequences, expected.sequences)
+    torch.testing.assert_close(out.logits[0], expected.logits[0], **SINGLE)
     with pytest.raises(
         ValueError, match=r"has read \[3, 2\] tokens of its rows, but must have read as many as"
     ):

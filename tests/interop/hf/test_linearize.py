@@ -94,17 +94,17 @@ def logits(model, given, **further):
 @pytest.mark.parametrize("name", MAKERS)
 def test_softmax_in_the_place_of_softmax_changes_nothing(name, layers, padded):
     model, given = make(name), inputs(name, padded)
-    wanted = logits(model, given)
+    expected = logits(model, given)
     found = logits(hf.linearize(model, "softmax", layers), given)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_masks_made_for_eager_attention_are_read_too():
     model, given = make("llama"), inputs("llama")
     model.set_attn_implementation("eager")
-    wanted = logits(model, given)
+    expected = logits(model, given)
     found = logits(hf.linearize(model, "softmax", [0, 2]), given)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def plain_linear(module, query, key, value, mask, scaling, dropout=0.0, **further):
@@ -133,9 +133,9 @@ def test_linear_attention_is_that_of_its_definition(name):
     AttentionMaskInterface.register("plain_linear", flash_attention_mask)
     softmax = logits(model, given)
     model.config._attn_implementation = "plain_linear"
-    wanted = logits(model, given)
-    torch.testing.assert_close(logits(ours, given), wanted, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(softmax, wanted, atol=1e-2)
+    expected = logits(model, given)
+    torch.testing.assert_close(logits(ours, given), expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(softmax, expected, atol=1e-2)
 
 
 def test_the_projections_are_kept_bit_for_bit():
@@ -153,9 +153,9 @@ def test_the_projections_are_kept_bit_for_bit():
 def test_another_model_of_the_same_config_is_left_alone():
     config = LlamaConfig(**GROUPED)
     one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
-    wanted = logits(other, inputs("llama"))
+    expected = logits(other, inputs("llama"))
     hf.linearize(one)
-    assert torch.equal(logits(other, inputs("llama")), wanted)
+    assert torch.equal(logits(other, inputs("llama")), expected)
     assert not hasattr(other.config, "unrolled_attention")
 
 
@@ -181,7 +181,7 @@ def test_every_recurrent_mechanism_continues_in_chunks(name):
     model, given = make("gpt2" if name in UNGROUPED else "llama"), inputs("llama")
     hf.linearize(model, name, **OPTIONS.get(name, {}))
     with torch.no_grad():
-        wanted = model(**given).logits
+        expected = model(**given).logits
         cache, found = None, []
         for start, end in [(0, 4), (4, 7), (7, 8), (8, 9)]:
             piece = {
@@ -191,7 +191,7 @@ def test_every_recurrent_mechanism_continues_in_chunks(name):
             out = model(**piece, past_key_values=cache, use_cache=True)
             cache, found = out.past_key_values, [*found, out.logits]
     keep = given["attention_mask"].bool()
-    torch.testing.assert_close(torch.cat(found, 1)[keep], wanted[keep], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(found, 1)[keep], expected[keep], atol=1e-4, rtol=1e-4)
     assert cache.get_seq_length() == 9
 
 
@@ -371,12 +371,12 @@ def test_a_cache_of_keys_and_values_is_refused():
         ({"layers": [0, 0]}, ValueError, r"layers is \[0, 0\]"),
         ({"layers": []}, ValueError, r"layers is \[\]"),
         ({"window": 3}, ValueError, "invalid options .* for linear attention"),
-        ({"feature_map": torch.nn.ReLU()}, ValueError, "JSON must be able to say them"),
-        ({"rotary": True}, ValueError, "the model's own positions are kept"),
+        ({"feature_map": torch.nn.ReLU()}, ValueError, "options must be JSON-serialisable"),
+        ({"rotary": True}, ValueError, "rotary is True, but must be left out"),
         (
             {"attention": "linformer", "max_length": 8},
             UnsupportedError,
-            "linformer attention cannot be causal",
+            "linformer attention is not causal",
         ),
     ],
 )
@@ -427,8 +427,8 @@ def test_what_stands_at_padding_reaches_nothing(name, value):
     mask, width = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]), layer.mechanism.d_model
     x = torch.randn(2, 4, width, generator=torch.Generator().manual_seed(2)).requires_grad_()
     loud = x.detach().masked_fill(mask.unsqueeze(-1) == 0, value).requires_grad_()
-    found, wanted = (
+    found, expected = (
         with_gradients(layer, layer(given, attention_mask=mask)[0][mask.bool()], x=given)
         for given in (loud, x)
     )
-    assert_identical(found, wanted, f"padding that holds {value}")
+    assert_identical(found, expected, f"padding that holds {value}")

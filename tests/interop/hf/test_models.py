@@ -109,7 +109,7 @@ def test_a_bare_model_refuses_what_it_does_not_have(ids):
     decoder = hf.UnrolledModel(hf.UnrolledConfig(**SMALL))
     with pytest.raises(UnsupportedError, match="a decoder has no segments"):
         decoder(ids, token_type_ids=torch.ones_like(ids))
-    with pytest.raises(UnsupportedError, match="left its decoder's output layer behind"):
+    with pytest.raises(UnsupportedError, match="lacks its decoder's output layer"):
         hf.from_transformers(decoder)
 
 
@@ -184,13 +184,13 @@ def test_a_new_head_starts_as_in_a_new_model(ids, tmp_path):
 def test_gradient_checkpointing_changes_no_gradient(ids):
     model = make().train()
     model(ids, labels=ids).loss.backward()
-    wanted = {name: x.grad.clone() for name, x in model.named_parameters()}
+    expected = {name: x.grad.clone() for name, x in model.named_parameters()}
     model.zero_grad()
     model.activation_checkpointing_enable()
     assert model.model.gradient_checkpointing
     model(ids, labels=ids).loss.backward()
     for name, x in model.named_parameters():
-        torch.testing.assert_close(x.grad, wanted[name])
+        torch.testing.assert_close(x.grad, expected[name])
 
 
 def test_names_of_both_libraries_are_the_same_field():
@@ -248,7 +248,7 @@ def test_what_only_the_model_knows_is_refused_by_it(ids):
         model(ids, attention_mask=torch.ones(2, 1, 7, 7))
     with pytest.raises(ValueError, match="17"):
         model(ids + 17)
-    with pytest.raises(ValueError, match="holds ids from 17 to 17, wanted ids in"):
+    with pytest.raises(ValueError, match="holds ids from 17 to 17, but they must be in"):
         model(torch.full((1, 1), 17))
     for kind in CLASSES:
         with pytest.raises(ValueError, match=r"input_ids has shape \[7\], but must have \[batch, length\]"):
@@ -277,7 +277,7 @@ def test_kinds_of_tokens_are_segments(kind, ids):
     found = model(ids, token_type_ids=kinds).logits
     assert torch.equal(found, model.model(ids, segments=kinds))
     assert not torch.equal(found, model(ids).logits)
-    with pytest.raises(ValueError, match="wanted None for a model whose n_segments is 0"):
+    with pytest.raises(ValueError, match="but must be None for a model whose n_segments is 0"):
         make(kind=kind)(ids, token_type_ids=kinds)
 
 

@@ -132,5 +132,5 @@ def test_padding_is_no_part_of_the_loss_that_is_reported(kind, tmp_path):
     if kind is hf.UnrolledForCausalLM:
         ids, padding, targets = ids[:, :-1], padding[:, :-1], targets[:, 1:]
     with torch.no_grad():
-        wanted = model.model.loss(ids, targets, key_padding_mask=padding)
-    assert found == pytest.approx(float(wanted), rel=1e-6)
+        expected = model.model.loss(ids, targets, key_padding_mask=padding)
+    assert found == pytest.approx(float(expected), rel=1e-6)

@@ -103,9 +103,9 @@ def test_the_loss_of_transfer_is_that_of_its_definition(teacher, data):
         x = x + o
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     errors = []
-    for layer, read, wanted in zip(student.model.layers, inputs, outputs, strict=True):
+    for layer, read, expected in zip(student.model.layers, inputs, outputs, strict=True):
         got = layer.self_attn(read, position_embeddings=angles)[0]
-        errors.append((got - wanted).pow(2).sum() / wanted.pow(2).sum())
+        errors.append((got - expected).pow(2).sum() / expected.pow(2).sum())
     found = AttentionTransfer(student, teacher).loss(ids, ids)
     torch.testing.assert_close(found, torch.stack(errors).mean())
 
@@ -247,7 +247,7 @@ def test_a_folder_without_a_model_gets_a_sentence(tmp_path):
         app, ["linearize", str(tmp_path), str(tmp_path / "out"), "--data", "text.txt"]
     )
     assert result.exit_code == 2
-    assert "is no causal language model" in result.output
+    assert "cannot be read as a causal language model" in result.output
 
 
 def test_fine_tuning_with_updates_keeps_the_embedding(teacher):

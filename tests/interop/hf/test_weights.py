@@ -76,7 +76,7 @@ def test_outputs_are_equal(family, head, dtype):
     tokens, padding = batch()
     segments = (torch.arange(20) > 8).long().expand(2, -1)
     for further in ({}, {"token_type_ids": segments}):
-        wanted = theirs_of(theirs, tokens, padding, **further)
+        expected = theirs_of(theirs, tokens, padding, **further)
         ours = import_weights(theirs)
         assert isinstance(ours, Encoder)
         found = ours(tokens, key_padding_mask=padding, segments=further.get("token_type_ids"))
@@ -85,7 +85,7 @@ def test_outputs_are_equal(family, head, dtype):
         if family == "Longformer" and dtype == torch.float64:
             tolerance = 1e-6  # theirs computes its softmax in fp32
         what = f"{family}{head}, {str(dtype).removeprefix('torch.')}"
-        assert_agree(valid(found, padding), valid(wanted, padding), what, tolerance=tolerance)
+        assert_agree(valid(found, padding), valid(expected, padding), what, tolerance=tolerance)
 
 
 @torch.no_grad()
@@ -94,8 +94,8 @@ def test_left_padding_counts_positions_from_the_first_token():
     tokens, padding = (x.flip(1) for x in batch())
     positions = ((~padding).cumsum(1) - 1).clamp(min=0)
     found = import_weights(theirs)(tokens, key_padding_mask=padding)
-    wanted = theirs_of(theirs, tokens, padding, position_ids=positions)
-    assert_agree(found[~padding], wanted[~padding])
+    expected = theirs_of(theirs, tokens, padding, position_ids=positions)
+    assert_agree(found[~padding], expected[~padding])
     assert (found - theirs_of(theirs, tokens, padding))[~padding].abs().max() > 1e-3
 
 
@@ -106,16 +106,16 @@ def test_longformer_with_tokens_that_are_told_to_be_global():
     is_global = torch.zeros(2, 20, dtype=torch.long)
     is_global[:, [0, 5, 7]] = 1
     found = import_weights(theirs, global_tokens=[0, 5, 7])(tokens, key_padding_mask=padding)
-    wanted = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
-    assert_agree(found[~padding], wanted[~padding])
+    expected = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
+    assert_agree(found[~padding], expected[~padding])
     assert (import_weights(theirs)(tokens, key_padding_mask=padding) - found).abs().max() > 1e-3
     is_global[1, [1, 2, 3, 9]] = 1  # others in each row, as the tokens of two questions are
-    wanted = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
+    expected = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
     ours = import_weights(theirs)
     found = ours(tokens, key_padding_mask=padding, global_mask=is_global.bool())
-    assert_agree(found[~padding], wanted[~padding])
+    assert_agree(found[~padding], expected[~padding])
     found = to_transformers(ours)(tokens, (~padding).long(), global_attention_mask=is_global)
-    assert_agree(found.last_hidden_state[~padding], wanted[~padding])
+    assert_agree(found.last_hidden_state[~padding], expected[~padding])
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta", "Longformer", "Nystromformer"])
@@ -145,7 +145,7 @@ def test_big_bird_reads_blocks(monkeypatch, numpys_state):
     theirs.double().train()
     ours = import_weights(theirs)
     tokens, padding = batch(length=48, valid=(48, 48))
-    wanted = theirs_of(theirs, tokens, padding)
+    expected = theirs_of(theirs, tokens, padding)
     assert theirs.bert.attention_type == "block_sparse"
     tables = []
     for seed, layer in enumerate(theirs.bert.encoder.layer):
@@ -157,7 +157,7 @@ def test_big_bird_reads_blocks(monkeypatch, numpys_state):
         tables.append(drawn.unsqueeze(0))
     drawn_in_turn = iter(tables)
     monkeypatch.setattr("unrolled.attention.bigbird.draw_blocks", lambda *_: next(drawn_in_turn))
-    assert_agree(ours(tokens), wanted, tolerance=1e-10)
+    assert_agree(ours(tokens), expected, tolerance=1e-10)
 
 
 @torch.no_grad()
@@ -214,12 +214,12 @@ def test_perceivers_of_text_are_equal(head, shape, dtype):
     ours = import_weights(theirs)
     assert isinstance(ours, PerceiverIO)
     tokens, padding = batch()
-    wanted = theirs(tokens, attention_mask=(~padding).to(dtype), output_hidden_states=True)
+    expected = theirs(tokens, attention_mask=(~padding).to(dtype), output_hidden_states=True)
     found = ours(tokens, key_padding_mask=padding)
-    logits = wanted.logits[:, :20] if head == "MaskedLM" else wanted.logits
+    logits = expected.logits[:, :20] if head == "MaskedLM" else expected.logits
     assert_agree(valid(found, padding), valid(logits, padding), tolerance=TOLERANCE[dtype])
     latents = ours.latents(ours.array(tokens, key_padding_mask=padding), padding)
-    assert_agree(latents, wanted.hidden_states[-1], tolerance=TOLERANCE[dtype])
+    assert_agree(latents, expected.hidden_states[-1], tolerance=TOLERANCE[dtype])
 
 
 @torch.no_grad()
@@ -235,10 +235,10 @@ def test_a_perceiver_of_images_is_equal():
     found = import_weights(theirs)(images.permute(0, 2, 3, 1))
     torch.set_default_dtype(torch.float64)
     try:
-        wanted = theirs(images).logits
+        expected = theirs(images).logits
     finally:
         torch.set_default_dtype(torch.float32)
-    assert_agree(found, wanted, tolerance=1e-10)
+    assert_agree(found, expected, tolerance=1e-10)
 
 
 @torch.no_grad()
@@ -270,8 +270,8 @@ def test_losses_and_their_gradients_are_equal():
     tokens, padding = batch()
     targets = ((tokens * 7) % 19).masked_fill(padding, -100)
     found = ours.loss(tokens, targets, key_padding_mask=padding)
-    wanted = theirs(tokens, attention_mask=(~padding).long(), labels=targets).loss
-    assert_agree(found, wanted, tolerance=1e-12)
+    expected = theirs(tokens, attention_mask=(~padding).long(), labels=targets).loss
+    assert_agree(found, expected, tolerance=1e-12)
     layers = theirs.bert.encoder.layer
     for ours_weight, theirs_weight in (
         (ours.stack.blocks[0].ff.up.weight, layers[0].intermediate.dense.weight),
@@ -281,7 +281,7 @@ def test_losses_and_their_gradients_are_equal():
     ):
         gradients = (
             torch.autograd.grad(loss, weight, retain_graph=True)[0]
-            for loss, weight in ((found, ours_weight), (wanted, theirs_weight))
+            for loss, weight in ((found, ours_weight), (expected, theirs_weight))
         )
         assert_agree(*gradients, "gradient", tolerance=1e-12)
 

@@ -1,4 +1,4 @@
-"""What the classes for transformers have in common: a model of ours inside, and how its weights come in."""
+"""The base of the classes for transformers: a model of ours inside, and how it is loaded and saved."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +17,7 @@ from unrolled.models import Decoder, Encoder
 from unrolled.models.saving import CONFIG_FILE
 
 Output = TypeVar("Output", bound=ModelOutput)
+FIXED_VOCABULARY = "the vocabulary of a model is fixed: make a model of another vocab_size instead"
 
 
 class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # of its __init_subclass__
@@ -29,7 +30,7 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     accepts_loss_kwargs = True
     _no_split_modules = ["Block"]  # noqa: RUF012
 
-    _decodes: ClassVar[bool | None] = None  # whether the model is a decoder; None: as the config says
+    _decodes: ClassVar[bool | None] = None  # whether the model is a decoder; None for the config's
 
     config: UnrolledConfig
     model: Decoder | Encoder
@@ -38,22 +39,22 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         if self._decodes is not None:
             config.is_decoder = self._decodes
-        # transformers makes models without memory and fills in what the file holds. Ours draw random features
-        # from a generator of the CPU, and a head that the file lacks has to start as in a new model.
+        # transformers makes models on the meta device and fills in the tensors of the file. Ours draw random
+        # features from a CPU generator, and a head that the file lacks must have its initial weights.
         with torch.device("cpu"):
             self.model = self._make(config)
         self.post_init()  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def _make(config: UnrolledConfig) -> Decoder | Encoder:
+    @classmethod
+    def _make(cls, config: UnrolledConfig) -> Decoder | Encoder:
         raise NotImplementedError
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Read a model that `save_pretrained` wrote; see `PreTrainedModel.from_pretrained`.
 
-        The output layer may be missing, as when a model is fine-tuned to another task: it starts as in a new
-        model.
+        The output layer may be missing, as when a model is fine-tuned to another task: it then has its
+        initial weights.
 
         Raises:
             ValueError: any other tensor is missing, or a file of a local folder is damaged or was changed.
@@ -61,9 +62,9 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         local = Path(str(args[0])) / str(kwargs.get("subfolder", ""))
         documents = {}
         if (local / CONFIG_FILE).exists():
-            UnrolledConfig.from_pretrained(local)  # names a missing field, where the digest can only say that
-            documents = digest.check(local)  # something was changed
-        kwargs["use_safetensors"] = True  # the other format runs what a file says
+            UnrolledConfig.from_pretrained(local)  # before the digest, since it names a missing field
+            documents = digest.check(local)
+        kwargs["use_safetensors"] = True  # the other format can execute code
         loaded: Any
         try:
             loaded = super().from_pretrained(*args, output_loading_info=True, **kwargs)
@@ -78,7 +79,7 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
                 f"{model.name_or_path} lacks {len(lost)} tensors of {cls.__name__}, the first is {lost[0]!r}"
             )
         for x in (*model.parameters(), *model.buffers()):
-            # Copies: a file's tensors lie anywhere in memory, and some products round as that is aligned.
+            # Copies: tensors of a file have any alignment, on which the rounding of some products depends.
             x.data = x.data.clone()
         if absent:
             fresh = cls._make(model.config).state_dict(prefix="model.")
@@ -114,34 +115,49 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError(
-            "the vocabulary of a model is fixed: make a model of another vocab_size instead"
-        )
+        raise UnsupportedError(FIXED_VOCABULARY)
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Embedding:
         """Refuse another size of the vocabulary.
 
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError(
-            "the vocabulary of a model is fixed: make a model of another vocab_size instead"
-        )
+        raise UnsupportedError(FIXED_VOCABULARY)
 
-    def _given(self, output: Output, return_dict: bool | None) -> Output | tuple[Any, ...]:
-        """An output as it was asked for, or by default as the config says: a dictionary or a tuple."""
+    def _returned(self, output: Output, return_dict: bool | None) -> Output | tuple[object, ...]:
+        """Return an output as a dictionary or a tuple; None for the config's choice."""
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
+    def _token_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        ignored: Tensor | None,
+        n_items: Tensor | int | None,
+        *,
+        first: int = 0,
+    ) -> Tensor:
+        """The loss of transformers for labels [B, T], without those at `ignored` and before `first`."""
+        if ignored is not None:
+            given, labels = labels, labels.masked_fill(ignored, IGNORED)
+            if not self.training:  # in training all batches of a step need one divisor
+                n_items = n_targets(n_items, given[:, first:], labels[:, first:])
+        loss: Tensor = self.loss_function(
+            logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=n_items
+        )
+        return loss
+
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave the weights as they are: our models draw their own."""
+        """Keep the weights: our models initialise their own."""
 
 
-def refuse_others(others: Mapping[str, Any]) -> None:
-    """Refuse arguments that only other models have, unless they ask for nothing: peft passes those on.
+def refuse_others(others: Mapping[str, object]) -> None:
+    """Refuse arguments that only other models have, unless they are None or False, as peft passes them.
 
     Raises:
-        UnsupportedError: one of them asks for something.
+        UnsupportedError: one of them has another value.
     """
     for name, value in others.items():
         if value is not None and value is not False:
@@ -149,18 +165,19 @@ def refuse_others(others: Mapping[str, Any]) -> None:
 
 
 def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int = 0) -> Tensor | None:
-    """Turn the mask of transformers, 1 or True where a token is valid, into ours, True at padding.
+    """Convert a mask of transformers, 1 or True at valid tokens, into ours, True at padding.
 
     Args:
-        attention_mask: [B, T], or [B, seen + T] with what was read before `input_ids`; None: no padding.
+        attention_mask: [B, T], or [B, seen + T] including the positions before `input_ids`; None for no
+            padding.
         input_ids: [B, T].
-        seen: positions read before.
+        seen: number of positions read before.
 
     Returns:
-        [B, T]; None where there is no padding.
+        [B, T]; None if there is no padding.
 
     Raises:
-        UnsupportedError: the mask says which position may see which.
+        UnsupportedError: the mask is one of query-key pairs.
         ValueError: it or `input_ids` has another shape.
     """
     if input_ids.dim() != 2:
@@ -183,7 +200,7 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
 
 
 def without_padding(input_ids: Tensor, padding: Tensor | None) -> Tensor:
-    """Put a token that exists where there is padding, whose id may lie outside the vocabulary."""
+    """Replace ids at padding, which may lie outside the vocabulary, by id 0."""
     return input_ids if padding is None else input_ids.masked_fill(padding, 0)
 
 
@@ -194,7 +211,7 @@ def encode(
     token_type_ids: Tensor | None,
     global_attention_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run an encoder on what transformers hands over; give what it puts out, and the padding.
+    """Run an encoder on the inputs of transformers; return its output and the padding.
 
     Raises:
         UnsupportedError, ValueError: as `key_padding_mask`, or as the model.
@@ -207,14 +224,14 @@ def encode(
 
 
 def n_targets(counted: Tensor | int | None, given: Tensor, kept: Tensor) -> Tensor | int | None:
-    """What to divide a summed loss by, where `counted` has all labels but -100, as `Trainer` counts them.
+    """The divisor of a summed loss, where `counted` has all labels but -100, as `Trainer` counts them.
 
-    Of these, the ones that are left out for padding are not in the sum, so that their share is taken off.
+    Labels at padding are not in the sum, so their share is subtracted.
 
     Args:
         counted: labels of this batch on all devices; None for the mean over this one.
         given: labels of this batch.
-        kept: the same, with -100 for what is left out.
+        kept: the same, with -100 for ignored labels.
     """
     if counted is None:
         return None

@@ -1,7 +1,6 @@
-"""How the classes for transformers that hold a decoder read tokens, with a cache or without."""
+"""Reading tokens with or without a cache, for the classes for transformers that hold a decoder."""
 
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from unrolled.ops.state import leaves
 
 
 class ReadsTokens:
-    """Runs the decoder in the attribute `model` over a prompt, a part of one, or a token."""
+    """Runs the decoder in the attribute `model` on a prompt, a part of one, or a token."""
 
     model: Decoder
 
@@ -20,7 +19,7 @@ class ReadsTokens:
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Any,
+        past_key_values: StateCache | DecoderState | None,
         use_cache: bool | None,
         otherwise: bool,
     ) -> tuple[Tensor, Tensor | None, StateCache | None]:
@@ -28,11 +27,11 @@ class ReadsTokens:
 
         Args:
             input_ids, attention_mask, past_key_values, use_cache: as for the `forward` of transformers.
-            otherwise: what `use_cache` is where it and the cache are None.
+            otherwise: the default of `use_cache` without a cache.
 
         Returns:
-            what the decoder puts out, [B, T, ...]; the padding [B, T], None without any; the cache, None
-            where none is wanted.
+            the output of the decoder, [B, T, ...]; the padding [B, T], or None; the cache, or None without
+            `use_cache`.
         """
         cache = self._cache(past_key_values)
         if use_cache is None:
@@ -41,15 +40,16 @@ class ReadsTokens:
             cache = StateCache()
         padding = self._padding(attention_mask, input_ids, 0 if cache is None else cache.get_seq_length())
         tokens = without_padding(input_ids, padding)
-        if cache is None:
+        if cache is None or cache.only is None:
             return self.model(tokens, key_padding_mask=padding), padding, None
-        return self._read(tokens, cache.layers[0], padding), padding, cache if use_cache else None
+        return self._read(tokens, cache.only, padding), padding, cache if use_cache else None
 
     def _padding(self, attention_mask: Tensor | None, input_ids: Tensor, seen: int) -> Tensor | None:
         return key_padding_mask(attention_mask, input_ids, seen)
 
     def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
         state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
+        assert isinstance(state, DecoderState)  # as `_cache` has checked
         if tokens.shape[1] == 1 and padding is None:
             out, state = self.model.step(tokens[:, 0], state)
             out = out.unsqueeze(1)
@@ -58,26 +58,26 @@ class ReadsTokens:
         layer.put(state, tokens.shape[1])
         return out
 
-    def _cache(self, given: Any) -> StateCache | None:
+    def _cache(self, given: object) -> StateCache | None:
         if isinstance(given, DecoderState):
             given = StateCache.of(given, int(given.position.max()) if len(given.position) else 0)
         if given is None:
             return None
-        if not isinstance(given, StateCache) or [*map(type, given.layers)] != [StateLayer]:
+        if not isinstance(given, StateCache) or given.only is None:
             raise ValueError(
                 f"past_key_values is a {type(given).__name__}, but must be a StateCache of one StateLayer "
                 "or a DecoderState"
             )
-        if given.layers[0].state is not None:
-            self._check_state(given.layers[0].state)
+        if given.only.state is not None:
+            self._check_state(given.only.state)
         return given
 
-    def _check_state(self, state: Any) -> None:
-        """Refuse a state of another model, as far as sizes tell; the batch is checked elsewhere."""
+    def _check_state(self, state: object) -> None:
+        """Refuse a state of another model, as far as its sizes show; the batch is checked elsewhere."""
         found = leaves(state) if isinstance(state, DecoderState) else {}
-        wanted = self._state_sizes
-        if found.keys() != wanted.keys() or any(
-            (x.dim() if isinstance(wanted[name], int) else tuple(x.shape[1:])) != wanted[name]
+        expected = self._state_sizes
+        if found.keys() != expected.keys() or any(
+            (x.dim() if isinstance(expected[name], int) else tuple(x.shape[1:])) != expected[name]
             for name, x in found.items()
         ):
             raise ValueError(
@@ -87,9 +87,8 @@ class ReadsTokens:
 
     @cached_property
     def _state_sizes(self) -> dict[str, tuple[int, ...] | int]:
-        """By name, the sizes of the tensors of a state without the batch; how many, where the state grows."""
-        blocks: Any = self.model.stack.blocks
-        growing = [block.attention.supports.recurrence != "constant" for block in blocks]
+        """Sizes of the tensors of a state by name, without the batch; the number of axes if it grows."""
+        growing = [block.attention.supports.recurrence != "constant" for block in self.model.stack.layers]
         found = leaves(self.model.init_state(1))
         return {
             name: x.dim() if name != "position" and growing[int(name.split(".")[1])] else tuple(x.shape[1:])

@@ -1,24 +1,25 @@
-"""BERT and what is built like it: post-norm blocks after a sum of embeddings that is normalised.
+"""BERT and models of the same architecture: post-norm blocks after a normalised sum of embeddings.
 
     x = norm(word + position + segment)
     x <- norm(x + attend(x)),  x <- norm(x + W2 f(W1 x))
 
-Devlin et al. 2019, arXiv 1810.04805. RoBERTa, Longformer, BigBird and Nystromformer differ from it in their
-attention, in where their positions begin, and in the layer before the output. Each of the functions here
-takes a model of transformers and makes an `Encoder`; `import_weights` chooses among them.
+Devlin et al. 2019, arXiv 1810.04805. RoBERTa, Longformer, BigBird and Nystromformer differ in their
+attention, their first position, and the layer before the output. Each function makes an `Encoder` of a model
+of transformers; `import_weights` chooses among them.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import copy_linear, copy_norm, copy_rows
+from unrolled.interop.copying import Foreign, copy_linear, copy_norm, fill
 from unrolled.models import Encoder, EncoderConfig
+from unrolled.models.blocks import Block
+from unrolled.models.encoder import HiddenLayer
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -32,7 +33,7 @@ OUTPUTS = {
     "ForMaskedLM": "masked",
     "ForSequenceClassification": "classification",
     "ForTokenClassification": "tokens",
-    "ForQuestionAnswering": "tokens",  # two of each: the answer begins here, it ends here
+    "ForQuestionAnswering": "tokens",  # two logits: the answer begins here, it ends here
 }
 
 
@@ -40,24 +41,24 @@ OUTPUTS = {
 class Head:
     """The layers after the last block: a hidden one with an activation, its norm, and the output layer."""
 
-    dense: nn.Module | None = None
+    dense: Foreign | None = None
     activation: str | None = None
-    norm: nn.Module | None = None
-    output: Any = None
+    norm: Foreign | None = None
+    output: nn.Linear | None = None
 
 
-def from_bert(model: Any, options: Mapping[str, Any]) -> Encoder:
-    """BERT: softmax attention; what is classified goes through its pooler."""
+def from_bert(model: Foreign, options: Mapping[str, object]) -> Encoder:
+    """BERT: softmax attention; classification goes through its pooler."""
     return _encoder(model, "softmax", options, _bert_head(model, pooler=True))
 
 
-def from_roberta(model: Any, options: Mapping[str, Any]) -> Encoder:
-    """RoBERTa (Liu et al. 2019, arXiv 1907.11692): positions count from the id of the padding, plus one."""
+def from_roberta(model: Foreign, options: Mapping[str, object]) -> Encoder:
+    """RoBERTa (Liu et al. 2019, arXiv 1907.11692): the first position is the id of the padding plus one."""
     return _encoder(model, "softmax", options, _roberta_head(model), first=model.config.pad_token_id + 1)
 
 
-def from_longformer(model: Any, options: Mapping[str, Any]) -> Encoder:
-    """Longformer: RoBERTa with a window in each layer, and the first token global where it is classified."""
+def from_longformer(model: Foreign, options: Mapping[str, object]) -> Encoder:
+    """Longformer: RoBERTa with a window in each layer; for classification the first token is global."""
     classifies = _output(model) == "classification"
     options = {"global_tokens": 1 if classifies else 0, **options}
     windows = [layer.attention.self.one_sided_attn_window_size for layer in model.base_model.encoder.layer]
@@ -65,38 +66,36 @@ def from_longformer(model: Any, options: Mapping[str, Any]) -> Encoder:
     first = model.config.pad_token_id + 1
     ours = _encoder(model, "longformer", options, _roberta_head(model), first=first, layer_options=layers)
     for block, layer in _pairs(ours, model):
-        a = layer.attention.self
-        copy_linear(block.attention.global_proj, a.query_global, a.key_global, a.value_global)
+        a, mechanism = layer.attention.self, cast(Foreign, block.attention)
+        copy_linear(mechanism.global_proj, a.query_global, a.key_global, a.value_global)
     return ours
 
 
-def from_big_bird(model: Any, options: Mapping[str, Any]) -> Encoder:
-    """BigBird: blocks near, random and global; or softmax attention where theirs is set to that."""
+def from_big_bird(model: Foreign, options: Mapping[str, object]) -> Encoder:
+    """BigBird: local, random and global blocks; softmax attention with attention_type "original_full"."""
     config, head = model.config, _bert_head(model, pooler=False)
-    if config.attention_type == "original_full":  # the model itself changes when it reads a short input
-        ours = _encoder(model, "softmax", options, head)
-    else:
-        sizes = {"block_size": config.block_size, "random_blocks": config.num_random_blocks}
-        seeds = {} if "seed" in options else {"seed": list(range(config.num_hidden_layers))}
-        ours = _encoder(model, "bigbird", {**sizes, **options}, head, layer_options=seeds)
-    return ours
+    if config.attention_type == "original_full":  # the model switches to it on a short input
+        return _encoder(model, "softmax", options, head)
+    sizes = {"block_size": config.block_size, "random_blocks": config.num_random_blocks}
+    seeds = {} if "seed" in options else {"seed": list(range(config.num_hidden_layers))}
+    return _encoder(model, "bigbird", {**sizes, **options}, head, layer_options=seeds)
 
 
-def from_nystromformer(model: Any, options: Mapping[str, Any]) -> Encoder:
-    """Nystromformer: landmarks and a convolution; softmax attention where its landmarks are all tokens."""
+def from_nystromformer(model: Foreign, options: Mapping[str, object]) -> Encoder:
+    """Nystromformer: landmarks and a convolution; exact attention where every token is a landmark."""
     config = model.config
-    everything = config.num_landmarks == config.segment_means_seq_len  # for any length, as it is computed
+    everything = config.num_landmarks == config.segment_means_seq_len  # for any length
     n_landmarks = config.max_position_embeddings if everything else config.num_landmarks
     sizes = {"n_landmarks": n_landmarks, "conv_width": config.conv_kernel_size}
     head = _bert_head(model, pooler=False)
     ours = _encoder(model, "nystromformer", {**sizes, **options}, head, first=2)
     for block, layer in _pairs(ours, model):
-        block.attention.conv.load_state_dict(layer.attention.self.conv.state_dict())
+        cast(Foreign, block.attention).conv.load_state_dict(layer.attention.self.conv.state_dict())
     return ours
 
 
-def _output(model: Any) -> str:
-    """The output that a class of transformers stands for, by its name."""
+def _output(model: Foreign) -> str:
+    """The output of a class of transformers, by its name."""
     name = type(model).__name__
     kind = re.search(r"(Model|For[A-Z]\w*)$", name)
     if kind is None or kind[0] not in OUTPUTS:
@@ -104,7 +103,7 @@ def _output(model: Any) -> str:
     return OUTPUTS[kind[0]]
 
 
-def _bert_head(model: Any, *, pooler: bool) -> Head:
+def _bert_head(model: Foreign, *, pooler: bool) -> Head:
     output, activation = _output(model), _activation(model.config.hidden_act)
     if output == "masked":
         predictions = model.cls.predictions
@@ -117,7 +116,7 @@ def _bert_head(model: Any, *, pooler: bool) -> Head:
     return Head(output=_output_of_tokens(model))
 
 
-def _roberta_head(model: Any) -> Head:
+def _roberta_head(model: Foreign) -> Head:
     output = _output(model)
     if output == "masked":
         head = model.lm_head
@@ -127,8 +126,8 @@ def _roberta_head(model: Any) -> Head:
     return Head(output=_output_of_tokens(model))
 
 
-def _output_of_tokens(model: Any) -> Any:
-    """The output layer of a model that says something of each token; None of others."""
+def _output_of_tokens(model: Foreign) -> nn.Linear | None:
+    """The output layer of a model with outputs for each token; None for others."""
     if _output(model) != "tokens":
         return None
     if not isinstance(output := getattr(model, "qa_outputs", getattr(model, "classifier", None)), nn.Linear):
@@ -139,22 +138,23 @@ def _output_of_tokens(model: Any) -> Any:
 
 
 def _encoder(
-    model: Any,
+    model: Foreign,
     attention: str,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     head: Head,
     *,
     first: int = 0,
-    layer_options: Mapping[str, list[Any]] | None = None,
+    layer_options: Mapping[str, list[int]] | None = None,
 ) -> Encoder:
-    """Make an encoder of a model's sizes and copy what all families have; its positions begin at `first`."""
+    """Make an encoder of a model's sizes and copy the common weights; its first position is `first`."""
     config, base = model.config, model.base_model
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedError(f"{type(model).__name__} is a decoder; only encoders can be imported")
     words, positions = base.embeddings.word_embeddings.weight, base.embeddings.position_embeddings.weight
     output = _output(model)
     scale = config.hidden_size**0.5 if getattr(config, "rescale_embeddings", False) else 1.0
-    tied = output == "masked" and head.output.weight is words and scale == 1
+    out = head.output
+    tied = output == "masked" and out is not None and out.weight is words and scale == 1
     ours = Encoder(
         EncoderConfig(
             vocab_size=len(words),
@@ -174,16 +174,20 @@ def _encoder(
             n_segments=config.type_vocab_size,
             embedding_norm=True,
             output=output,  # type: ignore[arg-type]
-            n_classes=head.output.out_features if output in ("classification", "tokens") else None,
+            n_classes=None if out is None or output == "masked" else out.out_features,
             pooling="first",
             tie_embeddings=tied,
             head_hidden=head.activation,  # type: ignore[arg-type]
             output_bias=True if tied else None,
         )
     ).to(words)
-    copy_rows(ours.embedding, words * scale)
-    copy_rows(ours.positions.table, positions[first:])
-    copy_rows(ours.segments, base.embeddings.token_type_embeddings.weight)
+    fill(ours.embedding.weight, words * scale)
+    for table, rows in (
+        (ours.positions.table, positions[first:]),
+        (ours.segments, base.embeddings.token_type_embeddings.weight),
+    ):
+        assert table is not None  # as the config above says
+        fill(table.weight, rows)
     copy_norm(ours.embedding_norm, base.embeddings.LayerNorm)
     for block, layer in _pairs(ours, model):
         _copy_block(block, layer)
@@ -191,11 +195,11 @@ def _encoder(
     return ours.train(model.training)
 
 
-def _pairs(ours: Encoder, model: Any) -> Iterator[tuple[Any, Any]]:
-    return zip(ours.stack.blocks, model.base_model.encoder.layer, strict=True)
+def _pairs(ours: Encoder, model: Foreign) -> Iterator[tuple[Block, Foreign]]:
+    return zip(ours.stack.layers, model.base_model.encoder.layer, strict=True)
 
 
-def _copy_block(block: Any, layer: Any) -> None:
+def _copy_block(block: Block, layer: Foreign) -> None:
     attention = layer.attention.self
     copy_linear(block.attention.qkv_proj, attention.query, attention.key, attention.value)
     copy_linear(block.attention.out_proj, layer.attention.output.dense)
@@ -205,22 +209,21 @@ def _copy_block(block: Any, layer: Any) -> None:
     copy_norm(block.ff_norm, layer.output.LayerNorm)
 
 
-def _copy_head(ours: Any, head: Head) -> None:
-    if head.dense is not None:
-        copy_linear(ours.head_hidden.dense, head.dense)
-    if head.norm is not None:
-        copy_norm(ours.head_hidden.norm, head.norm)
-    if ours.head is None:
+def _copy_head(ours: Encoder, head: Head) -> None:
+    if isinstance(ours.head_hidden, HiddenLayer):
+        if head.dense is not None:
+            copy_linear(ours.head_hidden.dense, head.dense)
+        if head.norm is not None:
+            copy_norm(ours.head_hidden.norm, head.norm)
+    if ours.head is None or head.output is None:
         return
     if ours.head.project is not None:
         copy_linear(ours.head.project, head.output)
-    else:
-        with torch.no_grad():
-            bias: Tensor = head.output.bias
-            ours.head.bias.copy_(bias)
+    elif ours.head.bias is not None:
+        fill(ours.head.bias, head.output.bias)
 
 
-def _activation(name: Any) -> str:
-    if name not in ACTIVATIONS:
+def _activation(name: object) -> str:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedError(f"hidden_act is {name!r}, but must be one of {list(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -1,7 +1,7 @@
-"""The cache that transformers carries from one call of a model to the next, holding a state of ours.
+"""The cache that transformers passes from one call of a model to the next, holding a state of ours.
 
-A state is a value, so that a cache only has to remember the latest one: whoever reads tokens puts the next
-state in its place, and the one before stays as it was for those who kept it.
+A state is a value, so a cache only holds the latest one: each call replaces it by the next state, and copies
+of the previous one remain valid.
 """
 
 from typing import Any, Self
@@ -12,30 +12,32 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from unrolled.contract import UnsupportedError
 from unrolled.ops import state as states
+from unrolled.ops.state import Parts
 
+State = Parts
 KEYS_REFUSED = "this layer of the cache holds a state, not keys and values: use `put` instead"
 
 
 class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """One entry of a cache: any state, or None before the first token.
 
-    What beam search and sampling do to a batch, they do to the rows of the state. A state cannot be taken
-    back to an earlier token, so `crop` is refused, and with it what relies on it: assisted decoding.
+    Beam search and sampling select rows of the state as they do of a batch. A state cannot be rolled back to
+    an earlier token, so `crop` is refused, and with it assisted decoding.
 
     Args:
         state: a value of tensors, batch first, such as `DecoderState` or the state of one attention module.
-        seen: number of positions that it has read, with those of padding, as transformers counts them.
+        seen: number of positions that it has read, including padding, as transformers counts them.
     """
 
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: Any = None, seen: int = 0) -> None:
+    def __init__(self, state: State | None = None, seen: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state, self.seen = state, seen
         self.is_initialized = state is not None
 
-    def put(self, state: Any, read: int) -> None:
+    def put(self, state: State, read: int) -> None:
         """Replace the state by the one after `read` more positions."""
         self.state, self.seen = state, self.seen + read
         self.is_initialized = True
@@ -52,19 +54,19 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
         return 0 if self.state is None else states.nbytes(self.state)
 
     def get_seq_length(self) -> int:
-        """How many positions have been read."""
+        """Number of positions read."""
         return self.seen
 
     def get_max_length(self) -> int:
-        """-1: there is no bound."""
+        """-1: there is no maximum."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask over what has been read and `query_length` more."""
+        """Length and offset of the mask over the positions read and `query_length` more."""
         return self.seen + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give each row the state of the row that its beam goes on from."""
+        """Give each row the state of the row that its beam continues."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -74,7 +76,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
             self.state = states.select(self.state, rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Put `repeats` copies of each row in its place."""
+        """Replace each row by `repeats` copies of it."""
         if self.state is not None:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
@@ -89,15 +91,15 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
         """Do nothing, as `offload`."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to take tokens back.
+        """Refuse to remove tokens.
 
         Raises:
-            UnsupportedError: there are some to take back.
+            UnsupportedError: the number of tokens to remove is not 0.
         """
         if tokens_to_remove:
             raise UnsupportedError(
-                f"a state cannot be taken back by {tokens_to_remove} tokens: keep the state of that position "
-                "and go on from there instead"
+                f"a state cannot be rolled back by {tokens_to_remove} tokens: keep the state of that "
+                "position and continue from there instead"
             )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -109,7 +111,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
         raise UnsupportedError(KEYS_REFUSED)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Refuse keys and values.
 
@@ -124,25 +126,29 @@ class StateCache(Cache):
 
     Args:
         layers: for each layer of the model a `StateLayer`, or a layer of transformers such as `DynamicLayer`;
-            by default one `StateLayer`, for a model that puts everything into one state.
+            by default one `StateLayer`, for a model with one state for all layers.
     """
-
-    layers: list[Any]
 
     def __init__(self, layers: list[Any] | None = None) -> None:
         super().__init__(layers=[StateLayer()] if layers is None else layers)
 
     @classmethod
-    def of(cls, state: Any, seen: int) -> Self:
+    def of(cls, state: State, seen: int) -> Self:
         """Make a cache of one state that has read `seen` positions."""
         return cls([StateLayer(state, seen)])
+
+    @property
+    def only(self) -> StateLayer | None:
+        """The layer of a cache that consists of one `StateLayer`; None for other caches."""
+        first = self.layers[0] if len(self.layers) == 1 else None
+        return first if isinstance(first, StateLayer) else None
 
     def nbytes(self) -> int:
         """Bytes that the states, keys and values of all layers hold."""
         return sum(_nbytes(layer) for layer in self.layers)
 
 
-def _nbytes(layer: Any) -> int:
+def _nbytes(layer: object) -> int:
     if isinstance(layer, StateLayer):
         return layer.nbytes()
     held = (getattr(layer, name, None) for name in ("keys", "values"))

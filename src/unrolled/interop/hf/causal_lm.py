@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from unrolled.contract import IGNORED
-from unrolled.interop.hf._model import UnrolledPreTrainedModel, n_targets, refuse_others
+from unrolled.interop.hf._model import UnrolledPreTrainedModel, refuse_others
 from unrolled.interop.hf._reading import ReadsTokens
 from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.config import UnrolledConfig
@@ -18,24 +17,24 @@ from unrolled.models import Decoder, DecoderState
 class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """A `Decoder` for transformers: `generate`, pipelines, `Trainer`, `save_pretrained`.
 
-    Its cache is a `StateCache` of one `StateLayer`, which holds the state of the whole decoder. Where the
-    attention's state is of constant size, so is the cache. A cache may be continued by one token or by any
-    number of them, padded or not, with the results of one forward over all of them.
+    Its cache is a `StateCache` of one `StateLayer`, which holds the state of the whole decoder. If the state
+    of the attention has constant size, so has the cache. A cache may be continued by any number of tokens,
+    padded or not, with the results of one forward over all of them.
 
-    `past_key_values` also takes a `DecoderState`, as from `Decoder.prefill`, which stays as it is.
+    `past_key_values` also takes a `DecoderState`, as from `Decoder.prefill`, which is not modified.
 
-    Tokens equal to the `pad_token_id` of the generation config count as padding where that id is outside the
-    vocabulary, even where `attention_mask` calls them valid, as `generate` does in rows that have ended.
+    Tokens equal to the `pad_token_id` of the generation config are padding if that id is outside the
+    vocabulary, even where `attention_mask` is 1, as in `generate` for rows that have ended.
     """
 
-    _is_stateful = True  # there is no way back to an earlier token
+    _is_stateful = True  # a state cannot be rolled back to an earlier token
 
     model: Decoder
 
     _decodes = True
 
-    @staticmethod
-    def _make(config: UnrolledConfig) -> Decoder:
+    @classmethod
+    def _make(cls, config: UnrolledConfig) -> Decoder:
         return Decoder(config.decoder_config())
 
     def forward(
@@ -48,26 +47,26 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast | tuple[object, ...]:
         """Logits of the token that follows each position.
 
         Args:
             input_ids: [B, T] long, the tokens after those that the cache has read.
             attention_mask: [B, T], or [B, S + T] with the S positions that the cache has read; 0 at padding.
-            past_key_values: what has been read before; it is brought up to date.
+            past_key_values: the state after the tokens before; it is updated.
             labels: [B, T] long, the same as `input_ids`: they are shifted here; -100 and padding are ignored.
-            use_cache: whether to return a cache; by default as the config says, unless there are labels.
+            use_cache: whether to return a cache; by default as in the config, unless there are labels.
             return_dict: False for a tuple.
-            num_items_in_batch: number of labels other than -100 in all batches of a step, to divide the
-                summed loss by; in evaluation the share of those at padding is taken off it.
-            others: what other models of transformers take; each None or False.
+            num_items_in_batch: number of labels other than -100 in all batches of a step, by which the summed
+                loss is divided; in evaluation without those at padding.
+            others: arguments of other models of transformers; each None or False.
 
         Returns:
-            `loss` where there are labels; `logits` [B, T, vocab_size]; `past_key_values`.
+            `loss` if there are labels; `logits` [B, T, vocab_size]; `past_key_values`.
 
         Raises:
-            UnsupportedError: the mask says which position may see which, or one of `others` is asked for.
-            ValueError: the cache is of another model or batch, or a mask or token is impossible.
+            UnsupportedError: the mask is one of query-key pairs, or one of `others` is given.
+            ValueError: the cache is of another model or batch, or a mask or token is out of range.
         """
         refuse_others(others)
         logits, padding, cache = self._run(
@@ -78,30 +77,35 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             otherwise=self.config.use_cache and labels is None,
         )
         loss = None if labels is None else self._loss(logits, labels, padding, num_items_in_batch)
-        return self._given(
+        return self._returned(
             CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache), return_dict
         )
 
     def generate(
-        self, inputs: Tensor | None = None, *args: Any, past_key_values: Any = None, **kwargs: Any
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        past_key_values: StateCache | DecoderState | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Continue `inputs` [B, T]; see `GenerationMixin.generate`.
 
         Args:
             inputs: token ids, with those that `past_key_values` has read.
             args: as there.
-            past_key_values: a `StateCache` to go on from, which is brought up to date, or a `DecoderState`,
-                which stays as it is.
+            past_key_values: a `StateCache` to continue, which is updated, or a `DecoderState`, which is not
+                modified.
             kwargs: as there.
 
         Raises:
-            ValueError: `past_key_values` has read all of the inputs, or not what `attention_mask` shows.
+            ValueError: `past_key_values` has read all of the inputs, or other positions than `attention_mask`
+                shows.
         """
         ids, mask = kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask")
         cache = self._cache(past_key_values)
         if cache is not None:
-            if isinstance(past_key_values, DecoderState) and mask is not None:
-                cache.layers[0].seen = _positions_read(past_key_values, mask)
+            if isinstance(past_key_values, DecoderState) and mask is not None and cache.only is not None:
+                cache.only.seen = _positions_read(past_key_values, mask)
             whole = mask if mask is not None else ids
             if whole is not None and (seen := cache.get_seq_length()) >= whole.shape[1]:
                 raise ValueError(
@@ -111,23 +115,27 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             kwargs["past_key_values"] = cache
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
-    def prepare_inputs_for_generation(self, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
-        """Make the arguments of a call of `forward` in `generate`, whose `tokenizer` is not one of them.
+    def prepare_inputs_for_generation(
+        self, *args: Any, tokenizer: object = None, **kwargs: Any
+    ) -> dict[str, object]:
+        """Make the arguments of a call of `forward` in `generate`, without its `tokenizer`.
 
         It is for the stopping criterion of `stop_strings`; transformers passes it on with the rest.
         """
-        return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        taken: dict[str, object] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        return taken
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # neither one of its keys and values, nor any other of transformers
+        return False  # none of the caches of transformers
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[Any, Any], *args: Any, **kwargs: Any
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *args: Any, **kwargs: Any
     ) -> bool:
-        """Give `generate` a cache from the start, without which it cannot prefill in chunks."""
-        prepare: Any = super()._prepare_cache_for_generation  # type: ignore[misc]
-        done: bool = prepare(generation_config, model_kwargs, *args, **kwargs)
+        """Give `generate` a cache from the start, which it needs to prefill in chunks."""
+        done: bool = super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, *args, **kwargs
+        )
         if generation_config.use_cache is not False:
             model_kwargs.setdefault("past_key_values", StateCache())
         return done
@@ -145,21 +153,14 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
     def _loss(
         self, logits: Tensor, labels: Tensor, padding: Tensor | None, num_items_in_batch: Tensor | int | None
     ) -> Tensor:
-        if padding is not None:
-            # Nothing is predicted at padding, neither the next padding nor the first token after it.
-            before = torch.cat([padding[:, :1], padding[:, :-1]], dim=1)
-            given, labels = labels, labels.masked_fill(padding | before, IGNORED)
-            if not self.training:  # there all batches of a step need one divisor
-                num_items_in_batch = n_targets(num_items_in_batch, given[:, 1:], labels[:, 1:])
-        loss: Tensor = self.loss_function(
-            logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
-        )
-        return loss
+        # Nothing is predicted at padding, neither the next padding nor the first token after it.
+        ignored = None if padding is None else padding | torch.cat([padding[:, :1], padding[:, :-1]], dim=1)
+        return self._token_loss(logits, labels, ignored, num_items_in_batch, first=1)
 
 
 def _positions_read(state: DecoderState, attention_mask: Tensor) -> int:
-    """How many positions of `attention_mask` [B, T] a state has read, which counts valid tokens only."""
-    if len(state.position) != len(attention_mask):  # refused elsewhere
+    """Number of positions of `attention_mask` [B, T] read by a state, which counts valid tokens only."""
+    if len(state.position) != len(attention_mask):  # an error that is raised later
         return int(state.position.max())
     counts = nn.functional.pad((attention_mask != 0).cumsum(dim=1), (1, 0))
     places = (counts == state.position.unsqueeze(1).to(counts.device)).all(dim=0).nonzero()

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from unrolled.models import DecoderConfig, EncoderConfig
 from unrolled.models.config import TransformerConfig
 
-# Said by the class of the model instead: what it puts out, and that its input are token ids.
+# Fixed by the class of the model: its output, and that its inputs are token ids.
 BY_CLASS = ("output", "input_dim")
 THEIRS = {f.name for f in fields(PreTrainedConfig)} | {
     "attn_implementation",
@@ -23,27 +23,27 @@ THEIRS = {f.name for f in fields(PreTrainedConfig)} | {
     "quantization_config",
     "torch_dtype",
 }
-"""Keys that transformers itself gives to any config; so may be those that end in "_token_id"."""
+"""Keys that transformers itself adds to any config, besides those that end in "_token_id"."""
 
 
 class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """What a model of ours is made of, for transformers.
+    """The config of a model of ours, for transformers.
 
     Takes every field of `DecoderConfig` and `EncoderConfig` by its own name, except `output` and `input_dim`,
-    for which the class of the model stands. The names that transformers has for some of them work too:
+    which follow from the class of the model. The names that transformers has for some of them work too:
     `hidden_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`, `intermediate_size`,
     `max_position_embeddings`, `tie_word_embeddings` and, for `n_classes`, `num_labels`.
 
         config = UnrolledConfig(vocab_size=65, d_model=128, attention="linear")
 
     Args:
-        use_cache: return the state after a forward that asks for neither: only where there are no labels.
-        is_decoder: whether an `UnrolledModel` of this config is a decoder or an encoder. The other classes
-            know what they are, and set it.
-        fields: those fields, and those that transformers gives to any config, such as `id2label`.
+        use_cache: the default of `use_cache` in a forward without labels.
+        is_decoder: whether an `UnrolledModel` of this config is a decoder or an encoder; the other classes
+            set it.
+        fields: those fields, and those that transformers adds to any config, such as `id2label`.
 
     Raises:
-        ValueError: a field is unknown, given by two names, or impossible.
+        ValueError: a field is unknown, given by two names, or out of range.
     """
 
     model_type = "unrolled"
@@ -56,11 +56,10 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         "intermediate_size": "d_ff",
         "tie_word_embeddings": "tie_embeddings",
         "n_classes": "num_labels",
-        # Kept under their name, since `max_length` among the attributes of a config means to transformers how
-        # much to generate.
+        # Stored under the name of transformers, to which a config's `max_length` is how much to generate.
         "max_length": "max_position_embeddings",
     }
-    max_length: int = TransformerConfig.max_length  # declared, or it would be refused as such an attribute
+    max_length: int = TransformerConfig.max_length  # declared, or transformers would refuse it
     __eq__ = PreTrainedConfig.__eq__
 
     def __init__(self, *, use_cache: bool = True, is_decoder: bool = True, **given: Any) -> None:
@@ -98,7 +97,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
             setattr(self, name, getattr(checked, name) if name in common else value)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "UnrolledConfig":
         """Make a config from what `save_pretrained` wrote, which has every field.
 
         Raises:
@@ -114,7 +113,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         """The config of the `Decoder` of this size.
 
         Raises:
-            ValueError: a field is impossible.
+            ValueError: a field is out of range.
         """
         return DecoderConfig(**self._of(DecoderConfig))
 
@@ -122,7 +121,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         """The config of the `Encoder` of this size with an `output`: "classification", "masked" or "hidden".
 
         Raises:
-            ValueError: a field is impossible.
+            ValueError: a field is out of range.
         """
         values = self._of(EncoderConfig) | {"output": output}
         values["n_classes"] = self.num_labels if output == "classification" else None
@@ -131,17 +130,17 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
             values |= {"head_hidden": None, "output_bias": None}
         return EncoderConfig(**values)
 
-    def _of(self, kind: type[Any]) -> dict[str, Any]:
+    def _of(self, kind: type[TransformerConfig]) -> dict[str, Any]:
         return {f.name: deepcopy(getattr(self, f.name)) for f in fields(kind) if f.name not in BY_CLASS}
 
 
-def _fields_of_both() -> dict[str, Field[Any]]:
+def _fields_of_both() -> dict[str, Field[object]]:
     """The fields of the configs of decoders and encoders, by name; of these `n_classes` is `num_labels`."""
     found = {f.name: f for f in (*fields(EncoderConfig), *fields(DecoderConfig))}
     return {name: f for name, f in found.items() if name not in (*BY_CLASS, "n_classes")}
 
 
-def _default(field: "Field[Any]") -> Any:
+def _default(field: "Field[object]") -> Any:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return None if field.default is MISSING else field.default

@@ -1,11 +1,10 @@
-"""Our models into transformers' classes and back, weight by weight."""
+"""Conversion between our models and our classes for transformers, and loading of the latter."""
 
 import json
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -35,7 +34,7 @@ def to_transformers(model: SavedModel) -> UnrolledPreTrainedModel:
 
     Returns:
         `UnrolledForCausalLM` for a decoder; for an encoder `UnrolledForSequenceClassification`,
-        `UnrolledForMaskedLM` or `UnrolledModel`, as its output says.
+        `UnrolledForMaskedLM` or `UnrolledModel`, depending on its output.
 
     Raises:
         UnsupportedError: it is another model, or an encoder of continuous inputs or with output "tokens".
@@ -74,7 +73,7 @@ def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
         )
     if isinstance(model, UnrolledModel) and model.config.is_decoder:
         raise UnsupportedError(
-            "an UnrolledModel has left its decoder's output layer behind; use an UnrolledForCausalLM instead"
+            "an UnrolledModel lacks its decoder's output layer; use an UnrolledForCausalLM instead"
         )
     return deepcopy(model.model)
 
@@ -88,7 +87,7 @@ def load(path: str | Path) -> UnrolledPreTrainedModel:
     """Read a model of any of our classes for transformers from the folder that its `save_pretrained` wrote.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the folder holds no such model, or it is damaged.
     """
     values = _config(path)
     if (found := values.get("model_type")) != UnrolledConfig.model_type:
@@ -101,12 +100,12 @@ def load(path: str | Path) -> UnrolledPreTrainedModel:
         raise ValueError(f"{path} holds a model of class {name!r}, but must hold one of {sorted(by_name)}")
     try:
         model: UnrolledPreTrainedModel = by_name[name].from_pretrained(path)
-    except (ValueError, UnsupportedError, OSError, TypeError) as error:  # of ours, and of transformers
+    except (ValueError, UnsupportedError, OSError, TypeError) as error:  # ours and those of transformers
         raise ValueError(f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
     return model
 
 
-def _config(path: str | Path) -> dict[str, Any]:
+def _config(path: str | Path) -> dict[str, object]:
     try:
         values = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -115,15 +114,15 @@ def _config(path: str | Path) -> dict[str, Any]:
 
 
 def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizerFast:
-    """Make a tokenizer whose ids are those of a text data set, with one more for padding and the end.
+    """Make a tokenizer with the ids of a text data set, and one more for padding and the end.
 
     Args:
         characters: the characters in the order of their ids; None for the bytes of UTF-8.
 
     Returns:
-        a tokenizer that pads on the left, as generation wants it. The symbol of padding and the end is
-        written "<|end|>"; a model does not know it, but `UnrolledForCausalLM` takes it for padding. There is
-        no other: a character outside the vocabulary is an error.
+        a tokenizer that pads on the left, as generation needs. The symbol of padding and the end is
+        "<|end|>"; it is outside the model's vocabulary, and `UnrolledForCausalLM` treats it as padding. There
+        is no symbol for unknown characters: a character outside the vocabulary is an error.
     """
     if characters is None:
         tokenizer = Tokenizer(models.BPE(vocab=_bytes(), merges=[]))
@@ -136,8 +135,7 @@ def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizer
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         size = len(ids)
-    make: Any = PreTrainedTokenizerFast
-    made: PreTrainedTokenizerFast = make(
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=END,
@@ -150,7 +148,7 @@ def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizer
 
 
 def _bytes() -> dict[str, int]:
-    """The letters that stand for the bytes in byte-level tokenizers: a printable byte for itself."""
+    """The letters of byte-level tokenizers, by which printable bytes are themselves, with their bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

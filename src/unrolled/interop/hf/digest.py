@@ -1,21 +1,20 @@
-"""A SHA-256 in folders of transformers: of the weights, the config, and what else belongs to a model."""
+"""A SHA-256 in folders of transformers: of the weights, the config, and the documents of a model."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from unrolled.files import add_digest, check_digest, write_file
 from unrolled.models.saving import CONFIG_FILE, read_json
 
-# Fields of a config that change nothing in what a model computes, and are edited or rewritten after saving.
+# Fields of a config that do not affect what a model computes, and may be edited after saving.
 FREE = ("_name_or_path", "auto_map", "id2label", "label2id", "transformers_version")
 
 
-def seal(folder: str | Path, documents: Mapping[str, Any] | None = None) -> None:
+def seal(folder: str | Path, documents: Mapping[str, object] | None = None) -> None:
     """Write documents into a folder of `save_pretrained`, and a digest of the whole into its weights files.
 
-    A folder without a weights file is left alone, as by those processes of a parallel run that do not write.
+    A folder without a weights file is left as it is, as in processes of a parallel run that do not write.
 
     Args:
         folder: where `save_pretrained` wrote.
@@ -31,7 +30,7 @@ def seal(folder: str | Path, documents: Mapping[str, Any] | None = None) -> None
         add_digest(file, {name: _document(folder, name) for name in (CONFIG_FILE, *documents)})
 
 
-def check(folder: str | Path) -> dict[str, Any]:
+def check(folder: str | Path) -> dict[str, object]:
     """Compare the files of a local folder with the digest that `seal` wrote, if it did.
 
     Returns:
@@ -40,13 +39,13 @@ def check(folder: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: a file was changed after it was saved, or cannot be read.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         found |= check_digest(file, lambda name: _document(Path(folder), name))
     return {name: value for name, value in found.items() if name != CONFIG_FILE}
 
 
-def _document(folder: Path, name: str) -> Any:
+def _document(folder: Path, name: str) -> object:
     value = read_json(folder / name)
     if name == CONFIG_FILE and isinstance(value, dict):
         return {key: x for key, x in value.items() if key not in FREE}

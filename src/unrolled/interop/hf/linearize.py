@@ -1,15 +1,16 @@
-"""A pretrained transformer with another attention: modules are swapped, projections kept.
+"""Replacing the attention of a pretrained transformer by another mechanism, with its projections.
 
-The models are those of transformers whose attention `families` knows: Llama (also Mistral, Qwen2 and Qwen3),
-GPT-2, BERT and ViT classes.
+It supports the models of transformers whose attention is in `families`: Llama (also Mistral, Qwen2 and
+Qwen3), GPT-2, BERT and ViT classes.
 """
 
 import copy
 import json
+from collections.abc import Callable
 from functools import cache
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import transformers
 from safetensors.torch import load_file
@@ -33,33 +34,33 @@ from unrolled.interop.hf.linearized_attention import LinearizedAttention
 Model = TypeVar("Model", bound=PreTrainedModel)
 RECORD = "unrolled_attention"
 MODEL_TYPE, ORIGINAL_TYPE = "unrolled-linearized", "linearized_model_type"
-PADDING_ONLY = "unrolled"  # our name among transformers' implementations of attention
+PADDING_ONLY = "unrolled"  # our implementation of attention, by its name in transformers
 
 
 def linearize(
-    model: Model, attention: str = "linear", layers: list[int] | None = None, **options: Any
+    model: Model, attention: str = "linear", layers: list[int] | None = None, **options: object
 ) -> Model:
     """Replace the softmax attention of a model of transformers by a mechanism, in place; return the model.
 
-    The projections keep their weights, bit for bit, under other names, and the model keeps its positions. All
-    else that a mechanism has, such as a learned feature map, is new, and is to be trained: see `transfer`.
-    With "softmax" the outputs stay what they were. Dropout of attention weights falls away.
+    The projections keep their weights, bit for bit, under other names, and the model keeps its positions.
+    Other parameters of a mechanism, such as a learned feature map, are new and need training: see `transfer`.
+    With "softmax" the outputs do not change. There is no dropout on attention weights.
 
-    A causal model with a recurrent mechanism then generates from states, in a `StateCache`: a layer that was
-    replaced has a `StateLayer`, one that was kept the growing cache of transformers. `save_pretrained` writes
-    into the config what was done; read it back by `load_linearized`. The `model_type` written is one that
-    transformers does not know, so that its Auto classes refuse the folder rather than make a softmax model.
+    A causal model with a recurrent mechanism then generates from states, in a `StateCache`: a replaced layer
+    has a `StateLayer`, any other the growing cache of transformers. `save_pretrained` records the replacement
+    in the config; load it by `load_linearized`. The `model_type` in the file is unknown to transformers, so
+    that its Auto classes refuse the folder rather than make a softmax model.
 
     Args:
-        model: a model whose attention is softmax attention, or was so far, in the layers to be replaced.
+        model: a model with softmax attention in the layers to be replaced.
         attention: a name in `unrolled.attention.names()`.
         layers: which layers, counted from 0; all of them by default.
-        options: of the mechanism, such as `feature_map="hedgehog"`; they go into the config, so JSON must be
-            able to say them.
+        options: of the mechanism, such as `feature_map="hedgehog"`; they must be JSON-serialisable, since
+            they are saved in the config.
 
     Raises:
         ValueError: an unknown mechanism, option or layer.
-        UnsupportedError: a model of another kind, or a mechanism that cannot take softmax's place in it.
+        UnsupportedError: a model of another kind, or a mechanism that cannot replace softmax in it.
     """
     found = _attention_modules(model)
     chosen = _chosen(found, layers)
@@ -67,7 +68,7 @@ def linearize(
         json.dumps(options)
     except TypeError as error:
         raise ValueError(
-            f"options go into the model's config, so JSON must be able to say them: {error}"
+            f"options must be JSON-serialisable, since they are saved in the model's config: {error}"
         ) from error
     swapped = {
         i: LinearizedAttention(parts_of(found[i][1]), attention, i, options).train(found[i][1].training)
@@ -80,8 +81,8 @@ def linearize(
     record = dict(getattr(model.config, RECORD, None) or {})
     record |= {str(i): {"attention": attention, "options": options} for i in chosen}
     setattr(model.config, RECORD, dict(sorted(record.items(), key=lambda item: int(item[0]))))
-    saved: Any = model
-    saved._weight_conversions = []  # none: names of older checkpoints would not be found when it is read
+    # none: names of older checkpoints would not be found on loading
+    vars(model)["_weight_conversions"] = []
     _prepare_masks(model)
     _prepare_cache(model)
     return model
@@ -93,7 +94,7 @@ def linearized_layers(model: nn.Module) -> dict[str, LinearizedAttention]:
 
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what the mechanisms have and softmax attention had not, such as feature maps, by name."""
+    """Return the parameters that softmax attention did not have, such as feature maps, by name."""
     found = {}
     for name, module in linearized_layers(model).items():
         for own, parameter in module.mechanism.named_parameters():
@@ -103,15 +104,15 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def state_cache(model: PreTrainedModel) -> StateCache:
-    """Make an empty cache for a linearized model: states where layers were replaced, else keys and values."""
-    layers: list[Any] = list(DynamicCache(config=model.config).layers)
+    """Make an empty cache for a linearized model: states for replaced layers, else keys and values."""
+    layers = list(DynamicCache(config=model.config).layers)
     for module in linearized_layers(model).values():
         layers[module.layer] = StateLayer()
     return StateCache(layers)
 
 
-def load_linearized(path: str | Path) -> Any:
-    """Read a model that was linearized and saved by `save_pretrained`: the class it had, in eval mode.
+def load_linearized(path: str | Path) -> PreTrainedModel:
+    """Load a linearized model that `save_pretrained` wrote, of its original class, in eval mode.
 
     Args:
         path: its folder, or its name on the hub.
@@ -121,33 +122,34 @@ def load_linearized(path: str | Path) -> Any:
     """
     folder = _folder(path)
     try:
-        said, _ = PreTrainedConfig.get_config_dict(folder)
+        values, _ = PreTrainedConfig.get_config_dict(folder)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not the folder of a model of transformers: {error}") from error
-    if "model_type" not in said:
+    if "model_type" not in values:
         raise ValueError(f"{path} is not the folder of a model of transformers: it has no config of one")
-    record = said.pop(RECORD, None)
+    record = values.pop(RECORD, None)
     if not record:
         raise ValueError(f"{path} was not linearized: read it by from_pretrained")
-    original = said.pop(ORIGINAL_TYPE, said["model_type"])
+    original = values.pop(ORIGINAL_TYPE, values["model_type"])
     if original not in CONFIG_MAPPING:
-        raise ValueError(f"{path} is of the type {original!r}, which transformers has not")
-    config = CONFIG_MAPPING[original].from_dict(said | {"model_type": original})
+        raise ValueError(f"{path} has the type {original!r}, which transformers does not have")
+    config = CONFIG_MAPPING[original].from_dict(values | {"model_type": original})
     architecture = class_name(config.architectures)
     kind = getattr(transformers, architecture, None)
     if kind is None:
-        raise ValueError(f"{path} is of the class {architecture!r}, which transformers has not")
-    model = kind._from_config(config, dtype=config.dtype)
+        raise ValueError(f"{path} has the class {architecture!r}, which transformers does not have")
+    model: PreTrainedModel = kind._from_config(config, dtype=config.dtype)
     for i, done in record.items():
         linearize(model, done["attention"], [int(i)], **done["options"])
     _load_weights(model, folder)
     if (folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name the attention of each layer in order, be it replaced or not."""
+    """The attention modules of all layers with their names, replaced or not."""
     found = [
         (name, module)
         for name, module in model.named_modules()
@@ -155,7 +157,7 @@ def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     if not found or not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
-            f"{type(model).__name__} has no attention to replace; it must be one of transformers with "
+            f"{type(model).__name__} has no attention to replace; it must be a model of transformers with "
             f"{', '.join(FAMILIES)}"
         )
     return found
@@ -174,40 +176,40 @@ def _chosen(found: list[tuple[str, nn.Module]], layers: list[int] | None) -> lis
 def _own_config(model: PreTrainedModel) -> None:
     """Give the model a config of its own: other models may have been made from the same object."""
     shared, own = model.config, copy.deepcopy(model.config)
-    kind: Any = type(own)
+    kind: type = type(own)
     own.__class__ = _recording(kind)
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+    for module in model.modules():
         if getattr(module, "config", None) is shared:
-            module.config = own
+            setattr(module, "config", own)  # noqa: B010  # Module has no such attribute for mypy
 
 
 class _Recording:
-    """What a config of a linearized model says of itself in a file: that it is another type of model."""
+    """Makes a config of a linearized model write another model type into its file."""
 
     model_type: str
 
-    def to_dict(self) -> dict[str, Any]:
-        said: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # of the config beside this class
-        return said | {"model_type": MODEL_TYPE, ORIGINAL_TYPE: self.model_type}
+    def to_dict(self) -> dict[str, object]:
+        values: dict[str, object] = super().to_dict()  # type: ignore[misc]  # of the other base class
+        return values | {"model_type": MODEL_TYPE, ORIGINAL_TYPE: self.model_type}
 
-    def __reduce__(self) -> Any:  # its class has no name that pickle could find, as when a process is spawned
+    def __reduce__(self) -> tuple[object, ...]:  # pickle cannot find its class by name
         return _restored, (type(self).__bases__[1], self.__dict__)
 
 
 @cache
-def _recording(kind: type[Any]) -> type[Any]:
+def _recording(kind: type) -> type:
     return kind if issubclass(kind, _Recording) else type(kind.__name__, (_Recording, kind), {})
 
 
-def _restored(kind: Any, values: dict[str, Any]) -> Any:
-    config = kind.__new__(_recording(kind))
+def _restored(kind: type[PreTrainedConfig], values: dict[str, object]) -> PreTrainedConfig:
+    plain: type = kind
+    config: PreTrainedConfig = kind.__new__(_recording(plain))
     config.__dict__.update(values)
     return config
 
 
 def _prepare_masks(model: PreTrainedModel) -> None:
-    """Where no softmax attention is left, let transformers hand on a padding mask, linear in the length."""
+    """If no softmax attention is left, let transformers pass a padding mask, linear in the length."""
     if any(is_softmax_attention(module) for module in model.modules()):
         return
     AttentionInterface.register(PADDING_ONLY, _no_softmax_left)
@@ -215,39 +217,41 @@ def _prepare_masks(model: PreTrainedModel) -> None:
     model.config._attn_implementation = PADDING_ONLY
 
 
-def _no_softmax_left(*args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedError("this model was linearized throughout, and has no softmax attention to compute")
+def _no_softmax_left(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    raise UnsupportedError("all layers of this model were linearized: it has no softmax attention")
 
 
 def _padding_mask(
     *,
     kv_length: int,
-    mask_function: Any = causal_mask_function,
+    mask_function: Callable[..., object] = causal_mask_function,
     attention_mask: Tensor | None = None,
-    **further: Any,
+    **further: object,
 ) -> Tensor | None:
-    """Give `[B,S]`, True = a token, or None; called by transformers in the place of a mask `[B,1,T,S]`."""
+    """Return `[B,S]`, True at tokens, or None; transformers calls it instead of making a mask `[B,1,T,S]`."""
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         raise UnsupportedError(
-            "the position_ids are those of packed sequences, which linearized attention cannot honour: give "
-            "each sequence a row of its own, or pass attention_mask"
+            "the position_ids are those of packed sequences, which linearized attention cannot honour: put "
+            "each sequence into a row of its own, or pass attention_mask"
         )
     return None if attention_mask is None else attention_mask[:, -kv_length:]
 
 
 def _prepare_cache(model: PreTrainedModel) -> None:
-    """Let a causal model begin with a `StateCache`."""
+    """Let a causal model start with a `StateCache`."""
     if not all(module.mechanism.causal for module in linearized_layers(model).values()):
         return
-    model._is_stateful = True  # a state cannot be taken back, so no assisted decoding
-    if not any(hook is _begin_with_states for hook in model.base_model._forward_pre_hooks.values()):
-        model.base_model.register_forward_pre_hook(_begin_with_states, with_kwargs=True)
+    model._is_stateful = True  # a state cannot be rolled back, so no assisted decoding
+    if not any(hook is _start_with_states for hook in model.base_model._forward_pre_hooks.values()):
+        model.base_model.register_forward_pre_hook(_start_with_states, with_kwargs=True)
 
 
-def _begin_with_states(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _start_with_states(
+    module: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
     """Replace an empty cache of transformers, or a missing one, by an empty `StateCache`."""
-    if len(args) > _place_of_cache(module.__class__):
-        return None  # the caller's own; the layers check it
+    if len(args) > _place_of_cache(type(module).forward):
+        return None  # a cache passed by position, which the layers check
     given, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if use_cache is None:
         use_cache = module.config.use_cache and not module.training
@@ -257,9 +261,9 @@ def _begin_with_states(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 
 @cache
-def _place_of_cache(kind: type[Any]) -> int:
-    """Tell how many arguments of a model's `forward` come before the cache, `self` not counted."""
-    return list(signature(kind.forward).parameters).index("past_key_values") - 1
+def _place_of_cache(forward: Callable[..., object]) -> int:
+    """Number of arguments of a model's `forward` before the cache, without `self`."""
+    return list(signature(forward).parameters).index("past_key_values") - 1
 
 
 def _folder(path: str | Path) -> Path:
@@ -274,14 +278,14 @@ def _folder(path: str | Path) -> Path:
         )
     except HFValidationError as error:
         raise ValueError(f"{path} is neither a folder nor the name of a model on the hub") from error
-    except Exception as error:  # of requests, of the hub or of the system: all mean that it is out of reach
+    except Exception as error:  # of requests, the hub or the system: the model cannot be fetched
         raise ValueError(
             f"{path} is no folder, and no model of that name could be fetched: {error}"
         ) from error
 
 
 def _load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Fill a model from safetensors files, whole or in shards, in exactly its tensors."""
+    """Load a model from one or more safetensors files, which must hold exactly its tensors."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no model.safetensors")
@@ -289,17 +293,18 @@ def _load_weights(model: PreTrainedModel, folder: Path) -> None:
     found: dict[str, Tensor] = {}
     for file in files:
         found |= load_file(file)
-    wanted = model.state_dict()
-    for name in sorted(wanted.keys() & found.keys()):
-        if wanted[name].shape != found[name].shape:
+    own = model.state_dict()
+    for name in sorted(own.keys() & found.keys()):
+        if own[name].shape != found[name].shape:
             raise ValueError(
                 f"{name} in {folder} has shape {list(found[name].shape)}, "
-                f"but must have {list(wanted[name].shape)}"
+                f"but must have {list(own[name].shape)}"
             )
     missing, unknown = model.load_state_dict(found, strict=False)
     missing = [name for name in missing if name not in model.all_tied_weights_keys]
     if missing or unknown:
         raise ValueError(
-            f"{folder} has not the tensors of this model: lacks {missing[:3]}, has {unknown[:3]} besides"
+            f"{folder} does not hold the tensors of this model: it lacks {missing[:3]} and has the unknown "
+            f"{unknown[:3]}"
         )
     model.tie_weights()

@@ -1,16 +1,18 @@
-"""A mechanism of ours in the place of an attention module of transformers."""
+"""A mechanism of ours in place of an attention module of transformers."""
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from unrolled.attention import load
-from unrolled.attention.base import Masks, MultiHeadAttention, Projected
+from unrolled.attention.base import Masks, Projected
 from unrolled.contract import UnsupportedError
 from unrolled.interop.hf.cache import StateLayer
 from unrolled.interop.hf.families import AttentionParts, copy_projections
+from unrolled.models.blocks import Attention
 from unrolled.ops.masks import causal_mask, without_padding
 
 
@@ -19,29 +21,29 @@ class LinearizedAttention(nn.Module):
 
         q, k, v = norm and rotate (x W_qkv)        y = mechanism(q, k, v) W_out
 
-    Norms and rotation are those that the model had. Called as transformers calls the module that was here:
-    it returns the output and None for the weights, which a mechanism need not have. Dropout of attention
-    weights is left out for the same reason.
+    Norms and rotation are those of the model. The signature is that of the replaced module: it returns the
+    output and None for the weights, which a mechanism need not have. For the same reason there is no dropout
+    of attention weights.
 
     Args:
-        parts: what the module that was here is made of; its weights are copied.
+        parts: the parts of the replaced module; its weights are copied.
         attention: a name in `unrolled.attention.names()`.
-        layer: which entry of the cache is this one's.
+        layer: index of this layer in the cache.
         options: of the mechanism.
 
     Raises:
         ValueError: an unknown mechanism or option.
-        UnsupportedError: a mechanism that does not run in this direction, or has projections of other shapes
-            than softmax attention.
+        UnsupportedError: a mechanism that is not causal, or not bidirectional, as required, or that has
+            projections of other shapes than softmax attention.
     """
 
-    def __init__(self, parts: AttentionParts, attention: str, layer: int, options: dict[str, Any]) -> None:
+    def __init__(self, parts: AttentionParts, attention: str, layer: int, options: dict[str, object]) -> None:
         super().__init__()
         self.mechanism = _build(parts, attention, options)
         self.layer = layer
         self.rotary = parts.rotary
         self.q_norm, self.k_norm, self.after = parts.q_norm, parts.k_norm, parts.after
-        self.query_scale = parts.scaling * math.sqrt(parts.head_dim)  # mechanisms have 1/sqrt(D) themselves
+        self.query_scale = parts.scaling * math.sqrt(parts.head_dim)  # mechanisms apply 1/sqrt(D) themselves
         if abs(self.query_scale - 1) < 1e-6:
             self.query_scale = 1.0
 
@@ -49,28 +51,28 @@ class LinearizedAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **further: Any,
+        **further: object,
     ) -> tuple[Tensor, None]:
-        """Attend: `[B,T,d_model]` to the same; with a cache, from its state to the next one.
+        """Attend: `[B,T,d_model]` to the same; with a cache, from its state, which is updated.
 
         Args:
             hidden_states: the input.
-            attention_mask: `[B,S]` or what transformers makes of it, `[B,1,T,S]`; None for no padding.
+            attention_mask: `[B,S]`, or transformers' mask `[B,1,T,S]`; None for no padding.
             past_key_values: a cache whose entry of this layer is a `StateLayer`.
-            position_embeddings: cosines and sines `[B,T,D]`, where the model rotates.
-            further: what transformers hands to its own attention besides; not used.
+            position_embeddings: cosines and sines `[B,T,D]`, if the model has rotary positions.
+            further: other arguments of transformers' attention; not used.
 
         Raises:
             ValueError: a cache of another kind.
-            UnsupportedError: a mask that is not one of padding, or one that the mechanism cannot honour.
+            UnsupportedError: a mask other than padding, or one that the mechanism cannot honour.
         """
         x, mechanism = hidden_states, self.mechanism
         padding = padding_of(attention_mask, x.shape[1], causal=mechanism.causal)
         if padding is not None and not mechanism.supports.padding:
             raise UnsupportedError(
-                f"{mechanism.name} attention cannot honour padding: give rows of one length"
+                f"{mechanism.name} attention cannot honour padding: use rows of equal length"
             )
         if padding is not None:
             x = without_padding(x, padding)
@@ -84,7 +86,7 @@ class LinearizedAttention(nn.Module):
         return (y if self.after is None else self.after(y, x)), None
 
     def _continue(self, x: Tensor, projected: Projected, padding: Tensor | None, entry: StateLayer) -> Tensor:
-        """Attend from the state of a cache, and put the next one there."""
+        """Attend from the state of a cache, and replace it by the next one."""
         mechanism, (B, T) = self.mechanism, x.shape[:2]
         state = mechanism.init_state(B) if entry.state is None else entry.state
         if T == 1 and padding is None:
@@ -112,18 +114,18 @@ class LinearizedAttention(nn.Module):
             q, k = _rotate(q, *position_embeddings), _rotate(k, *position_embeddings)
         return q if self.query_scale == 1 else q * self.query_scale, k, v
 
-    def _entry(self, cache: Any) -> StateLayer:
+    def _entry(self, cache: Cache) -> StateLayer:
         entry = cache.layers[self.layer] if self.layer < len(cache.layers) else None
         if not isinstance(entry, StateLayer):
             raise ValueError(
                 f"past_key_values holds a {type(entry).__name__} for layer {self.layer}, but linearized "
-                "attention wants a StateLayer: begin with state_cache(model), or with none"
+                "attention needs a StateLayer: start with state_cache(model), or without a cache"
             )
         return entry
 
 
-def padding_of(mask: Any, length: int, *, causal: bool) -> Tensor | None:
-    """Read from a mask of transformers which of the last `length` keys are padding: `[B,length]`, True = yes.
+def padding_of(mask: object, length: int, *, causal: bool) -> Tensor | None:
+    """Convert a mask of transformers to the padding of the last `length` keys: `[B,length]`, True = padding.
 
     Args:
         mask: None, `[B,S]` with True or 1 = a token, or `[B,1,T,S]`, boolean with True = attend, or floating
@@ -135,7 +137,7 @@ def padding_of(mask: Any, length: int, *, causal: bool) -> Tensor | None:
         the padding, or None if there is none.
 
     Raises:
-        UnsupportedError: the mask says more than what is padding, as with packed sequences.
+        UnsupportedError: the mask hides more than padding, as with packed sequences.
     """
     if mask is None:
         return None
@@ -152,20 +154,20 @@ def padding_of(mask: Any, length: int, *, causal: bool) -> Tensor | None:
             expected = expected & causal_mask(allowed.shape[-2], allowed.shape[-1], mask.device)
         if not torch.equal(allowed, expected.expand_as(allowed)):
             raise UnsupportedError(
-                "attention_mask hides more than padding, as with packed sequences, and linearized attention "
-                "cannot honour: give each sequence a row of its own"
+                "attention_mask hides more than padding, as in packed sequences, which linearized attention "
+                "cannot honour: put each sequence into a row of its own"
             )
     tokens = tokens[:, -length:]
     return None if bool(tokens.all()) else ~tokens
 
 
-def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> MultiHeadAttention[Any, Any]:
-    kind: Any = load(attention)
+def _build(parts: AttentionParts, attention: str, options: dict[str, object]) -> Attention:
+    make: Callable[..., Attention] = load(attention)
     if options.get("rotary"):
-        raise ValueError("rotary is True, but the model's own positions are kept: leave it out")
+        raise ValueError("rotary is True, but must be left out: the model keeps its own positions")
     weight = parts.out
     try:
-        mechanism: MultiHeadAttention[Any, Any] = kind(
+        mechanism = make(
             weight.shape[0],
             parts.n_heads,
             causal=parts.causal,
@@ -175,10 +177,10 @@ def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> Mu
         )
     except TypeError as error:
         raise ValueError(f"invalid options {options} for {attention} attention: {error}") from error
-    wanted = [sum(len(part) for part in parts.qkv), *parts.qkv[0].shape[1:]]
-    if list(mechanism.qkv_proj.weight.shape) != wanted:
+    expected = [sum(len(part) for part in parts.qkv), *parts.qkv[0].shape[1:]]
+    if list(mechanism.qkv_proj.weight.shape) != expected:
         raise UnsupportedError(
-            f"{attention} attention has projections of other shapes than softmax attention: take another"
+            f"{attention} attention has projections of other shapes than softmax attention: use another"
         )
     mechanism.to(device=weight.device, dtype=weight.dtype)
     copy_projections(parts, mechanism.qkv_proj, mechanism.out_proj)
@@ -186,6 +188,6 @@ def _build(parts: AttentionParts, attention: str, options: dict[str, Any]) -> Mu
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (x_i, x_(i + D/2)) of `[B,T,H,D]`, as Llama's classes pair them."""
+    """Rotate pairs (x_i, x_(i + D/2)) of `[B,T,H,D]`, as Llama's classes do."""
     left, right = x.chunk(2, -1)
     return x * cos.unsqueeze(-2) + torch.cat([-right, left], -1) * sin.unsqueeze(-2)

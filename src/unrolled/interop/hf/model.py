@@ -14,21 +14,21 @@ from unrolled.models import Decoder, DecoderState, Encoder
 
 
 class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
-    """What transformers calls a bare model: it puts out the hidden vector of each position.
+    """The bare model of transformers, without an output layer: it returns the hidden vector of each position.
 
     It is a `Decoder` where the config has `is_decoder`, and then continues a cache as `UnrolledForCausalLM`
-    does, or an `Encoder`. Folders of all our classes can be read as one: the output layer stays behind.
+    does, or an `Encoder`. Folders of all our classes can be loaded as one, without the output layer.
     """
 
-    model: Any  # a Decoder, whose head puts out what it reads, or an Encoder
+    model: Any  # a Decoder, whose head is the identity, or an Encoder
 
-    @staticmethod
-    def _make(config: UnrolledConfig) -> Decoder | Encoder:
+    @classmethod
+    def _make(cls, config: UnrolledConfig) -> Decoder | Encoder:
         if not config.is_decoder:
             return Encoder(config.encoder_config("hidden"))
-        decoder: Any = Decoder(config.decoder_config())
-        decoder.head = nn.Identity()
-        return decoder  # type: ignore[no-any-return]
+        decoder = Decoder(config.decoder_config())
+        decoder.set_submodule("head", nn.Identity())
+        return decoder
 
     def forward(
         self,
@@ -40,26 +40,26 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
         use_cache: bool | None = None,
         return_dict: bool | None = None,
         **others: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Hidden vectors, as they leave the last block's norm.
+    ) -> BaseModelOutputWithPast | tuple[object, ...]:
+        """Hidden vectors, the outputs of the last block's norm.
 
         Args:
             input_ids: [B, T] long, for a decoder the tokens after those that the cache has read.
             attention_mask: [B, T], or [B, S + T] with the S positions that the cache has read; 0 at padding.
             token_type_ids: [B, T] long, the `segments` of an encoder that has some; all 0 by default.
-            global_attention_mask: [B, T], not 0 at global tokens; see `global_mask` of `Encoder.forward`.
-            past_key_values: what a decoder has read before; it is brought up to date.
+            global_attention_mask: [B, T], nonzero at global tokens; see `global_mask` of `Encoder.forward`.
+            past_key_values: the state of a decoder after the tokens before; it is updated.
             use_cache: whether a decoder returns a cache; by default as the config says.
             return_dict: False for a tuple.
-            others: what other models of transformers take; each None or False.
+            others: arguments of other models of transformers; each None or False.
 
         Returns:
             `last_hidden_state` [B, T, d_model]; `past_key_values` of a decoder.
 
         Raises:
-            UnsupportedError: the mask says which position may see which, an encoder is given a cache, or a
-                decoder segments, or one of `others` is asked for.
-            ValueError: the cache is of another model or batch, or a mask or token is impossible.
+            UnsupportedError: the mask is one of query-key pairs, an encoder is given a cache, a decoder is
+                given segments, or one of `others` is given.
+            ValueError: the cache is of another model or batch, or a mask or token is out of range.
         """
         refuse_others(others)
         cache = None
@@ -75,6 +75,6 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
             if past_key_values is not None:
                 raise UnsupportedError("past_key_values is given, but an encoder has no cache; leave it out")
             hidden, _ = encode(self.model, input_ids, attention_mask, token_type_ids, global_attention_mask)
-        return self._given(
+        return self._returned(
             BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache), return_dict
         )

@@ -6,9 +6,12 @@ from typing import Any, cast
 import torch
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import copy_linear, copy_norm, copy_rows
+from unrolled.interop.copying import Foreign, copy_linear, copy_norm, fill
 from unrolled.interop.hf.bert import ACTIVATIONS
 from unrolled.models import PerceiverIO, PerceiverIOConfig
+from unrolled.models.blocks import Block
+from unrolled.models.latents import CrossAttend
+from unrolled.models.stack import Stack
 
 MASKED, TEXT, IMAGE = (
     "PerceiverForMaskedLM",
@@ -17,7 +20,7 @@ MASKED, TEXT, IMAGE = (
 )
 
 
-def from_perceiver(model: Any, options: Mapping[str, Any]) -> PerceiverIO:
+def from_perceiver(model: Foreign, options: Mapping[str, object]) -> PerceiverIO:
     """Make a `PerceiverIO` of a Perceiver of transformers; see `import_weights`.
 
     Images are `[B, height, width, 3]` here, channels last.
@@ -56,19 +59,19 @@ def from_perceiver(model: Any, options: Mapping[str, Any]) -> PerceiverIO:
             **_inputs_and_outputs(name, config, perceiver),
         )
     ).to(latents)
-    with torch.no_grad():
-        ours.latents.initial.copy_(latents)
-    (read,), (stack,) = ours.latents.reads, cast(Any, ours.latents.stacks)
-    _copy_read(read, reads)
-    for block, layer in zip(stack.blocks, attends, strict=True):
+    fill(ours.latents.initial, latents)
+    (stack,) = ours.latents.stacks
+    _copy_read(_read(ours), reads)
+    for block, layer in zip(cast(Stack, stack).layers, attends, strict=True):
         _copy_block(block, layer)
     _copy_read(ours.decoder, decoder.decoding_cross_attention)
-    copy_rows(ours.queries.table, decoder.output_position_encodings.position_embeddings)
+    assert ours.queries.table is not None  # output queries are learned
+    fill(ours.queries.table.weight, decoder.output_position_encodings.position_embeddings)
     _copy_ends(ours, name, model, decoder)
     return ours.train(model.training)
 
 
-def _inputs_and_outputs(name: str, config: Any, perceiver: Any) -> dict[str, Any]:
+def _inputs_and_outputs(name: str, config: Foreign, perceiver: Foreign) -> dict[str, Any]:
     if name == IMAGE:
         positions = perceiver.input_preprocessor.position_embeddings
         grid, bands = list(positions.max_resolution), positions.num_bands
@@ -84,42 +87,46 @@ def _inputs_and_outputs(name: str, config: Any, perceiver: Any) -> dict[str, Any
     return {**inputs, "n_classes": config.num_labels}
 
 
-def _copy_ends(ours: Any, name: str, model: Any, decoder: Any) -> None:
-    """The embeddings of what goes in, and the output layer."""
-    text = model.perceiver.input_preprocessor
+def _copy_ends(ours: PerceiverIO, name: str, model: Foreign, decoder: Foreign) -> None:
+    """Copy the embeddings of the inputs, and the output layer."""
+    text, array = model.perceiver.input_preprocessor, ours.array
     if name == IMAGE:
         _reorder_fourier_features(ours)
-    else:
-        copy_rows(ours.array.embedding, text.embeddings.weight)
-        copy_rows(ours.array.positions.table, text.position_embeddings.weight)
-    if name == MASKED:
-        with torch.no_grad():
-            ours.head.bias.copy_(model.embedding_decoder.bias)
-    else:
+    elif array.embedding is not None and array.positions.table is not None:
+        fill(array.embedding.weight, text.embeddings.weight)
+        fill(array.positions.table.weight, text.position_embeddings.weight)
+    if ours.head.project is not None:
         copy_linear(ours.head.project, decoder.final_layer)
+    elif ours.head.bias is not None:
+        fill(ours.head.bias, model.embedding_decoder.bias)
+
+
+def _read(ours: PerceiverIO) -> CrossAttend:
+    (read,) = ours.latents.reads
+    return cast(CrossAttend, read)
 
 
 @torch.no_grad()
-def _reorder_fourier_features(ours: Any) -> None:
-    """Theirs are all coordinates, all sines and all cosines; ours have those of an axis together."""
-    axes, bands, channels = len(ours.config.grid), ours.config.n_bands, ours.config.input_dim
+def _reorder_fourier_features(ours: PerceiverIO) -> None:
+    """Reorder all coordinates, all sines and all cosines into ours, which group the features by axis."""
+    axes, bands, channels = len(ours.config.grid or ()), ours.config.n_bands, ours.config.input_dim or 0
     sines = channels + axes
     order = list(range(channels))
     for axis in range(axes):
         for begin in (sines, sines + axes * bands):
             order += range(begin + axis * bands, begin + (axis + 1) * bands)
         order.append(channels + axis)
-    (read,) = ours.latents.reads
-    for tensor in (read.array_norm.weight, read.array_norm.bias, read.kv_proj.weight):
+    read = _read(ours)
+    for tensor in (*read.array_norm.parameters(), read.kv_proj.weight):
         tensor.copy_(tensor[..., order])
 
 
-def _head_widths(attention: Any) -> dict[str, int]:
+def _head_widths(attention: Foreign) -> dict[str, int]:
     heads = attention.num_heads
     return {"head_dim": attention.qk_channels // heads, "value_dim": attention.v_channels // heads}
 
 
-def _copy_read(ours: Any, theirs: Any) -> None:
+def _copy_read(ours: CrossAttend, theirs: Foreign) -> None:
     attention = theirs.attention.self
     copy_norm(ours.query_norm, attention.layernorm1)
     copy_norm(ours.array_norm, attention.layernorm2)
@@ -129,7 +136,7 @@ def _copy_read(ours: Any, theirs: Any) -> None:
     _copy_ff(ours, theirs)
 
 
-def _copy_block(ours: Any, theirs: Any) -> None:
+def _copy_block(ours: Block, theirs: Foreign) -> None:
     attention = theirs.attention.self
     copy_norm(ours.attention_norm, attention.layernorm1)
     copy_linear(ours.attention.qkv_proj, attention.query, attention.key, attention.value)
@@ -137,7 +144,7 @@ def _copy_block(ours: Any, theirs: Any) -> None:
     _copy_ff(ours, theirs)
 
 
-def _copy_ff(ours: Any, theirs: Any) -> None:
+def _copy_ff(ours: Block | CrossAttend, theirs: Foreign) -> None:
     copy_norm(ours.ff_norm, theirs.layernorm)
     copy_linear(ours.ff.up, theirs.mlp.dense1)
     copy_linear(ours.ff.down, theirs.mlp.dense2)

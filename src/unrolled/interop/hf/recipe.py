@@ -1,14 +1,13 @@
-"""Linearizing as one job that can be interrupted: from the folder of a model to the folder of another."""
+"""Linearizing as one resumable job: from the folder of a model to the folder of the linearized one."""
 
 import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from unrolled.contract import Dataset
 from unrolled.files import write_file
@@ -22,24 +21,24 @@ from unrolled.training.checkpoint import fingerprint
 from unrolled.training.evaluation import evaluate
 
 LOSSES_FILE = "linearize.json"
-EVALUATED_FILE = "evaluated.json"  # what each of the losses is the loss of
+EVALUATED_FILE = "evaluated.json"  # identifies the model and data of each loss
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to put in the place of softmax attention, and how to train it.
+    """The mechanism that replaces softmax attention, and how to train it.
 
     Attributes:
         attention: name of the mechanism.
         options: of the mechanism.
         layers: which layers; None for all.
-        transfer: settings of stage 1, or None to leave it out.
-        finetune: settings of stage 2, or None to leave it out.
+        transfer: settings of stage 1, or None to skip it.
+        finetune: settings of stage 2, or None to skip it.
         lora: rank of the updates in stage 2; 0 for full ones.
     """
 
     attention: str = "linear"
-    options: dict[str, Any] = field(default_factory=lambda: {"feature_map": "hedgehog"})
+    options: dict[str, object] = field(default_factory=lambda: {"feature_map": "hedgehog"})
     layers: list[int] | None = None
     transfer: TrainConfig | None = field(default_factory=TrainConfig)
     finetune: TrainConfig | None = field(default_factory=TrainConfig)
@@ -70,17 +69,17 @@ def run(
     if Path(path).resolve() == out.resolve():
         raise ValueError(f"{out} is the model's own folder: name another one to write")
     try:
-        said, _ = PreTrainedConfig.get_config_dict(path)
+        config, _ = PreTrainedConfig.get_config_dict(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no model of transformers that can be read: {error}") from error
-    if said.get(RECORD):
-        raise ValueError(f"{path} was linearized before: give the model that it was made from")
+        raise ValueError(f"{path} cannot be read as a model of transformers: {error}") from error
+    if config.get(RECORD):
+        raise ValueError(f"{path} was linearized before, but must be the model that it was made from")
     try:
         teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is no causal language model with a tokenizer that can be read: {error}"
+            f"{path} cannot be read as a causal language model with a tokenizer: {error}"
         ) from error
     check_folder(out, f"this model of {path} linearized", lambda: _began_with(out, teacher), force=force)
     data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
@@ -92,18 +91,18 @@ def run(
     return losses
 
 
-def _began_with(out: Path, teacher: Any) -> bool:
-    """Return whether a folder holds what an earlier `run` made of this very teacher."""
-    of = _known(out / EVALUATED_FILE).get("before")  # what the loss before was the loss of
+def _began_with(out: Path, teacher: PreTrainedModel) -> bool:
+    """Whether a folder holds the results of an earlier `run` with the same teacher."""
+    of = _known(out / EVALUATED_FILE).get("before")
     return isinstance(of, list) and of[:1] == _plain([asdict(LanguageModel(teacher).config)])
 
 
 def train_linearized(
-    teacher: Any, data: Dataset, recipe: Recipe, out: Path, *, resume: bool = True
-) -> tuple[Any, dict[str, float]]:
-    """Linearize a copy of `teacher` and train it by the recipe; give it and the losses that `run` returns.
+    teacher: PreTrainedModel, data: Dataset, recipe: Recipe, out: Path, *, resume: bool = True
+) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Linearize a copy of `teacher` and train it by the recipe; return it and the losses as of `run`.
 
-    Stage 1 is left out where the mechanism has no parameters of its own.
+    Stage 1 is skipped if the mechanism has no new parameters.
     """
     settings = recipe.finetune or recipe.transfer or TrainConfig()
     with torch.random.fork_rng(devices=[]):
@@ -115,11 +114,12 @@ def train_linearized(
     batch = next(iter(data.eval_batches(settings.batch_size)), None)
     texts = None if batch is None else fingerprint(batch.inputs, batch.targets)
 
-    def note(name: str, model: Any) -> None:
+    def note(name: str, model: PreTrainedModel) -> None:
+        """Evaluate a model, unless an earlier run has evaluated the same one, and write the losses."""
         judged = LanguageModel(model)
         of = _plain([asdict(judged.config), texts, settings.eval_batches])
         same = name in known and evaluated.get(name) == of
-        losses[name] = known[name] if same else evaluate(judged, data, settings)
+        losses[name] = float(str(known[name])) if same else evaluate(judged, data, settings)
         evaluated[name] = of
         for file, values in ((LOSSES_FILE, losses), (EVALUATED_FILE, evaluated)):
             write_file(out / file, json.dumps(values, indent=1) + "\n")
@@ -134,16 +134,17 @@ def train_linearized(
         result = finetune(model, data, recipe.finetune, out / "finetune", lora=recipe.lora, resume=resume)
         result.raise_if_interrupted()
         note("finetune", model)
-    return model.eval(), losses
+    return model.train(False), losses
 
 
-def _plain(value: Any) -> Any:
-    """Give a value as it comes back from a JSON file."""
-    return json.loads(json.dumps(value))
+def _plain(value: object) -> object:
+    """Convert a value to what JSON makes of it."""
+    plain: object = json.loads(json.dumps(value))
+    return plain
 
 
-def _known(file: Path) -> dict[str, Any]:
-    """Read what an interrupted run has found; nothing where there is no such file."""
+def _known(file: Path) -> dict[str, object]:
+    """Read the results of an interrupted run; none without a file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -2,28 +2,33 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from unrolled.data.text import TextDataset
 
 
 class TokenizedText(TextDataset):
-    """Files, one after another, as tokens: windows to train on, the end cut off to validate.
+    """Concatenated files as tokens: windows for training, and the end held out for validation.
 
     Args:
         files: UTF-8 texts.
         tokenizer: of transformers; no special tokens are added.
         length: tokens per window.
-        val_fraction: the part at the end that is kept for validation.
+        val_fraction: the part at the end that is held out for validation.
 
     Raises:
-        ValueError: a file is missing or no UTF-8, or a part is too short.
+        ValueError: a file is missing or not UTF-8, or a part is too short.
     """
 
     def __init__(
-        self, files: Sequence[str | Path], tokenizer: Any, *, length: int = 256, val_fraction: float = 0.1
+        self,
+        files: Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        length: int = 256,
+        val_fraction: float = 0.1,
     ) -> None:
         self.files, self.tokenizer = files, tokenizer
         path = ", ".join(map(str, files))
@@ -31,7 +36,7 @@ class TokenizedText(TextDataset):
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """Number of token ids."""
         return len(self.tokenizer)
 
     def _read(self) -> tuple[np.ndarray, None]:

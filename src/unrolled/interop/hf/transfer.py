@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
@@ -22,52 +22,55 @@ from unrolled.interop.hf.linearize import RECORD, linearized_layers, new_paramet
 from unrolled.training import TrainConfig, TrainResult, train
 from unrolled.training.checkpoint import fingerprint
 
+Call = tuple[tuple[object, ...], dict[str, object], Tensor]
+"""Positional and keyword arguments of a call, and its first output."""
+
 
 @dataclass(frozen=True)
 class Stage:
-    """What a run of one stage is about, so that it is not resumed for another model.
+    """Identifies a run of one stage, so that it is not resumed with another model.
 
     Attributes:
         name: "transfer" or "finetune".
-        attention: what was put into which layer.
-        start: sums up the weights that the run began with.
+        attention: the mechanism and options of each replaced layer.
+        start: checksum of the weights that the run began with.
         lora: rank of the updates; 0 for full ones.
     """
 
     name: str
-    attention: dict[str, Any] = field(default_factory=dict)
+    attention: dict[str, object] = field(default_factory=dict)
     start: str = ""
     lora: int = 0
 
 
 class _Trained(nn.Module):
-    """A model among `train`'s: it keeps only the weights that are trained."""
+    """A model for `train` that saves only its trained weights."""
 
-    def __init__(self, model: Any, config: Stage) -> None:
+    def __init__(self, model: PreTrainedModel | PeftModel, config: Stage) -> None:
         super().__init__()
         self.model, self.config = model, config
 
     def save(self, path: Path) -> None:
-        """Write the weights that are trained into a folder."""
+        """Write the trained weights into a folder."""
         trained = {name: x.detach().contiguous() for name, x in self.named_parameters() if x.requires_grad}
         save_tensors(trained, path / "trained.safetensors")
 
 
 class AttentionTransfer(_Trained):
-    """Stage 1: each replaced layer learns to give what softmax attention gives for the same input.
+    """Stage 1: each replaced layer learns to reproduce softmax attention for the same input.
 
         loss = mean over layers of  |student(x) - teacher(x)|^2 / |teacher(x)|^2
 
-    x is what the layer reads in the teacher, so that no layer has to make up for those below it (teacher
-    forcing). Only what is new in the student is trained, such as its feature maps. Zhang et al. 2024,
-    "LoLCATs", arXiv 2410.10254, by whom the error is not divided; divided, all layers count alike.
+    x is the input of the layer in the teacher, so that no layer has to correct errors of those below it
+    (teacher forcing). Only the student's new parameters are trained, such as its feature maps. Zhang et al.
+    2024, "LoLCATs", arXiv 2410.10254, without the division of the error, which weights all layers equally.
 
     Args:
-        student: a linearized model; all of it that is not new is frozen.
+        student: a linearized model; all but its new parameters are frozen.
         teacher: the model before; it is not changed.
 
     Raises:
-        ValueError: there is nothing new in the student, or the models are not the same otherwise.
+        ValueError: the student has no new parameters, or the models differ otherwise.
     """
 
     def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
@@ -86,10 +89,10 @@ class AttentionTransfer(_Trained):
             raise ValueError(f"teacher has no module {missing[0]!r}, which was replaced in student")
         self.pairs = [(originals[name], layer) for name, layer in self.layers.items()]
         teacher.train(False)
-        self._teacher: tuple[Any] = (teacher,)  # in a tuple, since its weights are not among those of the run
+        self._teacher = (teacher,)  # in a tuple, so that it is no submodule
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in eval mode: a target must not depend on dropout."""
+        """Stay in eval mode: the targets must not depend on dropout."""
         return super().train(False)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -97,23 +100,24 @@ class AttentionTransfer(_Trained):
         with torch.no_grad(), _recording([original for original, _ in self.pairs]) as calls:
             self._teacher[0](input_ids=inputs, use_cache=False)
         errors = []
-        for (args, kwargs, wanted), (_, layer) in zip(calls, self.pairs, strict=True):
+        for (args, kwargs, target), (_, layer) in zip(calls, self.pairs, strict=True):
             kwargs["attention_mask"] = None  # made for softmax; there is no padding
-            got = layer(*args, **kwargs)[0]
-            errors.append((got - wanted).square().mean() / wanted.square().mean())
+            found = layer(*args, **kwargs)[0]
+            errors.append((found - target).square().mean() / target.square().mean())
         return torch.stack(errors).mean()
 
 
 class FineTuning(_Trained):
-    """Stage 2: the linearized model goes on learning to predict the next token.
+    """Stage 2: the linearized model is fine-tuned to predict the next token.
 
-    With `lora`, the projections of the replaced layers learn updates of that rank, W + B A, beside what is
-    new in them; all else stays. Without, everything is trained. Hu et al. 2021, "LoRA", arXiv 2106.09685.
+    With `lora`, the projections of the replaced layers learn updates of that rank, W + B A, besides the new
+    parameters; all others are frozen. Without, everything is trained. Hu et al. 2021, "LoRA", arXiv
+    2106.09685.
 
     Args:
         model: a linearized causal language model.
         lora: rank of the updates; 0 for full ones.
-        seed: of the random start of A.
+        seed: of the random initial A.
     """
 
     def __init__(self, model: PreTrainedModel, *, lora: int = 0, seed: int = 0) -> None:
@@ -121,7 +125,7 @@ class FineTuning(_Trained):
         new = set(new_parameters(model))
         for parameter in model.parameters():
             parameter.requires_grad_(True)
-        trained: Any = model
+        trained: PreTrainedModel | PeftModel = model
         if lora:
             names = [
                 f"{name}.mechanism.{own}"
@@ -131,28 +135,28 @@ class FineTuning(_Trained):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 trained = get_peft_model(model, LoraConfig(r=lora, lora_alpha=lora, target_modules=names))
-            for name, parameter in trained.base_model.model.named_parameters():
+            for name, parameter in model.named_parameters():  # peft has frozen them in place
                 if name in new:
                     parameter.requires_grad_(True)
         super().__init__(trained, stage)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of `targets [B,T]`, in nats; -100 is not counted."""
+        """Mean cross-entropy of `targets [B,T]`, in nats; -100 is ignored."""
         return token_loss(self.model, inputs, targets)
 
-    def merged(self) -> Any:
+    def merged(self) -> nn.Module:
         """Return the model itself, with low-rank updates added to the weights."""
-        return self.model.merge_and_unload() if self.config.lora else self.model
+        return self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
 
 
 class LanguageModel(_Trained):
-    """A causal language model of transformers as it is, for `train` and `evaluate`."""
+    """An unmodified causal language model of transformers, for `train` and `evaluate`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, _stage("model", model))
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of `targets [B,T]`, in nats; -100 is not counted."""
+        """Mean cross-entropy of `targets [B,T]`, in nats; -100 is ignored."""
         return token_loss(self.model, inputs, targets)
 
 
@@ -166,7 +170,7 @@ def transfer(
     resume: bool = True,
     progress: bool = True,
 ) -> TrainResult:
-    """Run stage 1 (see `AttentionTransfer`): trains `student` in place, or goes on where it was stopped.
+    """Run or resume stage 1 (see `AttentionTransfer`), which trains `student` in place.
 
     The losses of the result are those of `AttentionTransfer`, not nats. `run_dir` holds log and checkpoint.
     """
@@ -186,9 +190,9 @@ def finetune(
     resume: bool = True,
     progress: bool = True,
 ) -> TrainResult:
-    """Run stage 2 (see `FineTuning`): trains `model` in place, or goes on where it was stopped.
+    """Run or resume stage 2 (see `FineTuning`), which trains `model` in place.
 
-    Low-rank updates are added to the weights at the end, so that nothing of them is left.
+    Low-rank updates are merged into the weights at the end.
     """
     with _frozen_as_found(model):
         stage = FineTuning(model, lora=lora, seed=config.seed)
@@ -198,18 +202,20 @@ def finetune(
             stage.merged()
 
 
-def token_loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of `targets [B,T]`, the tokens that follow `inputs [B,T]`; -100 is not counted."""
+def token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of `targets [B,T]`, the tokens that follow `inputs [B,T]`; -100 is ignored."""
     logits = model(input_ids=inputs, use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
 
 
 @contextmanager
-def _recording(modules: list[nn.Module]) -> Iterator[list[tuple[Any, dict[str, Any], Tensor]]]:
-    """List the arguments and the first output of each call of `modules`, in the order of the calls."""
-    calls: list[tuple[Any, dict[str, Any], Tensor]] = []
+def _recording(modules: list[nn.Module]) -> Iterator[list[Call]]:
+    """Record the calls of `modules`, in their order."""
+    calls: list[Call] = []
 
-    def record(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def record(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: tuple[Tensor, ...]
+    ) -> None:
         calls.append((args, dict(kwargs), output[0]))
 
     hooks = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
@@ -222,13 +228,13 @@ def _recording(modules: list[nn.Module]) -> Iterator[list[tuple[Any, dict[str, A
 
 @contextmanager
 def _frozen_as_found(model: nn.Module) -> Iterator[None]:
-    """Put back which parameters are trained, and the mode, when the block ends."""
-    wanted = {name: x.requires_grad for name, x in model.named_parameters()}
+    """Restore `requires_grad` of all parameters when the block ends."""
+    before = {name: x.requires_grad for name, x in model.named_parameters()}
     try:
         yield
     finally:
         for name, x in model.named_parameters():
-            x.requires_grad_(wanted[name])
+            x.requires_grad_(before[name])
 
 
 def _stage(name: str, model: PreTrainedModel, lora: int = 0) -> Stage:

@@ -1,9 +1,9 @@
-"""Weights of transformers' models, copied into the models here: equal outputs from one readable file each."""
+"""Import of the weights of transformers' models into ours, with equal outputs."""
 
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
@@ -13,6 +13,7 @@ from unrolled.interop.hf import bert, perceiver
 from unrolled.interop.hf.families import class_name
 from unrolled.models import Encoder, PerceiverIO
 
+Loaded = TypeVar("Loaded")
 FAMILIES: dict[str, Callable[..., Encoder | PerceiverIO]] = {
     "bert": bert.from_bert,
     "roberta": bert.from_roberta,
@@ -23,14 +24,14 @@ FAMILIES: dict[str, Callable[..., Encoder | PerceiverIO]] = {
 }
 
 
-def import_weights(source: Any, **attention_options: Any) -> Encoder | PerceiverIO:
-    """Make the model here that computes what one of transformers does, with a copy of its weights.
+def import_weights(source: object, **attention_options: object) -> Encoder | PerceiverIO:
+    """Make a model of ours that computes the same as one of transformers, with a copy of its weights.
 
     BERT, RoBERTa, Longformer, BigBird and Nystromformer become an `Encoder`: their `...Model` one with output
     "hidden", `...ForMaskedLM`, `...ForSequenceClassification` and `...ForTokenClassification` one with that
     head. Perceivers for masked language modelling, text classification and images with Fourier features
-    become a `PerceiverIO`. It has the original's floating type, device and mode; in training it drops no
-    attention weights.
+    become a `PerceiverIO`. The copy has the original's floating-point type, device and mode; it has no
+    dropout on attention weights.
 
     Args:
         source: a model of transformers, or what its `from_pretrained` takes: a folder or a name on the hub,
@@ -56,8 +57,8 @@ def import_weights(source: Any, **attention_options: Any) -> Encoder | Perceiver
     return FAMILIES[family](model, attention_options)
 
 
-def _load(source: str | Path) -> Any:
-    """Read a model as the class that its config names."""
+def _load(source: str | Path) -> object:
+    """Load a model of the class in its config."""
     try:
         transformers = import_module("transformers")
     except ImportError as error:
@@ -70,13 +71,14 @@ def _load(source: str | Path) -> Any:
             f"{sorted(FAMILIES)}"
         )
     read = getattr(transformers, named).from_pretrained
+    model: object
     model, found = _attempt(source, lambda: read(str(source), use_safetensors=True, output_loading_info=True))
-    if missing := sorted(found["missing_keys"]):  # transformers would leave these as they were drawn
+    if missing := sorted(found["missing_keys"]):  # which transformers would initialise at random
         raise ValueError(f"{source} lacks {len(missing)} tensors of a {named}, the first is {missing[0]!r}")
     return model
 
 
-def _attempt(source: str | Path, read: Callable[[], Any]) -> Any:
+def _attempt(source: str | Path, read: Callable[[], Loaded]) -> Loaded:
     try:
         return read()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

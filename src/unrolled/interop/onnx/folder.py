@@ -1,4 +1,4 @@
-"""`export`: the folder of graphs, vocabulary and manifest that every reader of it starts from."""
+"""`export`: writes the folder of graphs, vocabulary and manifest."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from unrolled.contract import Recurrent, UnsupportedError
 from unrolled.files import write_file
 from unrolled.generation import generate
 from unrolled.interop.onnx import manifest as _manifest
-from unrolled.interop.onnx.manifest import Manifest, Probe, describe_file
+from unrolled.interop.onnx.graph import Recurrence
+from unrolled.interop.onnx.manifest import FileEntry, GraphEntry, Manifest, Probe, describe_file
 from unrolled.interop.onnx.write import probe_names, quantized, to_onnx
 from unrolled.training.checkpoint import fingerprint
 
@@ -20,13 +23,13 @@ VOCABULARY = "vocabulary.json"
 OPSET = 20
 
 
-def weights_checksum(model: Any) -> str:
-    """Sum up the weights of a model, as its manifest has them; the same on every device."""
+def weights_checksum(model: nn.Module) -> str:
+    """Checksum of the weights of a model, as in its manifest; the same on every device."""
     return fingerprint(*model.state_dict().values())
 
 
-def is_export_of(folder: str | Path, model: Any) -> bool:
-    """Return whether `folder` holds what `export` has written of this very model."""
+def is_export_of(folder: str | Path, model: nn.Module) -> bool:
+    """Whether `folder` holds an export of this very model."""
     try:
         return Manifest.load(Path(folder)).weights == weights_checksum(model)
     except ValueError:
@@ -50,16 +53,16 @@ def export(
 
     Args:
         model: a `Decoder` or a `RecurrentLM` in fp32, on the CPU.
-        folder: made if needed; earlier graphs in it are replaced.
+        folder: created if needed; earlier graphs in it are replaced.
         opset: version of ONNX's standard operators, 20 to 25.
         fused: also write `fused.onnx`, with ONNX Runtime's own operator for linear attention.
         int8: also write `int8.onnx`, with the matrices in 8 bits.
-        probes: let the graphs also give the features of the queries, for pictures.
-        vocabulary: a `vocabulary.json` to put beside the graphs.
-        sampling: arguments of `generation.generate` to draw with by default.
+        probes: let the graphs also output the features of the queries, for pictures.
+        vocabulary: a `vocabulary.json` to copy beside the graphs.
+        sampling: default arguments of `generation.generate`.
 
     Returns:
-        What the folder's `manifest.json` says.
+        The contents of the folder's `manifest.json`.
 
     Raises:
         UnsupportedError: a mechanism that is no recurrence, an opset that cannot be written, a model that is
@@ -69,15 +72,39 @@ def export(
     """
     if unknown := set(sampling or {}) - set(_manifest.SAMPLING):
         raise ValueError(f"sampling has {sorted(unknown)}, but must have only {list(_manifest.SAMPLING)}")
-    recurrent = isinstance(model, Recurrent)
+    recurrent = isinstance(model, Recurrent)  # in a variable, or mypy would see nothing but a Recurrent
     if not recurrent:
         raise UnsupportedError(
-            f"{type(model).__name__} is no recurrence: it has not init_state, prefill and step"
+            f"{type(model).__name__} is no recurrence: it has no init_state, prefill and step"
         )
-    generate(model, [], 0, **(sampling or {}))  # refuses what it would refuse of whoever draws later
-    model = deepcopy(model).cpu().eval()  # the caller's stays in its mode and on its device
-    recurrence, content = to_onnx(model, opset=opset, probes=probes)
-    contents = {"plain": content}
+    generate(model, [], 0, **(sampling or {}))  # refuses arguments that it would refuse later
+    exported = deepcopy(model).cpu().eval()  # the caller's model keeps its mode and device
+    recurrence, contents = _graphs(exported, opset=opset, fused=fused, int8=int8, probes=probes)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _manifest.FILE_NAME).unlink(missing_ok=True)  # first: it must never be beside other graphs
+    files: dict[str, FileEntry] = {}
+    if vocabulary is not None:
+        write_file(folder / VOCABULARY, Path(vocabulary).read_bytes())
+        files[VOCABULARY] = describe_file(folder / VOCABULARY)
+    graphs: dict[str, GraphEntry] = {}
+    for name, content in contents.items():
+        path = folder / f"{name}.onnx"
+        write_file(path, content)
+        graphs[name] = {"file": path.name, **describe_file(path)}
+    written = _describe(exported, recurrence, opset)
+    written.sampling |= dict(sampling or {})
+    written.graphs, written.files = graphs, files
+    written.save(folder)
+    return written
+
+
+def _graphs(
+    model: nn.Module, *, opset: int, fused: bool, int8: bool, probes: bool
+) -> tuple[Recurrence, dict[str, bytes]]:
+    """Trace the graphs of a model, by their names, and return what was traced."""
+    recurrence, plain = to_onnx(model, opset=opset, probes=probes)
+    contents = {"plain": plain}
     if fused:
         same, contents["fused"] = to_onnx(model, opset=opset, fused=True, probes=probes)
         if same.length != recurrence.length:  # one manifest describes both
@@ -86,22 +113,15 @@ def export(
                 f"{recurrence.length}; export the plain graph alone"
             )
     if int8:
-        contents["int8"] = quantized(content)
+        contents["int8"] = quantized(plain)
+    return recurrence, contents
+
+
+def _describe(model: Any, recurrence: Recurrence, opset: int) -> Manifest:
+    """Make the manifest of a model, without its files."""
     config = model.config
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _manifest.FILE_NAME).unlink(missing_ok=True)  # first: it is never beside files of another model
-    files = {}
-    if vocabulary is not None:
-        write_file(folder / VOCABULARY, Path(vocabulary).read_bytes())
-        files[VOCABULARY] = describe_file(folder / VOCABULARY)
-    graphs = {}
-    for name, content in contents.items():
-        path = folder / f"{name}.onnx"
-        write_file(path, content)
-        graphs[name] = {"file": path.name, **describe_file(path)}
     layers = recurrence.probed.items()
-    written = Manifest(
+    return Manifest(
         unrolled=version("unrolled"),
         opset=opset,
         model={"model": model.model_name, **json.loads(json.dumps(asdict(config)))},
@@ -115,9 +135,4 @@ def export(
             Probe(name, layer, (attention.n_heads, attention.feature_map.feature_dim))
             for name, (layer, attention) in zip(probe_names(recurrence), layers, strict=True)
         ],
-        sampling=_manifest.SAMPLING | dict(sampling or {}),
-        graphs=graphs,
-        files=files,
     )
-    written.save(folder)
-    return written

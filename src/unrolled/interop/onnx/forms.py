@@ -1,8 +1,8 @@
-r"""What the project's own operators become in an exported graph, where no kernel of ours can follow.
+r"""The forms that the project's own operators take in an exported graph, which cannot contain our kernels.
 
-The operators that `torch.export` keeps as one node are written out here in operations that every runtime has.
-They read all T tokens of a call at once, in time and memory quadratic in T: a call is short, since whoever
-runs the graph cuts a long prompt into several, between which the state passes.
+The operators that `torch.export` keeps as one node are written here in operations that every runtime has.
+They process all T tokens of a call at once, in time and memory quadratic in T: calls are short, since a long
+prompt is split into several, with the state passed between them.
 
     P = (Q K^T) * D        o = (P V + exp(b) Q S) / (P 1 + exp(b) Q z)
     S' = exp(b_T) S + (exp(b_T - b) K)^T V        z' = exp(b_T) z + (exp(b_T - b) K)^T 1
@@ -12,23 +12,24 @@ with b the cumulated log gates and D_ij = exp(b_i - b_j) for i >= j; without gat
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from unrolled.contract import UnsupportedError
 from unrolled.ops.linear import operator as _linear
 from unrolled.ops.linear.chunked import LOWEST_GATE
 from unrolled.ops.window import operator as _window
 
-Forms = dict[Any, Callable[..., Any]]
+Forms = dict[OpOverload[..., object], Callable[..., object]]
 
 
 def portable() -> Forms:
-    """Give the forms in standard operations, by the operator that each replaces."""
+    """The forms in standard operations, by the operator that each replaces."""
     return {
-        _linear._operator._opoverload: linear_attention,
+        _linear._operator._opoverload: _of_a_call(linear_attention),
         _window._operator._opoverload: window_attention,
         torch.ops.aten.copysign.Tensor: copysign,
         torch.ops.aten.log_sigmoid.default: log_sigmoid,
@@ -36,33 +37,59 @@ def portable() -> Forms:
 
 
 def fused() -> Forms:
-    """Give the same, with ONNX Runtime's own operator for linear attention."""
-    return {**portable(), _linear._operator._opoverload: fused_linear_attention}
+    """The same, with ONNX Runtime's own operator for linear attention."""
+    return {**portable(), _linear._operator._opoverload: _of_a_call(fused_linear_attention)}
 
 
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    k_sum: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    normalize: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what the operator `unrolled::linear_attention` does, causally and from a state (see above)."""
-    _recurrence_only(kv, k_sum, cu_seqlens, causal)
-    assert kv is not None
-    assert k_sum is not None
+class LinearCall(NamedTuple):
+    """The arguments of the operator `unrolled::linear_attention` that continue a state."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    kv: Tensor
+    k_sum: Tensor
+    normalize: bool
+
+
+LinearForm = Callable[[LinearCall], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def _of_a_call(form: LinearForm) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Give a form the signature of the operator; refuse calls that do not continue a state."""
+
+    def operator(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        kv: Tensor | None,
+        k_sum: Tensor | None,
+        cu_seqlens: Tensor | None,
+        causal: bool,
+        normalize: bool,
+        backend: str | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if kv is None or k_sum is None or cu_seqlens is not None or not causal:
+            raise UnsupportedError("an exported graph continues a state: causal, from a state, without packs")
+        return form(LinearCall(q, k, v, log_decay, kv, k_sum, normalize))
+
+    return operator
+
+
+def linear_attention(call: LinearCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the operator `unrolled::linear_attention`, causally and from a state (see above)."""
+    q, k, v, log_decay, kv, k_sum, normalize = call
     share = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,R], [B,G,T,R], [B,G,T,M]
+    # gates: of each key up to the last token, and of the state through all tokens
     k_to_end, through = k, None
     if log_decay is not None:
         b = log_decay.clamp(min=LOWEST_GATE).transpose(1, 2).cumsum(-1).unsqueeze(-1)  # [B,G,T,1]
         k_to_end, through = k * (b[:, :, -1:] - b).exp().to(k.dtype), b[:, :, -1:].exp().to(k.dtype)
         b = _per_query_head(b, share)
+    # P = (Q K^T) * D
     weights = q @ _per_query_head(k, share).mT
     q_from_start = q
     if log_decay is None:
@@ -83,22 +110,9 @@ def linear_attention(
     return o.transpose(1, 2).contiguous(), kv, k_sum, den
 
 
-def fused_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    k_sum: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    normalize: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do the same by `com.microsoft.LinearAttention`, with z as one more column of S: values (v, 1)."""
-    _recurrence_only(kv, k_sum, cu_seqlens, causal)
-    assert kv is not None
-    assert k_sum is not None
+def fused_linear_attention(call: LinearCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the same by `com.microsoft.LinearAttention`, with z as one more column of S: values (v, 1)."""
+    q, k, v, log_decay, kv, k_sum, normalize = call
     if not normalize or log_decay is not None:
         raise UnsupportedError(
             "the fused graph is for linear attention with normalizer 'sum' and without gates; "
@@ -136,7 +150,7 @@ def window_attention(
     scale: float,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what the operator `unrolled::window_attention` does, with the scores of all pairs."""
+    """Compute the operator `unrolled::window_attention`, with the scores of all pairs."""
     if cu_seqlens is not None:
         raise UnsupportedError("an exported graph reads rows of one sequence each, not packs (cu_seqlens)")
     T, S, share = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -160,20 +174,13 @@ def window_attention(
 
 
 def copysign(x: Tensor, sign: Tensor) -> Tensor:
-    """Compute what `torch.copysign` does; the reciprocal tells -0 from 0."""
+    """Compute `torch.copysign`; the reciprocal distinguishes -0 from 0."""
     return torch.where((sign < 0) | (sign.reciprocal() < 0), -x.abs(), x.abs())
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
-    """Compute log sigmoid(x), which as the logarithm of a sigmoid would be -inf below about -18."""
+    """Compute log sigmoid(x) without underflow: log of the sigmoid would be -inf for very negative x."""
     return x.clamp(max=0) - x.abs().neg().exp().log1p()
-
-
-def _recurrence_only(
-    kv: Tensor | None, k_sum: Tensor | None, cu_seqlens: Tensor | None, causal: bool
-) -> None:
-    if kv is None or k_sum is None or cu_seqlens is not None or not causal:
-        raise UnsupportedError("an exported graph continues a state: causal, from a state, without packs")
 
 
 def _per_query_head(x: Tensor, share: int) -> Tensor:
@@ -181,6 +188,6 @@ def _per_query_head(x: Tensor, share: int) -> Tensor:
 
 
 def _divide(num: Tensor, den: Tensor) -> Tensor:
-    """num / den, and 0 where den is too small to be divided by, as `safe_divide` has it."""
+    """num / den, or 0 where den is too small to divide by, as in `safe_divide`."""
     kind = torch.finfo(den.dtype)
     return num / den.masked_fill(den.abs() < kind.tiny / kind.eps, math.inf)

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from unrolled.attention.linear import LinearAttention
-from unrolled.contract import UnsupportedError
+from unrolled.contract import Recurrent, UnsupportedError
 from unrolled.ops.softmax import KVCache
 
 POSITION = "position"
 Length = Literal["any", 1]
+State = tuple[object, ...]
+Features = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Leaf(NamedTuple):
@@ -26,7 +28,7 @@ class Leaf(NamedTuple):
         dtype: its type.
         shape: without the batch, which comes first; a growing axis counts as 0.
         growing_axis: the axis, the batch counted, that holds one place per token read; None where none does.
-        fill: what all its elements are before the first token.
+        fill: the value of all elements before the first token.
     """
 
     name: str
@@ -36,29 +38,29 @@ class Leaf(NamedTuple):
     fill: float
 
     def initial(self, batch_size: int) -> Tensor:
-        """Give it as it is before the first token."""
+        """The tensor before the first token."""
         return torch.full((batch_size, *self.shape), self.fill, dtype=self.dtype)
 
 
 class Recurrence(nn.Module):
     """`(tokens [B,T], *state) -> (logits [B,T,V], *state, *probes)`, with tensors only.
 
-    A cache of keys and values has its simplest form here, `past_k` and `past_v`, without padding. The
-    position that every layer counts by itself is passed once.
+    A cache of keys and values takes its simplest form, `past_k` and `past_v`, without padding. The position
+    that every layer counts separately is passed once.
 
     Args:
         model: a model with `init_state`, `prefill` and `step`, in fp32.
         length: "any" reads T tokens in parallel, 1 reads one by `step`.
-        probes: also give the features of the queries `[B,T,H,R]` of each layer of linear attention.
+        probes: also return the features of the queries `[B,T,H,R]` of each layer of linear attention.
 
     Raises:
-        UnsupportedError: the model is no recurrence, or its state cannot be written as described.
+        UnsupportedError: the model is no recurrence, or its state does not have this form.
     """
 
     def __init__(self, model: Any, *, length: Length = "any", probes: bool = False) -> None:
         super().__init__()
         self.model, self.length = model, length
-        self.template = model.init_state(1)
+        self.template: State = model.init_state(1)
         self.leaves, self._shared = _describe(model)
         self.probed = _linear_layers(model) if probes else {}
 
@@ -77,7 +79,7 @@ class Recurrence(nn.Module):
         return (logits, *(x for name, x in _named(after) if name not in self._shared), *seen)
 
     def example(self, batch_size: int, length: int, past: int) -> tuple[Tensor, ...]:
-        """Make arguments of these sizes, whose values mean nothing."""
+        """Make arguments of these sizes, for tracing."""
         tokens = torch.zeros(batch_size, length, dtype=torch.long)
         state = []
         for leaf in self.leaves:
@@ -87,7 +89,7 @@ class Recurrence(nn.Module):
             state.append(torch.full(sizes, leaf.fill, dtype=leaf.dtype))
         return (tokens, *state)
 
-    def _unflatten(self, batch_size: int, state: tuple[Tensor, ...]) -> Any:
+    def _unflatten(self, batch_size: int, state: tuple[Tensor, ...]) -> State:
         found = dict(zip((leaf.name for leaf in self.leaves), state, strict=True))
         found |= dict.fromkeys(self._shared, found[POSITION]) if self._shared else {}
         return _filled(self.template, "", found, batch_size)
@@ -95,9 +97,9 @@ class Recurrence(nn.Module):
 
 @torch.no_grad()
 def exported(recurrence: Recurrence) -> ExportedProgram:
-    """Trace a recurrence by `torch.export`, for any batch, and any length and past where these may vary."""
+    """Trace a recurrence by `torch.export`, with dynamic batch, length and past where these may vary."""
     arguments = recurrence.example(2, 3 if recurrence.length == "any" else 1, 4)
-    # Tracing takes every open size for 2 or more; that 0 and 1 work as well is for the caller to try.
+    # Tracing assumes dynamic sizes of 2 or more; the caller tests that 0 and 1 work too.
     batch, length, past = (Dim(name, min=2) for name in ("batch", "length", "past"))
     state = tuple(
         {0: batch} | ({leaf.growing_axis: past} if leaf.growing_axis is not None else {})
@@ -108,7 +110,7 @@ def exported(recurrence: Recurrence) -> ExportedProgram:
         return torch.export.export(recurrence, arguments, dynamic_shapes=(tokens, state))
 
 
-def _named(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _named(state: State, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Name every tensor of a state by its path, caches in their simplest form."""
     if isinstance(state, KVCache):
         for name in ("k", "v"):
@@ -120,12 +122,12 @@ def _named(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     for name, part in zip(names, state, strict=True):
         if isinstance(part, Tensor):
             yield f"{path}{name}", part
-        else:
+        elif isinstance(part, tuple):
             yield from _named(part, f"{path}{name}.")
 
 
-def _filled(template: Any, path: str, found: dict[str, Any], batch_size: int) -> Any:
-    """Give a state of the structure of `template`, with the tensors that `_named` would name so."""
+def _filled(template: State, path: str, found: dict[str, Tensor], batch_size: int) -> State:
+    """Make a state of the structure of `template` from tensors by their names in `_named`."""
     if isinstance(template, KVCache):
         k, v = found[f"{path}past_k"], found[f"{path}past_v"]
         padding = torch.zeros(batch_size, k.shape[2], dtype=torch.bool, device=k.device)
@@ -133,18 +135,19 @@ def _filled(template: Any, path: str, found: dict[str, Any], batch_size: int) ->
         return KVCache(k, v, padding, *nothing, padding.new_empty(batch_size, 0), found[f"{path}{POSITION}"])
     names = getattr(template, "_fields", range(len(template)))
     parts = [
-        found[f"{path}{name}"]
-        if isinstance(part, Tensor)
-        else _filled(part, f"{path}{name}.", found, batch_size)
+        _filled(part, f"{path}{name}.", found, batch_size)
+        if isinstance(part, tuple)
+        else found[f"{path}{name}"]
         for name, part in zip(names, template, strict=True)
     ]
-    return template._make(parts) if hasattr(template, "_make") else type(template)(parts)
+    make: Callable[[Iterable[object]], State] = getattr(template, "_make", type(template))
+    return make(parts)
 
 
 @torch.no_grad()
-def _describe(model: Any) -> tuple[list[Leaf], set[str]]:
-    """Say what the state's tensors are, and which of them repeat the position, from a few tokens read."""
-    states = [model.init_state(1)]
+def _describe(model: Recurrent) -> tuple[list[Leaf], set[str]]:
+    """Describe the tensors of the state after 0 to 2 tokens, and name those that repeat the position."""
+    states: list[State] = [model.init_state(1)]
     for _ in range(2):
         _, after = model.step(torch.zeros(1, dtype=torch.long), states[-1])
         states.append(after)
@@ -167,7 +170,7 @@ def _describe(model: Any) -> tuple[list[Leaf], set[str]]:
 
 
 def _growing_axis(name: str, forms: list[Tensor]) -> int | None:
-    """Find the axis of a tensor that is 0, 1 and 2 long after as many tokens; None where none grows."""
+    """Find the axis of a tensor of size 0, 1 and 2 after that many tokens; None if no axis grows."""
     shapes = [x.shape for x in forms]
     if shapes[0] == shapes[1] == shapes[2]:
         return None
@@ -180,33 +183,33 @@ def _growing_axis(name: str, forms: list[Tensor]) -> int | None:
     return grown[0]
 
 
-def _linear_layers(model: Any) -> dict[int, LinearAttention]:
-    """The layers of a stack whose attention is linear, by their place."""
+def _linear_layers(model: nn.Module) -> dict[int, LinearAttention]:
+    """The layers of linear attention in a stack, by their index."""
     blocks = getattr(getattr(model, "stack", None), "blocks", ())
     found = ((i, getattr(block, "attention", None)) for i, block in enumerate(blocks))
     return {i: layer for i, layer in found if isinstance(layer, LinearAttention)}
 
 
 @contextmanager
-def _features_of_queries(layers: Any, seen: list[Tensor]) -> Iterator[None]:
-    """Note what `phi_q` of each layer gives."""
+def _features_of_queries(layers: Iterable[LinearAttention], seen: list[Tensor]) -> Iterator[None]:
+    """Record the outputs of `phi_q` of each layer."""
     with ExitStack() as undo:
         for layer in layers:
             phi = layer.feature_map
 
-            def noted(q: Tensor, positions: Tensor | None = None, *, phi_q: Any = phi.phi_q) -> Tensor:
-                features: Tensor = phi_q(q, positions)
+            def record(q: Tensor, positions: Tensor | None = None, *, phi_q: Features = phi.phi_q) -> Tensor:
+                features = phi_q(q, positions)
                 seen.append(features)
                 return features
 
-            phi.phi_q = noted
+            vars(phi)["phi_q"] = record
             undo.callback(delattr, phi, "phi_q")
         yield
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what exporter and quantiser say of themselves, which nobody who exports can act upon."""
+    """Silence the warnings of exporter and quantiser, which do not concern users."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     root = logging.getLogger()
     levels = [(logger, logger.level) for logger in (*loggers, root)]

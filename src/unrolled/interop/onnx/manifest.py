@@ -1,11 +1,11 @@
-"""`manifest.json`: what an exported folder holds, with a hash of every file in it and of itself."""
+"""`manifest.json`: the contents of an exported folder, with a hash of every file and of itself."""
 
 import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -14,7 +14,7 @@ from unrolled.interop.onnx.graph import POSITION, Leaf, Length
 
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "unrolled-onnx", 1
-SAMPLING: dict[str, Any] = {
+SAMPLING: dict[str, object] = {
     "temperature": 1.0,
     "top_k": None,
     "top_p": None,
@@ -26,26 +26,49 @@ _TYPES = {name: dtype for dtype, name in TYPES.items()}
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
+class FileEntry(TypedDict):
+    """Hash and size of a file."""
+
+    sha256: str
+    bytes: int
+
+
+class GraphEntry(FileEntry):
+    """Name, hash and size of the file of a graph."""
+
+    file: str
+
+
 class Probe(NamedTuple):
-    """A further output, the features of the queries of a layer: `[B,T,H,R]`."""
+    """An additional output, the features of the queries of a layer: `[B,T,H,R]`."""
 
     name: str
     layer: int
     shape: tuple[int, int]  # H, R
 
 
+class LeafEntry(TypedDict):
+    """A `Leaf` as JSON."""
+
+    name: str
+    type: str
+    shape: list[str | int]
+    growing_axis: int | None
+    fill: float | str
+
+
 @dataclass(kw_only=True)
 class Manifest:
-    """What `manifest.json` says.
+    """The contents of `manifest.json`.
 
     Attributes:
-        unrolled: the version that wrote it.
+        unrolled: the version of this library that wrote it.
         opset: version of ONNX's standard operators in the graphs.
         model: the model's kind and config.
         weights: a checksum of the model's weights.
-        vocab_size: number of token ids that are predicted.
-        start_token: id of the start symbol; None without.
-        max_positions: how many tokens a sequence may have; None for any number.
+        vocab_size: number of token ids that can be predicted.
+        start_token: id of the start symbol; None if there is none.
+        max_positions: maximum number of tokens of a sequence; None for any number.
         length: "any", or 1 if a call reads one token.
         state: the tensors of the state, in the order of inputs and outputs.
         probes: the outputs after those of the state.
@@ -56,7 +79,7 @@ class Manifest:
 
     unrolled: str
     opset: int
-    model: dict[str, Any]
+    model: dict[str, object]
     weights: str
     vocab_size: int
     start_token: int | None
@@ -64,9 +87,9 @@ class Manifest:
     length: Length
     state: list[Leaf]
     probes: list[Probe] = field(default_factory=list)
-    sampling: dict[str, Any] = field(default_factory=lambda: dict(SAMPLING))
-    graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sampling: dict[str, object] = field(default_factory=lambda: dict(SAMPLING))
+    graphs: dict[str, GraphEntry] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
 
     @property
     def inputs(self) -> list[str]:
@@ -121,9 +144,9 @@ class Manifest:
         ]
         return cls(**values)
 
-    def entries(self) -> dict[str, dict[str, Any]]:
+    def entries(self) -> dict[str, FileEntry]:
         """Sizes and hashes of all files, by their paths."""
-        return {graph["file"]: graph for graph in self.graphs.values()} | self.files
+        return {**{graph["file"]: graph for graph in self.graphs.values()}, **self.files}
 
     def read(self, folder: Path, name: str) -> bytes:
         """Read a file of the folder, verify its size and hash, and return its bytes.
@@ -131,38 +154,38 @@ class Manifest:
         Raises:
             ValueError: the file is missing, or its size or hash does not match.
         """
-        wanted, path = self.entries()[name], folder / name
+        entry, path = self.entries()[name], folder / name
         try:
             content = path.read_bytes()
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-        if len(content) != wanted["bytes"]:
+        if len(content) != entry["bytes"]:
             raise ValueError(
-                f"{path} has {len(content)} bytes, but must have {wanted['bytes']} according to {FILE_NAME}; "
+                f"{path} has {len(content)} bytes, but must have {entry['bytes']} according to {FILE_NAME}; "
                 "export again"
             )
-        if hashlib.sha256(content).hexdigest() != wanted["sha256"]:
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise ValueError(f"{path} is not the file of {FILE_NAME}, its SHA-256 differs; export again")
         return content
 
 
-def describe_file(path: Path) -> dict[str, Any]:
-    """Size and hash of a file, as a manifest keeps them."""
+def describe_file(path: Path) -> FileEntry:
+    """Hash and size of a file, as in a manifest."""
     content = path.read_bytes()
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
 
 
-def _digest(values: dict[str, Any]) -> str:
-    """SHA-256 of a manifest without its own digest, whatever the order and the spaces in the file."""
+def _digest(values: dict[str, object]) -> str:
+    """SHA-256 of a manifest without its own digest, regardless of order and whitespace in the file."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def is_position(leaf: Leaf) -> bool:
-    """Whether it counts the tokens read."""
+    """Whether a tensor counts the tokens read."""
     return leaf.name == POSITION
 
 
-def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
+def _leaf_to_json(leaf: Leaf) -> LeafEntry:
     shown = {number: name for name, number in _NUMBERS.items()}
     return {
         "name": leaf.name,
@@ -173,8 +196,7 @@ def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
     }
 
 
-def _leaf_of_json(values: dict[str, Any]) -> Leaf:
-    fill = _NUMBERS.get(values["fill"], values["fill"])
-    return Leaf(
-        values["name"], _TYPES[values["type"]], tuple(values["shape"][1:]), values["growing_axis"], fill
-    )
+def _leaf_of_json(values: LeafEntry) -> Leaf:
+    _, *sizes = values["shape"]
+    fill = float(_NUMBERS.get(str(values["fill"]), values["fill"]))
+    return Leaf(values["name"], _TYPES[values["type"]], tuple(map(int, sizes)), values["growing_axis"], fill)

@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,11 @@ from unrolled.interop.onnx.manifest import Manifest, is_position
 from unrolled.models.checks import check_ids
 from unrolled.ops.checks import check_key_padding_mask
 
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
 PIECE = 64  # tokens of a prompt per call; time and memory of a call are quadratic in it
+State = tuple[Tensor, ...]
 
 
 class ExportedConfig(NamedTuple):
@@ -42,20 +46,20 @@ class ExportedModel(ABC):
         self.config = ExportedConfig(
             manifest.vocab_size, manifest.start_token is not None, manifest.max_positions
         )
-        names = [leaf.name.replace(".", "_") for leaf in manifest.state]
-        self._state_type = _state_type(names)
+        self._fields = tuple(leaf.name.replace(".", "_") for leaf in manifest.state)
+        self._state_type = _state_type(self._fields)
 
     @abstractmethod
     def _call(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the graph on tokens and state: logits and the next state."""
 
-    def init_state(self, batch_size: int) -> Any:
+    def init_state(self, batch_size: int) -> State:
         """Return the state of `batch_size` empty sequences."""
         return self._state_type(*(leaf.initial(batch_size) for leaf in self.manifest.state))
 
     def prefill(
-        self, tokens: Tensor, state: Any, *, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+        self, tokens: Tensor, state: State, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Read tokens [B, T], B and T of at least 1, after those that `state` has read.
 
         With a `key_padding_mask` [B, T] (True = padding), each row is read separately without its padding;
@@ -80,12 +84,12 @@ class ExportedModel(ABC):
         check_key_padding_mask(key_padding_mask, *tokens.shape)
         return self._read_rows(tokens, state, ~key_padding_mask)
 
-    def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
         """Read one token [B] per row; return logits [B, vocab_size] and the new state."""
         logits, state = self.prefill(token.unsqueeze(-1), state)
         return logits[:, -1], state
 
-    def _read(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def _read(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         self._check_room(state, tokens.shape[1])
         pieces = []
         for piece in torch.split(tokens, self._piece, dim=1):
@@ -94,7 +98,7 @@ class ExportedModel(ABC):
             state = self._state_type(*after)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1), state
 
-    def _read_rows(self, tokens: Tensor, state: Any, valid: Tensor) -> tuple[Tensor, Any]:
+    def _read_rows(self, tokens: Tensor, state: State, valid: Tensor) -> tuple[Tensor, State]:
         growing = any(leaf.growing_axis is not None for leaf in self.manifest.state)
         if growing and len(set(valid.sum(1).tolist())) > 1:
             raise UnsupportedError(
@@ -106,15 +110,12 @@ class ExportedModel(ABC):
         for row in range(len(tokens)):
             before = self._state_type(*(x[row : row + 1] for x in state))
             if valid[row].any():
-                logits[row, valid[row]], before = self._one_row(tokens[row, valid[row]], before)
+                found, before = self._read(tokens[row : row + 1, valid[row]], before)
+                logits[row, valid[row]] = found[0]
             rows.append(before)
         return logits, self._state_type(*map(torch.cat, zip(*rows, strict=True)))
 
-    def _one_row(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        logits, state = self._read(tokens.unsqueeze(0), state)
-        return logits[0], state
-
-    def _check_room(self, state: Any, length: int) -> None:
+    def _check_room(self, state: State, length: int) -> None:
         bound = self.config.n_positions
         if bound is None or not len(state[0]):
             return
@@ -122,29 +123,29 @@ class ExportedModel(ABC):
             if is_position(leaf) and (reached := int(x.max()) + length) > bound:
                 raise ValueError(f"the length is {reached}, but must be at most {bound}")
 
-    def _check_state(self, state: Any, batch_size: int) -> None:
+    def _check_state(self, state: State, batch_size: int) -> None:
         leaves = self.manifest.state
-        if not isinstance(state, tuple) or getattr(state, "_fields", None) != self._state_type._fields:
+        if not isinstance(state, tuple) or getattr(state, "_fields", None) != self._fields:
             raise ValueError(f"state is a {type(state).__name__} of another model, but must be this one's")
         for leaf, x in zip(leaves, state, strict=True):
-            wanted = [batch_size, *leaf.shape]
-            if leaf.growing_axis is not None and x.dim() == len(wanted):
-                wanted[leaf.growing_axis] = x.shape[leaf.growing_axis]
-            if list(x.shape) != wanted or x.dtype != leaf.dtype:
+            expected = [batch_size, *leaf.shape]
+            if leaf.growing_axis is not None and x.dim() == len(expected):
+                expected[leaf.growing_axis] = x.shape[leaf.growing_axis]
+            if list(x.shape) != expected or x.dtype != leaf.dtype:
                 raise ValueError(
                     f"state {leaf.name} is {x.dtype} of shape {list(x.shape)}, "
-                    f"but must be {leaf.dtype} of shape {wanted}"
+                    f"but must be {leaf.dtype} of shape {expected}"
                 )
 
 
-def _state_type(names: list[str]) -> Any:
-    return namedtuple("ExportedState", names)  # the fields are this model's
+def _state_type(fields: Sequence[str]) -> Callable[..., State]:
+    return namedtuple("ExportedState", fields)
 
 
 class OnnxModel(ExportedModel):
     """An exported model in ONNX Runtime."""
 
-    def __init__(self, manifest: Manifest, session: Any) -> None:
+    def __init__(self, manifest: Manifest, session: "InferenceSession") -> None:
         super().__init__(manifest, PIECE if manifest.length == "any" else 1)
         self._session = session
 
@@ -178,13 +179,13 @@ def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxM
     file = manifest.graphs[graph]["file"]
     session = open_session(manifest.read(folder, file), threads)
     shapes = {x.name: len(x.shape) for x in session.get_inputs()}
-    wanted = {"tokens": 2} | {leaf.name: 1 + len(leaf.shape) for leaf in manifest.state}
-    if shapes != wanted or not {x.name for x in session.get_outputs()}.issuperset(manifest.outputs):
+    expected = {"tokens": 2} | {leaf.name: 1 + len(leaf.shape) for leaf in manifest.state}
+    if shapes != expected or not {x.name for x in session.get_outputs()}.issuperset(manifest.outputs):
         raise ValueError(f"{folder / file} has other inputs or outputs than its manifest; export again")
     return OnnxModel(manifest, session)
 
 
-def open_session(content: bytes, threads: int = 1) -> Any:
+def open_session(content: bytes, threads: int = 1) -> "InferenceSession":
     """Open the bytes of a graph on the CPU."""
     try:
         import onnxruntime

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,12 @@ from unrolled.interop.onnx import forms
 from unrolled.interop.onnx.graph import Length, Recurrence, exported, quiet
 from unrolled.interop.onnx.model import open_session
 
-OPSETS = range(20, 26)  # those whose operators the graphs use as they are
-AGREEMENT = 1e-4  # largest difference from the model, as a part of the largest number compared
+if TYPE_CHECKING:
+    from onnx import ModelProto
+    from onnxruntime import InferenceSession
+
+OPSETS = range(20, 26)  # versions with all operators of the graphs
+AGREEMENT = 1e-4  # largest difference from the model, relative to the largest number compared
 
 
 class DisagreementError(RuntimeError):
@@ -24,13 +28,13 @@ class DisagreementError(RuntimeError):
 
 
 def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False) -> tuple[Recurrence, bytes]:
-    """Trace a model, and give what was traced with the bytes of its graph.
+    """Trace a model; return the recurrence that was traced and the bytes of its graph.
 
-    A graph reads any number of tokens where the mechanisms' parallel forms can be written so, else one.
+    A graph reads any number of tokens if the mechanisms' parallel forms can be exported, else one.
 
     Raises:
-        UnsupportedError: the model is no recurrence or not fp32, the opset cannot be written, or nothing of
-            the model is what the fused operator computes.
+        UnsupportedError: the model is no recurrence or not fp32, the opset cannot be written, or no part of
+            the model is supported by the fused operator.
     """
     if opset not in OPSETS:
         raise UnsupportedError(f"opset is {opset}, but must be from {OPSETS[0]} to {OPSETS[-1]}")
@@ -46,7 +50,7 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
             compare(recurrence, open_session(content))
         except (UnsupportedError, ImportError, MemoryError):
             raise
-        except Exception as error:  # torch's exporter raises whatever its passes do
+        except Exception as error:  # torch's exporter raises errors of many types
             reasons.append(error)
             continue
         if fused and b"com.microsoft" not in content:
@@ -66,16 +70,16 @@ def _why(error: Exception) -> str:
     if missing := re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", said):
         return f"ONNX has no operator for {missing[1]}"
     if "Constraints violated" in said:
-        return "what it computes depends on how many tokens were read"
+        return "its computation depends on the number of tokens read"
     if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in said:
-        return "what it computes depends on the tokens' values"
+        return "its computation depends on the values of the tokens"
     if isinstance(error, DisagreementError):
         return said
     return (said.splitlines() or [""])[0][:200].rstrip(" .") or type(error).__name__
 
 
 @torch.no_grad()
-def compare(recurrence: Recurrence, session: Any) -> None:
+def compare(recurrence: Recurrence, session: "InferenceSession") -> None:
     """Run a graph and the model on random tokens, in calls of several sizes.
 
     Raises:
@@ -93,20 +97,20 @@ def compare(recurrence: Recurrence, session: Any) -> None:
                 break
             vocab_size = recurrence.model.config.vocab_size
             tokens = torch.randint(vocab_size, (batch_size, length), generator=generator)
-            wanted = recurrence(tokens, *state)
+            expected = recurrence(tokens, *state)
             feeds = {name: x.numpy() for name, x in zip(inputs, (tokens, *state), strict=True)}
-            for name, x, y in zip(outputs, session.run(outputs, feeds), wanted, strict=True):
+            for name, x, y in zip(outputs, session.run(outputs, feeds), expected, strict=True):
                 found, y = torch.from_numpy(x).double(), y.double()
                 if found.shape != y.shape:
                     shapes = f"{list(found.shape)}, but must have {list(y.shape)}"
                     raise DisagreementError(f"{name} has shape {shapes}")
-                # Infinities are equal to themselves, but their difference is no number.
+                # Equal infinities agree, but their difference is NaN.
                 apart = torch.where(found == y, 0.0, (found - y).abs())
                 size = torch.where(y.isfinite(), y.abs(), 0.0)
                 difference, largest = (float(z.max()) if z.numel() else 0.0 for z in (apart, size))
                 if not difference <= AGREEMENT * max(1.0, largest):
                     raise DisagreementError(f"{name} differs from the model's by {difference:.1e}")
-            state = wanted[1 : 1 + len(state)]
+            state = expected[1 : 1 + len(state)]
 
 
 def quantized(content: bytes) -> bytes:
@@ -115,7 +119,7 @@ def quantized(content: bytes) -> bytes:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load_from_string(content)
-    del model.graph.value_info[:]  # the quantiser compares shapes with these, which leave axes open
+    del model.graph.value_info[:]  # the quantiser would compare shapes with these, whose axes are dynamic
     with TemporaryDirectory() as folder, quiet():
         path = Path(folder) / "int8.onnx"
         quantize_dynamic(model, path, weight_type=QuantType.QInt8)
@@ -125,7 +129,7 @@ def quantized(content: bytes) -> bytes:
 @torch.no_grad()
 def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
     try:
-        import onnx  # noqa: F401  # torch imports it, and says less clearly what is missing
+        import onnx  # noqa: F401  # torch imports it too, with a less clear error
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError(
@@ -134,7 +138,7 @@ def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
     names = [leaf.name for leaf in recurrence.leaves]
     outputs = ["logits", *(f"next.{name}" for name in names), *probe_names(recurrence)]
     with quiet():
-        program: Any = torch.onnx.export(
+        program = torch.onnx.export(
             exported(recurrence).run_decompositions(replaced),
             opset_version=opset,
             input_names=["tokens", *names],
@@ -142,6 +146,7 @@ def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
             dynamo=True,
             verbose=False,
         )
+    assert program is not None  # with dynamo
     model = program.model_proto
     found = {entry.domain: entry.version for entry in model.opset_import}
     if found.get("") != opset:
@@ -158,8 +163,8 @@ def probe_names(recurrence: Recurrence) -> list[str]:
     return [f"layers.{layer}.phi_q" for layer in recurrence.probed]
 
 
-def _name_axes(model: Any, recurrence: Recurrence) -> None:
-    """Call the open axes of inputs and outputs "batch", "length", "past" and "total" (past + length)."""
+def _name_axes(model: "ModelProto", recurrence: Recurrence) -> None:
+    """Name the dynamic axes of inputs and outputs "batch", "length", "past" and "total" (past + length)."""
     growing = {leaf.name: leaf.growing_axis for leaf in recurrence.leaves}
     for value in (*model.graph.input, *model.graph.output):
         dims = value.type.tensor_type.shape.dim

@@ -16,14 +16,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import (
-    check_log_decay,
-    check_qkv,
-    check_state_tensor,
-    check_step,
-    may_read,
-    shape,
-)
+from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, may_read, shape
 from unrolled.ops.delta import chunked
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.masks import without_padding

@@ -8,7 +8,7 @@ from unrolled.ops.precision import accumulation_dtype
 
 
 class FeatureMap(nn.Module):
-    """phi for one head width. A map that treats queries and keys alike overrides `phi` alone, in fp32 or fp64.
+    """phi for one head width. Where queries and keys share a map, override only `phi`, whose input is fp32 or fp64.
 
     Attributes:
         head_dim: width D of the queries and keys that it takes.

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import (
-    check_device,
-    check_log_decay,
-    check_qkv,
-    check_state_tensor,
-    check_step,
-)
+from unrolled.ops.checks import check_device, check_log_decay, check_qkv, check_state_tensor, check_step
 from unrolled.ops.gla.chunked import operator
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets

@@ -19,13 +19,7 @@ from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import (
-    check_device,
-    check_log_decay,
-    check_qkv,
-    check_state_tensor,
-    check_step,
-)
+from unrolled.ops.checks import check_device, check_log_decay, check_qkv, check_state_tensor, check_step
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.linear import operator as kernels
 from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, decay_between, safe_divide
@@ -260,7 +254,7 @@ def _check_and_mask(
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, S, G]")
     if state is not None:
-        N = len(k) if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype))
         check_device("state", state.kv, k, "k is")
     if key_padding_mask is not None:
