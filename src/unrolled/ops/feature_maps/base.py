@@ -8,7 +8,7 @@ from unrolled.ops.precision import accumulation_dtype
 
 
 class FeatureMap(nn.Module):
-    """phi for one head width. Where queries and keys share a map, override only `phi`, whose input is fp32 or fp64.
+    """phi for one head width. A map that is the same for queries and keys overrides `phi` alone.
 
     Attributes:
         head_dim: width D of the queries and keys that it takes.
@@ -25,7 +25,7 @@ class FeatureMap(nn.Module):
         self.feature_dim = head_dim if feature_dim is None else feature_dim
 
     def phi(self, x: Tensor) -> Tensor:
-        """Map `[..., D]` to `[..., R]`, queries and keys alike."""
+        """Map queries or keys `[..., D]`, in fp32 or fp64, to `[..., R]`."""
         raise NotImplementedError
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
