@@ -1,4 +1,4 @@
-// Linear attention, one chunk of one head at a time: what the forward and the backward pass share. Formulas
+// Linear attention, one chunk of one head at a time: shared by the forward and the backward pass. Formulas
 // and letters are those of the chunked form in Python. For a key head with state S, z before the chunk:
 //
 //     b = cumsum(log a), over the chunk

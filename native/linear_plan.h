@@ -5,7 +5,7 @@
 // 2. The states before every segment. Each task sums what the keys of its segment add to a state of 0,
 //    then the sums are accumulated along the sequence. Without segments there is only the initial
 //    state to read.
-// 3. A walk over the chunks of a task, which prefetches the rows of the next chunk.
+// 3. A loop over the chunks of a task, which prefetches the rows of the next chunk.
 #pragma once
 
 #include "linear_chunk.h"

@@ -1,4 +1,4 @@
-// How a call is divided among threads: sequences, tasks, and from which size on a second thread is used.
+// How a call is divided among threads: sequences, tasks, and the smallest sizes for a second thread.
 #pragma once
 
 #include "workspace.h"

@@ -11,7 +11,7 @@ constexpr int64_t LINE = 64;  // bytes of a cache line
 // Requests a whole row at once, into the second-level cache.
 template <bool to_write>
 inline void prefetch_row(const void* row, int64_t bytes) {
-    asm volatile("");  // GCC drops calls of functions without effects, and takes a prefetch for none
+    asm volatile("");  // GCC drops calls without side effects, and counts a prefetch as none
     for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)row + i, to_write, 2);
 }
 

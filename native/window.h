@@ -1,5 +1,5 @@
-// Sliding-window attention, one block of queries of one head at a time: what the forward and the backward
-// pass share. The formulas are those of the block form in Python.
+// Sliding-window attention, one block of queries of one head at a time: shared by the forward and the
+// backward pass. The formulas are those of the block form in Python.
 //
 // Scores are kept transposed, with a row for each key and a lane for each query. Maxima and sums over keys
 // then need no operation across lanes, the queries that read a key are adjacent lanes, and a padded key is a
@@ -59,8 +59,8 @@ class Tasks {
         for (Int i = 0; i < x.sequences; ++i) length += sequence_at(x, i).queries;
         const Int reach = min(x.keys, x.left + x.right + 1), per_pair = x.features + x.values;
         threads = threads_for((double)length * (double)(x.heads * reach * per_pair), x.threads);
-        // Long enough for four blocks, and short enough for two segments per thread, so that none waits long
-        // for another.
+        // Long enough for four blocks, and short enough for two segments per thread, so that threads finish
+        // at about the same time.
         segment_ = threads == 1 ? max(1, length) : max(4 * BLOCK, ceil_div(length * x.groups, 2 * threads));
         segment_ = ceil_div(segment_, BLOCK) * BLOCK;
         for (Int i = 0; i < x.sequences; ++i) n += x.groups * ceil_div(sequence_at(x, i).queries, segment_);

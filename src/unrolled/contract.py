@@ -1,4 +1,4 @@
-"""What the parts of the library promise each other: capabilities, batches, data sets, recurrences."""
+"""Interfaces between the packages: capabilities, batches, data sets, recurrent models."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORED = -100
-"""A target of this value is not predicted and not counted, as in `torch.nn.functional.cross_entropy`."""
+"""Targets with this value are ignored, as in `torch.nn.functional.cross_entropy`."""
 
 Recurrence = Literal["constant", "growing", "none"]
 Split = Literal["train", "val"]
 
 
 class UnsupportedError(NotImplementedError):
-    """A mechanism was asked for something it does not claim to do; the message says what to use instead."""
+    """A mechanism does not support what was requested; the message says what to use instead."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,22 @@ class Supports:
 
     Attributes:
         causal: position i may be computed from positions up to i only.
-        bidirectional: every position may read every other one.
+        bidirectional: every position may attend to every other.
         cross: queries and keys may come from different sequences.
         padding: `key_padding_mask` is honoured exactly.
         packing: `cu_seqlens` is honoured exactly.
         recurrence: the size of the state that `step` carries: "constant", "growing" with the number of
             tokens seen, or "none" where the mechanism cannot run as a recurrence.
         attn_mask: an arbitrary mask of query-key pairs is honoured exactly.
-        global_mask: `forward` takes a mask of the tokens that read all others and are read by them.
+        global_mask: `forward` takes a mask of global tokens, which attend to all and are attended to by all.
         dynamic_length: `torch.export` of `forward` takes a length that is not fixed, from 8 tokens on, and
             the graph agrees at each; without masks, and for inference.
         weights: an output is a weighted mean of the values, and `weights` returns the weights.
-        single_queries: what one query reads does not depend on the others, so that `read` and `recall` serve
-            queries that come one after another.
+        single_queries: the output of a query does not depend on other queries, so `read` and `recall` work
+            one query at a time.
         max_length: the constructor takes `max_length`, and longer sequences raise ValueError.
         positions: the mechanism uses the position of each token, and its state counts the tokens.
-        reads_input: the mechanism reads more from its input than queries, keys and values, so that their
-            projections alone do not determine its output.
+        reads_input: the output depends on more of the input than queries, keys and values.
     """
 
     causal: bool
@@ -70,11 +69,11 @@ CAUSAL_RECURRENCE = Supports(
 
 
 class Batch(NamedTuple):
-    """Rows to read, and what to predict of them, in the shapes that the loss of the model takes.
+    """Inputs and targets, in the shapes that the loss of the model takes.
 
     Attributes:
-        inputs: what the model reads.
-        targets: what it is to predict; -100 (`IGNORED`) where nothing is.
+        inputs: the inputs of the model.
+        targets: the targets; -100 (`IGNORED`) where nothing is predicted.
         key_padding_mask: True where `inputs` has padding; None where no row has any.
     """
 
@@ -84,12 +83,12 @@ class Batch(NamedTuple):
 
 
 class Dataset(Protocol):
-    """What training needs of a data set. No method reads or moves a global random generator."""
+    """A data set that can be trained on. No method uses a global random generator."""
 
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return batch number `step`, counted from 0.
 
-        A pure function of its arguments, so that a resumed run sees the data it would have seen.
+        A pure function of its arguments, so a resumed run sees the same data.
         """
         ...
 

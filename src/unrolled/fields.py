@@ -1,16 +1,19 @@
 """Fields of configs: each is checked against its annotation when the config is made.
 
-The annotations are ordinary types, with ranges as of the library annotated-types: `Annotated[int, Ge(1)]`.
-pydantic checks them, strictly: True is no integer, "4" no number, and NaN and infinity are none either. It is
-imported with the first config, since it costs more than the whole package.
+The annotations are ordinary types, with ranges from the library annotated-types: `Annotated[int, Ge(1)]`.
+pydantic checks them in strict mode: True is not an integer, "4" not a number; NaN and infinity are rejected.
+It is imported with the first config, since its import takes longer than that of the whole package.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 INT64_MAX = 2**63 - 1  # torch takes no larger integer
 
@@ -18,12 +21,12 @@ Size = Annotated[int, Ge(1), Le(INT64_MAX)]
 Count = Annotated[int, Ge(0), Le(INT64_MAX)]
 Positive = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
-"""A probability or part that is never all."""
+"""A probability or share below 1."""
 
 
 @dataclass(frozen=True)
 class FromData:
-    """Marks a field of a model's config that follows from the data set: from its attribute of this name."""
+    """Marks a field of a model's config whose value is an attribute of the data set, with this name."""
 
     name: str
 
@@ -38,12 +41,12 @@ NOUNS = {
 
 
 class Checked:
-    """A dataclass derives from it to have its fields checked when it is made.
+    """Base class of dataclasses whose fields are checked on construction.
 
-    A subclass with rules of its own, as those that hold between fields, calls this `__post_init__` first.
+    A subclass with checks of its own, such as those between fields, calls this `__post_init__` first.
 
     Raises:
-        ValueError: a field has another type than its annotation says, or is out of range.
+        ValueError: a field does not have the type of its annotation, or is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -63,33 +66,32 @@ def _field_types(config_type: type) -> dict[str, object]:
 
 
 def check_value(name: str, value: object, hint: object) -> None:
-    """Raise ValueError unless `value` has the type and is in the range that an annotation says."""
+    """Raise ValueError unless `value` has the type and range of an annotation."""
     from pydantic import ValidationError
 
     try:
         _adapter(hint).validate_python(value)
     except ValidationError as error:
-        wanted = describe(json_schema(hint))
-        if type(value) is int and abs(value) > INT64_MAX and wanted.startswith("an integer"):
-            wanted = "an integer of 64 bits"
-        raise ValueError(f"{name} is {value!r}, but must be {wanted}") from error
+        expected = describe(json_schema(hint))
+        if type(value) is int and abs(value) > INT64_MAX and expected.startswith("an integer"):
+            expected = "an integer of 64 bits"
+        raise ValueError(f"{name} is {value!r}, but must be {expected}") from error
 
 
 def json_schema(hint: object) -> dict[str, Any]:
     """Return the JSON Schema of an annotation."""
-    schema: dict[str, Any] = _adapter(hint).json_schema()
-    return schema
+    return _adapter(hint).json_schema()
 
 
 @cache
-def _adapter(hint: Any) -> Any:
+def _adapter(hint: Any) -> "TypeAdapter[object]":
     from pydantic import ConfigDict, TypeAdapter
 
     return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def describe(schema: Mapping[str, Any], *, plural: bool = False) -> str:
-    """Say in words what a JSON Schema accepts, such as "an integer of at least 1, or None"."""
+    """Describe what a JSON Schema accepts, such as "an integer of at least 1, or None"."""
     if "anyOf" in schema:
         *parts, last = dict.fromkeys(describe(part, plural=plural) for part in schema["anyOf"])
         return f"{', '.join(parts)}, or {last}" if parts else last
@@ -110,9 +112,9 @@ def describe(schema: Mapping[str, Any], *, plural: bool = False) -> str:
 
 
 def _content(schema: Mapping[str, Any]) -> str:
-    """Say what the items of a list or the values of a dict are."""
-    item: Any = schema.get("items") or schema.get("additionalProperties")
-    if "prefixItems" in schema:  # a tuple, whose items are all alike
+    """Describe the items of a list or the values of a dict."""
+    item = schema.get("items") or schema.get("additionalProperties")
+    if "prefixItems" in schema:  # a tuple, whose items all have one type
         item = schema["prefixItems"][0]
     if item in (None, True, {}):
         return ""
@@ -124,7 +126,7 @@ def _content(schema: Mapping[str, Any]) -> str:
 
 
 def _range(schema: Mapping[str, Any]) -> str:
-    """Say between which bounds a number lies."""
+    """Describe the range of a number."""
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
     high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
     if high == INT64_MAX:

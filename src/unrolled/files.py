@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and safetensors files that know whether they were changed."""
+"""Atomic file writes, and safetensors files with a digest that detects changes."""
 
 import hashlib
 import json
@@ -16,19 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 DIGEST_KEY, DOCUMENTS_KEY = "sha256", "documents"
-NO_DIGEST = "0" * 64  # stands in for the digest while it is computed
+NO_DIGEST = "0" * 64  # placeholder while the digest is computed
 T = TypeVar("T")
 
 
 def write_file(file: Path, content: str | bytes | Callable[[Path], object]) -> None:
-    """Write a file in one step: a process that is killed leaves the old one as it was, or none.
+    """Write a file atomically: if the process is killed, the old file stays unchanged.
 
     Args:
         file: replaced if it exists; its folder is made if needed.
         content: bytes, text to be encoded as UTF-8, or a function that writes to the path it is given.
 
     Raises:
-        OSError: the file cannot be written, as on a full disk; an older one is as it was.
+        OSError: the file cannot be written, as on a full disk; an existing one is unchanged.
     """
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # another process may write the same file
     with system_errors(file):
@@ -47,10 +47,10 @@ def write_file(file: Path, content: str | bytes | Callable[[Path], object]) -> N
 
 @contextmanager
 def system_errors(file: str | Path) -> Iterator[None]:
-    """Raise what the system refused while `file` was written as an OSError that names it.
+    """Raise system errors during the writing of `file` as an OSError that names it.
 
-    Libraries in Rust, safetensors and tokenizers among them, raise exceptions of their own or plain ones,
-    whose text ends in "(os error 28)". An OSError of Python need not name a file.
+    Rust libraries such as safetensors and tokenizers raise other exceptions, whose text ends in
+    "(os error 28)". An OSError of Python need not name a file.
     """
     try:
         yield
@@ -59,10 +59,10 @@ def system_errors(file: str | Path) -> Iterator[None]:
             raise
         raise OSError(error.errno, error.strerror, str(file)) from error
     except Exception as error:
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        if told is None:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
             raise
-        raise OSError(int(told[1]), os.strerror(int(told[1])), str(file)) from error
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
 
 
 def save_tensors(
@@ -71,19 +71,19 @@ def save_tensors(
     documents: Mapping[str, object] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors to a safetensors file, with a digest by which `load_tensors` finds any later change.
+    """Write tensors to a safetensors file, with a digest that lets `load_tensors` detect changes.
 
-    The digest is the SHA-256 of the file, with zeros in the place of the digest, followed by the documents.
+    The digest is the SHA-256 of the file, with zeros in place of the digest, followed by the documents.
 
     Args:
-        tensors: by name; none may share its memory with another.
+        tensors: by name; they may not share memory.
         path: the file, replaced in one step.
-        documents: JSON values that belong to the tensors and are kept elsewhere, such as a config. The file
-            holds their names, which have no commas; their content enters the digest.
+        documents: JSON values stored elsewhere that belong to the tensors, such as a config. The file holds
+            their names, which have no commas; the digest covers their content.
         metadata: text to keep in the file, by name.
 
     Raises:
-        OSError: the file cannot be written, as on a full disk; an older one is as it was.
+        OSError: the file cannot be written, as on a full disk; an existing one is unchanged.
     """
     documents = documents or {}
     metadata = {"format": "pt", **(metadata or {})}
@@ -103,18 +103,18 @@ def load_tensors(path: str | Path, documents: Callable[[str], object] | None = N
     """Read a safetensors file. One that `save_tensors` wrote is checked against its digest.
 
     Args:
-        path: the file; files of other programs, which have no digest, are read as they are.
-        documents: gives each of the documents that the file was saved with, by name.
+        path: the file; files of other programs have no digest and are not checked.
+        documents: returns each document that the file was saved with, by name.
 
     Raises:
-        ValueError: the file cannot be read, or it or a document is not as it was saved.
+        ValueError: the file cannot be read, or it or a document was changed.
     """
     check_digest(path, documents)
     return _readable(path, lambda: load_file(path))
 
 
 def add_digest(path: str | Path, documents: Mapping[str, object] | None = None) -> None:
-    """Put the digest of `save_tensors` into a safetensors file that another program wrote.
+    """Add the digest of `save_tensors` to a safetensors file that another program wrote.
 
     Raises:
         ValueError: the file cannot be read.
@@ -124,7 +124,7 @@ def add_digest(path: str | Path, documents: Mapping[str, object] | None = None) 
 
 
 def check_digest(path: str | Path, documents: Callable[[str], object] | None = None) -> dict[str, object]:
-    """Compare a safetensors file with the digest that `save_tensors` put into it, if it has one.
+    """Check a safetensors file against its digest, if it has one.
 
     Returns:
         the documents that the file was saved with, by name.
@@ -141,13 +141,13 @@ def check_digest(path: str | Path, documents: Callable[[str], object] | None = N
         _, digest = _digest(content, saved, found)
     if digest != saved:
         raise ValueError(
-            f"{' or '.join([str(path), *names])} was changed after it was saved: its SHA-256 is another one"
+            f"{' or '.join([str(path), *names])} was changed after it was saved: its SHA-256 differs"
         )
     return found
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of itself: `shapes` and types (such as "F32") by name, and `metadata`."""
+    """The header of a safetensors file: `shapes` and `dtypes` (such as "F32") by name, and `metadata`."""
 
     shapes: dict[str, list[int]]
     dtypes: dict[str, str]
@@ -155,7 +155,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: str | Path) -> Header:
-    """Read what a safetensors file holds, without its tensors.
+    """Read the header of a safetensors file.
 
     Raises:
         ValueError: the file cannot be read.
@@ -178,7 +178,7 @@ def _readable(path: str | Path, read: Callable[[], T]) -> T:
 
 
 def _sort_metadata(content: mmap.mmap) -> None:
-    """Put the metadata of a safetensors file in order: safetensors writes it in a random one."""
+    """Sort the metadata of a safetensors file, which safetensors writes in random order."""
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -187,7 +187,7 @@ def _sort_metadata(content: mmap.mmap) -> None:
 
 
 def _digest(content: mmap.mmap, written: str, documents: Mapping[str, object]) -> tuple[int, str]:
-    """Find where `written` stands for the digest in a safetensors file, and compute the digest."""
+    """Return the offset of the digest, which is `written`, in a safetensors file, and the correct digest."""
     place = content.find(f'"{DIGEST_KEY}":"{written}"'.encode()) + len(DIGEST_KEY) + 4
     total = hashlib.sha256(content[:place])
     total.update(NO_DIGEST.encode())

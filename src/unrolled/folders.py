@@ -1,4 +1,4 @@
-"""Folders written whole or left as they were, by one process at a time, never over what others made."""
+"""Atomic writes to folders, by one process at a time, that never overwrite foreign files."""
 
 import os
 import shutil
@@ -12,14 +12,14 @@ LOCK = ".lock"
 STAGING = ".unrolled-staging"
 
 
-def check_folder(folder: Path, wanted: str, made_before: Callable[[], bool], *, force: bool = False) -> None:
-    """Refuse a folder that holds what the caller did not make. Hidden files and temporaries do not count.
+def check_folder(folder: Path, content: str, made_before: Callable[[], bool], *, force: bool = False) -> None:
+    """Reject a folder with content that the caller did not write. Hidden and temporary files do not count.
 
     Args:
         folder: to be written; absent or empty is fine.
-        wanted: what else it may hold, for the message.
-        made_before: whether it holds that; asked of a folder that is not empty.
-        force: write all the same.
+        content: what else it may hold, for the message.
+        made_before: whether it holds that; called for a folder that is not empty.
+        force: accept any content.
 
     Raises:
         ValueError: the folder holds anything else, or is a file.
@@ -30,16 +30,16 @@ def check_folder(folder: Path, wanted: str, made_before: Callable[[], bool], *, 
     if force or not contents(folder) or made_before():
         return
     raise ValueError(
-        f"{folder} is not empty, but must be, or hold {wanted}: name another folder, or write there all the "
+        f"{folder} is not empty, but must be, or hold {content}: name another folder, or write there all the "
         "same with --force"
     )
 
 
 def check_file(file: Path, made_before: Callable[[], bool] = lambda: False, *, force: bool = False) -> None:
-    """Refuse a file that exists and was not made by the caller, and one that no folder can hold.
+    """Reject a file that exists and that the caller did not write.
 
     Raises:
-        ValueError: one of these.
+        ValueError: such a file, or a path that cannot be a file.
     """
     if file.is_dir():
         raise ValueError(f"{file} is a folder, but must be a file")
@@ -51,7 +51,7 @@ def check_file(file: Path, made_before: Callable[[], bool] = lambda: False, *, f
 
 
 def contents(folder: Path) -> set[str]:
-    """Return the names in a folder, without hidden files and what a killed process left half-written."""
+    """Return the names in a folder, without hidden and temporary files."""
     if not folder.is_dir():
         return set()
     return {x.name for x in folder.iterdir() if not x.name.startswith(".") and x.suffix != ".tmp"}
@@ -59,10 +59,10 @@ def contents(folder: Path) -> set[str]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing into an existing folder for as long as the block runs.
+    """Lock an existing folder against writes of other processes during the block.
 
-    The lock is the system's, on the file `.lock`, which stays: a process that dies holds it no longer. The
-    same thread may hold a folder again inside the block.
+    The operating system holds the lock, on the file `.lock`, which stays, and releases it if the process
+    dies. The same thread may lock a folder again inside the block.
 
     Raises:
         ValueError: another process or thread holds the folder, or it cannot be written to.
@@ -84,7 +84,7 @@ def held(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def writing_folder(folder: Path) -> Iterator[Path]:
-    """Yield a staging folder whose files come into `folder` at the end, as by `replacing_files`.
+    """Yield a staging folder whose files move to `folder` at the end, as in `replacing_files`.
 
     Raises:
         ValueError: a run in `folder` is being trained.
@@ -101,16 +101,15 @@ def writing_folder(folder: Path) -> Iterator[Path]:
 def replacing_files(folder: Path) -> Iterator[Path]:
     """Yield a staging folder; when the block ends well, each file in it replaces its namesake in `folder`.
 
-    Each replacement is atomic, and a folder that did not exist appears whole. A process killed inside leaves
-    the old files, and a staging folder that `remove_staging` removes. It is a folder, since what is called to
-    write may make temporaries of its own.
+    Each replacement is atomic, and so is the creation of a new folder. If the process is killed inside the
+    block, the old files stay, and `remove_staging` removes the staging folder.
 
     Raises:
-        OSError: a file cannot be written, as on a full disk; `folder` is as it was, unless it was the
-            replacing itself that failed.
+        OSError: a file cannot be written, as on a full disk; `folder` is unchanged unless a replacement
+            itself failed.
     """
     new = not folder.exists()
-    # Beside a folder that does not exist, others may stage another of that name.
+    # Beside a new folder, another process may stage a folder of the same name.
     staging = folder.with_name(f".{folder.name}.{os.getpid()}{STAGING}") if new else folder / STAGING
     with system_errors(folder):
         staging.mkdir(parents=new)
@@ -127,7 +126,7 @@ def replacing_files(folder: Path) -> Iterator[Path]:
 
 
 def remove_staging(folder: Path) -> None:
-    """Remove what a killed process left half-written in a folder that nobody else writes to."""
+    """Remove the staging folder of a killed process, in a folder that no other process writes to."""
     shutil.rmtree(folder / STAGING, ignore_errors=True)
 
 
@@ -138,7 +137,7 @@ def _check_above(path: Path) -> None:
 
 
 def _sync(staging: Path) -> None:
-    mode = staging.stat().st_mode & 0o666  # as the umask has it; safetensors makes its files private
+    mode = staging.stat().st_mode & 0o666  # follow the umask; safetensors makes its files private
     for file in sorted(staging.rglob("*")):
         if file.is_file():
             file.chmod(mode)
@@ -157,7 +156,7 @@ def _move(staging: Path, folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable without
+    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable anyway
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

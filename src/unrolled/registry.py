@@ -1,4 +1,4 @@
-"""A folder as a registry: each file holds a class to choose by name, and its name is that of the file."""
+"""A package as a registry: each module holds a class, which is loaded by the module's name."""
 
 import importlib
 import inspect
@@ -11,12 +11,12 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """The classes of one package that derive from `base`.
 
-    Files that begin with an underscore, and `base.py`, hold what the others share.
+    Files that begin with an underscore, and `base.py`, hold shared code.
 
     Args:
         package: name of the package.
-        base: what its classes derive from.
-        noun: what one of them is called in messages.
+        base: the base of its classes.
+        noun: the name of such a class in error messages.
     """
 
     def __init__(self, package: str, base: type[T], noun: str) -> None:

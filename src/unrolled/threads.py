@@ -1,4 +1,4 @@
-"""How many CPU threads torch uses."""
+"""The number of CPU threads of torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Run the block on so many CPU threads; None leaves them as they are."""
+    """Run the block with this number of CPU threads; None leaves it unchanged."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

@@ -50,7 +50,7 @@ def test_refuses_a_flipped_bit_wherever_it_is(stopped):
             ValueError, match=r"last.safetensors (is (a safetensors file, but )?not a|was changed after)"
         ):
             read_metadata(path)
-    refused(stopped, "last.safetensors was changed after it was saved: its SHA-256 is another one")
+    refused(stopped, "last.safetensors was changed after it was saved: its SHA-256 differs")
 
 
 def test_refuses_a_safetensors_file_that_is_no_checkpoint(stopped):

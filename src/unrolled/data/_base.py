@@ -1,4 +1,4 @@
-"""What all data sets share, and what a task says of the tensors in their batches."""
+"""The base class of data sets, and the tensors of each task."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from unrolled.data._vocabulary import Vocabulary
 from unrolled.fields import Checked
 
 Task = Literal["tokens", "labels", "translation", "answers", "bits", "numbers"]
-"""What is to be predicted, which says what the tensors of a batch are.
+"""What a model predicts, which determines the tensors of a batch.
 
     tokens         inputs: ids [B,T]; targets: the id that follows each, [B,T]
     labels         inputs: ids [B,T]; targets: one label for each row, [B]; key_padding_mask [B,T]
@@ -22,11 +22,11 @@ Task = Literal["tokens", "labels", "translation", "answers", "bits", "numbers"]
     bits           inputs: numbers [B,T,n]; targets: bits, as numbers, [B,T,m]
     numbers        inputs: numbers [B,T,n]; targets: one number for each row, [B]
 
-Ids are int64, numbers fp32. A target is -100 (`unrolled.contract.IGNORED`) where nothing is to be predicted;
+Ids are int64, numbers fp32. A target is -100 (`unrolled.contract.IGNORED`) where nothing is predicted;
 `key_padding_mask` is True at padding, and None where there is none.
 
 Fields of a model's config that follow from the data are marked `unrolled.fields.FromData` with the name of an
-attribute, which every data set of a task that the model can do has:
+attribute of the data set. The data sets of each task have these:
 
     tokens         vocab_size: ids that can be predicted; length: tokens of an example at most;
                    start_token: whether targets begin after the id vocab_size, which is never predicted
@@ -41,14 +41,14 @@ attribute, which every data set of a task that the model can do has:
 class BaseDataset(Checked, ABC):
     """A data set of this folder: a dataclass whose fields are its options.
 
-    No method reads or moves a global random generator.
+    No method uses a global random generator.
     """
 
     task: ClassVar[Task]
 
     @property
     def name(self) -> str:
-        """The name that `unrolled.data.load` knows: that of the module."""
+        """The name for `unrolled.data.load`: that of the module."""
         return type(self).__module__.rpartition(".")[2]
 
     @property
@@ -58,7 +58,7 @@ class BaseDataset(Checked, ABC):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What the ids in its batches stand for; by default they are numbers and nothing else."""
+        """The meaning of the ids in its batches; by default they are plain numbers."""
         return Vocabulary("ids", data=self.name)
 
     @abstractmethod

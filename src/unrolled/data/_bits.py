@@ -1,4 +1,4 @@
-"""What the tasks on bits share: training batches of examples of one size, validation on all sizes."""
+"""Base class of tasks on bits: training batches of examples of one size, validation on all sizes."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class BitsDataset(DrawnDataset):
     """A task on vectors of bits. A subclass adds its numbers, and draws examples of one size.
 
     Inputs are `[B, T, input_size]`, 0 or 1: the bits, then one channel for each delimiter; targets are
-    `[B, T, output_size]`. A training batch has one size, drawn from (seed, step), so that short examples cost
-    little. The validation set has examples of all sizes, with silence behind the shorter ones.
+    `[B, T, output_size]`. A training batch has one size, drawn from (seed, step), so short examples cost
+    little. The validation set has examples of all sizes, with zeros after the shorter ones.
 
     Attributes:
         n_bits: bits of a vector.

@@ -1,16 +1,20 @@
-"""Byte pairs: words as pieces that are learned from text, made by the library `tokenizers`.
+"""Byte-pair encoding, with merges learned from text by the library `tokenizers`.
 
 Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units", arXiv 1508.07909, section
-3.2, over the bytes of UTF-8, so that there is no text it cannot say.
+3.2, over the bytes of UTF-8, so it can encode any text.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from unrolled.extras import how_to_install
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 END = "</s>"
 END_ID = 0
@@ -24,12 +28,12 @@ class BytePairs:
         tokenizer: a `tokenizers.Tokenizer`; see `learn` and `of_json`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int) -> "BytePairs":
-        """Join the most frequent pairs until there are `vocab_size` ids, or no pair occurs twice.
+        """Learn merges of the most frequent pairs until there are `vocab_size` ids, or no pair occurs twice.
 
         Raises:
             ImportError: the library `tokenizers` is not installed.
@@ -46,7 +50,7 @@ class BytePairs:
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
-        tokenizer.encode_special_tokens = True  # a text may contain the letters of the end symbol
+        tokenizer.encode_special_tokens = True  # a text may contain the end symbol as characters
         return cls(tokenizer)
 
     @classmethod
@@ -55,19 +59,19 @@ class BytePairs:
 
         Raises:
             ImportError: the library `tokenizers` is not installed.
-            ValueError: the text says something else.
+            ValueError: the text is not a tokenizer.
         """
         try:
             tokenizer = _library().Tokenizer.from_str(text)
         except ImportError:
             raise
-        except Exception as error:  # the library raises this very class
-            raise ValueError(f"no tokenizer can be made of it: {error}") from error
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"it is not a tokenizer: {error}") from error
         tokenizer.encode_special_tokens = True
         return cls(tokenizer)
 
     def to_json(self) -> str:
-        """Say all of it in the library's own format."""
+        """Serialise to JSON, in the library's format."""
         text: str = self._tokenizer.to_str()
         return text
 
@@ -80,10 +84,10 @@ class BytePairs:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Tensor]:
-        """Do the same for many texts, faster than one by one.
+        """Encode many texts, faster than one by one.
 
         Raises:
-            ValueError: a text is no Unicode, as what a terminal makes of bytes that are not UTF-8.
+            ValueError: a text has surrogates, as a terminal makes of bytes that are not UTF-8.
         """
         for text in texts:
             try:
@@ -98,10 +102,10 @@ class BytePairs:
         if END_ID in values:
             values = values[: values.index(END_ID)]
         text: str = self._tokenizer.decode(values)
-        return text.removeprefix(" ")  # which every first word is given
+        return text.removeprefix(" ")  # which the pre-tokenizer adds before the first word
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import tokenizers
         import tokenizers.decoders

@@ -1,4 +1,4 @@
-"""Checks of the arguments with which batches are asked for."""
+"""Checks of the arguments of `batch` and `eval_batches`."""
 
 from unrolled.contract import Split
 from unrolled.fields import Count, Size, check_value

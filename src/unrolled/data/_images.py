@@ -1,4 +1,4 @@
-"""What all image sets share: pixels as a sequence of levels, and the order in which training sees them."""
+"""Base class of image data sets, which are sequences of pixels, and the order of training examples."""
 
 import math
 from abc import abstractmethod
@@ -18,8 +18,8 @@ from unrolled.data._vocabulary import Vocabulary
 def epoch_rows(size: int, *, step: int, batch_size: int, seed: int) -> Tensor:
     """Return the rows of batch `step` in an endless stream of epochs over `size` examples, [batch_size].
 
-    Epoch e is a permutation drawn from (seed, e). Batches follow each other without a gap and may span
-    epochs, so every epoch has each example exactly once whatever the batch size.
+    Epoch e is a permutation drawn from (seed, e). Batches are consecutive and may span epochs, so
+    every epoch has each example exactly once for any batch size.
     """
     place = np.arange(step * batch_size, (step + 1) * batch_size)
     epoch, offset = place // size, place % size
@@ -60,7 +60,7 @@ class ImageDataset(BaseDataset):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Ids are grey levels, and rows of them images."""
+        """Ids are grey levels, and a sequence is an image."""
         return Vocabulary("image", shape=list(self.shape), data=self.name)
 
     def images(self, split: Split) -> Tensor:

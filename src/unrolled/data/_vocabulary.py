@@ -1,4 +1,4 @@
-"""What the token ids of a data set stand for, kept in the folder of a run: generating needs no data file."""
+"""The meaning of token ids, saved in the folder of a run, so that generation needs no data files."""
 
 import codecs
 import json
@@ -27,14 +27,14 @@ Character = Annotated[str, Len(1, 1)]
 
 @dataclass(frozen=True)
 class Vocabulary(Checked):
-    """What ids stand for, with the fields of the file.
+    """The meaning of ids; the fields are those of the file.
 
     Attributes:
-        kind: "text", "bpe" (byte pairs), "image" or "ids" (which stand for nothing else).
+        kind: "text", "bpe" (byte pairs), "image" or "ids" (plain numbers).
         characters: of a text, in the order of their ids; None for the bytes of UTF-8.
-        pieces: of byte pairs, what `BytePairs.to_json` says.
+        pieces: of byte pairs, the output of `BytePairs.to_json`.
         shape: of an image, height and width.
-        data: name of the data set, and of a text that of its file; None where it is not known.
+        data: name of the data set, for a text that of its file; None if unknown.
 
     Raises:
         ValueError: a field has another type, or does not fit the kind.
@@ -51,13 +51,13 @@ class Vocabulary(Checked):
         for name, kind in (("pieces", "bpe"), ("shape", "image")):
             value = vars(self)[name]
             if (value is None) == (self.kind == kind):
-                wanted = "given" if value is None else "None"
-                raise ValueError(f"{name} is {value!r}, but must be {wanted} with kind {self.kind!r}")
+                expected = "given" if value is None else "None"
+                raise ValueError(f"{name} is {value!r}, but must be {expected} with kind {self.kind!r}")
         if self.characters is not None and len(set(self.characters)) < len(self.characters):
             raise ValueError("characters has one of them twice, but must have each once")
 
     def attach(self, model: Model) -> Model:
-        """Let `model.save` write it beside the weights, as `vocabulary.json`; return the model."""
+        """Make `model.save` write it next to the weights, as `vocabulary.json`; return the model."""
         model.documents[FILE_NAME] = asdict(self)
         return model
 
@@ -78,15 +78,15 @@ class Vocabulary(Checked):
         return found
 
     def check(self, vocab_size: int) -> None:
-        """Refuse a model that was trained on other ids.
+        """Reject a model with another number of ids.
 
         Raises:
-            ValueError: the model has another number of them.
+            ValueError: the numbers differ.
         """
         size = vocab_size
         if self.kind == "text":
             size = 256 if self.characters is None else len(self.characters)
-        if self.kind == "bpe" and len(self._byte_pairs) > vocab_size:  # fewer, where the text was short
+        if self.kind == "bpe" and len(self._byte_pairs) > vocab_size:  # fewer if the text was short
             size = len(self._byte_pairs)
         if size != vocab_size:
             raise ValueError(

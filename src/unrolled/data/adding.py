@@ -2,9 +2,9 @@
 
     inputs (x_t, m_t)        target x_i + x_j        m_i = m_j = 1, all others 0
 
-with x_t uniform in [0, 1), i drawn from the first half of the sequence and j from the second, as most later
-work has it (Arjovsky et al. 2016, arXiv 1511.06464, section 4.2). Always to say 1 has the mean squared error
-1/6.
+with x_t uniform in [0, 1), i drawn from the first half of the sequence and j from the second, as in most
+later work (Arjovsky et al. 2016, arXiv 1511.06464, section 4.2). Always predicting 1 has a mean squared error
+of 1/6.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from unrolled.fields import Size
 
 @dataclass
 class AddingDataset(DrawnDataset):
-    """Fresh examples without end to train on, and a fixed set to validate.
+    """Unlimited random training examples, and a fixed validation set.
 
     Attributes:
         length: steps of a sequence, T.

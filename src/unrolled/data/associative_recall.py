@@ -1,4 +1,4 @@
-"""The associative recall of the Neural Turing Machine (arXiv 1410.5401, section 4.3): what came after this?
+"""The associative recall of the Neural Turing Machine (arXiv 1410.5401, section 4.3).
 
     (next, v x 3) for each item, query, v x 3 of one item but the last, query, silence x 3
                                                     targets at the silence: the item that followed that one
@@ -20,7 +20,7 @@ from unrolled.fields import Size
 
 @dataclass
 class AssociativeRecallDataset(BitsDataset):
-    """Lists of items, one of which is named and the next one asked for.
+    """Lists of items; given one of them, the model recalls the next.
 
     Attributes:
         n_bits: bits of a vector.

@@ -4,9 +4,9 @@ Weston et al. 2015, "Towards AI-complete question answering", arXiv 1502.05698. 
 1.2, which its authors at Facebook published under Creative Commons Attribution 3.0.
 
 A line of a file is `number sentence`, or `number question TAB answer TAB numbers of supporting sentences`;
-number 1 begins a story. A question asks about the sentences of its story so far; other questions are no part
-of it. Words are read in lower case, without the stop or question mark. An answer of several words, as in
-tasks 8 and 19, is one symbol ("apple,milk").
+number 1 begins a story. A question is about the sentences of its story so far, without other questions. Words
+are read in lower case, without the stop or question mark. An answer of several words, as in tasks 8 and 19,
+is one symbol ("apple,milk").
 """
 
 import hashlib
@@ -108,18 +108,18 @@ class BabiDataset(BaseDataset):
     """The English tasks with 10,000 questions to train on, the last tenth of the stories kept for validation.
 
     Batches have `inputs [B, M + 1, J]`: M sentences of J words, the oldest first, and the question last;
-    `key_padding_mask` of the same shape is True where there is no word, and all over a sentence that is none;
+    `key_padding_mask` of the same shape is True at padding, of words and of whole sentences;
     `targets [B]` are the answers, words too. M is that of the longest story in the batch.
 
     With F = `supporting` of at least 1, `targets [B, 1 + F]` are the answer and then the places, from 0 to
-    M - 1, of the first F sentences that it follows from, in the order of the files: -100 where there are
-    fewer, and where a sentence is no longer kept.
+    M - 1, of the first F supporting sentences, in the order of the files: -100 if there are fewer, or a
+    sentence is beyond `memory_size`.
 
     Attributes:
         tasks: numbers of the tasks, learned jointly; "all" for those whose files are there.
-        memory_size: sentences kept of a story at most, its last ones.
+        memory_size: the number of sentences kept of a story, its last ones.
         data_dir: the folder that holds `babi/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
-        supporting: how many places of supporting sentences follow each answer in the targets.
+        supporting: F, the number of supporting sentences in the targets.
 
     Raises:
         ValueError: the files are corrupt, or missing and cannot be downloaded, or an option is impossible.
@@ -179,19 +179,19 @@ class BabiDataset(BaseDataset):
         return chain.from_iterable(self._all(self._test[int(each)], batch_size) for each in tasks)
 
     def encode(self, lines: Sequence[str]) -> Batch:
-        """Return a batch of one: sentences, and a question last; its target means nothing.
+        """Return a batch of one: sentences, and a question last; its target is a placeholder.
 
         Raises:
-            ValueError: there is no sentence, an empty one, or a word that the files do not have.
+            ValueError: there is no sentence, an empty one, or a word that is not in the files.
         """
         if len(lines) < 2:
             raise ValueError(
                 f"the story has {len(lines)} lines, but must have at least 2: sentences and then a question"
             )
-        told = [split_words(line) for line in lines]
-        if [] in told:
-            raise ValueError(f"line {told.index([]) + 1} has no words")
-        ids = self._ids(told, max(map(len, told)))
+        words = [split_words(line) for line in lines]
+        if [] in words:
+            raise ValueError(f"line {words.index([]) + 1} has no words")
+        ids = self._ids(words, max(map(len, words)))
         zero, last = torch.tensor([0]), torch.tensor([len(lines) - 1])
         return self._as_batch(
             Questions(ids[:-1], ids[-1:], zero, last, zero, torch.full((1, self.supporting), -1)), zero
@@ -226,17 +226,17 @@ class BabiDataset(BaseDataset):
         asked, begin, end, answers, facts = [], [], [], [], []
         for story in stories:
             first = len(sentences)
-            told: dict[int, int] = {}  # number of a line of the story -> number of the sentence
+            numbers: dict[int, int] = {}  # of a line of the story -> of the sentence
             for number, (line, answer, supporting) in enumerate(story, 1):
                 if answer is None:
-                    told[number] = len(sentences)
+                    numbers[number] = len(sentences)
                     sentences.append(line)
                 else:
                     asked.append(line)
                     begin.append(first)
                     end.append(len(sentences))
                     answers.append([answer])
-                    found = [told[fact] for fact in supporting if fact in told][: self.supporting]
+                    found = [numbers[fact] for fact in supporting if fact in numbers][: self.supporting]
                     facts.append(found + [-1] * (self.supporting - len(found)))
         return Questions(
             self._ids(sentences, self._width),
@@ -249,7 +249,7 @@ class BabiDataset(BaseDataset):
 
     def _ids(self, lines: Sequence[Sequence[str]], width: int) -> Tensor:
         known = {word: index for index, word in enumerate(self.words)}
-        places: dict[tuple[str, ...], int] = {}  # the same few hundred sentences are said again and again
+        places: dict[tuple[str, ...], int] = {}  # a few hundred sentences recur
         index = [places.setdefault(tuple(line), len(places)) for line in lines]
         if unknown := sorted({word for line in places for word in line} - known.keys()):
             raise ValueError(f"the words {', '.join(unknown)} are not among the {len(known)} of the stories")
@@ -318,7 +318,7 @@ def chosen_tasks(tasks: Sequence[int] | Literal["all"], files: Files) -> list[in
     """Return the numbers of the tasks to read, each of which has both files.
 
     Raises:
-        ValueError: one is no task, is there twice, or lacks its files.
+        ValueError: one is no task, is there twice, or has no files.
     """
     there = sorted(task for task, part in files if part == "train" and (task, "test") in files)
     if tasks == "all":

@@ -1,4 +1,4 @@
-"""The copy task of the Neural Turing Machine (arXiv 1410.5401, section 4.1): say again what was said.
+"""The copy task of the Neural Turing Machine (arXiv 1410.5401, section 4.1): repeat a sequence.
 
     start, v_1, ..., v_n, end, silence x n        targets at the silence: v_1, ..., v_n
 

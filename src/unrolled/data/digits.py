@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits of 8x8 pixels and 17 grey levels that scikit-learn carries: no file to find.
+"""The 1,797 handwritten digits of 8x8 pixels and 17 grey levels that scikit-learn includes.
 
 They are the test part of Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998.
 """
@@ -19,7 +19,7 @@ TRAIN_SIZE = 1_500
 
 @dataclass
 class DigitsDataset(ImageDataset):
-    """1,500 digits to train on and 297 to validate, a split drawn once and for all.
+    """1,500 digits to train on and 297 to validate, in a fixed random split.
 
     Raises:
         ImportError: scikit-learn is not installed.

@@ -1,4 +1,4 @@
-"""IMDb: 50,000 film reviews, each for or against, read as bytes (Maas et al. 2011)."""
+"""IMDb: 50,000 film reviews, positive or negative, read as bytes (Maas et al. 2011)."""
 
 import hashlib
 import io
@@ -22,14 +22,14 @@ from unrolled.data._images import epoch_rows
 from unrolled.fields import Size
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
-PATHS = ["imdb/aclImdb_v1.tar.gz", "imdb/aclImdb_labelled.tar.xz"]  # the second without what has no label
+PATHS = ["imdb/aclImdb_v1.tar.gz", "imdb/aclImdb_labelled.tar.xz"]  # the second has labelled reviews only
 SHA256 = "547855a64e4712ecaf791b9e6e84adbd8aee292dcf559cba9c7f1852ee7bec3d"  # of the reviews, as hashed below
 REVIEW = re.compile(r"(?:.*/)?(train|test)/(pos|neg)/(\d+)_\d+\.txt")
 BAD_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
 SPLITS: dict[str, Split] = {"train": "train", "test": "val"}
 
 Reviews = dict[Split, list[tuple[int, bytes]]]
-"""Of each split, label (1 = for) and text, in the order of label and number."""
+"""For each split, label (1 = positive) and text, in the order of label and number."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class ImdbDataset(BaseDataset):
     """25,000 reviews to train on, validated on the 25,000 of the official test part; one label for each.
 
     A review is cut off after `length` bytes, as in the long-range arena (Tay et al. 2020, arXiv 2011.04006,
-    section 2.2.2); a shorter one is padded at its end to the longest of its batch. The validation order is
-    shuffled once and for all, so that its first batches are a fair sample.
+    section 2.2.2); a shorter one is padded at its end to the longest of its batch. The validation set is in a
+    fixed random order, so that its first batches are a fair sample.
 
     Attributes:
         length: bytes per review at most.

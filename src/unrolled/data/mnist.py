@@ -64,9 +64,9 @@ def parse_idx_images(content: bytes) -> Tensor:
         raise ValueError(
             f"the idx content starts with {magic:#010x}, but images start with {IMAGES_MAGIC:#010x}"
         )
-    found, wanted = len(content) - header.size, math.prod(shape)
-    if found != wanted:
+    found, announced = len(content) - header.size, math.prod(shape)
+    if found != announced:
         raise ValueError(
-            f"the idx content has {found} pixels, but its header {tuple(shape)} announces {wanted}"
+            f"the idx content has {found} pixels, but its header {tuple(shape)} announces {announced}"
         )
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header.size).reshape(shape).copy())

@@ -1,9 +1,9 @@
-"""The repeat copy task of the Neural Turing Machine (arXiv 1410.5401, section 4.2): say it so many times.
+"""The repeat copy task of the Neural Turing Machine (arXiv 1410.5401, section 4.2).
 
     start, v_1, ..., v_n, repeats, silence x (n r + 1)
                                              targets at the silence: v_1, ..., v_n, r times, and end
 
-with v random vectors of bits. The channel of the repeats says r, normalised to mean 0 and deviation 1 over
+with v random vectors of bits. The channel of the repeats holds r, normalised to mean 0 and deviation 1 over
 the default range; the start and the end have channels of their own, and at the end all bits are 0. The
 default is the paper's: 1 to 10 vectors of 8 bits, 1 to 10 times.
 """
@@ -17,10 +17,7 @@ from unrolled.contract import IGNORED, Batch
 from unrolled.data._bits import BitsDataset, as_batch, check_order
 from unrolled.fields import Size
 
-MEAN, DEVIATION = (
-    5.5,
-    math.sqrt(33 / 4),
-)  # of 1 to 10, whatever the range of a data set: a model sees one scale
+MEAN, DEVIATION = 5.5, math.sqrt(33 / 4)  # of 1 to 10 for any range, so that the scale of the input is fixed
 
 
 @dataclass
@@ -31,7 +28,7 @@ class RepeatCopyDataset(BitsDataset):
         n_bits: bits of a vector.
         val_size: examples of the validation set.
         min_length, max_length: vectors of the shortest and the longest sequence.
-        min_repeats, max_repeats: how many times it is asked for.
+        min_repeats, max_repeats: smallest and largest number of repeats.
 
     Raises:
         ValueError: an option is impossible.

@@ -1,4 +1,4 @@
-"""The mode that a model generates in."""
+"""Evaluation mode for generation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def drawing_mode(model: object) -> Iterator[None]:
-    """Evaluation mode (no dropout) without gradients; restores the mode of every submodule at the end."""
+    """Run the block in evaluation mode without gradients; restore the mode of every submodule afterwards."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     try:

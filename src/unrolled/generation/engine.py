@@ -67,10 +67,6 @@ def generate(
     """
     if not isinstance(model, Recurrent):
         raise ValueError(f"model is a {type(model).__name__}, but must have init_state, prefill and step")
-    if not isinstance(prompt_ids, Tensor | Sequence):
-        raise ValueError(
-            f"prompt_ids is a {type(prompt_ids).__name__}, but must be ids [B, T] or B sequences"
-        )
     vocab_size = int(model.config.vocab_size)
     start = vocab_size if model.config.start_token else None
     prompts = _prompts(prompt_ids, vocab_size, start)
@@ -159,6 +155,10 @@ def _prompts(
     prompt_ids: Tensor | Sequence[Tensor | Sequence[int]], vocab_size: int, start: int | None
 ) -> list[Tensor]:
     """Check the prompts; return them as 1-D int64 tensors, with the start symbol in front if there is one."""
+    if not isinstance(prompt_ids, Tensor | Sequence):
+        raise ValueError(
+            f"prompt_ids is a {type(prompt_ids).__name__}, but must be ids [B, T] or B sequences"
+        )
     if isinstance(prompt_ids, Tensor) and prompt_ids.dim() != 2:
         shape = tuple(prompt_ids.shape)
         raise ValueError(f"prompt_ids has shape {shape}, but must be [B, T], or a list of prompts")

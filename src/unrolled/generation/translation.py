@@ -74,7 +74,7 @@ def n_best(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1")
     given = [_source(index, source) for index, source in enumerate(sources)]
-    nothing = torch.empty(0, model.config.vocab_size)  # a search that refuses wrong options before any work
+    nothing = torch.empty(0, model.config.vocab_size)  # an empty search checks the options
     beam_search(
         model, nothing, None, max_new_tokens=[] if max_new_tokens is None else max_new_tokens, **options
     )

@@ -6,9 +6,9 @@ With b(i) = floor(i / C) the block of query i and key j in block floor(j / K), t
     lse_i = log sum_{j in J_i} exp(scale q_i . k_j)
     o_i = sum_{j in J_i} exp(scale q_i . k_j - lse_i) v_j
 
-where a block that is listed twice counts twice. The keys of each list are gathered and met by a dense
-product, so time is O(T L K (D + M)) for lists of L blocks. Query blocks are worked off in groups, and the
-backward pass gathers and multiplies again, so memory is that of the inputs, of the outputs and of one group.
+where a block that is listed twice counts twice. The keys of each list are gathered for a dense
+product, so time is O(T L K (D + M)) for lists of L blocks. Query blocks are processed in groups, and
+the backward pass recomputes them, so memory is that of the inputs, the outputs and one group.
 
 Zaheer et al. 2020, "Big Bird" (arXiv 2007.14062), appendix D, gathers blocks in this way. Parts over other
 keys join through lse (`ops/merge.py`).
@@ -25,7 +25,7 @@ from unrolled.ops.checks import check_qkv, shape, transforming
 from unrolled.ops.masks import without_padding
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 
-CPU_SCORES = 2**18  # that a group computes at once: 1 MB, about what stays in a cache
+CPU_SCORES = 2**18  # of a group: 1 MB, which fits the cache
 GPU_SCORES = 2**26  # 256 MB, which keep a GPU busy
 
 
@@ -51,7 +51,7 @@ def block_sparse_attention(
         block_size: (C, K), the lengths of a block of queries and of a block of keys.
         allowed: boolean, broadcastable to `[H,C,L K]`, True = attend: which keys of its list each query of a
             block reads, the same in every block; all by default.
-        key_padding_mask: `[B,S]`, True = padding: such a key is never read, but keeps its place.
+        key_padding_mask: `[B,S]`, True = padding: such a key is masked, but keeps its position.
         scale: factor of the scores, 1/sqrt(D) by default.
 
     Returns:
@@ -102,10 +102,10 @@ def block_sparse_attention(
 
 
 class _Attend(torch.autograd.Function):
-    """`_attend_by_groups`, whose gradient goes group by group too.
+    """`_attend_by_groups`, with a gradient that is computed by groups too.
 
-    Scores are computed again, and what a group gives its keys is added to one sum: autograd would make zeros
-    for all keys at each group, in time that grows as the square of the length.
+    Scores are recomputed, and the gradients of keys accumulate in place: autograd would allocate zeros
+    for all keys in each group, in time quadratic in the length.
     """
 
     @staticmethod
@@ -121,7 +121,7 @@ class _Attend(torch.autograd.Function):
 
 def _gradients(saved: tuple[Tensor, ...], do: Tensor, dlse: Tensor) -> list[Tensor | None]:
     q, k, v, places, hidden, allowed = saved
-    if torch.is_grad_enabled():  # this gradient will be differentiated, as plain operations can be
+    if torch.is_grad_enabled():  # double backward: differentiate the plain operations
         found = _attend_by_groups(q, k, v, places, hidden, allowed)
         asked = [x for x in (q, k, v) if x.requires_grad]
         grads = iter(torch.autograd.grad(found, asked, (do, dlse), create_graph=True))
@@ -163,7 +163,7 @@ def _gather(k: Tensor, v: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attend from `q [B,H,g,C,D]` to `k [B,H,g,L K,D]`, `v [B,H,g,L K,M]`: `o` and `lse`.
 
-    `hidden [B,H,g,L K]` are the keys that none of the queries reads.
+    `hidden [B,H,g,L K]` are the keys masked for all queries.
     """
     masked = hidden.unsqueeze(-2)
     if allowed is not None:
@@ -179,7 +179,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, allowed: Tensor | N
 
 
 def _groups(places: Tensor, per_pair: int, device: torch.device) -> list[slice]:
-    """Cut the blocks of queries of `places [B,H,N,L]`, with so many scores per block of keys, into groups."""
+    """Split the N query blocks of `places [B,H,N,L]` into groups, given the scores per pair of blocks."""
     B, H, N, L = places.shape
     scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
     size = max(1, scores // max(1, B * H * L * per_pair))

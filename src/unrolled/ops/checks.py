@@ -56,14 +56,14 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def on_cpu(name: str, ids: Tensor | Sequence[int]) -> Tensor:
-    """Copy ids to the CPU; a tensor on the meta device has none."""
+    """Copy ids to the CPU; a tensor on the meta device has no values."""
     if isinstance(ids, Tensor) and ids.is_meta:
         raise ValueError(f"{name} is on meta, but must hold ids")
     return torch.as_tensor(ids, device="cpu") if len(ids) else torch.empty(0, dtype=torch.long)
 
 
 def check_device(name: str, x: Tensor, weight: Tensor, others: str = "the weights are") -> None:
-    """Require `x` to be where the weights are, unless these are on meta: those of an offloaded module are."""
+    """Require `x` on the device of the weights, unless they are on meta, as in an offloaded module."""
     if x.device != weight.device and not weight.is_meta:
         raise ValueError(f"{name} is on {x.device}, but {others} on {weight.device}: move one of them")
 
@@ -147,12 +147,12 @@ def check_offsets(offsets: list[int], total: int) -> None:
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether looking at the values of `x` is free: on a CPU, and neither traced nor transformed."""
+    """Whether reading the values of `x` is free: on a CPU, neither traced nor transformed."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
 
 
 def transforming() -> bool:
-    """Whether `torch.func` or forward-mode differentiation is at work, which see plain operations only."""
+    """Whether a `torch.func` transform or forward-mode AD is active; they support plain operations only."""
     if torch.compiler.is_compiling():
         return False
     forward_mode: int = forward_ad._current_level
@@ -160,18 +160,18 @@ def transforming() -> bool:
 
 
 def inferring(*tensors: Tensor | None) -> bool:
-    """Whether these are plain tensors, and nothing records, traces or transforms what is done to them.
+    """Whether these are plain tensors, and no autograd, tracing or transform is active.
 
-    Only then may a kernel run that is no operator of torch's.
+    Only then may a kernel run that is not a torch operator.
     """
     return not observed() and plain(tensors)
 
 
 def observed() -> bool:
-    """Whether something traces, transforms, counts or replaces torch's operators."""
+    """Whether tracing, a transform or a dispatch mode is active."""
     if torch.compiler.is_compiling() or transforming() or torch._C._get_tracing_state():
         return True
-    # A default device is a mode too, which changes nothing here.
+    # A default device is a mode too, but has no effect here.
     modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
     return bool(torch._C._len_torch_dispatch_stack()) or any(
         type(mode) is not DeviceContext for mode in modes
@@ -179,7 +179,7 @@ def observed() -> bool:
 
 
 def plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether these are tensors of torch's own types that no gradient is recorded of."""
+    """Whether these are `Tensor` or `Parameter` without subclass, and autograd does not record them."""
     recording = torch.is_grad_enabled()
     for x in tensors:
         if x is None:

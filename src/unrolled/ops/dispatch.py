@@ -22,7 +22,7 @@ AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
 @contextmanager
 def prefer(backend: str) -> Iterator[None]:
-    """Choose this backend where it supports the arguments and no other one is named, in tests."""
+    """Prefer this backend where it supports the arguments and no other is named; for tests."""
     global _preferred
     before, _preferred = _preferred, backend
     try:

@@ -1,4 +1,4 @@
-"""Normalisation of what each head gives, where a denominator does not keep its size."""
+"""Normalisation of the outputs of heads that have no softmax denominator."""
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,13 @@ from unrolled.ops.precision import accumulation_dtype
 class HeadRMSNorm(nn.Module):
     """y_h = w_h * x_h / sqrt(mean(x_h^2) + eps): RMS normalisation (arXiv 1910.07467, eq. 4) of each head.
 
-    A sum over the keys without a denominator grows with the length; after this its size is that of w.
-    Computed in fp32 at least, so that such a sum is best handed over in fp32: fp16 may have no room for it.
+    A sum over the keys without a denominator grows with the length; normalised, it has the scale of w.
+    Computed in fp32 at least; pass such a sum in fp32, since it may overflow fp16.
 
     Args:
         n_heads: number of heads H.
         head_dim: width M of a head.
-        eps: added to the mean square, which makes 0, with a finite gradient, of a head that is 0.
+        eps: added to the mean square, so that a head of zeros gives 0 with a finite gradient.
 
     Raises:
         ValueError: eps is not above 0.

@@ -18,13 +18,13 @@ def padding_mask(lengths: Tensor, longest: int | None = None) -> Tensor:
 
 
 def without_padding(x: Tensor, key_padding_mask: Tensor) -> Tensor:
-    """Zero `x [B,S,...]` where padded (True): even with a weight of 0, an inf left there would give NaN."""
-    check_device("key_padding_mask", key_padding_mask, x, "what it hides is")
+    """Zero `x [B,S,...]` at padding (True): even with a weight of 0, an inf there would give NaN."""
+    check_device("key_padding_mask", key_padding_mask, x, "what it masks is")
     return x.masked_fill(key_padding_mask.reshape(*key_padding_mask.shape, *[1] * (x.dim() - 2)), 0)
 
 
 def causal_mask(T: int, S: int, device: torch.device | None = None) -> Tensor:
-    """`[T,S]`: query i may attend to keys up to i + S - T, so that the last query sees the last key."""
+    """`[T,S]`: query i may attend to keys up to i + S - T, so the last query attends to the last key."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
 
 

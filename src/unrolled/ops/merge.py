@@ -1,10 +1,10 @@
 """Parts of one softmax, merged exactly.
 
-A query that reads several sets of keys, each by a softmax of its own, has the output of one softmax over all:
+The outputs of softmaxes over several sets of keys combine into that of one softmax over all:
 
     lse = log sum_p exp(lse_p)        o = sum_p exp(lse_p - lse) o_p
 
-lse_p is the logarithm of the sum that part p divides by. A key that is in several parts counts as often.
+lse_p is the log of the divisor of part p. A key in several parts counts once for each.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from torch import Tensor
 def merge_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge `o [...,M]` and `lse [...]` of each part into those of all.
 
-    A part in which a query has nothing to read has lse = minus infinity, and counts for nothing; a query with
-    nothing to read in any gives o = 0 with zero gradient, and lse = minus infinity.
+    A part in which all keys of a query are masked has lse = minus infinity and is ignored. If that holds for
+    all parts, o = 0 with zero gradient, and lse = minus infinity.
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,7 +1,7 @@
 """Functions that `torch.export` keeps as one operator where the length is not fixed.
 
-A graph for every length has no loop over chunks and no branch on how many there are. A function with either
-is one operator there, which runs its Python code; everywhere else it is called as it is.
+A graph with a dynamic length cannot loop over chunks or branch on their number. A function that does becomes
+one operator in such a graph, which runs its Python code; everywhere else it is called directly.
 """
 
 import inspect
@@ -19,24 +19,24 @@ Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
 
 
 def any_length(x: Tensor) -> bool:
-    """Whether the length of `x [B,T,...]` is a symbol of `torch.export`, which stands for any number."""
+    """Whether the length of `x [B,T,...]` is a `torch.SymInt` during `torch.export`."""
     return torch.compiler.is_exporting() and isinstance(x.shape[1], torch.SymInt)
 
 
 def like_attention(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
-    """Make `o [B,T,H,M]` of `q [B,T,H,D]` and `v [B,S,G,M]`, without values."""
+    """Return an empty `o [B,T,H,M]` for `q [B,T,H,D]` and `v [B,S,G,M]`."""
     return v.new_empty(*q.shape[:3], v.shape[3])
 
 
 def one_node(result: Callable[..., Result]) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Make a function of tensors, numbers, texts and dataclasses one operator in a graph for any length.
+    """Make a function of tensors, numbers, strings and dataclasses one operator in a graph of dynamic length.
 
     The operator is `unrolled::` and the name of the function. It has no gradient: such a graph is for
     inference. A process that loads one has to have imported the file of the function.
 
     Args:
-        result: makes results of the right shapes and types, without values, of the same arguments. The length
-            is that of the first one.
+        result: returns empty results of the right shapes and dtypes for the same arguments. The length is
+            that of the first argument.
     """
 
     def wrap(function: Callable[P, Result]) -> Callable[P, Result]:
@@ -44,7 +44,7 @@ def one_node(result: Callable[..., Result]) -> Callable[[Callable[P, Result]], C
         layouts: dict[str, Any] = {
             name: x.annotation for name, x in taken.parameters.items() if is_dataclass(x.annotation)
         }
-        # An operator takes no tensor by its name alone, and a dataclass as a text.
+        # An operator has no keyword-only tensors; a dataclass is passed as JSON.
         parameters = [
             x.replace(kind=x.POSITIONAL_OR_KEYWORD, annotation=str if name in layouts else x.annotation)
             for name, x in taken.parameters.items()

@@ -5,16 +5,16 @@ import inspect
 import math
 from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 State = TypeVar("State")
-BITS = 64  # of the integers that torch takes
+BITS = 64  # of torch's largest integers
 
 
 def check_integers(low: int, **sizes: object) -> None:
-    """Require integers, which True is not, of at least `low`."""
+    """Require integers of at least `low`; bool does not count as one."""
     check_integers_only(**sizes)
     for name, n in sizes.items():
         if n < low:  # type: ignore[operator]
@@ -22,7 +22,7 @@ def check_integers(low: int, **sizes: object) -> None:
 
 
 def check_integers_only(**sizes: object) -> None:
-    """Require integers, which True is not."""
+    """Require integers; bool does not count as one."""
     for name, n in sizes.items():
         if type(n) is not int:
             raise ValueError(f"{name} is {n!r}, but must be an integer")
@@ -39,20 +39,20 @@ def at_least(low: int, name: str, size: int) -> int:
 
 
 def check_batch_size(batch_size: object) -> None:
-    """Require the number of rows of a state: an integer of at least 0, which may be torch's symbol of one."""
+    """Require a batch size: an integer of at least 0, or a `torch.SymInt`."""
     if not isinstance(batch_size, torch.SymInt):
         check_integers(0, batch_size=batch_size)
 
 
 def check_finite(**numbers: object) -> None:
-    """Require numbers, integers or not, other than infinity and nan."""
+    """Require int or float, but neither infinity nor NaN."""
     for name, x in numbers.items():
         if type(x) not in (int, float) or not math.isfinite(x):  # type: ignore[arg-type]
             raise ValueError(f"{name} is {x!r}, but must be a finite number")
 
 
 def is_number(x: object) -> bool:
-    """Return whether `x` is a finite number, integer or not, which True is not."""
+    """Return whether `x` is a finite int or float; bool does not count as one."""
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
@@ -64,17 +64,17 @@ def check_booleans(**flags: object) -> None:
 
 
 class ChecksOptions:
-    """A class whose constructors refuse booleans, integers and numbers of a wrong type, by their annotations.
+    """A class whose constructors check the types of their bool, int and float arguments by the annotations.
 
-    `window: int` takes integers, which True is not, `rotary: bool` True and False, `scale: float` numbers
-    other than nan; with `| None`, also None. What else is annotated is left to the constructor, and so is
-    infinity. `init_state(batch_size)` refuses what is no number of rows.
+    `window: int` accepts integers but not bool, `rotary: bool` True and False, `scale: float` numbers except
+    NaN; with `| None`, also None. The constructor checks everything else, including infinity.
+    `init_state(batch_size)` is checked too.
 
     Raises:
         ValueError: an argument of another type.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in cls.__dict__:
             cls.__init__ = _checking(cls.__init__)  # type: ignore[method-assign]
@@ -87,7 +87,7 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
     names = list(inspect.signature(init).parameters)
 
     @functools.cache
-    def kinds() -> dict[str, tuple[type, ...]]:  # late, when all names that annotations use are known
+    def kinds() -> dict[str, tuple[type, ...]]:  # late, when all annotated names are defined
         hints = get_type_hints(init)
         return {
             name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

@@ -1,4 +1,4 @@
-"""Where a token stands, and the encodings of it."""
+"""Positions of tokens and their encodings."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from unrolled.ops.precision import exact_dtype
 
 
 def positions_from_padding(key_padding_mask: Tensor) -> Tensor:
-    """Number of valid tokens before each one, `[B,T]`, so that padding on either side shifts nothing."""
+    """Number of valid tokens before each token, `[B,T]`, so padding on either side shifts no position."""
     valid = (~key_padding_mask).long()
     return (valid.cumsum(1) - valid).clamp(min=0)
 

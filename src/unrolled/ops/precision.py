@@ -1,4 +1,4 @@
-"""Which number type a computation is done in, decided in one place."""
+"""The dtypes that computations are done in."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
@@ -19,10 +19,10 @@ def promoted(*xs: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Keep autocast from narrowing the sums inside; it knows nothing of the meta device."""
+    """Disable autocast, so that sums keep their dtype; the meta device has none."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Type for small quantities that must not drift (summed gates, angles): fp64 where the device has it."""
+    """Dtype of summed gates and angles, which need precision: fp64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64

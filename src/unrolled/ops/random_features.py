@@ -1,4 +1,4 @@
-"""Random features: the rows they are made with, drawn from a stored seed, and attention with signed ones.
+"""Random features: their random rows, drawn from a stored seed, and attention with signed features.
 
 A random feature of x is a function f of w . x, with w drawn from N(0, I). Many of them estimate a kernel: the
 mean of f(w . x) f(w . y) over n rows w is its expectation k(x, y), up to an error of order 1 / sqrt(n).
@@ -19,7 +19,7 @@ from unrolled.ops.precision import accumulation_dtype
 
 Rows = Literal["orthogonal", "regularised", "independent"]
 
-SMALLEST_DIVISOR = 1e-6  # of features of norm 1: a millionth of what one key that equals the query weighs
+SMALLEST_DIVISOR = 1e-6  # of features of norm 1: a millionth of the weight of a key that equals the query
 
 
 def draw_rows(n: int, dim: int, rows: Rows, generator: torch.Generator) -> Tensor:

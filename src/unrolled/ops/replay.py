@@ -1,8 +1,8 @@
-"""Running a function a second time exactly as the first: with the same random numbers, and the same choices.
+"""Replay: running a function again with the same random numbers and the same discrete choices.
 
-A recomputation may set out from inputs that are off by rounding. What is continuous hardly notices; a choice,
-such as the bucket of a token, may turn out another one. So whoever makes one calls `chosen`, and a `Replay`
-repeats what was chosen the first time, as it repeats the state of the random generators.
+Recomputed inputs may differ by rounding. That hardly changes continuous results, but it can change a
+discrete choice, such as the bucket of a token. So code that makes one calls `chosen`, and a `Replay` returns
+the choice of the first run, just as it restores the state of the random generators.
 """
 
 import threading
@@ -15,11 +15,11 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 Ts = TypeVarTuple("Ts")
-_running = threading.local()  # .replay: the one that the function now running belongs to
+_running = threading.local()  # .replay: the active `Replay`, if any
 
 
 def chosen(choose: Callable[[], Tensor], n: int) -> Tensor:
-    """Call `choose`, which gives integers below n; in a `Replay.again`, return what it gave before."""
+    """Call `choose`, which returns integers below n; inside `Replay.again`, return its first result."""
     if torch.compiler.is_compiling():
         return choose()
     replay: Replay | None = getattr(_running, "replay", None)
@@ -27,7 +27,7 @@ def chosen(choose: Callable[[], Tensor], n: int) -> Tensor:
 
 
 class Replay:
-    """One run of a function of tensors on `device`, to be repeated. It keeps no tensor but the choices."""
+    """One run of a function of tensors on `device`, to be repeated. It keeps no tensors but the choices."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -35,11 +35,11 @@ class Replay:
         self._next: int | None = None
         self._random: list[Tensor] | None = None
         self._autocast: tuple[bool, torch.dtype] | None = None
-        if (kind := device.type) != "meta":  # which knows no autocast
+        if (kind := device.type) != "meta":  # which has no autocast
             self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def first(self, function: Callable[[*Ts], Result], *args: *Ts) -> Result:
-        """Run the function, and note what it chooses and, if it draws random numbers, where these began."""
+        """Run the function; record its choices and, if it draws random numbers, the state before."""
         before = self._generators()
         result = self._run(function, args)
         if not all(map(torch.equal, before, self._generators())):
@@ -47,7 +47,7 @@ class Replay:
         return result
 
     def again(self, function: Callable[[*Ts], Result], *args: *Ts) -> Result:
-        """Run it as before, under the autocast of then. The caller's generators are left as they are."""
+        """Run it again, under the recorded autocast state. The global generators are not advanced."""
         self._next = 0
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(cuda) if self._random else nullcontext():
@@ -66,8 +66,7 @@ class Replay:
             _running.replay = outer
 
     def _as_then(self) -> AbstractContextManager[object]:
-        """The autocast of then, without its cache: a weight converted while nothing is recorded by autograd
-        would have no gradient when it is used again."""
+        """Restore the autocast state, without its cache: a weight cached under `no_grad` has no gradient."""
         if self._autocast is None:
             return nullcontext()
         enabled, dtype = self._autocast
@@ -88,6 +87,6 @@ class Replay:
 
 
 def _narrowest(n: int) -> torch.dtype:
-    """The type that keeps the integers below n in the fewest bytes."""
+    """Return the smallest integer dtype that holds the integers below n."""
     types = (torch.uint8, torch.int16, torch.int32)
     return next((dtype for dtype in types if n - 1 <= torch.iinfo(dtype).max), torch.int64)

@@ -1,7 +1,7 @@
-"""States are values: what can be done with any of them.
+"""Operations on states, which are values.
 
-A state is a `NamedTuple` of tensors, batch first; its fields may be tuples of further states. Nothing here
-changes a state it is given.
+A state is a `NamedTuple` of tensors, batch first; its fields may be tuples of further states. No function
+here changes its argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def leaves(state: Parts, prefix: str = "") -> dict[str, Tensor]:
 
 
 def select(state: State, rows: Tensor | Sequence[int]) -> State:
-    """Take batch rows by index, in order and with repetition: forks a prompt, reorders beams, drops rows."""
+    """Select batch rows by index: to fork a prompt, reorder beams or drop rows."""
     index = torch.as_tensor(rows, dtype=torch.long)
     return map_tensors(lambda x: x.index_select(0, index.to(x.device)), state)
 
@@ -47,12 +47,12 @@ def to(state: State, device: torch.device | str) -> State:
 
 
 def detach(state: State) -> State:
-    """Cut a state off the graph that made it, as truncated back-propagation through time does."""
+    """Detach a state from its graph, as truncated back-propagation through time does."""
     return map_tensors(Tensor.detach, state)
 
 
 def nbytes(state: Parts) -> int:
-    """Bytes that the tensors of a state hold."""
+    """Total size of the tensors of a state, in bytes."""
     return sum(x.numel() * x.element_size() for x in leaves(state).values())
 
 
@@ -71,15 +71,15 @@ def load(path: str | Path, like: State) -> State:
             than `like`.
     """
     found = load_tensors(path)
-    wanted = leaves(like)
-    if found.keys() != wanted.keys():
-        raise ValueError(f"{path} holds the tensors {sorted(found)}, but this state has {sorted(wanted)}")
-    for name, x in wanted.items():
+    expected = leaves(like)
+    if found.keys() != expected.keys():
+        raise ValueError(f"{path} holds the tensors {sorted(found)}, but this state has {sorted(expected)}")
+    for name, x in expected.items():
         if found[name].dtype != x.dtype or found[name].dim() != x.dim():
             raise ValueError(
                 f"{name} in {path} is {found[name].dtype} with {found[name].dim()} dimensions, "
                 f"but must be {x.dtype} with {x.dim()}"
             )
-    # Copies: a file's tensors lie anywhere in memory, and some products round as their operands are aligned.
-    in_order = iter(found[name].to(x.device, copy=True) for name, x in wanted.items())
+    # Copies: tensors mapped from a file may be unaligned, which changes the rounding of some products.
+    in_order = iter(found[name].to(x.device, copy=True) for name, x in expected.items())
     return map_tensors(lambda _: next(in_order), like)

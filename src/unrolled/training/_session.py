@@ -1,4 +1,4 @@
-"""What a run changes in the whole process, and puts back when it ends."""
+"""Process-wide state that a run changes and restores: random generators and signal handlers."""
 
 import signal
 import threading
@@ -11,13 +11,13 @@ import torch
 
 @contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
-    """Give the block torch's global generators for its own; the caller's go on untouched afterwards."""
+    """Save torch's global generators, and restore them after the block."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was ended by a signal and can go on; `signal` is its number."""
+    """A signal ended a run, which can be resumed; `signal` is its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -25,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class SignalFlag:
-    """Whether a signal has asked the run to end: `signal` is the number of the first, None before."""
+    """Whether a signal has asked the run to stop: `signal` is the number of the first, else None."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -40,18 +40,18 @@ STOPPING = [x for x in signal.Signals if x.name in ("SIGINT", "SIGTERM", "SIGHUP
 
 @contextmanager
 def interrupt_flag() -> Iterator[SignalFlag]:
-    """Turn Ctrl-C, SIGTERM and SIGHUP into a flag, so that a step is never cut in half.
+    """Turn Ctrl-C, SIGTERM and SIGHUP into a flag, so that a step is never interrupted.
 
-    The second Ctrl-C stops at once. The others come twice by themselves, from the system and from a parent
-    process that passes its own on, so that further ones change nothing. One that the process was started to
-    ignore, as `nohup` does, stays ignored.
+    A second Ctrl-C stops immediately. A second SIGTERM or SIGHUP has no effect: both may arrive twice, from
+    the system and from a parent process that forwards its own. Signals ignored at start, as by `nohup`,
+    stay ignored.
     """
     flag = SignalFlag()
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield flag
         return
     before = {number: signal.getsignal(number) for number in STOPPING}
-    # A job in the background of a shell inherits that Ctrl-C is ignored, but the second one must not be.
+    # A background job of a shell inherits an ignored Ctrl-C, but the second one must stop it.
     on_ctrl_c = before[signal.SIGINT]
     second = on_ctrl_c if callable(on_ctrl_c) else signal.default_int_handler
 

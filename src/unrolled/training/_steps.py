@@ -1,4 +1,4 @@
-"""The parts of a run that write nothing: how it begins, goes back to a checkpoint and makes a step."""
+"""The parts of a run that write no files: start, resume from a checkpoint, and step."""
 
 import math
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
 """A training run as one safetensors file: tensors for weights, optimiser and RNG, JSON for the rest.
 
-The file is always whole: a new one is written aside and renamed over the old one. Names of its tensors:
+The file is replaced atomically. Names of its tensors:
 
     model.<name>                 parameters and buffers, shared ones once
-    optimizer.<name>.<moment>    what the optimiser keeps for a parameter, its step counter included
+    optimizer.<name>.<moment>    optimiser state of a parameter, its step counter included
     rng.cpu, rng.cuda            state of torch's generators, uint8
 
 Its metadata holds one JSON document: the progress, the schedule, and the identity of the run (see `load`).
@@ -59,7 +59,7 @@ class Recent:
 class Progress:
     """How far a run is. Losses are in nats per token; None before the first evaluation.
 
-    `evaluated` is the step of the last evaluation, so that one that was cut short is made up for.
+    `evaluated` is the step of the last complete evaluation, so that a stopped one is repeated.
     """
 
     step: int = 0
@@ -72,7 +72,7 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """All of a run that changes from step to step, but for the random generators, which are global."""
+    """The state of a run, except the global random generators."""
 
     model: Trainable
     optimizer: torch.optim.Optimizer
@@ -84,7 +84,7 @@ class TrainState:
 def save(
     path: Path, state: TrainState, identity: Mapping[str, object], metadata: Mapping[str, object]
 ) -> None:
-    """Write a checkpoint, replacing the one at `path` in a single step."""
+    """Write a checkpoint, replacing the one at `path` atomically."""
     tensors = {f"model.{name}": x for name, x in _model_tensors(state.model).items()}
     names = _parameter_names(state.optimizer)
     for index, moments in state.optimizer.state_dict()["state"].items():
@@ -106,23 +106,23 @@ def save(
 
 
 def load(path: Path, state: TrainState, identity: Mapping[str, object], free: frozenset[str]) -> bool:
-    """Put a run back exactly where a checkpoint left it: `state` and torch's random generators.
+    """Restore `state` and torch's random generators from a checkpoint.
 
-    A checkpoint of step 0 that does not fit is left alone: nothing is lost, and a first try that failed must
-    not stand in the way of the corrected one.
+    A checkpoint of step 0 that does not match is ignored: nothing is lost, and a failed first attempt must
+    not block a corrected one.
 
     Args:
         path: a file written by `save`.
         state: the run to fill, made from the same model class and settings.
-        identity: what the run is (`{"train": ..., "model": ..., "data": ...}`), compared with what was saved.
+        identity: `{"train": ..., "model": ..., "data": ...}`, compared with the saved one.
         free: dotted names of identity fields that may differ.
 
     Returns:
-        whether the run was put back.
+        whether the run was restored.
 
     Raises:
-        ValueError: the file is damaged, or belongs to another model, other settings or other data. Nothing
-            has been changed then.
+        ValueError: the file is damaged, or belongs to another model, other settings or other data. Then
+            nothing has been changed.
     """
     tensors, document = _read(path)
     weights = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
@@ -160,7 +160,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def fingerprint(*tensors: Tensor) -> str:
-    """Sum up tensors in eight characters; equal for equal contents."""
+    """Compute a checksum of tensors, as eight hexadecimal digits."""
     total = 0
     for x in tensors:
         total = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, total)

@@ -9,7 +9,7 @@ from unrolled.fields import Checked, Count, Fraction, Positive, Size
 
 Optimizer = Literal["radam", "adamw"]
 Decay = Literal["cosine", "plateau", "constant", "inverse_sqrt"]
-MAX_THREADS = 1024  # the system refuses to start more, and only once the work has begun
+MAX_THREADS = 1024  # the system cannot start more, and fails only after the work has begun
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from unrolled.training.interfaces import Trainable
 
 
 class EvaluationStoppedError(Exception):
-    """An evaluation was asked to stop before its end."""
+    """An evaluation was stopped before its end."""
 
 
 def evaluate(
@@ -29,13 +29,13 @@ def evaluate(
     mode, under the autocast of training, and leaves torch's random generators as they were.
 
     Args:
-        model: in any mode, which it is left in.
+        model: in any mode, which is restored.
         dataset: its `eval_batches` are evaluated.
-        config: how to make the batches, and how many.
-        stop: asked before each batch whether to give up.
+        config: batch size and number of batches.
+        stop: called before each batch; True stops the evaluation.
 
     Raises:
-        EvaluationStoppedError: `stop` said so.
+        EvaluationStoppedError: `stop` returned True.
         ValueError: there is no target to predict.
     """
     device = next(model.named_parameters())[1].device
@@ -67,5 +67,5 @@ def batch_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torc
 
 
 def count_targets(batch: Batch) -> int:
-    """Count what there is to predict in a batch."""
+    """Count the targets of a batch that are not ignored."""
     return int((batch.targets != IGNORED).sum())

@@ -1,4 +1,4 @@
-"""What a run will take, from its first steps, which are made in memory and thrown away."""
+"""A forecast of memory and time of a run, from a few steps whose results are discarded."""
 
 import sys
 import time
@@ -25,21 +25,21 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run holds in memory and how long it will take.
+    """The memory and the time that a run needs.
 
     Attributes:
-        parameters: numbers that the model has, those shared between layers once.
+        parameters: number of parameters; shared ones count once.
         weight_bytes: of these.
-        gradient_bytes: of the gradients, which parameters that are not trained do not have.
-        optimizer_bytes: of what the optimiser keeps between steps.
-        peak_bytes: most memory that was held, activations included: on a CPU by the whole process, with
-            Python, torch and the data set; on CUDA by torch. None where the system does not tell.
-        step: where the run begins; above 0 where there is a checkpoint to go on from.
-        steps: where it ends.
-        measured: how many steps were made.
-        tokens: targets of a step, a mean over the steps that were made.
-        step_seconds: time of a step, the median; 0 if none is left to make.
-        evaluations: how many are left to make.
+        gradient_bytes: of the gradients; frozen parameters have none.
+        optimizer_bytes: of the state of the optimiser.
+        peak_bytes: peak memory, activations included: on a CPU of the whole process, with Python, torch and
+            the data set; on CUDA of torch. None where the system does not report it.
+        step: first step; above 0 if the run resumes from a checkpoint.
+        steps: last step.
+        measured: number of steps measured.
+        tokens: targets per step, a mean over the measured steps.
+        step_seconds: median time of a step; 0 if none is left.
+        evaluations: how many are left.
         evaluation_seconds: time of one, its first batch times the number of batches.
     """
 
@@ -58,7 +58,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Time of all steps and evaluations that are left; writing checkpoints comes on top."""
+        """Time of all remaining steps and evaluations, without the writing of checkpoints."""
         steps_left = self.steps - self.step
         return steps_left * self.step_seconds + self.evaluations * self.evaluation_seconds
 
@@ -71,7 +71,7 @@ def dry_run(
     *,
     resume: bool = True,
 ) -> Forecast:
-    """Make the first ten steps that `train` would make, and one batch of an evaluation; write nothing.
+    """Run the first ten steps of `train` and one batch of an evaluation, without writing files.
 
     The model is left with the weights of the last of these steps, in eval mode.
 
@@ -79,8 +79,8 @@ def dry_run(
         model: as for `train`.
         dataset: as for `train`.
         config: as for `train`.
-        run_dir: the folder of the run, to begin from its checkpoint if it has one. It is only read.
-        resume: False begins from step 0 all the same.
+        run_dir: the folder of the run, to start from its checkpoint if it has one. It is only read.
+        resume: False starts from step 0 even so.
 
     Raises:
         ValueError: the checkpoint is damaged or belongs to another model, config or data set, or a batch has

@@ -1,4 +1,4 @@
-"""What the training loop needs of a model; any module of this shape can be trained."""
+"""The interface of models that can be trained."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,6 +46,6 @@ class Trainable(Protocol):
 
 @runtime_checkable
 class Recomputes(Protocol):
-    """A model that can compute activations again in the backward pass, instead of keeping them."""
+    """A model that can recompute activations in the backward pass."""
 
     gradient_checkpointing: bool

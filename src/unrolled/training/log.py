@@ -1,4 +1,4 @@
-"""What a run tells: lines of JSON always, TensorBoard on request, a progress bar for whoever watches."""
+"""Output of a run: a JSON-lines log, TensorBoard on request, and a progress bar."""
 
 import json
 from collections.abc import Iterator
@@ -40,10 +40,10 @@ class RunLog:
 def open_log(path: Path, *, after: int | None, tensorboard: bool = False) -> Iterator[RunLog]:
     """Open the log of a run that goes on after step `after`, or of a new one (None).
 
-    What an earlier process logged beyond that step is dropped, as those steps are about to be run again.
+    Later lines of an earlier process are dropped, since those steps run again.
 
     Raises:
-        UnsupportedError: TensorBoard is asked for but not installed.
+        UnsupportedError: TensorBoard is requested but not installed.
     """
     board = _summary_writer(path.parent, after) if tensorboard else None
     kept = [] if after is None else [line for line in read_log(path) if line["step"] <= after]
@@ -59,10 +59,10 @@ def open_log(path: Path, *, after: int | None, tensorboard: bool = False) -> Ite
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """Read the lines of a log; a last line that a killed process did not finish is left out.
+    """Read the lines of a log; an incomplete last line, left by a killed process, is skipped.
 
     Raises:
-        ValueError: another line is damaged: no JSON object, or without an event and a step, or a loss.
+        ValueError: another line is damaged: not a JSON object, or without event, step or loss.
     """
     path = Path(path)
     if not path.exists():

@@ -31,7 +31,7 @@ from unrolled.training.log import RunLog, open_log, progress_bar
 class TrainResult:
     """How a run ended. Losses are in nats per token; None if it was ended before the first evaluation.
 
-    `steps` is below the steps asked for if a signal ended the run; `signal` is then its number, such as
+    `steps` is below `config.steps` if a signal ended the run; `signal` is then its number, such as
     `signal.SIGINT` for Ctrl-C, else None. `seconds` counts every process of the run.
     """
 
@@ -59,13 +59,13 @@ def train(
     metadata: Mapping[str, object] | None = None,
     on_start: Callable[[bool], object] = lambda resumed: None,
 ) -> TrainResult:
-    """Train a model, or go on where an earlier call on the same folder stopped.
+    """Train a model, or resume where an earlier call on the same folder stopped.
 
     The folder holds the best weights so far (whatever `model.save` writes), `last.safetensors` to resume
     from, and `log.jsonl`. A run that is killed at any moment and started again ends with the same weights,
     bit for bit, as one left alone: on a CPU with the same number of threads; on CUDA where the kernels are
-    deterministic. Ctrl-C, SIGTERM and SIGHUP finish the step, give up an evaluation, which is made up for
-    when the run goes on, write a checkpoint and return; a second Ctrl-C stops at once.
+    deterministic. On Ctrl-C, SIGTERM and SIGHUP the run finishes its step, stops an evaluation, which is
+    repeated on resume, writes a checkpoint and returns; a second Ctrl-C stops immediately.
 
     No two processes train in one folder at a time. The model is trained in place on the device it is on, and
     left with its last weights in eval mode.
@@ -74,13 +74,13 @@ def train(
         model: what to train, such as an `unrolled.models.Decoder`.
         dataset: where batches come from, such as `unrolled.data.load("digits")`.
         config: the settings.
-        run_dir: the folder of the run; made if need be.
-        resume: go on from `last.safetensors` if there is one; False starts over and replaces it.
+        run_dir: the folder of the run; created if missing.
+        resume: resume from `last.safetensors` if there is one; False starts over and replaces it.
         progress: show a progress bar.
         tensorboard: also log to `run_dir/tensorboard`.
-        metadata: plain JSON to keep in the checkpoint, such as how to make the data set again.
-        on_start: called once, with whether the run goes on from a checkpoint, when all has been checked and
-            before anything is written: to put further files into the folder.
+        metadata: plain JSON to keep in the checkpoint, such as the options of the data set.
+        on_start: called once, with whether the run resumes from a checkpoint, after all checks and before any
+            write: to add files to the folder.
 
     Raises:
         ValueError: the folder cannot be written to or another process trains there, or its checkpoint is
@@ -92,7 +92,7 @@ def train(
     run_dir = Path(run_dir)
     recompute_activations(model, config)
     with own_random_state(device_of(model)), cpu_threads(config.threads), interrupt_flag() as interrupted:
-        # draws a batch, so that an impossible one makes no folder
+        # draws a batch, so that a failing one creates no folder
         identity = identity_of(model, dataset, config)
         _make_folder(run_dir)
         with held(run_dir):
@@ -109,7 +109,7 @@ def train(
 
 @dataclass
 class _Run:
-    """A run in its folder, which nobody else writes to."""
+    """A run in its folder, which is locked."""
 
     state: TrainState
     dataset: Dataset
@@ -156,7 +156,7 @@ class _Run:
                 bar.console.print(f"Stopped after step {p.step}; train again in {self.run_dir} to go on.")
 
     def _step(self, log: RunLog) -> float:
-        """Make one update and count it; give its loss."""
+        """Make one update and count it; return its loss."""
         p, config = self.state.progress, self.config
         began = time.perf_counter()
         lr = self.state.schedule.lr(p.step)
@@ -169,7 +169,7 @@ class _Run:
         return loss
 
     def _evaluate_if_due(self, log: RunLog) -> None:
-        """Evaluate, tell the schedule and the log, and keep the weights if they are the best so far."""
+        """Evaluate, update the schedule and the log, and save the weights if they are the best so far."""
         p, config, state = self.state.progress, self.config, self.state
         due = p.step % config.eval_every == 0 or p.step == config.steps
         if not due or p.evaluated == p.step:

@@ -1,4 +1,4 @@
-"""The optimiser and its learning rate: AdamW or RAdam, a warm-up, and what follows it."""
+"""The optimiser, AdamW or RAdam, and its learning-rate schedule."""
 
 import math
 from collections.abc import Iterable
@@ -37,10 +37,10 @@ def build_optimizer(
 
 @dataclass
 class ScheduleState:
-    """All that a schedule remembers.
+    """The state of a schedule.
 
     Attributes:
-        scale: what the plateau has made of the learning rate so far.
+        scale: factor that the plateau schedule has applied to the learning rate so far.
         best: lowest validation loss seen.
         stale: evaluations since then, or since the rate was last lowered.
     """
@@ -61,7 +61,7 @@ class Schedule:
         constant       lr
         inverse_sqrt   lr * sqrt(w / (s + 1))
 
-    Only the plateau has a memory, which `observe` feeds and `state` holds. With lr = (d_model w)^-0.5, the
+    Only the plateau schedule has state, which `observe` updates. With lr = (d_model w)^-0.5, the
     last one is d_model^-0.5 min((s + 1)^-0.5, (s + 1) w^-1.5), the rate of Vaswani et al. 2017 (arXiv
     1706.03762, eq. 3), which the code of its authors calls "noam".
     """
@@ -84,7 +84,7 @@ class Schedule:
         return peak
 
     def observe(self, val_loss: float) -> None:
-        """Tell the schedule a validation loss; only the plateau schedule listens."""
+        """Update the plateau schedule with a validation loss; other schedules ignore it."""
         if self.config.schedule != "plateau":
             return
         s = self.state

@@ -1,4 +1,4 @@
-"""What a feature map is, and how two of them make one for queries and keys."""
+"""The base class of feature maps, and the map that combines one for queries and one for keys."""
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ from unrolled.ops.precision import accumulation_dtype
 
 
 class FeatureMap(nn.Module):
-    """phi for one head width. A map whose two sides agree overrides `phi` alone, which is given fp32 or fp64.
+    """phi for one head width. A map that is the same for queries and keys overrides `phi` alone.
 
     Attributes:
         head_dim: width D of the queries and keys that it takes.
@@ -25,7 +25,7 @@ class FeatureMap(nn.Module):
         self.feature_dim = head_dim if feature_dim is None else feature_dim
 
     def phi(self, x: Tensor) -> Tensor:
-        """Map `[..., D]` to `[..., R]`, queries and keys alike."""
+        """Map queries or keys `[..., D]`, in fp32 or fp64, to `[..., R]`."""
         raise NotImplementedError
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ class FeatureMap(nn.Module):
         return self.phi(self._wide("k", k))
 
     def _wide(self, name: str, x: Tensor) -> Tensor:
-        """Check heads `[...,D]` and give them in the type that features are computed in."""
+        """Check heads `[...,D]` and convert them to the accumulation dtype."""
         check_tensor(name, x)
         if x.dim() < 1 or x.shape[-1] != self.head_dim or not x.is_floating_point():
             raise ValueError(

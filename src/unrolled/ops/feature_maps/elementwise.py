@@ -1,4 +1,4 @@
-"""Maps that take each coordinate by itself, or products of two of them, and have nothing to learn."""
+"""Feature maps without parameters: elementwise functions and products of coordinates."""
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Exp(FeatureMap):
     """phi(x) = exp(x): the kernel is sum_r exp(q_r + k_r), positive and sharp.
 
     A query loses its largest coordinate first, a factor that the division takes out again. For a key there is
-    no such factor; its coordinates are held at 60, from where the feature stands still.
+    no such factor; its coordinates are clamped at 60.
     """
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:

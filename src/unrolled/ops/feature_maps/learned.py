@@ -1,7 +1,7 @@
-"""Maps that are learned: each head has weights of its own.
+"""Learned feature maps, with separate weights per head.
 
 One of these maps queries or keys. Both together take two of them in a `QueryKeyMap`, which is what
-`make_feature_map` gives, as keys have weights of their own and may have fewer heads.
+`make_feature_map` gives, as keys have separate weights and may have fewer heads.
 """
 
 import torch
@@ -65,7 +65,7 @@ class Hedgehog(PerHeadMap):
     """phi(x) = [exp(Wx + b), exp(-Wx - b)], R = 2D, positive; W = I and b = 0 at first.
 
     Hedgehog (arXiv 2402.04347), whose W and b are first trained to give softmax's weights. Kept in range as
-    `Exp` is: the factor of a query is free to choose, and the exponents of a key are held at 60.
+    `Exp` is: a factor per query cancels, and the exponents of a key are clamped at 60.
     """
 
     def __init__(self, head_dim: int, n_heads: int):

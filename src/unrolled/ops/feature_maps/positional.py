@@ -1,4 +1,4 @@
-"""Maps that know where a query or a key stands."""
+"""Feature maps that depend on the position."""
 
 import math
 
@@ -21,8 +21,8 @@ class CosFormer(FeatureMap):
 
     Args:
         head_dim: D.
-        max_length: M. Positions from 0 to M are taken; others raise a ValueError where looking is free, on
-            a CPU and uncompiled.
+        max_length: M. Positions from 0 to M are valid; others raise a ValueError where reading values is
+            free, on a CPU in eager mode.
     """
 
     positional = True

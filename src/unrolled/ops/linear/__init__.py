@@ -106,8 +106,8 @@ def linear_attention(
         (fp64 for fp64 inputs). Gradients of any order reach every input and pass through both states.
 
     Raises:
-        ValueError: an argument of another shape or type; offsets that do not rise; on a CPU and uncompiled,
-            where looking is free, a positive `log_decay`.
+        ValueError: an argument of another shape or type; offsets that do not rise; on a CPU in eager
+            mode, where reading values is free, a positive `log_decay`.
     """
     check_booleans(causal=causal, normalize=normalize)
     k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state)

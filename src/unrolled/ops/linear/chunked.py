@@ -192,20 +192,20 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, causal: bool, 
 
 
 class Reads(NamedTuple):
-    """What the queries send back: to themselves, to the keys of their chunk, and to all n + 1 states."""
+    """The gradients that come from the queries: of themselves, the keys of their chunk and all states."""
 
     dq: Tensor  # [X,n,P,C,R]
     dk: Tensor  # [X,n,1,C,R]
     dv: Tensor  # [X,n,1,C,M]
     d_states: Tensor  # [X,n+1,1,R,M]
     d_sums: Tensor  # [X,n+1,1,R,1]
-    d_gates: Tensor  # [X,n,1,C], but for what passes through the states
+    d_gates: Tensor  # [X,n,1,C], without what passes through the states
 
 
 def _causal_reads(
     x: Chunks, g: Tensor, divisor: Tensor | None, S: Tensor, z: Tensor, dS_end: Tensor, dz_end: Tensor
 ) -> Reads:
-    """Queries that read the keys of their chunk up to themselves, and the state before it."""
+    """Gradients where a query reads the keys of its chunk up to itself, and the state before the chunk."""
     scores = x.q @ x.k.mT
     d_weights = (g @ x.v.mT) * x.gates.within
     dq_read = _times(g @ S[:, :-1].mT, x.gates.from_start)
@@ -236,7 +236,7 @@ def _causal_reads(
 def _bidirectional_reads(
     x: Chunks, g: Tensor, divisor: Tensor | None, S: Tensor, z: Tensor, dS_end: Tensor, dz_end: Tensor
 ) -> Reads:
-    """Queries that all read the state after the only chunk; their share joins what arrives there."""
+    """Gradients where all queries read the state after the only chunk."""
     dq = g @ S[:, 1:].mT
     dS_end = dS_end + sum_heads(x.q.mT @ g)
     if divisor is not None:

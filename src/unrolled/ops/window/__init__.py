@@ -1,4 +1,4 @@
-r"""Window attention: softmax attention in which a query reads the keys near it.
+r"""Window attention: softmax attention in which a query attends to the keys near it.
 
 With the position p_i = i + S - T of query i among the keys (bottom-right aligned, so i itself when T = S),
 
@@ -75,9 +75,9 @@ def window_attention(
         q: queries `[B,T,H,D]`.
         k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
         v: values `[B,S,G,M]`.
-        window_size: `(left, right)`, how many keys a query reads before and after its own position; -1 for
-            all of that side, so `(-1, 0)` is causal attention and `(-1, -1)` full attention.
-        key_padding_mask: `[B,S]`, True = padding: such a key is never read, but keeps its position.
+        window_size: `(left, right)`, how many keys before and after its own position a query attends to; -1
+            for all of that side, so `(-1, 0)` is causal attention and `(-1, -1)` full attention.
+        key_padding_mask: `[B,S]`, True = padding: such a key is masked, but keeps its position.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S). An unbounded side
             costs time proportional to each sequence in the C++ kernels, to the row in the other forms.
         scale: factor of the scores, 1/sqrt(D) by default.

@@ -127,7 +127,7 @@ def backward(
 
 
 def _blocks(T: int, S: int, window_size: tuple[int, int]) -> tuple[int, Iterator[Block]]:
-    """Count the first queries, which come before all keys and read nothing, and cut the rest into blocks."""
+    """Return the number of first queries that are before all keys, and the blocks of the rest."""
     left, right = bounded(window_size, T, S)
     unread = max(0, T - S - right) if S else T
 

@@ -2,8 +2,8 @@ r"""Window attention with gaps: a query reads every d-th key near it, and each h
 
     W_i = { i + m d : -left <= m <= right }
 
-so a window of left + right + 1 keys spans d times as many tokens. Tokens of different i mod d never meet: a
-sequence is d shorter ones laid into each other, its residue classes, and `window_attention` runs on each.
+so a window of left + right + 1 keys spans d times as many tokens. Tokens of different i mod d never interact:
+a sequence consists of d interleaved ones, its residue classes, and `window_attention` runs on each.
 
 Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), section 3.1.
 """
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 def runs(dilation: Sequence[int], n_kv_heads: int) -> Iterator[Run]:
-    """Cut the query heads where the dilation changes; key heads that are cut apart are read twice."""
+    """Cut the query heads where the dilation changes; key heads in two runs are read twice."""
     share, end = len(dilation) // n_kv_heads, 0
     for d, alike in groupby(dilation):
         begin, end = end, end + len(list(alike))
@@ -110,7 +110,7 @@ def _like_window(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, T
 def dilated_window(
     q: Tensor, k: Tensor, v: Tensor, window_size: Sequence[int], d: int, key_padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Do what `dilated_window_attention` says for one dilation of more than 1, once arguments are checked."""
+    """Compute `dilated_window_attention` for one dilation above 1 and checked arguments."""
     B, T, S = *q.shape[:2], k.shape[1]
     left, right = window_size
     unread = max(0, S - T - left * d)  # what is left before the first query is a multiple of d

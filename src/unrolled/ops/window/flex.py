@@ -1,20 +1,20 @@
 """Window attention on CUDA through `torch.nn.attention.flex_attention`, compiled on first use.
 
-flex skips the blocks of 128 x 128 scores that no query may read and masks those that are read in part. They
-are computed from the window, so nothing of size [T,S] is formed, and cached for the last few windows.
-Padding and packs are masked as scores: they change neither blocks nor kernel.
+flex skips the blocks of 128 x 128 scores that are fully masked, and masks the scores of partly masked blocks.
+The blocks are computed from the window, so nothing of size [T,S] is allocated, and cached for the last few
+windows. Padding and packing are masked score by score, so they change neither blocks nor kernel.
 
-The backward pass runs the forward pass again, as flex has no public way back from saved outputs.
+The backward pass recomputes the forward pass, as flex has no public API to start from saved outputs.
 
 It has not run on a GPU yet. On a CPU the tests compare the blocks with those that torch derives from the
 mask, run the forward pass through uncompiled flex, and the backward pass through a substitute, as flex has
-none there.
+no backward pass on a CPU.
 """
 
 import importlib
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 BLOCK = 128  # scores on a side of flex's blocks
 NARROWEST = 16  # the narrowest heads that flex's kernels can run
-VARIANTS = 64  # combinations of types, masks and numbers of heads that may be compiled; torch's default is 8
+VARIANTS = 64  # combinations of dtypes, masks and numbers of heads to compile at most; torch's default is 8
 
 
 class Blocks(NamedTuple):
-    """Which key blocks the queries of each query block read, in part or completely."""
+    """The key blocks that each query block attends to, partly or fully."""
 
     partly: Tensor  # bool [ceil(T/128), ceil(S/128)]
     fully: Tensor
@@ -114,7 +114,7 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _window(left: int, right: int, T: int, S: int, device: torch.device) -> Callable[..., Tensor]:
-    """Make flex's `mask_mod`. The bounds are a tensor: as constants, each pair would be compiled again."""
+    """Make flex's `mask_mod`. The bounds are a tensor, as each pair of constants would be compiled again."""
     # The range of j - i, where query i has the position i + S - T.
     limits = [(S - T) - (S if left < 0 else left), (S - T) + (T if right < 0 else right)]
     bounds = torch.tensor(limits, device=device)
@@ -142,8 +142,8 @@ def _mask_scores(padding: Tensor | None, segments: Tensor | None) -> Callable[..
 
 @cache
 def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return flex as a function with the results `o` and `lse`, which torch 2.9 returns in another way."""
-    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    """Return flex as a function that returns `o` and `lse` on every version of torch."""
+    module = importlib.import_module("torch.nn.attention.flex_attention")
 
     def flex(*args: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         if hasattr(module, "AuxRequest"):
@@ -154,7 +154,7 @@ def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
 
     if not compiled:
         return flex
-    # With fullgraph, exceeding the limit of variants is an error; without, flex would silently form [T,S].
+    # With fullgraph, exceeding the recompile limit is an error; without, flex would silently allocate [T,S].
     run = torch.compile(flex, fullgraph=True)
 
     def run_compiled(*args: Tensor, **options: object) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Causal window attention as a recurrence: the state is the last keys and values, those in reach.
+"""Causal window attention as a recurrence: the state is the last keys and values, those in the window.
 
 The window of dilation d reads the token itself and those d, 2 d ... left d before it. With the keys in order,
 the newest last, that is a slice with steps of d.
@@ -17,10 +17,10 @@ from unrolled.ops.window.dilated import dilated_window_attention, runs
 
 
 class WindowState(NamedTuple):
-    """The last R keys and values of each row, the newest last, as a value of a fixed size.
+    """The last R keys and values of each row, the newest last.
 
-    R is the reach of the window, left times the largest dilation. Of a row that has seen fewer tokens, the
-    first places are zeros and not read.
+    R is the reach of the window, left times the largest dilation. If a row has fewer tokens, the
+    first places are zeros and masked.
     """
 
     k: Tensor  # [B,G,R,D]
@@ -31,7 +31,7 @@ class WindowState(NamedTuple):
 def empty_window(
     batch_size: int, reach: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor
 ) -> WindowState:
-    """Make a state that has seen nothing, of the device and type of `like`."""
+    """Make an empty state with the device and dtype of `like`."""
     k = like.new_zeros(batch_size, n_kv_heads, reach, head_dim)
     v = like.new_zeros(batch_size, n_kv_heads, reach, value_dim)
     return WindowState(k, v, torch.zeros(batch_size, dtype=torch.long, device=like.device))
@@ -49,7 +49,7 @@ def window_prefill(
 ) -> tuple[Tensor, WindowState]:
     """Attend from `q [B,T,H,D]` to the state and to new keys and values of the same T tokens.
 
-    Padded tokens (`key_padding_mask [B,T]`, True = padding) are not there: they have no position.
+    Padded tokens (`key_padding_mask [B,T]`, True = padding) are removed: they have no position.
 
     Returns:
         `o [B,T,H,M]`, and the state after the new tokens.
@@ -91,7 +91,7 @@ def window_prefill(
 def window_step(
     q: Tensor, k: Tensor, v: Tensor, state: WindowState, *, left: int, dilation: Sequence[int]
 ) -> tuple[Tensor, WindowState]:
-    """One token: key `[B,G,D]` and value `[B,G,M]` join the window, which the query `[B,H,D]` then reads.
+    """One token: append the key `[B,G,D]` and value `[B,G,M]`, then attend from the query `[B,H,D]`.
 
     Returns:
         `o [B,H,M]`, and the new state, without the oldest key and value.
