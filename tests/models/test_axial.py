@@ -3,6 +3,7 @@ import re
 import pytest
 import torch
 
+from models.kit import read
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
@@ -40,12 +41,8 @@ def test_a_decoder_steps_as_it_reads():
     model = Decoder(config).double()
     tokens = torch.randint(7, (2, 15))
     expected = model(tokens)
-    logits, state = model.prefill(tokens[:, :7], model.init_state(2))
-    found = [logits]
-    for token in tokens[:, 7:].unbind(1):
-        logits, state = model.step(token, state)
-        found.append(logits.unsqueeze(1))
-    torch.testing.assert_close(torch.cat(found, 1), expected)
+    found, state = read(model, [tokens[:, :7], *tokens[:, 7:].unbind(1)])
+    torch.testing.assert_close(found, expected)
     message = "the input has length 16, but must have at most the product of axial_shape = 15"
     with pytest.raises(ValueError, match=re.escape(message)):
         model(torch.zeros(1, 16, dtype=torch.long))

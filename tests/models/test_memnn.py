@@ -228,17 +228,6 @@ def test_a_story_of_padding_has_nothing_to_choose_and_finite_gradients():
     assert all(x.isfinite().all() for x in torch.autograd.grad(loss, list(model.parameters())))
 
 
-def test_it_comes_back_bit_for_bit(tmp_path):
-    model = make(n_hops=3, margin=0.5)
-    model.save(tmp_path)
-    loaded = models.load(tmp_path)
-    assert isinstance(loaded, MemNN)
-    assert loaded.config == model.config
-    inputs, padding = story()
-    found = loaded.eval()(inputs, key_padding_mask=padding)
-    assert torch.equal(found, model(inputs, key_padding_mask=padding))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_types_are_near_to_double(dtype):
     model = make(n_hops=1)

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled import models
 from unrolled.models.memory_network import MemN2N, MemN2NConfig, embed
 
 V, D = 11, 6
@@ -240,17 +239,6 @@ def test_noise_has_its_own_generator_which_a_saved_run_takes_along(tmp_path):
     other = make(noise=1.0, seed=1).train()
     other(inputs)
     assert not torch.equal(other(inputs), here[0])
-
-
-@pytest.mark.parametrize("tying", TYINGS)
-def test_it_comes_back_bit_for_bit(tying, tmp_path):
-    model = make(tying=tying)
-    model.save(tmp_path)
-    loaded = models.load(tmp_path)
-    assert isinstance(loaded, MemN2N)
-    assert loaded.config == model.config
-    inputs, _ = story()
-    assert torch.equal(loaded.eval()(inputs), model(inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -99,8 +99,8 @@ def random_features():
     ("make", "causal", "error", "message"),
     [
         (lambda: nn.Linear(2, 2), True, ValueError, "encoder is a Linear, but must be an encoder of fast_transformers"),
-        (lambda: encoder("linear"), True, ValueError, "causal is True, expected False: encoder has LinearAttention"),
-        (lambda: encoder("causal-linear"), False, ValueError, "expected True: encoder has CausalLinearAttention"),
+        (lambda: encoder("linear"), True, ValueError, "causal is True, but must be False: encoder has LinearAttention"),
+        (lambda: encoder("causal-linear"), False, ValueError, "causal is False, but must be True: encoder has CausalLinearAttention"),
         (lambda: encoder("local", local_context=4), True, UnsupportedError, "encoder has LocalAttention, which has no counterpart"),
         (lambda: encoder("full", softmax_temp=0.3), True, UnsupportedError, "softmax_temp 0.3"),
         (other_features, False, UnsupportedError, r"other features than elu\(x\) \+ 1"),
