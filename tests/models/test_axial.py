@@ -56,10 +56,6 @@ def test_a_decoder_steps_as_it_reads():
         ({"axial_shape": [4, 4]}, "axial_shape is [4, 4], but must be None with positions 'learned'"),
         ({"positions": "axial"}, "axial_shape is None, but must be a list of sizes, such as [32, 32]"),
         (
-            {"positions": "axial", "axial_shape": [4, 0]},
-            "axial_shape is [4, 0], but must be a list of 1 or more integers of at least 1",
-        ),
-        (
             {"positions": "axial", "axial_shape": [4, 4], "axial_widths": [128, 127]},
             "axial_widths is [128, 127], but must be 2 widths, one for each axis, that add up to 256",
         ),

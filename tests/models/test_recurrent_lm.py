@@ -85,10 +85,6 @@ def test_dropout_acts_in_training_alone():
             {"cell_options": {"rang": 3}, "cell": "low_rank_rnn"},
             "cell_options of 'low_rank_rnn' do not fit.*'rang'",
         ),
-        ({"cell_options": [3]}, r"cell_options is \[3\], but must be a dict"),
-        ({"n_layers": 0}, "n_layers is 0, but must be an integer of at least 1"),
-        ({"dropout": 1.0}, r"dropout is 1.0, but must be a number in \[0, 1\)"),
-        ({"start_token": 1}, "start_token is 1, but must be True or False"),
         ({"hidden_size": 6, "tie_embeddings": True}, "hidden_size is 6, but must be d_model = 8"),
     ],
 )

@@ -286,21 +286,7 @@ def test_wrong_input_is_named(kind, config, options, call, message):
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"vocab_size": 0}, ValueError, "vocab_size is 0, but must be an integer of at least 1"),
-        (
-            {"source_vocab_size": 0},
-            ValueError,
-            "source_vocab_size is 0, but must be an integer of at least 1",
-        ),
-        ({"dropout": 1}, ValueError, r"dropout is 1, but must be a number in \[0, 1\)"),
         ({"label_smoothing": -0.1}, ValueError, "label_smoothing is -0.1"),
-        ({"start_token": False}, ValueError, "start_token is False, but must be True"),
-        (
-            {"readout_state": "next"},
-            ValueError,
-            "readout_state is 'next', but must be one of 'previous', 'current'",
-        ),
-        ({"attention": "bahdanauu"}, ValueError, "attention is 'bahdanauu', but must be one of"),
         ({"attention": "linear"}, ValueError, "attention is 'linear', but must be one of bahdanau"),
         ({"attention_options": {"scores": 1}}, ValueError, "attention_options of 'bahdanau' does not fit"),
     ],
