@@ -32,13 +32,13 @@ def check_contents(wheel: Path) -> None:
     """Fail unless the wheel holds the files of the package, and besides them only the kernels."""
     package = ROOT / "src" / "unrolled"
     files = {x.relative_to(package.parent).as_posix() for x in package.rglob("*") if x.is_file()}
-    wanted = {x for x in files if "__pycache__" not in x and x != KERNELS}
+    expected = {x for x in files if "__pycache__" not in x and x != KERNELS}
     if has_kernels(wheel):
-        wanted.add(KERNELS)
+        expected.add(KERNELS)
     names = zipfile.ZipFile(wheel).namelist()
     found = {x for x in names if x.startswith("unrolled/") and not x.endswith("/")}
-    if found != wanted:
-        sys.exit(f"{wheel.name} and src/unrolled differ in {sorted(found ^ wanted)}")
+    if found != expected:
+        sys.exit(f"{wheel.name} and src/unrolled differ in {sorted(found ^ expected)}")
 
 
 def has_kernels(wheel: Path) -> bool:

@@ -21,12 +21,12 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-def assert_same(found: list[Tensor], wanted: list[Tensor], inputs: list[Tensor]) -> None:
+def assert_same(found: list[Tensor], expected: list[Tensor], inputs: list[Tensor]) -> None:
     """Fail unless outputs agree to 1e-12, and so do the gradients of `inputs` for one fixed random loss."""
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
     sums = []
-    for outputs in (found, wanted):
+    for outputs in (found, expected):
         loss = torch.zeros((), dtype=torch.float64)
         for i, x in enumerate(outputs):
             weights = draw(*x.shape, seed=100 + i).detach()

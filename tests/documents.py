@@ -110,6 +110,6 @@ def _check_unrolled(arguments: list[str]) -> None:
 
 def _check_pip(arguments: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for wanted in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):
-        missing = set(wanted.split(",")) - project["optional-dependencies"].keys()
+    for expected in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):
+        missing = set(expected.split(",")) - project["optional-dependencies"].keys()
         assert not missing, f"pyproject.toml has no extras {missing}"

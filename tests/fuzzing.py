@@ -91,7 +91,7 @@ def check_refusal(error: BaseException, what: str) -> str:
     """Require one sentence of a kind that callers expect, and return that kind."""
     if not isinstance(error, ValueError | UnsupportedError):
         raise BrokenError(f"{what}: {type(error).__name__}: {error}"[:600])
-    told = str(error)
-    if not told or "\n" in told or "alloc_cpu" in told:
-        raise BrokenError(f"{what}: {type(error).__name__} is not one sentence: {told!r}"[:600])
+    message = str(error)
+    if not message or "\n" in message or "alloc_cpu" in message:
+        raise BrokenError(f"{what}: {type(error).__name__} is not one sentence: {message!r}"[:600])
     return "refused"

@@ -10,7 +10,7 @@ SIZES = [64, 128, 256, 512, 1024]
 SEEDS = range(24)
 
 
-def assert_monte_carlo_rate(estimate, wanted):
+def assert_monte_carlo_rate(estimate, expected):
     """The error of `estimate(n_features, seed)` falls like n^(-1/2).
 
     A straight line is fitted to log(error) over log(n) for each seed. The mean slope may differ from -1/2 by four
@@ -18,7 +18,7 @@ def assert_monte_carlo_rate(estimate, wanted):
     """
     x = torch.tensor(SIZES, dtype=torch.float64).log()
     errors = torch.tensor(
-        [[float((estimate(n, seed) - wanted).norm()) for n in SIZES] for seed in SEEDS], dtype=torch.float64
+        [[float((estimate(n, seed) - expected).norm()) for n in SIZES] for seed in SEEDS], dtype=torch.float64
     )
     x = x - x.mean()
     slopes = (errors.log() * x).sum(1) / x.square().sum()
@@ -28,7 +28,7 @@ def assert_monte_carlo_rate(estimate, wanted):
     return slope, scatter
 
 
-def assert_mean(samples, wanted):
-    """The mean of independent samples (first axis) is `wanted`, within five of its standard errors."""
+def assert_mean(samples, expected):
+    """The mean of independent samples (first axis) is `expected`, within five of its standard errors."""
     error = samples.std(0) / len(samples) ** 0.5
-    assert ((samples.mean(0) - wanted).abs() <= 5 * error).all()
+    assert ((samples.mean(0) - expected).abs() <= 5 * error).all()

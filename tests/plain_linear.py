@@ -156,11 +156,11 @@ class PlainLinear(nn.Module):
 
     def refuse(self, **asked):
         """Raise for every capability that is asked for and not claimed."""
-        for name, wanted in asked.items():
+        for name, expected in asked.items():
             claimed = getattr(self.supports, name) not in (False, "none")
             if name == "recurrence":
                 claimed = claimed and self.causal
-            if wanted and not claimed:
+            if expected and not claimed:
                 raise UnsupportedError(f"{name} is not supported here; use another mechanism")
 
     def check_sequences(self, query, key, value):
@@ -186,11 +186,11 @@ class PlainLinear(nn.Module):
         if not isinstance(state, self.state_type):
             raise ValueError(f"state is a {type(state).__name__}, should be a {self.state_type.__name__}")
         like = PlainLinear.init_state(self, x.shape[0])
-        for name, wanted in like._asdict().items():
-            self.check_part(name, getattr(state, name), wanted)
+        for name, expected in like._asdict().items():
+            self.check_part(name, getattr(state, name), expected)
 
-    def check_part(self, name, part, wanted):
-        if not isinstance(part, Tensor) or (part.dtype, part.device) != (wanted.dtype, wanted.device):
-            raise ValueError(f"state.{name} is {part}, should be a tensor of {wanted.dtype}")
-        if part.shape != wanted.shape:
-            raise ValueError(f"state.{name} has shape {list(part.shape)}, should be {list(wanted.shape)}")
+    def check_part(self, name, part, expected):
+        if not isinstance(part, Tensor) or (part.dtype, part.device) != (expected.dtype, expected.device):
+            raise ValueError(f"state.{name} is {part}, should be a tensor of {expected.dtype}")
+        if part.shape != expected.shape:
+            raise ValueError(f"state.{name} has shape {list(part.shape)}, should be {list(expected.shape)}")

@@ -133,8 +133,8 @@ def test_a_story_of_the_test_files_is_drawn_by_hop_and_sentence(stories, tmp_pat
     assert title.startswith("where is mary?  ")
     assert title in result.stdout
     batch = babi.BabiDataset([1]).encode([*sentences, "where is mary"])
-    wanted = model.attend(batch.inputs, key_padding_mask=batch.key_padding_mask)[0].T
-    np.testing.assert_allclose(weights, wanted.detach().numpy(), rtol=1e-5)
+    expected = model.attend(batch.inputs, key_padding_mask=batch.key_padding_mask)[0].T
+    np.testing.assert_allclose(weights, expected.detach().numpy(), rtol=1e-5)
 
 
 def test_a_story_of_ones_own_comes_from_options_or_a_file(stories, tmp_path, monkeypatch):

@@ -184,8 +184,8 @@ def test_images_become_a_sheet(tmp_path: Path) -> None:
 
 
 def test_the_help_of_train_names_every_kind_of_model() -> None:
-    told = works("train", "--help").stdout
-    assert [kind for job in JOBS.values() for kind in job.kinds if kind not in told] == []
+    printed = works("train", "--help").stdout
+    assert [kind for job in JOBS.values() for kind in job.kinds if kind not in printed] == []
 
 
 def test_a_first_try_that_failed_does_not_stand_in_the_way(tmp_path: Path, text_settings: list[str]) -> None:
@@ -322,7 +322,7 @@ def test_a_damaged_vocabulary_is_named(copied: Path) -> None:
 
 
 def test_wrong_options_are_named(trained: Path) -> None:
-    assert error("generate", trained, "--top-p", 2) == "top_p must be in (0, 1], not 2.0"
+    assert error("generate", trained, "--top-p", 2) == "top_p is 2.0, but must be in (0, 1]"
     assert error("generate", trained, "--num-samples", 0) == "num_samples is 0, but must be at least 1"
     assert "['€']" in error("generate", trained, "--prompt", "5 €")
     assert error("generate", trained, "--out", "x.png").startswith("--out is for images")
@@ -405,7 +405,7 @@ def _start(*arguments: object) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "told"),
+    ("number", "code", "printed"),
     [
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, 143, "interrupted by SIGTERM"),
@@ -413,7 +413,7 @@ def _start(*arguments: object) -> "subprocess.Popen[str]":
     ],
 )
 def test_a_signal_ends_training_with_its_code_and_one_line_and_the_run_can_go_on(
-    number: signal.Signals, code: int, told: str, text_settings: list[str], tmp_path: Path
+    number: signal.Signals, code: int, printed: str, text_settings: list[str], tmp_path: Path
 ) -> None:
     process = _start(
         "train", *text_settings, "train.steps=1000000", "train.log_every=1", f"run_dir={tmp_path}"
@@ -427,7 +427,7 @@ def test_a_signal_ends_training_with_its_code_and_one_line_and_the_run_can_go_on
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == code, stderr
-    assert stderr.splitlines()[-1] == told
+    assert stderr.splitlines()[-1] == printed
     assert "Traceback" not in stderr
     assert "steps: 1000000" in settings  # those of the run, not of the one that was refused
     logged = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["step"]

@@ -34,7 +34,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = ["data.name=multi30k", "data.vocab_size=300", f"data.data_dir={folder}", f"run_dir={run_dir}"]
     ended = works("train", *settings, "train.steps=20", "train.schedule=inverse_sqrt", *SMALL)
     assert re.search(r"best validation loss \d+\.\d+ nats/token", ended.stderr)
-    assert f"translate by it: unrolled translate {run_dir}" in ended.stderr
+    assert f"translate with it: unrolled translate {run_dir}" in ended.stderr
     return run_dir
 
 
@@ -62,7 +62,7 @@ def test_translating_needs_the_folder_of_the_run_alone(trained: Path, tmp_path: 
     assert piped.stdout == spoken
 
 
-def test_the_best_translations_are_told_with_their_scores(trained: Path) -> None:
+def test_the_best_translations_come_with_their_scores(trained: Path) -> None:
     sentences = "a dog and a tree.", "number 3: a man."
     single = works("translate", trained, *sentences, "--beam-size", 3).stdout.splitlines()
     several = works("translate", trained, *sentences, "--beam-size", 3, "--n-best", 2).stdout.splitlines()
@@ -74,11 +74,13 @@ def test_the_best_translations_are_told_with_their_scores(trained: Path) -> None
         assert float(first[0]) >= float(second[0])
         assert first[1] != second[1]
     for n in 0, 5:
-        told = error("translate", trained, "a dog", "--n-best", n)
-        assert told == f"--n-best is {n}, but must be from 1 to --beam-size = 4"
+        printed = error("translate", trained, "a dog", "--n-best", n)
+        assert printed == f"--n-best is {n}, but must be from 1 to --beam-size = 4"
 
 
-def test_no_run_of_tokens_comes_twice_when_told_so(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_run_of_tokens_comes_twice_where_that_is_refused(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Vocabulary, "decode", lambda self, ids: " ".join(map(str, ids.tolist())))
 
     def pairs(*options: object) -> list[tuple[str, str]]:
@@ -88,8 +90,8 @@ def test_no_run_of_tokens_comes_twice_when_told_so(trained: Path, monkeypatch: p
     free, blocked = pairs(), pairs("--no-repeat-ngram-size", 2)
     assert len(set(free)) < len(free)
     assert len(set(blocked)) == len(blocked)
-    told = error("translate", trained, "a dog", "--no-repeat-ngram-size", -1)
-    assert told == "no_repeat_ngram_size is -1, but must be a whole number of at least 0"
+    printed = error("translate", trained, "a dog", "--no-repeat-ngram-size", -1)
+    assert printed == "no_repeat_ngram_size is -1, but must be a whole number of at least 0"
 
 
 def test_wrong_requests_to_translate_get_one_sentence(trained: Path, digits: Path, tmp_path: Path) -> None:
@@ -140,16 +142,16 @@ def test_evaluate_measures_what_sacrebleu_measures(trained: Path, tmp_path: Path
     from sacrebleu import corpus_bleu
 
     out = tmp_path / "translations.txt"
-    told = works("evaluate", trained, "--split", "test_2017_flickr", "--out", out).stdout
+    printed = works("evaluate", trained, "--split", "test_2017_flickr", "--out", out).stdout
     lines = out.read_text().splitlines()
     assert len(lines) == 3
     from unrolled.data.multi30k import read_sentences
 
     references = read_sentences("test_2017_flickr.de", trained_data(trained))
     expected = corpus_bleu(lines, [references]).score
-    assert f"test_2017_flickr: BLEU {expected:.2f} with beam 4, length penalty 0.6" in told
-    assert "tok:13a" in told
-    assert re.search(r"validation loss \d+\.\d{4} nats/token", told)
+    assert f"test_2017_flickr: BLEU {expected:.2f} with beam 4, length penalty 0.6" in printed
+    assert "tok:13a" in printed
+    assert re.search(r"validation loss \d+\.\d{4} nats/token", printed)
     assert "test_2016_flickr: BLEU" in works("evaluate", trained, "--beam-size", 1).stdout
 
 
@@ -165,9 +167,9 @@ def test_a_perfect_translation_has_bleu_100() -> None:
     assert score(["x"], ["ein Hund läuft schnell davon ."])[0] < 5
 
 
-def test_evaluate_tells_the_loss_of_other_runs(digits: Path) -> None:
-    told = works("evaluate", digits).stdout
-    nats, bits = (float(x) for x in re.search(r"loss ([\d.]+) nats/token, ([\d.]+) bits", told).groups())
+def test_evaluate_prints_the_loss_of_other_runs(digits: Path) -> None:
+    printed = works("evaluate", digits).stdout
+    nats, bits = (float(x) for x in re.search(r"loss ([\d.]+) nats/token, ([\d.]+) bits", printed).groups())
     assert bits == pytest.approx(nats / math.log(2), rel=1e-3)
     best = json.loads((digits / "log.jsonl").read_text().splitlines()[-1])["best"]
     assert nats == pytest.approx(best, abs=1e-4)
@@ -181,9 +183,9 @@ def test_wrong_requests_to_evaluate_get_one_sentence(trained: Path, digits: Path
 
 
 def test_info_describes_a_run_of_any_kind(trained: Path) -> None:
-    told = works("info", trained).stdout
-    assert "nats/token" in told
-    assert "parameters" in told
+    printed = works("info", trained).stdout
+    assert "nats/token" in printed
+    assert "parameters" in printed
 
 
 def test_of_labels_the_part_that_is_right_is_counted() -> None:

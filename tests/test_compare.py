@@ -35,8 +35,8 @@ def test_the_error_is_that_of_the_outputs_with_the_same_projections(causal):
     linear.load_state_dict(softmax.state_dict())
     x = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(12))
     with torch.no_grad():
-        y, wanted = linear(x), softmax(x)
-    assert row.error == pytest.approx(float((y - wanted).norm() / wanted.norm()), rel=1e-5)
+        y, expected = linear(x), softmax(x)
+    assert row.error == pytest.approx(float((y - expected).norm() / expected.norm()), rel=1e-5)
 
 
 def test_the_flatter_softmax_is_the_closer_comes_linear_attention():
@@ -44,7 +44,7 @@ def test_the_flatter_softmax_is_the_closer_comes_linear_attention():
     assert errors[0] < errors[1] / 2
 
 
-def test_a_mechanism_that_cannot_is_told_and_the_others_are_measured(monkeypatch):
+def test_a_mechanism_that_cannot_is_reported_and_the_others_are_measured(monkeypatch):
     one_way = Supports(True, False, True, True, True, "constant")
     monkeypatch.setattr(LinearAttention, "supports", one_way)
     softmax, linear = compare(["linear"], [8], Settings(**SMALL))

@@ -378,11 +378,11 @@ class AcceptsAnyPaddingType(PlainLinear):
 class AcceptsAnyState(PlainLinear):
     """Computes with the tensors of another mechanism's state."""
 
-    def check_part(self, name, part, wanted):
-        if isinstance(part, Tensor) and part.dim() == wanted.dim():
-            super().check_part(name, part.to(wanted), wanted)
+    def check_part(self, name, part, expected):
+        if isinstance(part, Tensor) and part.dim() == expected.dim():
+            super().check_part(name, part.to(expected), expected)
         else:
-            super().check_part(name, part, wanted)
+            super().check_part(name, part, expected)
 
 
 DEFECTS = {
@@ -506,7 +506,7 @@ def test_silence_about_what_is_not_claimed_is_found(field, asked):
         supports = replace(ALL, **{field: "none" if field == "recurrence" else False})
 
         def refuse(self, **asked):
-            super().refuse(**{name: wanted for name, wanted in asked.items() if name != field})
+            super().refuse(**{name: expected for name, expected in asked.items() if name != field})
 
     with pytest.raises(AssertionError) as failure:
         check_refuses_unclaimed(Maker(Silent), Silent.supports)

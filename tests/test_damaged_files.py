@@ -61,11 +61,11 @@ def exported(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_vocabulary(content: Any, run_dir: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     (copy / "vocabulary.json").write_text(json.dumps(content))
-    told = refused("generate", copy, "--tokens", 1)
+    printed = refused("generate", copy, "--tokens", 1)
     assert (
-        f"{copy / 'vocabulary.json'} is damaged" in told
-        or "no tokenizer can be made of it" in told
-        or "vocabulary.json was changed after it was saved" in told
+        f"{copy / 'vocabulary.json'} is damaged" in printed
+        or "no tokenizer can be made of it" in printed
+        or "vocabulary.json was changed after it was saved" in printed
     )
 
 

@@ -157,14 +157,14 @@ def test_figures_are_complete_and_consistent(finished, figures):
     assert all(c["seconds"] > 0 for line in cost["contenders"].values() for c in line)
 
 
-def test_the_page_and_the_summary_tell_the_measured_figures(finished, figures):
+def test_the_page_and_the_summary_show_the_measured_figures(finished, figures):
     out, result = finished
     html = (out / "report.html").read_text()
     linear, cache = (figures["cost"]["contenders"][name] for name in ("linear", "softmax_cache"))
-    told = [f"{figures['training']['best_bits_per_dim']:.3f}"]
-    told += [brief_time(line[index]["seconds"]) for line in (linear, cache) for index in (0, -1)]
-    told += [size(line[index]["nbytes"]) for line in (linear, cache) for index in (0, -1)]
-    for text in told:
+    printed = [f"{figures['training']['best_bits_per_dim']:.3f}"]
+    printed += [brief_time(line[index]["seconds"]) for line in (linear, cache) for index in (0, -1)]
+    printed += [size(line[index]["nbytes"]) for line in (linear, cache) for index in (0, -1)]
+    for text in printed:
         assert text in html
         assert text in result.stdout
     assert str(out / "report.html") in result.stdout.replace("\n", "")
@@ -231,7 +231,7 @@ def test_bytes_of_a_step_are_those_of_the_state():
     assert costs["softmax_recompute"][0].nbytes < costs["softmax_recompute"][1].nbytes
 
 
-def test_contenders_take_turns_and_the_median_is_told(monkeypatch):
+def test_contenders_take_turns_and_the_median_is_reported(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
     order = []

@@ -36,9 +36,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_it_tells_memory_and_time_and_writes_nothing(tmp_path: Path) -> None:
-    told = run("train", "--dry-run", *COPY, "run_dir=runs/x")
-    lines = dict(line.rstrip().split(maxsplit=1) for line in told.splitlines())
+def test_it_prints_memory_and_time_and_writes_nothing(tmp_path: Path) -> None:
+    printed = run("train", "--dry-run", *COPY, "run_dir=runs/x")
+    lines = dict(line.rstrip().split(maxsplit=1) for line in printed.splitlines())
     assert list(lines) == ["model", "memory", "peak", "steps", "evaluations", "time", "folder"]
     parameters = int(re.fullmatch(r"decoder, ([\d,]+) parameters", lines["model"])[1].replace(",", ""))
     weights, gradients, optimizer = (float(x) for x in re.findall(r"([\d.]+) kB", lines["memory"]))
@@ -56,8 +56,8 @@ def test_it_works_for_every_task(name: str, tmp_path: Path, monkeypatch: pytest.
     if name == "multi30k":
         write_multi30k(tmp_path, monkeypatch)
     before = sorted(tmp_path.rglob("*"))
-    told = run("train", "--dry-run", f"data.name={name}", *TASKS[name], *SMALL, "run_dir=runs/x")
-    assert "tokens/s" in told or "targets/s" in told
+    printed = run("train", "--dry-run", f"data.name={name}", *TASKS[name], *SMALL, "run_dir=runs/x")
+    assert "tokens/s" in printed or "targets/s" in printed
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -16,7 +16,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("value", "hint", "wanted"),
+    ("value", "hint", "expected"),
     [
         (0, Size, "an integer of at least 1"),
         (True, Size, "an integer of at least 1"),
@@ -58,8 +58,8 @@ NAN, INF = float("nan"), float("inf")
         ({"a": {"b": 3}}, dict[str, dict[str, list[Any]]], "a dict of dicts of lists"),
     ],
 )
-def test_another_type_and_what_is_out_of_range_are_refused(value: Any, hint: Any, wanted: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(f'x is {value!r}, but must be {wanted}')}$"):
+def test_another_type_and_what_is_out_of_range_are_refused(value: Any, hint: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'x is {value!r}, but must be {expected}')}$"):
         check_value("x", value, hint)
 
 

@@ -68,16 +68,16 @@ def refused(words: list[str], folder: Path) -> str:
     result = run(*words)
     assert result.exit_code == 2, result.output
     assert everything(folder) == before
-    [told] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert "--force" in told
-    return told
+    [printed] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "--force" in printed
+    return printed
 
 
 @pytest.mark.parametrize("command", FOLDERS)
 def test_a_folder_of_another_run_is_left_alone(command: str, made: Path, tmp_path: Path) -> None:
     out = a_run(tmp_path / "b", seed=1)
-    told = refused(filled(FOLDERS[command], made, out), out)
-    assert f"{out} is not empty, but must be, or hold " in told
+    printed = refused(filled(FOLDERS[command], made, out), out)
+    assert f"{out} is not empty, but must be, or hold " in printed
 
 
 @pytest.mark.parametrize("command", FOLDERS)
@@ -175,12 +175,12 @@ def test_images_and_translations_replace_no_other_file(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_of_a_folder_is_named(made: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for out, told in (
+    for out, printed in (
         (tmp_path / "file", "is a file, but must be a folder"),
         (tmp_path / "file" / "out", "is not a folder"),
     ):
         for command in ("convert", "compare"):
             result = run(*filled(FOLDERS[command], made, out), "--force")
             assert result.exit_code == 2, result.output
-            assert told in result.stderr
+            assert printed in result.stderr
     assert [x.name for x in tmp_path.iterdir()] == ["file"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unrolled.attention import bigbird, delta_net, efficient, perceiver, topk
+from unrolled.attention import bigbird, efficient, perceiver, topk
 from unrolled.attention.clustered import clustered_attention
 from unrolled.attention.linear import rotary_linear_attention
 from unrolled.attention.linformer import LinearProjection, MaxPooling, linformer_attention
@@ -11,12 +11,12 @@ from unrolled.attention.nystromformer import nystrom_attention
 from unrolled.attention.performer import FavorMap, favor_attention
 from unrolled.attention.reformer import hashing
 from unrolled.attention.retention import retention
-from unrolled.attention.rfa import rfa_attention
+from unrolled.attention.rfa import signed_rfa_attention
 from unrolled.attention.similarity import Exponential, similarity_attention
 from unrolled.attention.sparse_transformer import factorized
 from unrolled.attention.sparse_transformer import state as factorized_state
 from unrolled.attention.spatiotemporal import spatiotemporal_attention
-from unrolled.ops import linear, softmax, window
+from unrolled.ops import delta, linear, softmax, window
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_reference
 from unrolled.ops.random_features import Projection, signed_linear_attention
@@ -91,12 +91,12 @@ FUNCTIONS = {
     ),
     "signed_linear": signed_linear_attention,
     "rotary_linear": lambda *x, **m: rotary_linear_attention(*x, torch.arange(T).expand(B, T), **m),
-    "rfa": lambda q, k, v, **m: rfa_attention(q, k, v, signed=True, gate_logits=k[..., 0], causal=True, **m),
+    "rfa": lambda q, k, v, **m: signed_rfa_attention(q, k, v, gate_logits=k[..., 0], causal=True, **m),
     "retention": lambda *x, **m: retention(*x, torch.tensor([-0.1, -0.2]), **m),
-    "delta_rule": lambda q, k, v, **m: delta_net.delta_rule(
+    "delta_rule": lambda q, k, v, **m: delta.delta_rule(
         q, k / 9, v, 1 + k[..., 0] / 9, log_decay=-k[..., 1].abs(), **m
     ),
-    "delta_rule_reference": lambda q, k, v, **m: delta_net.delta_rule_reference(
+    "delta_rule_reference": lambda q, k, v, **m: delta.delta_rule_reference(
         q, k / 9, v, 1 + k[..., 0] / 9, log_decay=-k[..., 1].abs(), **m
     ),
     "favor": lambda q, k, v, **m: favor_attention(q, k, v, FAVOR, **m),
@@ -134,7 +134,7 @@ def run(function, q, k, v):
 def test_what_stands_at_padded_keys_reaches_nothing(function, value):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, T, H, D, generator=generator, requires_grad=True) for _ in range(3))
-    wanted = run(function, q, k, v)
+    expected = run(function, q, k, v)
     loud = (x.detach().masked_fill(PADDING[..., None, None], value).requires_grad_() for x in (k, v))
-    for found, right in zip(run(function, q, *loud), wanted, strict=True):
+    for found, right in zip(run(function, q, *loud), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=False)

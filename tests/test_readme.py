@@ -70,12 +70,12 @@ def test_the_links_lead_somewhere(page):
     assert broken_links(ROOT / page) == []
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("mechanisms", markdown_table), ("cells", cells_table)])
-def test_the_tables_are_those_of_the_classes(name, wanted):
+@pytest.mark.parametrize(("name", "expected"), [("mechanisms", markdown_table), ("cells", cells_table)])
+def test_the_tables_are_those_of_the_classes(name, expected):
     _, _, rest = README.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
     table, end, _ = rest.partition(f"\n<!-- /{name} -->")
     assert end
-    header, line, *rows = wanted().splitlines()
+    header, line, *rows = expected().splitlines()
     shown = table.splitlines()
     assert shown[:2] == [header, line]
     # A new mechanism is in the table after `make format`; none of its own tests waits for that.

@@ -21,7 +21,7 @@ OWNERS = [
     *((cell, name) for name in recurrent.names()),
     *((model, kind) for kind in FIELDS),
 ]
-SAYS_WHAT_IS_WANTED = re.compile(r"\b(must|wanted|wants?|convert one|move one)\b")
+SAYS_WHAT_IT_MUST_BE = re.compile(r"\b(must|wants?|wanted|convert one|move one)\b")
 
 
 def wrong(name: str, x: Any) -> Iterator[tuple[str, Any]]:
@@ -72,9 +72,9 @@ def test_a_wrong_argument_is_refused_by_name(make: Any, name: str) -> None:
                     with torch.no_grad():
                         function(**arguments | {argument: value})
                 except (ValueError, TypeError, UnsupportedError) as error:
-                    told = str(error)
-                    if argument not in told or not SAYS_WHAT_IS_WANTED.search(told):
-                        found.append(f"{case}: {told!r}")
+                    message = str(error)
+                    if argument not in message or not SAYS_WHAT_IT_MUST_BE.search(message):
+                        found.append(f"{case}: {message!r}")
                 except Exception as error:
                     found.append(f"{case}: {type(error).__name__}: {error}")
                 else:
@@ -101,7 +101,7 @@ def test_a_state_with_one_wrong_tensor_is_refused(kind: str) -> None:
             try:
                 function(**arguments | {"state": spoiled})
             except ValueError as error:
-                if not str(error).startswith(("state", "memory")) or not SAYS_WHAT_IS_WANTED.search(
+                if not str(error).startswith(("state", "memory")) or not SAYS_WHAT_IT_MUST_BE.search(
                     str(error)
                 ):
                     found.append(f"tensor {at} is {what}: {str(error)!r}")

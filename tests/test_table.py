@@ -28,10 +28,28 @@ def test_the_rows_of_the_published_table_are_there():
     assert rows["linear attention"][3] == "d²"
 
 
+@pytest.mark.parametrize(
+    "layer", [x for x in LAYERS if x.module in attention.names()], ids=lambda x: x.module
+)
+def test_states_are_those_that_the_mechanisms_declare(layer):
+    grows = {"none": "-", "growing": True, "constant": False}[
+        attention.load(layer.module).supports.recurrence
+    ]
+    assert (layer.state if layer.state == "-" else "n" in layer.state) == grows
+
+
+def test_exponents_follow_from_the_costs():
+    found = {x.name: x.exponent for x in LAYERS}
+    assert found["full attention"] == found["LSTMN"] == "2"
+    assert found["Sparse Transformer"] == "1.5"
+    assert found["Reformer"] == "1 and log"
+    assert found["linear attention"] == found["convolution, dilated"] == "1"
+
+
 def test_symbols_are_explained():
-    told = set(re.findall(r"(\w) [a-z]", SYMBOLS))
+    explained = set(re.findall(r"(\w) [a-z]", SYMBOLS))
     used = {letter for x in LAYERS for letter in re.findall(r"\b[a-zA-Z]\b", x.cost + x.state)}
-    assert used <= told
+    assert used <= explained
 
 
 def test_text_and_markdown_have_the_same_cells():
@@ -75,7 +93,7 @@ def test_the_stride_of_the_sparse_transformer_grows_with_the_length():
 
 
 @pytest.mark.parametrize("lengths", ["512", "512,x", "512,512", "0,512", ""])
-def test_lengths_that_tell_nothing_are_refused(lengths):
+def test_lengths_that_allow_no_fit_are_refused(lengths):
     result = CliRunner().invoke(app, ["table", "--measure", "--lengths", lengths])
     assert result.exit_code == 2
     assert f"--lengths is '{lengths}', but must be two or more positive integers" in result.stderr

@@ -63,6 +63,12 @@ class Supports:
         return replace(self, **changes)
 
 
+CAUSAL_RECURRENCE = Supports(
+    causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
+)
+"""The capabilities of a causal mechanism that runs as a recurrence with a state of constant size."""
+
+
 class Batch(NamedTuple):
     """Rows to read, and what to predict of them, in the shapes that the loss of the model takes.
 
@@ -92,11 +98,25 @@ class Dataset(Protocol):
         ...
 
 
+class VocabularyConfig(Protocol):
+    """The part of a model's config that generation reads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def start_token(self) -> bool:
+        """Whether the id `vocab_size` is a start symbol, which begins every sequence."""
+
+
 @runtime_checkable
 class Recurrent(Protocol):
-    """What generation needs of a model; `config` has `vocab_size` and may have `start_token`."""
+    """A model that `generate` can run."""
 
-    config: Any
+    @property
+    def config(self) -> VocabularyConfig:
+        """The config of the model."""
 
     def init_state(self, batch_size: int) -> Any:
         """Return the state before the first token."""

@@ -51,18 +51,18 @@ class Checked:
             check_value(name, vars(self)[name], hint)
 
 
-def field_types(config_type: Any) -> dict[str, Any]:
+def field_types(config_type: type) -> dict[str, object]:
     """Return the annotation of each field of a dataclass, by name and in order."""
     return _field_types(config_type)
 
 
 @cache
-def _field_types(config_type: Any) -> dict[str, Any]:
+def _field_types(config_type: type) -> dict[str, object]:
     hints = get_type_hints(config_type, include_extras=True)
     return {field.name: hints[field.name] for field in fields(config_type)}
 
 
-def check_value(name: str, value: object, hint: Any) -> None:
+def check_value(name: str, value: object, hint: object) -> None:
     """Raise ValueError unless `value` has the type and is in the range that an annotation says."""
     from pydantic import ValidationError
 
@@ -75,7 +75,7 @@ def check_value(name: str, value: object, hint: Any) -> None:
         raise ValueError(f"{name} is {value!r}, but must be {wanted}") from error
 
 
-def json_schema(hint: Any) -> dict[str, Any]:
+def json_schema(hint: object) -> dict[str, Any]:
     """Return the JSON Schema of an annotation."""
     schema: dict[str, Any] = _adapter(hint).json_schema()
     return schema

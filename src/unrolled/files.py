@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -68,7 +68,7 @@ def system_errors(file: str | Path) -> Iterator[None]:
 def save_tensors(
     tensors: Mapping[str, Tensor],
     path: str | Path,
-    documents: Mapping[str, Any] | None = None,
+    documents: Mapping[str, object] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write tensors to a safetensors file, with a digest by which `load_tensors` finds any later change.
@@ -99,7 +99,7 @@ def save_tensors(
     write_file(Path(path), write)
 
 
-def load_tensors(path: str | Path, documents: Callable[[str], Any] | None = None) -> dict[str, Tensor]:
+def load_tensors(path: str | Path, documents: Callable[[str], object] | None = None) -> dict[str, Tensor]:
     """Read a safetensors file. One that `save_tensors` wrote is checked against its digest.
 
     Args:
@@ -113,7 +113,7 @@ def load_tensors(path: str | Path, documents: Callable[[str], Any] | None = None
     return _readable(path, lambda: load_file(path))
 
 
-def add_digest(path: str | Path, documents: Mapping[str, Any] | None = None) -> None:
+def add_digest(path: str | Path, documents: Mapping[str, object] | None = None) -> None:
     """Put the digest of `save_tensors` into a safetensors file that another program wrote.
 
     Raises:
@@ -123,7 +123,7 @@ def add_digest(path: str | Path, documents: Mapping[str, Any] | None = None) -> 
     save_tensors(_readable(path, lambda: load_file(path)), path, documents, metadata)
 
 
-def check_digest(path: str | Path, documents: Callable[[str], Any] | None = None) -> dict[str, Any]:
+def check_digest(path: str | Path, documents: Callable[[str], object] | None = None) -> dict[str, object]:
     """Compare a safetensors file with the digest that `save_tensors` put into it, if it has one.
 
     Returns:
@@ -186,7 +186,7 @@ def _sort_metadata(content: mmap.mmap) -> None:
     content[8 : 8 + size] = text.ljust(size)
 
 
-def _digest(content: mmap.mmap, written: str, documents: Mapping[str, Any]) -> tuple[int, str]:
+def _digest(content: mmap.mmap, written: str, documents: Mapping[str, object]) -> tuple[int, str]:
     """Find where `written` stands for the digest in a safetensors file, and compute the digest."""
     place = content.find(f'"{DIGEST_KEY}":"{written}"'.encode()) + len(DIGEST_KEY) + 4
     total = hashlib.sha256(content[:place])

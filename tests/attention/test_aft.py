@@ -274,12 +274,12 @@ def test_other_variants_have_no_longest_sequence(kind):
 
 WRONG = {
     "position_bias is 'none', but must be one of full, local, simple, conv": {"position_bias": "none"},
-    "window is 3, but 'full' has none": {"window": 3},
+    "window is 3, but must be None for 'full'": {"window": 3},
     "window is 0, but must be at least 1": {"position_bias": "local", "window": 0},
     "max_length is 0": {"max_length": 0},
     "bias_rank is 0": {"bias_rank": 0},
     "window is 4, but must be odd": {"position_bias": "conv", "window": 4},
-    "n_kv_heads is 1 and value_dim 3, but aft works element by element": {"n_kv_heads": 1},
+    "n_kv_heads is 1 and value_dim 3, but must be 2 and 3": {"n_kv_heads": 1},
     "n_kv_heads is 2 and value_dim 5": {"value_dim": 5},
 }
 
@@ -301,6 +301,6 @@ def test_what_it_cannot_do_is_refused():
         made("full", causal=False)(x, x, x[:, :4])
     module, other = made("local", causal=True), made("local", causal=True, window=6)
     with pytest.raises(
-        ValueError, match=r"state.k is .* \[1, 5, 2, 3\] on cpu, but this layer wants .* \[1, 2, 2, 3\]"
+        ValueError, match=r"state.k is .* \[1, 5, 2, 3\] on cpu, but must be .* \[1, 2, 2, 3\]"
     ):
         module.step(x[:, 0], other.init_state(1))

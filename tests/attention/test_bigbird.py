@@ -218,7 +218,7 @@ def test_wrong_input():
         ValueError, match=r"drawn is torch.int64 of shape \[1, 2, 9, 3\], but must be .*\[1, 2, 10, r\]"
     ):
         bigbird_attention(q, q, q, Layout(2), torch.zeros(1, 2, 9, 3).long())
-    with pytest.raises(ValueError, match="k has length 19, but q has 20"):
+    with pytest.raises(ValueError, match="k has length 19, but must have 20 like q"):
         bigbird_attention(q, q[:, 1:], q[:, 1:], Layout(2), torch.zeros(1, 2, 10, 3).long())
     with pytest.raises(
         UnsupportedError, match=r"global tokens read past and future .* use sparse_transformer"

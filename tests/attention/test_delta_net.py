@@ -1,158 +1,19 @@
-"""What makes the delta rule itself: it erases before it writes, so that it retrieves exactly."""
+"""DeltaNet: the layer around the delta rule."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.nn.functional import normalize, silu, softplus
+from plain_delta import definition
+from torch.nn.functional import silu, softplus
 
-from unrolled.attention.delta_net import DeltaNet, delta_rule, delta_rule_reference, delta_rule_step
-from unrolled.ops.linear import linear_attention
+from unrolled.attention.delta_net import DeltaNet
 from unrolled.testing import check_mechanism
-
-
-def rule_inputs(B=2, T=9, G=2, P=1, D=4, M=3, seed=0):
-    """Queries and unit keys, values, rates in (0, 2), log gates and a state, all with gradients."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-    q, k, v = normal(B, T, G * P, D), normalize(normal(B, T, G, D), dim=-1), normal(B, T, G, M)
-    beta, log_decay = 2 * normal(B, T, G).sigmoid(), -normal(B, T, G).square()
-    return [x.requires_grad_() for x in (q, k, v, beta, log_decay, normal(B, G, D, M))]
-
-
-def definition(q, k, v, beta, log_decay, state):
-    """S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T with explicit matrices, o_t = S_t^T q_t."""
-    (B, T, H, D), (G, M) = q.shape, v.shape[2:]
-    outputs, S = [], state
-    for t in range(T):
-        rate, gate = beta[:, t, :, None, None], log_decay[:, t, :, None, None].exp()
-        key, value = k[:, t, :, :, None], v[:, t, :, :, None]
-        S = gate * (torch.eye(D, dtype=q.dtype) - rate * key @ key.mT) @ S + rate * key @ value.mT
-        outputs.append((S.repeat_interleave(H // G, 1).mT @ q[:, t, :, :, None]).squeeze(-1))
-    return torch.stack(outputs, 1) if outputs else q.new_zeros(B, 0, H, M), S
-
-
-def with_gradients(outputs, inputs):
-    loss = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in outputs)
-    return [*outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)]
 
 
 @pytest.mark.parametrize("options", [{"gated": True}, {"gated": True, "max_beta": 2.0}], ids=str)
 def test_gated_delta_net_keeps_the_contract(options):
     check_mechanism("delta_net", **options)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(1, 2), st.sampled_from([0, 1, 2, 5, 63, 64, 65, 130]), st.integers(1, 2), st.integers(1, 3)
-)
-def test_every_form_is_the_definition(B, T, G, P):
-    q, k, v, beta, log_decay, state = x = rule_inputs(B, T, G, P)
-    wanted = with_gradients(definition(*x), x)
-    for form in (delta_rule, delta_rule_reference):
-        found = with_gradients(form(q, k, v, beta, log_decay=log_decay, state=state), x)
-        for ours, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-
-
-def test_wide_heads_have_longer_chunks_and_the_same_definition():
-    q, k, v, beta, log_decay, state = x = rule_inputs(1, 130, 1, D=66)
-    found = delta_rule(q, k, v, beta, log_decay=log_decay, state=state)
-    for ours, theirs in zip(found, definition(*x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_padding_and_packing_change_nothing(seed):
-    q, k, v, beta, log_decay, _ = rule_inputs(B=1, T=80, seed=seed)
-    state = torch.randn(3, 2, 4, 3, dtype=torch.float64, requires_grad=True)
-    cu_seqlens = torch.tensor([0, 70, 70, 80], dtype=torch.int32)
-    inputs = [q, k, v, beta, log_decay, state]
-    options = {"log_decay": log_decay, "state": state, "cu_seqlens": cu_seqlens}
-    found = with_gradients(delta_rule(q, k, v, beta, **options), inputs)
-    wanted = with_gradients(delta_rule_reference(q, k, v, beta, **options), inputs)
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    padding = torch.rand(1, 80, generator=torch.Generator().manual_seed(seed)) < 0.3
-    spoiled = [x.masked_fill(padding.view(1, 80, *[1] * (x.dim() - 2)), math.inf) for x in inputs[:4]]
-    spoiled_decay = log_decay.masked_fill(padding[..., None], math.nan)
-    o, S = delta_rule(*spoiled, log_decay=spoiled_decay, key_padding_mask=padding, state=state[:1])
-    kept = [x[:, ~padding[0]] for x in inputs[:5]]
-    o_alone, S_alone = delta_rule(*kept[:4], log_decay=kept[4], state=state[:1])
-    torch.testing.assert_close(o[:, ~padding[0]], o_alone)
-    torch.testing.assert_close(S, S_alone)
-
-
-def test_orthonormal_keys_are_retrieved_exactly():
-    keys, v = torch.eye(8, dtype=torch.float64).view(1, 8, 1, 8), rule_inputs(1, 8, 1)[2]
-    _, S = delta_rule(keys, keys, v, torch.ones(1, 8, 1))
-    o, _ = delta_rule(keys, keys, torch.zeros_like(v), torch.zeros(1, 8, 1), state=S)
-    assert torch.equal(o, v)
-
-
-def test_a_key_holds_its_last_value_only():
-    generator = torch.Generator().manual_seed(0)
-    key = normalize(torch.randn(1, 1, 1, 8, dtype=torch.float64, generator=generator), dim=-1)
-    v = torch.randn(1, 100, 1, 3, dtype=torch.float64, generator=generator)
-    keys = key.expand(1, 100, 1, 8)
-    o, _ = delta_rule(keys, keys, v, torch.ones(1, 100, 1))
-    torch.testing.assert_close(o, v)  # where linear attention gives the sum of all values so far
-    added = linear_attention(keys, keys, v, causal=True, normalize=False)
-    torch.testing.assert_close(added, v.cumsum(1))
-
-
-def test_orthonormal_keys_with_a_rate_of_one_add_up_like_linear_attention():
-    q, _, v, *_ = rule_inputs(T=4, D=4)
-    k = torch.eye(4, dtype=torch.float64).view(1, 4, 1, 4).expand(2, 4, 2, 4)
-    o, _ = delta_rule(q, k, v, torch.ones(2, 4, 2))
-    torch.testing.assert_close(o, linear_attention(q, k, v, causal=True, normalize=False))
-
-
-def test_without_writing_the_state_only_decays():
-    q, k, v, beta, log_decay, state = rule_inputs(T=70)
-    _, S = delta_rule(q, k, v, torch.zeros_like(beta), log_decay=log_decay, state=state)
-    torch.testing.assert_close(S, state * log_decay.sum(1).exp()[..., None, None], rtol=1e-12, atol=0)
-
-
-def test_no_decay_is_the_plain_rule_and_a_gate_of_zero_forgets():
-    q, k, v, beta, _, state = rule_inputs(T=70)
-    plain = delta_rule(q, k, v, beta, state=state)
-    for found, wanted in zip(
-        delta_rule(q, k, v, beta, log_decay=torch.zeros_like(beta), state=state), plain, strict=True
-    ):
-        torch.testing.assert_close(found, wanted)
-    gates = torch.zeros_like(beta).index_fill(1, torch.tensor(30), -math.inf)
-    o, S = delta_rule(q, k, v, beta, log_decay=gates, state=state)
-    fresh, S_fresh = delta_rule(*(x[:, 30:] for x in (q, k, v, beta)))
-    torch.testing.assert_close(o[:, 30:], fresh)
-    torch.testing.assert_close(S, S_fresh)
-
-
-def test_a_rate_of_two_reflects():
-    """I - 2 k k^T changes the sign of what k holds: an eigenvalue of -1, so that a state can count parity."""
-    key = torch.eye(4, dtype=torch.float64)[:1].view(1, 1, 1, 4).expand(1, 3, 1, 4)
-    state = torch.ones(1, 1, 4, 2, dtype=torch.float64)
-    o, _ = delta_rule(key, key, torch.zeros(1, 3, 1, 2).double(), torch.full((1, 3, 1), 2.0), state=state)
-    assert o[0, :, 0, 0].tolist() == [-1, 1, -1]
-
-
-@pytest.mark.parametrize("rate", [1.0, 2.0])
-@pytest.mark.parametrize("same", [True, False])
-def test_chunks_are_as_precise_as_steps(rate, same):
-    """With one key throughout and a rate of 2, the system of a chunk is as far from I as it can be."""
-    q, k, v, _, _, _ = (x.detach().float() for x in rule_inputs(1, 1000, 1, D=16))
-    k = normalize(k[:, :1].expand_as(k) if same else k, dim=-1)
-    beta = torch.full((1, 1000, 1), rate)
-    exact, _ = delta_rule_reference(*(x.double() for x in (q, k, v, beta)))
-    chunked, steps = (
-        (form(q, k, v, beta)[0] - exact).square().mean() for form in (delta_rule, delta_rule_reference)
-    )
-    assert chunked <= 4 * steps  # twice the root mean square
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -179,39 +40,6 @@ def test_decays_begin_between_their_bounds():
     assert ((module.log_pace >= 0) & (module.log_pace <= math.log(16))).all()
     begin = softplus(module.decay_bias)
     assert ((begin >= 0.99e-3) & (begin <= 1.01e-1)).all()
-
-
-def changed(**arguments):
-    q, k, v, beta, log_decay, state = (x.detach() for x in rule_inputs())
-    return {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "state": state} | arguments
-
-
-WRONG = {
-    "k has a key of length 3, but the delta rule wants at most 1: normalise": {
-        "k": 3 * normalize(torch.ones(2, 9, 2, 4).double(), dim=-1)
-    },
-    r"beta must lie in \[0, 2\], found 2.5 to 2.5": {"beta": torch.full((2, 9, 2), 2.5)},
-    "log_decay must be at most 0": {"log_decay": torch.full((2, 9, 2), 0.5)},
-    r"beta has shape \[2, 9\]": {"beta": torch.ones(2, 9)},
-    r"log_decay has shape \[2, 9, 2\] and dtype torch.int64": {"log_decay": torch.zeros(2, 9, 2).long()},
-    r"state is torch.float64 of shape \[1, 2, 4, 3\], but these inputs want torch.float64 \[2, 2, 4, 3\]": {
-        "state": torch.zeros(1, 2, 4, 3).double()
-    },
-    "state is torch.float32": {"state": torch.zeros(2, 2, 4, 3)},
-    r"k has shape \[2, 8, 2, 4\], but q": {"k": torch.zeros(2, 8, 2, 4), "v": torch.zeros(2, 8, 2, 3)},
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_input_is_named(message):
-    with pytest.raises(ValueError, match=message):
-        delta_rule(**changed(**WRONG[message]))
-
-
-def test_a_step_wants_unit_keys_too():
-    q, k, v, beta, _, state = (x.detach() for x in rule_inputs())
-    with pytest.raises(ValueError, match="k has a key of length 2"):
-        delta_rule_step(q[:, 0], 2 * k[:, 0], v[:, 0], beta[:, 0], state)
 
 
 @pytest.mark.parametrize("max_beta", [0, -1, 2.5, math.nan])

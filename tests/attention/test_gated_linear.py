@@ -70,7 +70,7 @@ def test_equal_constant_gates_give_retention():
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(UnsupportedError, match="wants causal=True; for both directions run one over the"):
+    with pytest.raises(UnsupportedError, match="is not bidirectional: it forgets the past; run it over the"):
         GatedLinearAttention(8, 2)
     with pytest.raises(UnsupportedError, match="retention attention, which has one rate per head, can"):
         GatedLinearAttention(8, 2, causal=True, rotary=True)

@@ -161,7 +161,7 @@ def test_queries_and_keys_may_be_mapped_differently():
 
 def test_a_feature_map_may_be_an_object():
     assert LinearAttention(8, 2, feature_map=Elu(4)).feature_map.feature_dim == 4
-    with pytest.raises(ValueError, match="feature_map takes heads 3 wide, but they are 4"):
+    with pytest.raises(ValueError, match="feature_map has head_dim 3, but must have 4"):
         LinearAttention(8, 2, feature_map=Elu(3))
     with pytest.raises(ValueError, match="must be a name or a FeatureMap object"):
         LinearAttention(8, 2, feature_map=Elu)

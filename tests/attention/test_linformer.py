@@ -210,10 +210,10 @@ def test_the_rank_of_the_theorem():
     [
         ({"rank": 17, "max_length": 16}, "rank is 17, but must be between 1 and max_length = 16"),
         ({"rank": 0}, "rank is 0, but must be at least 1"),
-        ({"projection": "mean", "rank": 5, "max_length": 16}, "max_length is 16, but windows want a multiple of rank = 5"),
+        ({"projection": "mean", "rank": 5, "max_length": 16}, "max_length is 16, but must be a multiple of rank = 5"),
         ({"projection": "median"}, "projection is 'median', but must be one of linear, mean, max, convolution"),
         ({"sharing": "all"}, "sharing is 'all', but must be one of none, headwise, key-value, layerwise"),
-        ({"projection": LinearProjection(4, 8)}, "sharing is 'headwise', but a given projection object .* 'layerwise' is wanted"),
+        ({"projection": LinearProjection(4, 8)}, "sharing is 'headwise', but must be 'layerwise' for a projection object"),
         ({"projection": LinearProjection(4, 8), "sharing": "layerwise", "rank": 5}, "rank is 5, but the given projection has 4"),
         ({"projection": LinearProjection(4, 8), "sharing": "layerwise", "max_length": 9}, "max_length is 9, but the given projection has 8"),
         ({"projection": LinearProjection(4, 8, 4), "sharing": "layerwise"}, "projection is for 4 heads, but keys and values have 2"),
@@ -237,9 +237,7 @@ def test_longer_inputs_are_refused_but_longer_queries_are_not():
 
 
 def test_causal_attention_is_refused_with_the_alternatives():
-    with pytest.raises(
-        UnsupportedError, match=r"each of its slots mixes all positions; use linear .* Perceiver AR"
-    ):
+    with pytest.raises(UnsupportedError, match=r"each slot mixes all positions; use linear .* Perceiver AR"):
         LinformerAttention(8, 2, causal=True)
 
 

@@ -206,10 +206,10 @@ def test_small_windows_and_chunks_keep_the_contract(options):
         ({"dual_norm": -1}, "dual_norm is -1, but must be True or False"),
         ({"window": 8, "causal": True}, "window is 8, but must be at least chunk = 16"),
         ({"rank": -1}, "rank is -1, but must be at least 0"),
-        ({"rank": 0, "window": None}, "rank is 0, but must be at least 0, and 1 without a window"),
+        ({"rank": 0, "window": None}, "rank is 0, but must be at least 1 without a window"),
         ({"chunk": 0}, "chunk is 0, but must be at least 1"),
-        ({"value_dim": 6}, "value_dim is 6, but dual_norm wants keys and values of one width, head_dim = 4"),
-        ({"window": None, "rotary": True}, "rotary is True, but landmarks have no position"),
+        ({"value_dim": 6}, "value_dim is 6, but must be head_dim = 4 with dual_norm"),
+        ({"window": None, "rotary": True}, "rotary is True, but must be False with window=None"),
     ],
 )
 def test_wrong_options_are_named(options, message):
@@ -227,14 +227,16 @@ def test_what_landmarks_alone_cannot_do_is_refused():
 def test_a_state_of_other_options_is_named():
     module = LongShortAttention(8, 2, causal=True, window=32)
     other = LongShortAttention(8, 2, causal=True, window=16)
-    with pytest.raises(ValueError, match=r"state.window_k is .* \[1, 16, 2, 4\] .* wants .* \[1, 32, 2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"state.window_k is .* \[1, 16, 2, 4\] .* must be .* \[1, 32, 2, 4\]"
+    ):
         module.prefill(torch.zeros(1, 3, 8), other.init_state(1))
 
 
 @pytest.mark.parametrize(
     ("made", "given", "message"),
     [
-        ({"chunk": 8}, {"chunk": 16}, "state.chunk_k is .* wants .* l >= 16"),
+        ({"chunk": 8}, {"chunk": 16}, "state.chunk_k is .* must be .* l >= 16"),
         ({"chunk": 16}, {"chunk": 4}, "chunk_k has 16 tokens, but .* chunk = 4 and rank = 1 keeps 4 to 7"),
     ],
 )

@@ -185,9 +185,7 @@ def test_rounding_errors_grow_after_the_last_iteration_that_is_allowed():
     assert pinv_residual(a.double(), twice.double()) > 1e-3
     with pytest.raises(ValueError, match="iterations is 21, but must be between 1 and 20, since rounding"):
         iterative_pinv(a, 21)
-    with pytest.raises(
-        ValueError, match=r"a is torch.bfloat16, but the iteration wants torch.float32 or torch.float64"
-    ):
+    with pytest.raises(ValueError, match=r"a is torch.bfloat16, but must be torch.float32 or torch.float64"):
         iterative_pinv(a.bfloat16())
 
 

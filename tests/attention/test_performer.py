@@ -263,9 +263,9 @@ def test_a_state_of_other_features_is_refused():
         ({"features": "softmax"}, "features is 'softmax', but must be one of positive, hyperbolic"),
         ({"n_features": 0}, "n_features is 0, but must be at least 1"),
         ({"rows": "gaussian"}, "rows is 'gaussian', but must be one of"),
-        ({"rows": "identity"}, "rows is 'identity', but positive features need random rows"),
-        ({"rows": "identity", "features": "relu", "n_features": 5}, "it wants n_features = 4 or None"),
-        ({"rows": "identity", "features": "relu", "seed": 5}, "and no seed"),
+        ({"rows": "identity"}, "rows is 'identity', but must be random for positive features"),
+        ({"rows": "identity", "features": "relu", "n_features": 5}, "n_features is 5, .* must be 4 or None"),
+        ({"rows": "identity", "features": "relu", "seed": 5}, "seed 5, but must be .* None for rows"),
     ],
 )
 def test_wrong_options(options, message):
@@ -274,9 +274,11 @@ def test_wrong_options(options, message):
 
 
 def test_what_identity_rows_cannot_do():
-    with pytest.raises(UnsupportedError, match="identity rows do not make distances; use random rows"):
+    with pytest.raises(
+        UnsupportedError, match="identity rows cannot express rotary positions; use random rows"
+    ):
         PerformerAttention(16, 4, features="relu", rows="identity", rotary=True)
-    with pytest.raises(UnsupportedError, match="identity rows are not drawn; use random ones"):
+    with pytest.raises(UnsupportedError, match="identity rows are not random; use rows='orthogonal'"):
         PerformerAttention(16, 4, features="relu", rows="identity").redraw()
 
 

@@ -320,7 +320,7 @@ def test_hashing():
     ("options", "message"),
     [
         ({"n_buckets": 5}, "n_buckets is 5, but must be even"),
-        ({"n_buckets": [4, 3]}, "n_buckets is [4, 3], but must be even, or factors that are"),
+        ({"n_buckets": [4, 3]}, "n_buckets is [4, 3], but must be even, or a list of even factors"),
         ({"n_buckets": []}, "n_buckets is [], but must be even"),
         ({"chunk": 0}, "chunk is 0, but must be at least 1"),
         ({"n_rounds": 0}, "n_rounds is 0, but must be at least 1"),
@@ -335,7 +335,7 @@ def test_hashing():
         ({"scale": True}, "scale is True, but must be a finite number"),
         ({"same_bucket": "x"}, "same_bucket is 'x', but must be True or False"),
         ({"seed": 1.5}, "seed is 1.5, but must be an integer"),
-        ({"n_kv_heads": 1}, "n_kv_heads is 1, but queries are keys here: n_heads = 2 is wanted"),
+        ({"n_kv_heads": 1}, "n_kv_heads is 1, but must be n_heads = 2, since queries are keys"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
@@ -351,7 +351,7 @@ def test_wrong_arguments_are_refused():
         lsh_attention(q, q, v, buckets, chunk=0)
     with pytest.raises(ValueError, match="window is 0, but must be at least 1"):
         causal_lsh_attention(q, q, v, buckets, n_buckets=4, window=0)
-    with pytest.raises(ValueError, match="they must be those of the same tokens"):
+    with pytest.raises(ValueError, match="both are of the same tokens"):
         lsh_attention(q[:, :4], q, v, buckets, chunk=2)
 
 

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from unrolled.attention.retention import (
-    Retention,
-    log_gamma,
-    retention,
-    retention_reference,
-    retention_step,
-)
+from unrolled.attention.retention import Retention, log_gamma, retention, retention_reference, retention_step
 from unrolled.contract import UnsupportedError
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary
@@ -134,7 +128,7 @@ def test_sums_that_fp16_has_no_room_for():
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(UnsupportedError, match="wants causal=True; for both directions run one over the"):
+    with pytest.raises(UnsupportedError, match="is not bidirectional: it forgets the past; run it over the"):
         Retention(8, 2)
     with pytest.raises(ValueError, match="angles is 'xpos', but must be 'rotary' or 'closed'"):
         Retention(8, 2, causal=True, angles="xpos")

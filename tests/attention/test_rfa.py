@@ -14,7 +14,8 @@ from unrolled.attention.rfa import (
     RfaSums,
     rfa_attention,
     rfa_attention_reference,
-    rfa_attention_step,
+    signed_rfa_attention,
+    signed_rfa_attention_step,
 )
 from unrolled.contract import UnsupportedError
 from unrolled.ops.state import detach
@@ -61,7 +62,7 @@ def test_the_parallel_form_is_the_recurrence(T, features, gated):
         outputs.append(torch.einsum("bhr,bhrm->bhm", query, S) / (query * z).sum(-1, keepdim=True))
     wanted = torch.stack(outputs, 1)
     options = {"gate_logits": logits if gated else None, "causal": True}
-    found, state = rfa_attention(phi(q), phi(k), v, signed=phi.signed, **options)
+    found, state = phi.kernel.attend(phi(q), phi(k), v, **options)
     reference = rfa_attention_reference(phi(q), phi(k), v, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(reference, wanted, rtol=1e-9, atol=1e-9)
@@ -86,7 +87,7 @@ def test_it_tends_to_the_gaussian_kernel_at_the_monte_carlo_rate(causal):
     def estimate(n_features, seed):
         phi = feature_map("fourier", n_features, heads=1, rows="independent", seed=seed)
         phi.scale.data[:] = scale
-        return rfa_attention(phi(q), phi(k), v, signed=True, causal=causal)[0]
+        return signed_rfa_attention(phi(q), phi(k), v, causal=causal)[0]
 
     with torch.no_grad():
         assert_monte_carlo_rate(estimate, wanted)
@@ -167,7 +168,7 @@ def test_an_open_gate_forgets_everything_and_a_closed_one_nothing_new():
     phi = feature_map("arccos")
     logits = torch.full((2, 9, 2), 40.0, dtype=torch.float64)
     logits[:, 4] = -40.0
-    o, _ = rfa_attention(phi(q), phi(k), v, signed=False, gate_logits=logits, causal=True)
+    o, _ = rfa_attention(phi(q), phi(k), v, gate_logits=logits, causal=True)
     torch.testing.assert_close(o[:, 4:], v[:, 4:5].expand_as(o[:, 4:]))
 
 
@@ -181,25 +182,19 @@ def test_a_gate_near_1_keeps_what_little_it_lets_in(logit, dtype):
     logits = torch.full((2, 12, 2), logit, dtype=torch.float64)
     wanted = rfa_attention_reference(q, k, v, gate_logits=logits, causal=True)
     q, k, v, logits = (x.to(dtype) for x in (q, k, v, logits))
-    gated = {"signed": True, "gate_logits": logits}
-    found, end = rfa_attention(q, k, v, causal=True, **gated)
+    found, end = signed_rfa_attention(q, k, v, gate_logits=logits, causal=True)
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
     state, outputs = None, []
     for part in (slice(0, 1), slice(1, 7), slice(7, 12)):
-        options = {"signed": True, "gate_logits": logits[:, part], "causal": True, "state": state}
-        o, state = rfa_attention(q[:, part], k[:, part], v[:, part], **options)
+        options = {"gate_logits": logits[:, part], "causal": True, "state": state}
+        o, state = signed_rfa_attention(q[:, part], k[:, part], v[:, part], **options)
         outputs.append(o)
     torch.testing.assert_close(torch.cat(outputs, 1), found, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(tuple(state), tuple(end))
     offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
-    packed, _ = rfa_attention(
-        *(x[:1] for x in (q, k, v)),
-        signed=True,
-        gate_logits=logits[:1],
-        causal=True,
-        cu_seqlens=offsets,
-    )
+    first = (x[:1] for x in (q, k, v))
+    packed, _ = signed_rfa_attention(*first, gate_logits=logits[:1], causal=True, cu_seqlens=offsets)
     torch.testing.assert_close(packed[:, :4], found[:1, :4], rtol=tolerance, atol=tolerance)
 
 
@@ -210,7 +205,7 @@ def test_a_divisor_is_held_at_a_millionth_of_the_weight_of_the_keys():
     k[:, 0] = torch.tensor([1e-9, 1.0, 0, 0])
     v, logits = torch.ones(1, 3, 1, 1).double(), torch.tensor([16.0, 16.0, 16.0]).double()[None, :, None]
     padding = torch.tensor([[False, True, False]])
-    o, state = rfa_attention(q, k, v, signed=True, gate_logits=logits, causal=True, key_padding_mask=padding)
+    o, state = signed_rfa_attention(q, k, v, gate_logits=logits, causal=True, key_padding_mask=padding)
     new, kept = torch.sigmoid(-logits[0, 0, 0]), torch.sigmoid(logits[0, 0, 0])
     weights = torch.stack([new, new, new * kept + new])  # of the keys so far
     sums = torch.stack([new, new, new * kept]) * 1e-9
@@ -252,10 +247,9 @@ def test_a_step_is_a_prefill_of_one():
     phi, sizes = feature_map(), [(2, 2, 32, 8), (2, 2, 32), (2, 2)]
     before = RfaSums(*(torch.rand(size, dtype=torch.float64) for size in sizes))
     logits = torch.randn(2, 1, 2, dtype=torch.float64)
-    wanted, end = rfa_attention(phi(q), phi(k), v, signed=True, gate_logits=logits, causal=True, state=before)
-    found, after = rfa_attention_step(
-        phi(q)[:, 0], phi(k)[:, 0], v[:, 0], before, signed=True, gate_logits=logits[:, 0]
-    )
+    wanted, end = signed_rfa_attention(phi(q), phi(k), v, gate_logits=logits, causal=True, state=before)
+    token = (x[:, 0] for x in (phi(q), phi(k), v))
+    found, after = signed_rfa_attention_step(*token, before, gate_logits=logits[:, 0])
     torch.testing.assert_close(found, wanted[:, 0])
     torch.testing.assert_close(tuple(after), tuple(end))
 
@@ -322,7 +316,7 @@ def test_a_state_of_other_features_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"features": "gaussian"}, "features is 'gaussian', but must be 'fourier' or 'arccos'"),
+        ({"features": "gaussian"}, "features is 'gaussian', but must be one of fourier, arccos"),
         ({"n_features": 0}, "n_features is 0, but must be at least 1"),
         ({"rows": "identity"}, "rows is 'identity', but must be one of orthogonal, regularised, independent"),
     ],

@@ -219,5 +219,5 @@ def test_wrong_options_are_refused():
         SimilarityAttention(8, 2, similarity=3)
     with pytest.raises(ValueError, match="similarity_options are for a similarity given by name"):
         SimilarityAttention(8, 2, similarity=torch.dot, similarity_options={"scale": 1.0})
-    with pytest.raises(ValueError, match="n_kv_heads is 1, but symmetric attention wants n_heads = 2"):
+    with pytest.raises(ValueError, match="n_kv_heads is 1, but must be n_heads = 2 if symmetric"):
         SimilarityAttention(8, 2, symmetric=True, n_kv_heads=1)

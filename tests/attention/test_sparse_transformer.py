@@ -224,8 +224,11 @@ def test_cost_grows_as_the_pairs_that_are_read():
         ({"subblocks": True}, "subblocks is True, but must be an integer"),
         ({"kind": ["fixed"]}, r"kind is \['fixed'\], but must be one of strided, fixed"),
         ({"kind": "strided", "stride": 8, "window": 6}, "window is 6, but must be at least stride - 1 = 7"),
-        ({"kind": "strided", "summary": 2}, "summary is 2 and subblocks 1, but the strided kind has none"),
-        ({"window": 3}, "window is 3, but fixed blocks have none: stride = 128"),
+        (
+            {"kind": "strided", "summary": 2},
+            "summary is 2 and subblocks 1, but must be left out for the strided kind",
+        ),
+        ({"window": 3}, "window is 3, but must be None for fixed blocks, whose length is stride = 128"),
         ({"stride": 8, "summary": 3}, "summary is 3, but must divide stride = 8"),
         ({"stride": 8, "summary": 0}, "summary is 0, but must divide stride = 8"),
         ({"stride": 8, "summary": 4, "subblocks": 3}, "subblocks is 3, but must be between 1 and .* = 2"),
@@ -240,38 +243,38 @@ def test_wrong_input():
     module = SparseTransformerAttention(16, 4, causal=True)
     other = SparseTransformerAttention(16, 4, causal=True, value_dim=3).init_state(2)
     with pytest.raises(
-        ValueError, match=r"state.past_v is .* \[2, 128, 4, 3\] on cpu, but .* wants .* \[2, 128, 4, 4\]"
+        ValueError, match=r"state.past_v is .* \[2, 128, 4, 3\] on cpu, but must be .* \[2, 128, 4, 4\]"
     ):
         module.step(torch.randn(2, 16), other)
     q = torch.randn(1, 20, 2, 3)
-    with pytest.raises(ValueError, match="k has length 19, but q has 20"):
+    with pytest.raises(ValueError, match="k has length 19, but must have 20 like q"):
         factorized_attention(q, q[:, 1:], q[:, 1:], Layout(True, 2))
 
 
 def test_one_head_cannot_be_split():
-    with pytest.raises(ValueError, match="reads is 'split', but n_heads = 1"):
+    with pytest.raises(ValueError, match="n_heads is 1, but must be at least 2 for reads = 'split'"):
         SparseTransformerAttention(16, 1, reads="split")
 
 
 @pytest.mark.parametrize(
     ("made", "given", "length", "message"),
     [
-        ({"stride": 8}, {"stride": 12}, 0, "state.past_k is .* wants .* P >= 12"),
-        ({"stride": 8}, {"kind": "strided", "stride": 12}, 0, "state.past_k has 8 slots, but strided"),
-        ({"kind": "strided", "stride": 8}, {"stride": 8}, 0, "state.past_k is .* wants .* P >= "),
+        ({"stride": 8}, {"stride": 12}, 0, "state.past_k is .* must be .* P >= 12"),
+        ({"stride": 8}, {"kind": "strided", "stride": 12}, 0, "state.past_k has 8 slots, but must have 0"),
+        ({"kind": "strided", "stride": 8}, {"stride": 8}, 0, "state.past_k is .* must be .* P >= "),
         ({"stride": 8, "summary": 2}, {"stride": 8, "summary": 4}, 72, "state.past_k has 24 slots"),
         (
             {"kind": "strided", "stride": 8},
             {"kind": "strided", "stride": 12},
             64,
-            "has 64 slots, but strided",
+            "has 64 slots, but must have 0",
         ),
         ({"stride": 8, "summary": 2}, {"stride": 8, "summary": 2, "subblocks": 2}, 136, "has 40 slots"),
         (
             {"kind": "strided", "stride": 128},
             {"kind": "strided", "stride": 64},
             100,
-            "state.recent_k has 100 tokens, but strided attention of stride = 64 keeps fewer than 64",
+            "state.recent_k has 100 tokens, but must have fewer than 64 for strided attention of stride = 64",
         ),
     ],
 )

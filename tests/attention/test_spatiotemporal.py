@@ -200,9 +200,11 @@ def test_wrong_settings_are_named():
         SpatiotemporalAttention(8, 2, shape=(4, 0, 4))
     with pytest.raises(ValueError, match=r"radius is \[-1, -1, -1\]"):
         SpatiotemporalAttention(8, 2, radius=-1)
-    with pytest.raises(ValueError, match="stride is 2 without a radius"):
+    with pytest.raises(ValueError, match="radius is None, but must be given with stride = 2"):
         SpatiotemporalAttention(8, 2, stride=2)
-    with pytest.raises(UnsupportedError, match="not causal; use sparse_transformer"):
+    with pytest.raises(
+        UnsupportedError, match="not causal: frames are read as wholes; use sparse_transformer"
+    ):
         SpatiotemporalAttention(8, 2, causal=True)
     with pytest.raises(UnsupportedError, match="use relative=True"):
         SpatiotemporalAttention(8, 2, rotary=True)

@@ -67,7 +67,7 @@ def inputs():
     return q, k, v, grad_o
 
 
-def expected(inputs, attention):
+def by_autograd(inputs, attention):
     *qkv, grad_o = inputs
     leaves = [x[None, :, None].clone().requires_grad_() for x in qkv]
     o = attention(*leaves)
@@ -96,7 +96,7 @@ def test_linear_attention(inputs, normalize):
     Counted.count = 0
     o, _ = forward_linear(*map(numbers, inputs[:3]), normalize)
     assert flops.linear_attention(N, D, M, normalize=normalize) == Counted.count
-    exact, *_ = expected(inputs, lambda *x: linear_attention(*x, causal=True, normalize=normalize))
+    exact, *_ = by_autograd(inputs, lambda *x: linear_attention(*x, causal=True, normalize=normalize))
     torch.testing.assert_close(torch.tensor(o).double(), exact)
 
 
@@ -116,9 +116,9 @@ def test_the_gradient_of_linear_attention(inputs):
         dk.insert(0, [dot(dS[i], v[t]) + dz[i] for i in range(D)])
         dv.insert(0, [dot(k[t], [dS[i][m] for i in range(D)]) for m in range(M)])
     assert flops.linear_attention_gradient(N, D, M) == Counted.count
-    _, *exact = expected(inputs, lambda *x: linear_attention(*x, causal=True))
-    for found, wanted in zip((dq, dk, dv), exact, strict=True):
-        torch.testing.assert_close(torch.tensor(found).double(), wanted)
+    _, *exact = by_autograd(inputs, lambda *x: linear_attention(*x, causal=True))
+    for found, expected in zip((dq, dk, dv), exact, strict=True):
+        torch.testing.assert_close(torch.tensor(found).double(), expected)
 
 
 @pytest.mark.parametrize(("left", "right"), [(None, 0), (2, 0), (1, 2), (None, None), (9, 9)])
@@ -161,8 +161,8 @@ def test_softmax_attention_and_its_gradient(inputs, left, right):
         heads = (x.transpose(1, 2) for x in qkv)
         return torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
 
-    for found, wanted in zip((o, dq, dk, dv), expected(inputs, attention), strict=True):
-        torch.testing.assert_close(torch.tensor(found).double(), wanted)
+    for found, expected in zip((o, dq, dk, dv), by_autograd(inputs, attention), strict=True):
+        torch.testing.assert_close(torch.tensor(found).double(), expected)
 
 
 def test_the_products_of_a_decoder():

@@ -41,5 +41,5 @@ def test_peers_of_the_decoder_run_its_weights(case, size):
 
 
 @pytest.mark.oracles
-def test_a_length_that_a_peer_cannot_take_is_told():
+def test_a_length_that_a_peer_cannot_take_is_named():
     assert statuses("linear-forward", 100)["fla naive chunk"] == "not measured"

@@ -77,7 +77,7 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
         (["step", "--device", "nowhere"], "--device nowhere cannot be used here"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_sentence(arguments, sentence, tmp_path):
+def test_what_is_impossible_is_refused_in_one_sentence(arguments, sentence, tmp_path):
     result = run(*arguments, "--quick", "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {sentence}")

@@ -37,7 +37,7 @@ def report() -> Report:
     return Report(MACHINE, LIMITS, settings, list(ROWS), {"case": ["N = 256: a remark."]})
 
 
-def test_costs_are_told_with_the_power_of_the_length_that_they_grow_with(report):
+def test_costs_come_with_the_power_of_the_length_that_they_grow_with(report):
     report.rows.extend(
         dataclasses.replace(FAST, contender="steep", size=n, least=1e-6 * n**2, peak_bytes=8 * n)
         for n in (256, 512, 1024)
@@ -79,7 +79,7 @@ def test_every_line_of_a_table_has_as_many_cells(report):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
-def test_the_machine_and_its_limits_are_told(report):
+def test_the_machine_and_its_limits_are_reported(report):
     text = markdown(report, {"case": ("What it asks.", "N")})
     assert "A processor, 2 cores, 8 GB of memory, AVX2, device cpu, 1 thread, load average 0.2" in text
     assert "- unrolled 0.1, torch 2.13; native kernels: avx2\n" in text
@@ -89,7 +89,7 @@ def test_the_machine_and_its_limits_are_told(report):
     assert "multiply-adds in registers not measured: no compiler was found" in text
 
 
-def test_a_busy_machine_is_told(report):
+def test_a_busy_machine_is_reported(report):
     assert "other work" not in case_text(report, "case", "What it asks.", "N")
     busy = dataclasses.replace(ROWS[0], working=0.62)
     text = case_text(dataclasses.replace(report, rows=[busy, ROWS[1]]), "case", "What it asks.", "N")

@@ -1,4 +1,4 @@
-"""A wrong contender is refused, a missing one is told, and what is measured is put into the right terms."""
+"""A wrong contender is refused, a missing one is reported, and measurements have the right units."""
 
 import dataclasses
 import math
@@ -93,13 +93,13 @@ def test_one_wrong_number_among_gradients_is_enough():
     ("error", "status"),
     [
         (ImportError("No module named 'peer'"), "missing"),
-        (MissingError("peer is 1.0,\n wanted 2.0"), "missing"),
+        (MissingError("peer is 1.0,\n expected 2.0"), "missing"),
         (UnsupportedError("not built"), "missing"),
         (NotMeasuredError("no CUDA device"), "not measured"),
         (RuntimeError("it broke"), "failed"),
     ],
 )
-def test_what_cannot_run_is_told_and_the_others_are_measured(error, status):
+def test_what_cannot_run_is_reported_and_the_others_are_measured(error, status):
     found = rows(("gone", raising(error), {}), ("here", doubling(), {}))
     assert (found["gone"].status, found["gone"].reason) == (status, " ".join(str(error).split()))
     assert found["gone"].median is None
@@ -169,7 +169,7 @@ def test_the_command_refuses_to_print_a_speed_for_a_wrong_result(wrong_case, tmp
     assert (tmp_path / "results.json").exists()
 
 
-def test_remarks_are_told_with_their_size(wrong_case):
+def test_remarks_come_with_their_size(wrong_case):
     noted = dataclasses.replace(
         wrong_case,
         problem=lambda size, settings: problem(
@@ -210,7 +210,7 @@ def test_the_machine_is_described():
     assert described["processor"]
 
 
-@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not tell the peak of a process")
+@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not report the peak of a process")
 def test_peak_memory_is_what_a_job_adds_to_what_is_held():
     held = torch.ones(30_000_000)  # 120 MB that do not count
 
@@ -223,7 +223,7 @@ def test_peak_memory_is_what_a_job_adds_to_what_is_held():
     assert memory.peak(lambda: None) < 2e6  # what came before does not count either
 
 
-@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not tell the peak of a process")
+@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not report the peak of a process")
 def test_peak_memory_in_a_process_of_its_own():
     case = cases.find("linear-forward")
     found = memory.peaks(case, "unrolled plain", [1024, 2048], Settings())
@@ -231,7 +231,7 @@ def test_peak_memory_in_a_process_of_its_own():
     assert 1024 * output < found[1024] < found[2048] < 2048 * 20 * output
 
 
-@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not tell the peak of a process")
-def test_an_end_of_that_process_is_told():
+@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not report the peak of a process")
+def test_an_end_of_that_process_is_reported():
     with pytest.raises(RuntimeError, match="measures the memory of nobody ended: StopIteration"):
         memory.peaks(cases.find("linear-forward"), "nobody", [64], Settings())

@@ -148,8 +148,8 @@ def test_the_unpacked_folder_serves_as_well(folder, tmp_path):
             (place / name).write_text(text)
     dataset = BabiDataset(data_dir=tmp_path / "other")
     assert dataset.tasks == [1]
-    wanted = BabiDataset([1], data_dir=folder)
-    assert all(map(torch.equal, next(dataset.eval_batches(9)), next(wanted.eval_batches(9))))
+    expected = BabiDataset([1], data_dir=folder)
+    assert all(map(torch.equal, next(dataset.eval_batches(9)), next(expected.eval_batches(9))))
     (place / "qa1_single-supporting-fact_test.txt").write_text(TEST + TEST)
     with pytest.raises(
         ValueError, match=r"en-10k is corrupt: the files of task 1 have the sha256 .* instead"

@@ -52,9 +52,9 @@ def test_a_gzip_file_is_judged_by_its_content_not_by_how_it_was_compressed(tmp_p
 
 def test_a_corrupt_file_is_refused_with_the_checksum_found_and_wanted(tmp_path):
     put(tmp_path / "plain.txt", CONTENT[:-1])
-    found, wanted = hashlib.sha256(CONTENT[:-1]).hexdigest(), hashlib.sha256(CONTENT).hexdigest()
+    found, expected = hashlib.sha256(CONTENT[:-1]).hexdigest(), hashlib.sha256(CONTENT).hexdigest()
     with pytest.raises(
-        ValueError, match=f"plain.txt is corrupt: .* {found} instead of {wanted}; .*{NOWHERE}"
+        ValueError, match=f"plain.txt is corrupt: .* {found} instead of {expected}; .*{NOWHERE}"
     ):
         read_published(published(), tmp_path)
 

@@ -66,8 +66,8 @@ def test_a_batch_is_cut_padded_and_labelled(folder):
         (bytes(row[~padding].tolist()), int(label))
         for row, padding, label in zip(batch.inputs, batch.key_padding_mask, batch.targets, strict=True)
     }
-    wanted = {(text[:20], int("/pos/" in name)) for name, text in REVIEWS.items() if "/train/" in name}
-    assert found == wanted
+    expected = {(text[:20], int("/pos/" in name)) for name, text in REVIEWS.items() if "/train/" in name}
+    assert found == expected
     assert not batch.inputs[batch.key_padding_mask].any()
 
 

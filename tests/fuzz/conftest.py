@@ -61,5 +61,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for outcomes in [value for name, value in report.user_properties if name == "outcomes"]:
             counts[Path(report.fspath).stem.removeprefix("test_")].update(outcomes)
     for fuzzer, outcomes in sorted(counts.items()):
-        told = ", ".join(f"{n:,} {outcome}" for outcome, n in sorted(outcomes.items()))
-        terminalreporter.write_line(f"{fuzzer}: {sum(outcomes.values()):,} cases: {told}")
+        line = ", ".join(f"{n:,} {outcome}" for outcome, n in sorted(outcomes.items()))
+        terminalreporter.write_line(f"{fuzzer}: {sum(outcomes.values()):,} cases: {line}")

@@ -87,14 +87,14 @@ def read_run(folder: Path) -> Any:
     return found
 
 
-def same(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, torch.Tensor):
-        return found.dtype == wanted.dtype and torch.equal(found, wanted)
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(same(found[name], x) for name, x in wanted.items())
-    if isinstance(wanted, tuple):
-        return len(found) == len(wanted) and all(map(same, found, wanted))
-    return bool(found == wanted)
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[name], x) for name, x in expected.items())
+    if isinstance(expected, tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
 
 
 def change_bytes(random: Random, file: Path, other: Path) -> str:
@@ -199,7 +199,7 @@ def test_files(seeds: range, sources: dict[Path, Loader], tmp_path: Path, record
     run(case, seeds, record_property)
 
 
-def judge(read: Loader, folder: Path, name: str, what: str, wanted: Any) -> str:
+def judge(read: Loader, folder: Path, name: str, what: str, expected: Any) -> str:
     try:
         found = read(folder)
     except Exception as error:
@@ -207,7 +207,7 @@ def judge(read: Loader, folder: Path, name: str, what: str, wanted: Any) -> str:
         if name not in EDITABLE and str(folder) not in str(error):
             raise BrokenError(f"{what}: the sentence names no file: {error}") from error
         return refused
-    if same(found, wanted):
+    if same(found, expected):
         return "same"
     if name in EDITABLE:
         return "edited"

@@ -125,7 +125,7 @@ def test_a_beam_of_any_size_is_that_of_its_description(
         stop=[ids[0] if len(ids) == 1 else ids for ids in stops],
     )
     for prompt, limit, hypotheses in zip(prompts, most, found, strict=True):
-        wanted = described(
+        expected = described(
             log_probs_of(model, [V, *prompt]),
             size=size,
             most=limit,
@@ -135,8 +135,8 @@ def test_a_beam_of_any_size_is_that_of_its_description(
             least=least,
             ngram=ngram,
         )
-        assert [tuple(h.tokens.tolist()) for h in hypotheses] == [ids for _, _, ids in wanted]
-        for h, (score, log_prob, _) in zip(hypotheses, wanted, strict=True):
+        assert [tuple(h.tokens.tolist()) for h in hypotheses] == [ids for _, _, ids in expected]
+        for h, (score, log_prob, _) in zip(hypotheses, expected, strict=True):
             assert (h.score, h.log_prob) == pytest.approx((score, log_prob), abs=1e-10)
 
 
@@ -271,9 +271,9 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
         ({"beam_size": True}, "beam_size is True, but must be a whole number of at least 1"),
         ({"length_penalty": -1.0}, "length_penalty is -1.0, but must be a number of at least 0"),
         ({"length_penalty": math.nan}, "length_penalty is nan, but must be"),
-        ({"max_new_tokens": -1}, "max_new_tokens is -1, but must be at least 0"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, but must be at least 0, one whole number"),
-        ({"max_new_tokens": True}, "max_new_tokens is True, but must be at least 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1, but must be a whole number of at least 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, but must be a whole number of at least 0"),
+        ({"max_new_tokens": True}, "max_new_tokens is True, but must be a whole number of at least 0"),
         ({"min_new_tokens": -1}, "min_new_tokens is -1, but must be a whole number of at least 0"),
         ({"min_new_tokens": 1.0}, "min_new_tokens is 1.0, but must be a whole number"),
         (
@@ -325,21 +325,19 @@ def test_where_everything_is_ruled_out_there_is_no_hypothesis():
     assert [row.tolist() for row in translate(Copies(), [[1, 2]], **options)] == [[]]
 
 
-def test_logits_that_are_no_numbers_are_refused():
-    with pytest.raises(ValueError, match="the logits of new token 1 hold NaN"):
-        beam_search(Copies(), torch.full((1, 9), math.nan), None, max_new_tokens=3)
-    with pytest.raises(ValueError, match=r"logits has shape \[9\], but must be \[B, V\]"):
-        beam_search(Copies(), torch.zeros(9), None, max_new_tokens=3)
-    with pytest.raises(
-        ValueError, match="max_new_tokens is \\[1, 2\\], but must be at least 0, one whole number or 1"
-    ):
-        beam_search(Copies(), torch.zeros(1, 9), None, max_new_tokens=[1, 2])
-
-
-def test_logits_without_any_probability_are_refused():
-    for value in (-math.inf, math.inf):
-        with pytest.raises(ValueError, match="the logits of new token 1 hold NaN, infinity or"):
-            beam_search(Copies(), torch.full((1, 9), value), None, max_new_tokens=3)
+@pytest.mark.parametrize(
+    ("logits", "most", "message"),
+    [
+        (torch.full((1, 9), math.nan), 3, r"logits of new token 1 hold NaN, \+inf or only -inf"),
+        (torch.full((1, 9), math.inf), 3, "logits of new token 1 hold"),
+        (torch.full((1, 9), -math.inf), 3, "logits of new token 1 hold"),
+        (torch.zeros(9), 3, r"logits has shape \[9\], but must be \[B, V\]"),
+        (torch.zeros(1, 9), [1, 2], r"max_new_tokens is \[1, 2\], but must be .* or 1 of them"),
+    ],
+)
+def test_logits_and_limits_that_do_not_fit_are_refused(logits, most, message):
+    with pytest.raises(ValueError, match=message):
+        beam_search(Copies(), logits, None, max_new_tokens=most)
 
 
 def test_what_a_model_says_after_the_end_is_not_looked_at():

@@ -72,9 +72,9 @@ def ours(model: Decoder, prompts: list[list[int]], **options: Any) -> list[Any]:
     return [[(h.score, tuple(h.tokens.tolist())) for h in hypotheses] for hypotheses in found]
 
 
-def assert_same(found: list[Any], wanted: list[Any]) -> None:
-    assert [ids for _, ids in found] == [ids for _, ids in wanted]
-    assert [score for score, _ in found] == pytest.approx([score for score, _ in wanted], abs=SINGLE)
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert [ids for _, ids in found] == [ids for _, ids in expected]
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=SINGLE)
 
 
 def options_of(search: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +92,9 @@ def test_without_a_length_penalty_ours_is_theirs(search):
     model = made(search["seed"], search["vocab_size"])
     size, most, stop = (search[name] for name in ("size", "most", "stop"))
     options = options_of(search) | {"length_penalty": 0.0}
-    (wanted,) = theirs(model, [[]], size=size, most=most, eos_token_id=stop or None, **options)
+    (expected,) = theirs(model, [[]], size=size, most=most, eos_token_id=stop or None, **options)
     (found,) = ours(model.model, [[]], beam_size=size, max_new_tokens=most, stop=stop, **options)
-    assert_same(found, wanted)
+    assert_same(found, expected)
 
 
 @settings(deadline=None, max_examples=100, derandomize=True)
@@ -103,7 +103,7 @@ def test_with_a_power_of_the_length_for_its_penalty_the_description_is_theirs(se
     """`test_beam.py` shows that ours is the description with the penalty of Wu et al."""
     model = made(search["seed"], search["vocab_size"])
     size, most, stop = (search[name] for name in ("size", "most", "stop"))
-    (wanted,) = theirs(
+    (expected,) = theirs(
         model,
         [[]],
         size=size,
@@ -122,7 +122,7 @@ def test_with_a_power_of_the_length_for_its_penalty_the_description_is_theirs(se
         least=min(search["least"], most),
         ngram=search["ngram"],
     )
-    assert_same([(score, ids) for score, _, ids in pool], wanted)
+    assert_same([(score, ids) for score, _, ids in pool], expected)
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
@@ -137,9 +137,9 @@ def test_a_sequence_ends_theirs_and_ours_alike(seed, early_stopping):
         return torch.tensor([row[1:][-2:] == stop for row in ids.tolist()])
 
     stopping = transformers.StoppingCriteriaList([ends])
-    (wanted,) = theirs(model, [[]], size=3, most=8, stopping_criteria=stopping, **options)
+    (expected,) = theirs(model, [[]], size=3, most=8, stopping_criteria=stopping, **options)
     (found,) = ours(model.model, [[]], beam_size=3, max_new_tokens=8, stop=[stop], **options)
-    assert_same(found, wanted)
+    assert_same(found, expected)
     assert any(ids[-2:] == tuple(stop) for _, ids in found)
 
 

@@ -165,21 +165,24 @@ def test_sample_refuses_logits_that_are_no_distribution(bad: float) -> None:
     logits[1, 0] = bad
     with pytest.raises(ValueError, match="row 1 hold NaN, "):
         sampling.sample(logits, [torch.Generator(), torch.Generator()])
-    with pytest.raises(ValueError, match="nothing to draw from"):
+    with pytest.raises(ValueError, match="must define a distribution"):
         sampling.sample(torch.full((1, 3), -math.inf), [torch.Generator()])
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: sampling.temperature(x, -1), "temperature must be a finite number of at least 0, not -1"),
+        (
+            lambda x: sampling.temperature(x, -1),
+            "temperature is -1, but must be a finite number of at least 0",
+        ),
         (lambda x: sampling.temperature(x, math.nan), "temperature"),
-        (lambda x: sampling.top_k(x, 0), "top_k must be an integer of at least 1, not 0"),
-        (lambda x: sampling.top_p(x, 0.0), r"top_p must be in \(0, 1\], not 0.0"),
-        (lambda x: sampling.top_p(x, 1.5), r"top_p must be in \(0, 1\], not 1.5"),
-        (lambda x: sampling.min_p(x, 1.1), r"min_p must be in \[0, 1\], not 1.1"),
+        (lambda x: sampling.top_k(x, 0), "top_k is 0, but must be an integer of at least 1"),
+        (lambda x: sampling.top_p(x, 0.0), r"top_p is 0.0, but must be in \(0, 1\]"),
+        (lambda x: sampling.top_p(x, 1.5), r"top_p is 1.5, but must be in \(0, 1\]"),
+        (lambda x: sampling.min_p(x, 1.1), r"min_p is 1.1, but must be in \[0, 1\]"),
         (lambda x: sampling.repetition_penalty(x, x > 0, 0.0), "repetition_penalty"),
-        (lambda x: sampling.sample(x, []), r"one per row of logits \(1, 3\), not 0"),
+        (lambda x: sampling.sample(x, []), r"generators has 0, but must have one per row of logits \(1, 3\)"),
     ],
 )
 def test_wrong_input_is_one_sentence(call: object, message: str) -> None:

@@ -218,7 +218,7 @@ def test_what_cannot_be_exported(tmp_path):
         export(make("long_short"), tmp_path)
     with pytest.raises(ValueError, match="sampling has"):
         export(make("linear"), tmp_path, sampling={"temprature": 1})
-    with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], not 5"):
+    with pytest.raises(ValueError, match=r"top_p is 5, but must be in \(0, 1\]"):
         export(make("linear"), tmp_path, sampling={"top_p": 5})
     with pytest.raises(UnsupportedError, match="Linear is no recurrence: it has no init_state"):
         export(torch.nn.Linear(2, 2), tmp_path)

@@ -272,7 +272,7 @@ def test_empty_batches_and_targets(kind, config, options):
         (lambda m, s, t, k: m.step(t, m.init_state(s)), "token is torch.int64 of shape"),
         (
             lambda m, s, t, k: m.step(t[:2, 0], m.init_state(s)),
-            "state.\\w is torch.float64 \\[3, .* wants torch.float64 \\[2, ",
+            "state.\\w is torch.float64 \\[3, .* must be torch.float64 \\[2, ",
         ),
         (lambda m, s, t, k: m.prefill(t, ()), "state is a tuple, but must be a .*State of"),
     ],

@@ -51,8 +51,8 @@ def test_equals_the_definition(T, S, sizes, L, heads, shared, with_mask, seed):
     counts = counts_of(blocks.expand(B, H, N, L), T, S, C, K, every if allowed is None else allowed)
     if padding is not None:
         counts = counts.masked_fill(padding[:, None, None, :], 0)
-    wanted = counted_attention(q, k, v, counts) if S > 0 else found
-    assert_same(list(found), list(wanted), [q, k, v])
+    expected = counted_attention(q, k, v, counts) if S > 0 else found
+    assert_same(list(found), list(expected), [q, k, v])
 
 
 def test_groups_of_blocks_change_nothing(monkeypatch):

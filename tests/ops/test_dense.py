@@ -11,16 +11,9 @@ from unrolled.ops.dense import Linear, linear
 from unrolled.ops.dense import native as dense_native
 from unrolled.ops.dispatch import prefer
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_kernels = pytest.mark.skipif(not native.available(), reason=str(native.missing()))
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Memory that is handed out uninitialised holds NaN, which a value left out does not survive."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -52,14 +45,14 @@ def test_it_is_as_exact_as_its_sums_can_be(instruction_set, rows, inputs, output
     bias = torch.randn(outputs).to(dtype) if biased else None
     with native.use(instruction_set):
         found = dense_native.linear(x, weight, bias)
-    wanted = x.double() @ weight.double().mT + (0 if bias is None else bias.double())
+    expected = x.double() @ weight.double().mT + (0 if bias is None else bias.double())
     size = x.double().abs() @ weight.double().abs().mT + (0 if bias is None else bias.double().abs())
     # The bound of a sum in any order (Higham 2002, eq. 3.5), and the rounding of the result.
-    bound = (inputs + 2) * ROUNDING[torch.float32] * size + ROUNDING[dtype] * wanted.abs()
+    bound = (inputs + 2) * ROUNDING[torch.float32] * size + ROUNDING[dtype] * expected.abs()
     if dtype == torch.float16:
         bound += 2.0**-25  # half of the smallest number
     assert found.dtype == dtype
-    assert ((found.double() - wanted).abs() <= bound * (1 + 1e-3)).all()
+    assert ((found.double() - expected).abs() <= bound * (1 + 1e-3)).all()
 
 
 @needs_kernels
@@ -141,8 +134,8 @@ def test_torch_computes_what_the_kernel_may_not(way, runs):
     layer, x = Linear(8, 6), torch.randn(5, 8)
     found = way(layer, x)
     assert not runs
-    wanted = F.linear(x, layer.weight.float(), layer.bias.float())
-    torch.testing.assert_close(found.float(), wanted, rtol=0.02, atol=0.02 if way is in_autocast else 1e-6)
+    expected = F.linear(x, layer.weight.float(), layer.bias.float())
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02 if way is in_autocast else 1e-6)
 
 
 def test_wrong_shapes_are_torchs_error():

@@ -101,8 +101,8 @@ def test_cosformer_weighs_by_the_cosine_of_the_distance(i, j, seed):
     q, k = (torch.randn(1, 1, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     phi = make_feature_map("cosformer", 4, max_length=50)
     found = (phi.phi_q(q, torch.tensor([i])) * phi.phi_k(k, torch.tensor([j]))).sum()
-    wanted = (q.relu() * k.relu()).sum() * math.cos(math.pi * (i - j) / 100)
-    torch.testing.assert_close(found, wanted)
+    expected = (q.relu() * k.relu()).sum() * math.cos(math.pi * (i - j) / 100)
+    torch.testing.assert_close(found, expected)
 
 
 def normalised(phi, q, k, **positions):
@@ -116,10 +116,10 @@ def test_a_factor_per_query_cancels(name):
     q.requires_grad_()
     sides = [q, k] if name == "exp" else [torch.cat([x, -x], -1) for x in (q, k)]
     literal = sides[0].exp() @ sides[1].exp().T
-    wanted = literal / literal.sum(-1, keepdim=True)
+    expected = literal / literal.sum(-1, keepdim=True)
     found = normalised(make_feature_map(name, 3), q, k)
-    torch.testing.assert_close(found, wanted)
-    gradients = [torch.autograd.grad((x * x).sum(), q)[0] for x in (found, wanted)]
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad((x * x).sum(), q)[0] for x in (found, expected)]
     torch.testing.assert_close(*gradients)
 
 
@@ -167,22 +167,19 @@ def test_learned_maps_ignore_autocast():
     assert torch.equal(found, phi.phi_q(x))
 
 
-def test_wrong_names_and_widths_are_refused():
-    with pytest.raises(ValueError, match="feature_map is 'tanh', but must be one of elu, relu"):
-        make_feature_map("tanh", 4)
-    with pytest.raises(ValueError, match="head_dim is 0"):
-        Elu(0)
-    with pytest.raises(ValueError, match="offset is -1"):
-        Polynomial(4, -1)
-    with pytest.raises(ValueError, match="nu is 8, but must be from 1 to 2 head_dim - 1 = 7"):
-        make_feature_map("dpfp", 4, nu=8)
-    with pytest.raises(ValueError, match="max_length is 0"):
-        make_feature_map("cosformer", 4, max_length=0)
-    with pytest.raises(ValueError, match="positions is None, but cosFormer weighs by distance"):
-        make_feature_map("cosformer", 4).phi_q(torch.zeros(1, 1, 4))
-    with pytest.raises(ValueError, match="n_heads is 0, but must be at least 1"):
-        make_feature_map("t2r", 4, 0)
-    with pytest.raises(
-        ValueError, match="the map of queries goes from 4 to 4, but that of keys from 4 to 15"
-    ):
-        QueryKeyMap(Elu(4), Polynomial(4))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: make_feature_map("tanh", 4), "feature_map is 'tanh', but must be one of elu, relu"),
+        (lambda: Elu(0), "head_dim is 0"),
+        (lambda: Polynomial(4, -1), "offset is -1"),
+        (lambda: make_feature_map("dpfp", 4, nu=8), "nu is 8, but must be from 1 to 2 head_dim - 1 = 7"),
+        (lambda: make_feature_map("cosformer", 4, max_length=0), "max_length is 0"),
+        (lambda: make_feature_map("cosformer", 4).phi_q(torch.zeros(1, 1, 4)), "positions is None, but must be those"),
+        (lambda: make_feature_map("t2r", 4, 0), "n_heads is 0, but must be at least 1"),
+        (lambda: QueryKeyMap(Elu(4), Polynomial(4)), "map of queries goes from 4 to 4, but that of keys from 4 to 15"),
+    ],
+)  # fmt: skip
+def test_wrong_names_and_widths_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

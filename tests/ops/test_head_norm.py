@@ -11,8 +11,8 @@ def test_each_head_is_normalised_by_itself():
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(2, 4, 3, 5, dtype=torch.float64) * torch.tensor([1e-2, 1.0, 1e6])[:, None]
     for h in range(3):
-        wanted = torch.nn.functional.rms_norm(x[..., h, :], [5], norm.weight[h], eps=1e-5)
-        torch.testing.assert_close(norm(x)[..., h, :], wanted)
+        expected = torch.nn.functional.rms_norm(x[..., h, :], [5], norm.weight[h], eps=1e-5)
+        torch.testing.assert_close(norm(x)[..., h, :], expected)
 
 
 def test_a_step_has_the_axes_of_a_step():

@@ -38,8 +38,8 @@ def outputs_and_gradients(form, inputs, **masks):
     return [o, after, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)]
 
 
-def assert_equal(found, wanted, tolerance=1e-12):
-    for x, y in zip(found, wanted, strict=True):
+def assert_equal(found, expected, tolerance=1e-12):
+    for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
         scale = float(y.detach().abs().amax()) if y.numel() else 0
@@ -120,27 +120,27 @@ def test_split_anywhere_equals_one_run(cut):
 @pytest.mark.parametrize("longest", [1, 2, 16, 128])
 def test_the_length_of_the_chunks_changes_nothing(longest, monkeypatch):
     inputs = random_inputs(150)
-    wanted = outputs_and_gradients(diagonal_linear_attention, inputs)
+    expected = outputs_and_gradients(diagonal_linear_attention, inputs)
     monkeypatch.setattr(chunked, "LONGEST", longest)
-    assert_equal(outputs_and_gradients(diagonal_linear_attention, inputs), wanted)
+    assert_equal(outputs_and_gradients(diagonal_linear_attention, inputs), expected)
 
 
 @pytest.mark.parametrize("T", [64, 65, 128, 200])
 def test_the_length_of_the_spans_changes_nothing(T, monkeypatch):
     inputs = random_inputs(T)
-    wanted = outputs_and_gradients(diagonal_linear_attention, inputs)
+    expected = outputs_and_gradients(diagonal_linear_attention, inputs)
     monkeypatch.setattr(chunked, "CACHED", 1)  # one chunk of 64 at a time
-    assert_equal(outputs_and_gradients(diagonal_linear_attention, inputs), wanted)
+    assert_equal(outputs_and_gradients(diagonal_linear_attention, inputs), expected)
 
 
 def test_one_gate_for_all_features_is_linear_attention_with_a_gate():
     q, k, v, log_decay, state = random_inputs(150)
     gate = log_decay[..., 0]
     found = diagonal_linear_attention(q, k, v, gate.unsqueeze(-1).expand(k.shape), state=state)
-    wanted = linear_attention(
+    expected = linear_attention(
         q, k, v, causal=True, log_decay=gate, state=LinearState(state, state.sum(-1)), normalize=False
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, expected)
 
 
 def test_features_are_sequences_of_their_own():
@@ -163,13 +163,13 @@ def test_features_are_sequences_of_their_own():
 
 def test_the_future_does_not_change_one_bit_of_the_past():
     inputs = random_inputs(133)
-    wanted = diagonal_linear_attention(*inputs[:4], state=inputs[4])
+    expected = diagonal_linear_attention(*inputs[:4], state=inputs[4])
     for now in (1, 31, 66, 130):
         q, k, v, log_decay = (x.detach().clone() for x in inputs[:4])
         for x in (q, k, v, log_decay):
             x[:, now:] *= 12
         found = diagonal_linear_attention(q, k, v, log_decay, state=inputs[4])
-        assert torch.equal(found[:, :now], wanted[:, :now])
+        assert torch.equal(found[:, :now], expected[:, :now])
 
 
 @pytest.mark.parametrize("cached", [1, 2**17])
@@ -199,9 +199,9 @@ def test_a_gate_of_zero_forgets_one_feature(cached, monkeypatch):
     forgetful, remembering = q.clone(), q.clone()
     forgetful[..., [0, 1, 3, 4]], remembering[..., 2] = 0, 0
     zeros = torch.zeros_like(log_decay)
-    wanted = diagonal_linear_attention(remembering, k, v, zeros, state=state)[:, 70:]
+    expected = diagonal_linear_attention(remembering, k, v, zeros, state=state)[:, 70:]
     fresh = diagonal_linear_attention(*(x[:, 70:] for x in (forgetful, k, v, zeros)))
-    torch.testing.assert_close(o[:, 70:], wanted + fresh)
+    torch.testing.assert_close(o[:, 70:], expected + fresh)
     o.sum().backward()
     assert log_decay.grad.isfinite().all()
     assert all(x.grad.isfinite().all() for x in (q, k, v, state))
@@ -279,12 +279,9 @@ def test_compiles_to_one_node():
     ("change", "message"),
     [
         ({"log_decay": torch.zeros(1, 4, 2)}, "log_decay has shape [1, 4, 2] and dtype torch.float32, but must be floating point [B, S, G, R] = [1, 4, 2, 3]"),
-        ({"log_decay": torch.full((1, 4, 2, 3), 0.5)}, "log_decay must be at most 0 (a gate of at most 1), found 0.5"),
-        ({"q": torch.zeros(1, 4, 3, 3)}, "q has 3 heads, but they must be a multiple of the 2 heads of k and v"),
-        ({"state": torch.zeros(1, 2, 3, 6)}, "state is torch.float32 of shape [1, 2, 3, 6], but these inputs want torch.float32 [1, 2, 3, 5]"),
-        ({"state": torch.zeros(1, 2, 3, 5).half()}, "state is torch.float16 of shape [1, 2, 3, 5], but these inputs want torch.float32 [1, 2, 3, 5]"),
-        ({"key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, "key_padding_mask has shape [1, 3], but must be [1, 4]"),
-        ({"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)}, "cu_seqlens must rise from 0 to T = 4 without falling, found [0, 3]"),
+        ({"log_decay": torch.full((1, 4, 2, 3), 0.5)}, "log_decay is up to 0.5, but must be at most 0 (a gate of at most 1)"),
+        ({"state": torch.zeros(1, 2, 3, 6)}, "state is torch.float32 of shape [1, 2, 3, 6], but must be torch.float32 [1, 2, 3, 5]"),
+        ({"state": torch.zeros(1, 2, 3, 5).half()}, "state is torch.float16 of shape [1, 2, 3, 5], but must be torch.float32 [1, 2, 3, 5]"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_named(change, message):

@@ -75,9 +75,9 @@ def test_threads_share_heads_and_then_segments_of_the_sequence(threads, causal, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_is_on_average_as_exact_as_the_plain_form(causal, dtype):
     cases = [Case(200, 200, 1, 2, 1, 64, 64, causal, seed=seed, dtype=dtype) for seed in range(5)]
-    found, wanted = ([errors(f, case) for case in cases] for f in (form, plain))
+    found, expected = ([errors(f, case) for case in cases] for f in (form, plain))
     for name in found[0]:
-        ours, theirs = (sum(error[name] for error in by_case) for by_case in (found, wanted))
+        ours, theirs = (sum(error[name] for error in by_case) for by_case in (found, expected))
         assert ours <= 2 * theirs, f"{name}: {ours:g} against {theirs:g}"
 
 
@@ -92,12 +92,12 @@ def test_a_view_of_a_projection_is_read_where_it_lies():
     projected = torch.rand(2, 50, 3 * H * D)
     q, k, v = projected.view(2, 50, 3, H, D).unbind(2)
     assert not q.is_contiguous()
-    wanted = form(q.contiguous(), k.contiguous(), v.contiguous(), causal=True)
-    assert torch.equal(form(q, k, v, causal=True), wanted)
+    expected = form(q.contiguous(), k.contiguous(), v.contiguous(), causal=True)
+    assert torch.equal(form(q, k, v, causal=True), expected)
     by_head = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    assert torch.equal(form(*by_head, causal=True), wanted)
+    assert torch.equal(form(*by_head, causal=True), expected)
     by_feature = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v))
-    assert torch.equal(form(*by_feature, causal=True), wanted)
+    assert torch.equal(form(*by_feature, causal=True), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -117,9 +117,9 @@ def test_half_precision_is_rounded_as_torch_rounds(dtype):
     )
     pair = torch.stack([v.flatten(), v.flatten().flip(0)], 1).view(-1, 2, 1, 1)
     found = form(torch.ones_like(k), k, pair, normalize=False)
-    wanted = (pair.float() * k.float()).sum(1, keepdim=True).to(dtype).expand_as(found)
-    assert torch.equal(found[found.isfinite()], wanted[found.isfinite()])
-    assert torch.equal(found.isfinite(), wanted.isfinite())
+    expected = (pair.float() * k.float()).sum(1, keepdim=True).to(dtype).expand_as(found)
+    assert torch.equal(found[found.isfinite()], expected[found.isfinite()])
+    assert torch.equal(found.isfinite(), expected.isfinite())
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -146,9 +146,9 @@ def test_steps_are_as_exact_as_the_plain_ones(gated, normalize, G, P, R, M, dtyp
 
     found = run(q, k, v, state)
     with prefer("plain"):
-        wanted = run(q, k, v, state)
+        expected = run(q, k, v, state)
     exact = run(q.double(), k.double(), v.double(), LinearState(*(x.double() for x in state)))
-    for x, y, z in zip(found, wanted, exact, strict=True):
+    for x, y, z in zip(found, expected, exact, strict=True):
         assert x.dtype == y.dtype
         eps = torch.finfo(torch.float32).eps
         assert (x.double() - z).norm() <= 2 * (y.double() - z).norm() + eps * z.norm()
@@ -167,13 +167,13 @@ def test_one_step_of_many_rows_uses_the_threads(threads):
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_the_default_type_of_new_tensors_does_not_matter(default):
     case = Case(T=300, S=300, R=16, M=16, dtype=torch.float32)
-    wanted = outputs_and_gradients(form, case)
+    expected = outputs_and_gradients(form, case)
     torch.set_default_dtype(default)
     try:
         found = outputs_and_gradients(form, case)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_no_query_heads_and_no_divisor_are_no_accident():

@@ -26,9 +26,10 @@ from unrolled.ops.linear import LinearState, linear_attention_reference, linear_
 from unrolled.ops.linear import chunked as linear_chunked
 from unrolled.ops.linear import packed as linear_packed
 from unrolled.ops.linear import triton as linear_triton
-from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs
+from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, OutputGradients
 
 NAMES = ("o", "kv", "k_sum", "dq", "dk", "dv", "dlog_decay", "dkv", "dk_sum")
+CAUSAL = Options(None, causal=True, normalize=True)
 ON_GPU = torch.cuda.is_available()
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
@@ -85,8 +86,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
-    def make(self) -> tuple[Inputs, Tensor | None, tuple[Tensor, ...]]:
-        """Inputs, offsets, and the gradients of the output and of the returned state."""
+    def make(self) -> tuple[Inputs, Options, OutputGradients]:
+        """Inputs, options, and the gradients of the output and of the returned state."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,43 +108,40 @@ class Case:
         offsets = None
         if self.lengths is not None:
             offsets = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return inputs, offsets, (random(B, T, H, M, dtype=self.dtype), random(N, G, R, M), random(N, G, R))
+        grads = OutputGradients(random(B, T, H, M, dtype=self.dtype), random(N, G, R, M), random(N, G, R))
+        return inputs, Options(offsets, self.causal, self.normalize), grads
 
 
 def in_triton(run, case: Case) -> tuple[Tensor, ...]:
-    inputs, offsets, grads = case.make()
-    *results, den = run(linear_triton.forward, inputs, offsets, case.causal, case.normalize)
-    flags = (case.causal, case.normalize)
-    results = (*results, *run(linear_triton.backward, *grads, inputs, offsets, den, *flags))
+    inputs, options, grads = case.make()
+    *results, den = run(linear_triton.forward, inputs, options)
+    results = (*results, *run(linear_triton.backward, grads, inputs, den, options))
     assert all(x.is_contiguous() for x in (*results, den))
     return results
 
 
 def in_plain(case: Case) -> tuple[Tensor, ...]:
-    inputs, offsets, grads = case.make()
-    form: Any = linear_chunked if offsets is None else linear_packed
-    offsets = () if offsets is None else (offsets,)
-    flags = (case.causal, case.normalize)
-    *results, den = form.forward(inputs, *offsets, *flags)
-    return (*results, *form.backward(*grads, inputs, *offsets, den, *flags))
+    inputs, options, grads = case.make()
+    *results, den = linear_packed.forward(inputs, options)
+    return (*results, *linear_packed.backward(grads, inputs, den, options))
 
 
 def by_definition(case: Case) -> tuple[Tensor, ...]:
-    inputs, offsets, grads = case.make()
+    inputs, options, grads = case.make()
     given = [None if x is None else x.double().requires_grad_() for x in inputs]
     q, k, v, log_decay, kv, k_sum = given
     state = LinearState(kv, k_sum) if case.stateful else None
     o, state = linear_attention_reference(
-        q, k, v, causal=case.causal, log_decay=log_decay, cu_seqlens=offsets, state=state,
+        q, k, v, causal=case.causal, log_decay=log_decay, cu_seqlens=options.cu_seqlens, state=state,
         return_state=True, normalize=case.normalize,
     )  # fmt: skip
-    wanted = [x for x in given if x is not None]
+    expected = [x for x in given if x is not None]
     pairs = [(y, g.double()) for y, g in zip((o, *state), grads, strict=True) if y.requires_grad]
     if pairs:
         ys, gs = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ys, wanted, gs, materialize_grads=True))
+        found = iter(torch.autograd.grad(ys, expected, gs, materialize_grads=True))
     else:  # a pack of no sequences
-        found = iter([torch.zeros_like(x) for x in wanted])
+        found = iter([torch.zeros_like(x) for x in expected])
     return (o.detach(), *(x.detach() for x in state), *(None if x is None else next(found) for x in given))
 
 
@@ -212,32 +210,30 @@ def test_strides_and_expanded_gradients_are_honoured(run):
     log_decay = -torch.rand(1, 2, 40).transpose(1, 2)
     kv, k_sum = torch.rand(1, 2, 2, 2).mT, torch.rand(1, 2, 2).mT
     strided = Inputs(q, k, v, log_decay, kv, k_sum)
-    grads = (
+    grads = OutputGradients(
         torch.rand(1, 1, 1, 2).expand(2, 40, 6, 2),
         torch.ones(()).expand(2, 6, 2, 2),
         torch.rand(2, 2, 6).mT,
     )
+    contiguous = [type(tensors)(*(x.contiguous() for x in tensors)) for tensors in (strided, grads)]
     results = []
-    for inputs, (go, *gs) in (
-        (strided, grads),
-        (Inputs(*(x.contiguous() for x in strided)), [x.contiguous() for x in grads]),
-    ):
-        *outputs, den = run(linear_triton.forward, inputs, None, True, True)
-        results.append([*outputs, *run(linear_triton.backward, go, *gs, inputs, None, den, True, True)])
+    for x, grad in ((strided, grads), contiguous):
+        *outputs, den = run(linear_triton.forward, x, CAUSAL)
+        results.append([*outputs, *run(linear_triton.backward, grad, x, den, CAUSAL)])
     for name, x, y in zip(NAMES, *results, strict=True):
         assert torch.equal(x, y), name
 
 
 def test_no_sequence_of_a_pack_sees_another(run):
     case = Case(lengths=(3, 64, 70))
-    inputs, offsets, grads = case.make()
+    inputs, options, grads = case.make()
     changed = Inputs(*(x.clone() for x in inputs))
     for x in changed[:4]:
         x[:, 3:67] *= 2
     results = []
     for x in (inputs, changed):
-        *outputs, den = run(linear_triton.forward, x, offsets, True, True)
-        results.append([*outputs, *run(linear_triton.backward, *grads, x, offsets, den, True, True)])
+        *outputs, den = run(linear_triton.forward, x, options)
+        results.append([*outputs, *run(linear_triton.backward, grads, x, den, options)])
     for name, x, y in zip(NAMES, *results, strict=True):
         parts = ([0], [2]) if name in ("kv", "k_sum", "dkv", "dk_sum") else (slice(3), slice(67, None))
         x, y = (z if z.shape[0] == 3 else z[0] for z in (x, y))
@@ -247,27 +243,27 @@ def test_no_sequence_of_a_pack_sees_another(run):
 
 @pytest.mark.parametrize("lowest", [-torch.inf, LOWEST_GATE])
 def test_a_gate_of_zero_forgets_everything_before_it(run, lowest):
-    inputs, _, grads = Case(T=100).make()
+    inputs, options, grads = Case(T=100).make()
     inputs.log_decay[0, 70] = lowest
-    o, kv, k_sum, den = run(linear_triton.forward, inputs, None, True, True)
+    o, kv, k_sum, den = run(linear_triton.forward, inputs, options)
     late = Inputs(*(x[:, 70:] for x in inputs[:4]), None, None)
     fresh, *fresh_end, _ = linear_chunked.forward(late, True, True)
     torch.testing.assert_close(o[:, 70:], fresh, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close((kv, k_sum), tuple(fresh_end), rtol=1e-6, atol=1e-6)
-    found = run(linear_triton.backward, *grads, inputs, None, den, True, True)
+    found = run(linear_triton.backward, grads, inputs, den, options)
     assert all(x.isfinite().all() for x in found)
     assert found[3][0, 70] == 0
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_nothing_to_attend_to_gives_zero_with_zero_gradient(run, causal):
-    inputs, _, (go, gkv, gk_sum) = Case(T=6, B=2, gated=False, stateful=False, causal=causal).make()
+    inputs, options, (go, gkv, gk_sum) = Case(T=6, B=2, gated=False, stateful=False, causal=causal).make()
     inputs.k[0], inputs.k[1, 0] = 0, 1e-20
     inputs.q[1, 0] = 1e-20  # a divisor that is not 0, yet below the least normal number
     nothing = torch.zeros(2, 6, dtype=torch.bool)
     nothing[0], nothing[1, 0] = True, causal
-    o, *_, den = run(linear_triton.forward, inputs, None, causal, True)
-    dq, dk, *_ = run(linear_triton.backward, go, 0 * gkv, 0 * gk_sum, inputs, None, den, causal, True)
+    o, *_, den = run(linear_triton.forward, inputs, options)
+    dq, dk, *_ = run(linear_triton.backward, OutputGradients(go, 0 * gkv, 0 * gk_sum), inputs, den, options)
     assert (o[nothing] == 0).all()
     assert (dq[nothing] == 0).all()
     assert (dk[0] == 0).all()
@@ -319,10 +315,9 @@ def far_apart(backward: bool) -> tuple[Tensor, ...]:
     state = torch.rand(1, 3, 4, 4, device=device), torch.rand(1, 3, 4, device=device)
     results = []
     for inputs in (Inputs(*far, *state), Inputs(*near, gates, *state)):
-        *outputs, den = linear_triton.forward(inputs, None, True, True)
+        *outputs, den = linear_triton.forward(inputs, CAUSAL)
         if backward:
-            grads = inputs.v, *state
-            outputs += linear_triton.backward(*grads, inputs, None, den, True, True)
+            outputs += linear_triton.backward(OutputGradients(inputs.v, *state), inputs, den, CAUSAL)
         else:
             token = (x[:, 0] for x in inputs[:3])
             outputs += linear_triton.step(*token, *state, inputs.log_decay[:, 0], True)
@@ -377,7 +372,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from unrolled.ops.linear import triton as linear_triton
 from unrolled.ops.linear import triton_launch as linear_triton_launch
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
 
 driver.set_active(types.SimpleNamespace(
     get_current_device=lambda: 0,
@@ -394,8 +389,9 @@ linear_triton_launch.launch = compile_only
 q, k, v = (torch.empty(1, 128, heads, 256) for heads in (4, 2, 2))
 log_decay, kv, k_sum = torch.empty(1, 128, 2), torch.empty(1, 2, 256, 256), torch.empty(1, 2, 256)
 inputs = Inputs(q, k, v, log_decay, kv, k_sum)
-o, kv, k_sum, den = linear_triton.forward(inputs, None, True, True)
-linear_triton.backward(o, kv, k_sum, inputs, None, den, True, True)
+options = Options(None, causal=True, normalize=True)
+o, kv, k_sum, den = linear_triton.forward(inputs, options)
+linear_triton.backward(OutputGradients(o, kv, k_sum), inputs, den, options)
 linear_triton.step(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0], True)
 print(json.dumps(shared))
 """

@@ -11,7 +11,7 @@ from unrolled.ops.linear import chunked as linear_chunked
 from unrolled.ops.linear import packed as linear_packed
 from unrolled.ops.linear import triton as linear_triton
 from unrolled.ops.linear import triton_check as linear_triton_check
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
 from unrolled.ops.linear.triton_check import Call, known_fault, mistake
 
 HOPPER, B300, AMPERE = (9, 0), (10, 3), (8, 0)
@@ -97,11 +97,12 @@ def calls(T=9):
     """One call of each kind: the arguments that all forms take."""
     q, k, v = torch.rand(1, T, 2, 5), torch.rand(1, T, 2, 5), torch.rand(1, T, 2, 7)
     inputs = Inputs(q, k, v, -torch.rand(1, T, 2), torch.rand(1, 2, 5, 7), torch.rand(1, 2, 5))
-    den = linear_packed.forward(inputs, None, True, True)[3]
-    grads = torch.rand(1, T, 2, 7), torch.rand(1, 2, 5, 7), torch.rand(1, 2, 5)
+    options = Options(None, causal=True, normalize=True)
+    den = linear_packed.forward(inputs, options).den
+    grads = OutputGradients(torch.rand(1, T, 2, 7), torch.rand(1, 2, 5, 7), torch.rand(1, 2, 5))
     return {
-        "forward": (inputs, None, True, True),
-        "backward": (*grads, inputs, None, den, True, True),
+        "forward": (inputs, options),
+        "backward": (grads, inputs, den, options),
         "step": (q[:, 0], k[:, 0], v[:, 0], inputs.kv, inputs.k_sum, inputs.log_decay[:, 0], True),
     }
 

@@ -19,13 +19,13 @@ def test_parts_merge_to_the_whole(sizes, spread):
     scores = (spread * torch.randn(3, sum(sizes), generator=generator, dtype=torch.float64)).requires_grad_()
     values = torch.randn(sum(sizes), 2, generator=generator, dtype=torch.float64, requires_grad=True)
     parts = [part(s, v) for s, v in zip(scores.split(sizes, 1), values.split(sizes), strict=True)]
-    found, wanted = merge_softmax(parts), part(scores, values)
-    torch.testing.assert_close(found, wanted)
+    found, expected = merge_softmax(parts), part(scores, values)
+    torch.testing.assert_close(found, expected)
     loss = torch.randn(3, 2, generator=generator, dtype=torch.float64)
-    for y in (found, wanted):
+    for y in (found, expected):
         assert torch.isfinite(y[0]).all()
     if sum(sizes):
-        sums = ((o * loss).sum() + lse.sum() for o, lse in (found, wanted))
+        sums = ((o * loss).sum() + lse.sum() for o, lse in (found, expected))
         a, b = (torch.autograd.grad(x, (scores, values)) for x in sums)
         torch.testing.assert_close(a, b)
 

@@ -68,9 +68,9 @@ def test_masks():
 def test_sinusoids_are_those_of_the_paper():
     found = sinusoidal(torch.tensor([0, 7]), 6, dtype=torch.float64)
     angles = [7 / 10000 ** (i / 6) for i in (0, 2, 4)]
-    wanted = torch.tensor([f(a) for a in angles for f in (math.sin, math.cos)], dtype=torch.float64)
+    expected = torch.tensor([f(a) for a in angles for f in (math.sin, math.cos)], dtype=torch.float64)
     assert found[0].tolist() == [0, 1, 0, 1, 0, 1]
-    torch.testing.assert_close(found[1], wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found[1], expected, rtol=1e-12, atol=0)
 
 
 @given(shift=st.integers(0, 100_000))
@@ -87,15 +87,15 @@ def test_rotated_products_depend_on_the_distance_only(shift):
 def test_rotation_is_anticlockwise_by_the_position():
     x = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64).reshape(1, 1, 1, 4)
     angles = (3.0, 3.0 / 10000**0.5)
-    wanted = [f(a) for a in angles for f in (math.cos, math.sin)]
+    expected = [f(a) for a in angles for f in (math.cos, math.sin)]
     found = rotary(x, torch.tensor([[3]])).flatten()
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 def test_wrong_input_is_refused():
-    with pytest.raises(ValueError, match="dim is 5, but sinusoidal and rotary positions come in pairs"):
+    with pytest.raises(ValueError, match="dim is 5, but must be even"):
         sinusoidal(torch.arange(3), 5)
-    with pytest.raises(ValueError, match=r"positions has shape \[1, 2\], but x .* wants \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"positions has shape \[1, 2\], but must be \[1, 3\] for x"):
         rotary(torch.rand(1, 3, 2, 4), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="sequences is empty"):
         pack([])

@@ -19,12 +19,12 @@ def test_a_grid_runs_from_minus_one_to_one_on_each_axis():
 def test_the_features_of_each_axis_are_sines_cosines_and_the_coordinate():
     x, y = 0.3, -0.8
     features = fourier_features(torch.tensor([x, y], dtype=torch.float64), 3, [10, 4], dtype=torch.float64)
-    wanted = []
+    expected = []
     for value, frequencies in ((x, [1, 3, 5]), (y, [1, 1.5, 2])):  # evenly from 1 to mu / 2
-        wanted += [math.sin(f * math.pi * value) for f in frequencies]
-        wanted += [math.cos(f * math.pi * value) for f in frequencies]
-        wanted.append(value)
-    torch.testing.assert_close(features, torch.tensor(wanted, dtype=torch.float64), atol=1e-15, rtol=1e-12)
+        expected += [math.sin(f * math.pi * value) for f in frequencies]
+        expected += [math.cos(f * math.pi * value) for f in frequencies]
+        expected.append(value)
+    torch.testing.assert_close(features, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-12)
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])

@@ -43,10 +43,10 @@ def test_choices_come_in_their_order_and_every_time():
     def run(x):
         return torch.stack([chosen((x + i).round().long, 10) for i in range(3)])
 
-    wanted = replay.first(run, torch.tensor([0.49]))
-    assert wanted.flatten().tolist() == [0, 1, 2]
+    expected = replay.first(run, torch.tensor([0.49]))
+    assert expected.flatten().tolist() == [0, 1, 2]
     for _ in range(2):
-        assert torch.equal(replay.again(run, torch.tensor([0.51])), wanted)
+        assert torch.equal(replay.again(run, torch.tensor([0.51])), expected)
 
 
 def test_one_run_inside_another_has_its_own_choices():

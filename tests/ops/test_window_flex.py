@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from unrolled import window_attention_reference
 from unrolled.ops.window import flex as window_flex
-from unrolled.ops.window.blocks import Inputs
+from unrolled.ops.window.blocks import Inputs, Options
 
 CPU = torch.device("cpu")
 sides = st.one_of(st.sampled_from([-1, 0, 127, 128, 129]), st.integers(0, 500))
@@ -23,17 +23,17 @@ def window_mask(left, right, T, S):
 @given(T=st.integers(1, 600), S=st.integers(1, 600), left=sides, right=sides)
 def test_blocks_are_those_that_torch_finds_from_the_mask(T, S, left, right):
     found = window_flex._block_mask(left, right, T, S, CPU)
-    wanted = create_block_mask(found.mask_mod, None, None, T, S, device="cpu")
+    expected = create_block_mask(found.mask_mod, None, None, T, S, device="cpu")
     for name in ("kv", "full_kv", "q", "full_q"):
         number = getattr(found, f"{name}_num_blocks")
-        assert torch.equal(number, getattr(wanted, f"{name}_num_blocks"))
+        assert torch.equal(number, getattr(expected, f"{name}_num_blocks"))
         listed = torch.arange(getattr(found, f"{name}_indices").shape[-1]) < number.unsqueeze(-1)
-        for mask in (found, wanted):
+        for mask in (found, expected):
             assert (getattr(mask, f"{name}_indices")[listed] < listed.shape[-1]).all()
         assert torch.equal(
-            getattr(found, f"{name}_indices")[listed], getattr(wanted, f"{name}_indices")[listed]
+            getattr(found, f"{name}_indices")[listed], getattr(expected, f"{name}_indices")[listed]
         )
-    assert found.seq_lengths == wanted.seq_lengths
+    assert found.seq_lengths == expected.seq_lengths
 
 
 @settings(max_examples=40, deadline=None)
@@ -65,8 +65,8 @@ CASES = [{}, {"padded": True}, {"packed": True}, {"packed": True, "padded": True
 @pytest.mark.parametrize("window", [(20, 0), (5, 9), (-1, -1), (0, 0)])
 def test_forward_equals_the_definition(window, arguments):
     q, k, v, padding, cu_seqlens = case(**arguments)
-    found = window_flex.forward(Inputs(q, k, v, padding), cu_seqlens, window, 0.3)
-    wanted = window_attention_reference(
+    found = window_flex.forward(Inputs(q, k, v, padding), Options(cu_seqlens, window, 0.3))
+    expected = window_attention_reference(
         q,
         k,
         v,
@@ -76,7 +76,7 @@ def test_forward_equals_the_definition(window, arguments):
         scale=0.3,
         return_lse=True,
     )
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
@@ -104,10 +104,10 @@ def test_backward_takes_the_gradients_of_flex(arguments, monkeypatch):
     options = {"key_padding_mask": padding, "cu_seqlens": cu_seqlens, "scale": 0.3, "return_lse": True}
     o, lse = window_attention_reference(*leaves, window_size=(20, 3), **options)
     grads = [torch.randn_like(o), torch.randn_like(lse)]
-    wanted = torch.autograd.grad((o, lse), leaves, grads)
+    expected = torch.autograd.grad((o, lse), leaves, grads)
     with torch.no_grad():
-        found = window_flex.backward(*grads, Inputs(*leaves, padding), cu_seqlens, lse, (20, 3), 0.3)
-    for x, y in zip(found, wanted, strict=True):
+        found = window_flex.backward(*grads, Inputs(*leaves, padding), lse, Options(cu_seqlens, (20, 3), 0.3))
+    for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 

@@ -59,9 +59,9 @@ def test_packed_sequences_are_as_exact_as_the_plain_form(lengths, window, paddin
 @pytest.mark.parametrize("window", [(40, 0), (30, 30), (-1, 0)])
 def test_is_on_average_as_exact_as_the_plain_form(window, dtype):
     cases = [Case(T=200, S=200, window=window, D=64, M=64, seed=seed, dtype=dtype) for seed in range(5)]
-    found, wanted = ([errors(f, case) for case in cases] for f in (form, plain))
+    found, expected = ([errors(f, case) for case in cases] for f in (form, plain))
     for name in found[0]:
-        ours, theirs = (sum(error[name] for error in by_case) for by_case in (found, wanted))
+        ours, theirs = (sum(error[name] for error in by_case) for by_case in (found, expected))
         assert ours <= 2 * theirs, f"{name}: {ours:g} against {theirs:g}"
 
 
@@ -114,12 +114,12 @@ def test_a_view_of_a_projection_is_read_where_it_lies():
     projected = torch.rand(2, 150, 3 * H * D)
     q, k, v = projected.view(2, 150, 3, H, D).unbind(2)
     assert not q.is_contiguous()
-    wanted = form(q.contiguous(), k.contiguous(), v.contiguous(), window_size=(20, 3))
-    assert torch.equal(form(q, k, v, window_size=(20, 3)), wanted)
+    expected = form(q.contiguous(), k.contiguous(), v.contiguous(), window_size=(20, 3))
+    assert torch.equal(form(q, k, v, window_size=(20, 3)), expected)
     by_head = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    assert torch.equal(form(*by_head, window_size=(20, 3)), wanted)
+    assert torch.equal(form(*by_head, window_size=(20, 3)), expected)
     by_feature = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v))
-    assert torch.equal(form(*by_feature, window_size=(20, 3)), wanted)
+    assert torch.equal(form(*by_feature, window_size=(20, 3)), expected)
 
 
 def test_keys_that_no_query_reads_get_no_gradient():

@@ -8,7 +8,7 @@ from agreement import assert_agree
 from oracles.comparing import assert_all_agree
 from torch.nn.functional import normalize
 
-from unrolled.attention.delta_net import delta_rule, delta_rule_step
+from unrolled.ops.delta import delta_rule, delta_rule_step
 
 D = 8
 

@@ -8,7 +8,7 @@ import torch
 from agreement import assert_agree
 from oracles.comparing import assert_all_agree
 
-from unrolled.attention.rfa import RfaMap, rfa_attention
+from unrolled.attention.rfa import RfaMap, rfa_attention, signed_rfa_attention
 
 LIBRARY = "pytorch-fast-transformers 0.4.0"
 
@@ -31,7 +31,7 @@ def test_fourier_features(causal):
     lengths = masking.LengthMask(torch.tensor([T, T]))
     q_unit, k_unit = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     expected = theirs(q_unit, k_unit, v, mask, lengths, lengths)
-    found, _ = rfa_attention(phi(q), phi(k), v, signed=True, causal=causal)
+    found, _ = signed_rfa_attention(phi(q), phi(k), v, causal=causal)
     what = f"random feature attention, causal={causal}"
     assert_all_agree(found, expected, inputs, what, library=LIBRARY)
 
@@ -47,5 +47,5 @@ def test_gates():
     keys, log_g = k * torch.sigmoid(-logits).unsqueeze(-1), torch.nn.functional.logsigmoid(logits)
     sums, _ = naive.naive_recurrent_simple_gla(q, keys, v, log_g, scale=1.0)
     divisors, _ = naive.naive_recurrent_simple_gla(q, keys, torch.ones_like(v), log_g, scale=1.0)
-    found, _ = rfa_attention(q, k, v, signed=False, gate_logits=logits, causal=True)
+    found, _ = rfa_attention(q, k, v, gate_logits=logits, causal=True)
     assert_agree(found, sums / divisors, "RFA-Gate", library="fla-core 0.6.0")

@@ -18,7 +18,7 @@ from unrolled.recurrent.gru import GRU
 from unrolled.recurrent.lstm import LSTM
 from unrolled.recurrent.lstmn import LSTMN
 from unrolled.recurrent.rnn import RNN
-from unrolled.testing import CellMaker, checks
+from unrolled.testing import CellMaker, check_compiles, check_dynamic_length, check_half_precision, checks
 
 TORCH = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
@@ -52,10 +52,13 @@ class Nested(Bidirectional):
         super().__init__(Stacked([RNN(input_size, 3), GRU(3, 7)]), LSTM(input_size, hidden_size - 7))
 
 
+# Compiling takes seconds. `Deep` stands for all: it holds stacks, pairs of directions, and pairs in a stack.
+SLOW = (check_compiles, check_dynamic_length, check_half_precision)
 CASES = [
     pytest.param(kind, check, id=f"{kind.__name__}-{check.__name__.removeprefix('check_')}")
     for kind in (Three, Tapes, Both, Deep, Nested)
     for check in checks(CellMaker(kind).supports)
+    if kind is Deep or check not in SLOW
 ]
 
 

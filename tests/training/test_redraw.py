@@ -23,14 +23,14 @@ def rows(trained):
 
 
 def test_rows_are_drawn_again_between_updates(tmp_path):
-    trained, wanted = model(), model()
+    trained, expected = model(), model()
     run(tmp_path, model=trained, steps=7, redraw_every=3)
     found = [m for m in trained.modules() if isinstance(m, Projection)]
     assert [int(m.redraws) for m in found] == [2, 2]  # before the 4th and the 7th
-    for projection in (m for m in wanted.modules() if isinstance(m, Projection)):
+    for projection in (m for m in expected.modules() if isinstance(m, Projection)):
         projection.redraw()
         projection.redraw()
-    assert all(torch.equal(a, b) for a, b in zip(rows(trained), rows(wanted), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(rows(trained), rows(expected), strict=True))
     kept = model()
     run(tmp_path / "kept", model=kept, steps=7)
     assert all(torch.equal(a, b) for a, b in zip(rows(kept), rows(model()), strict=True))

@@ -108,7 +108,7 @@ def test_a_page_without_its_script_says_what_it_needs(browser, copy):
         assert "web server" in hint.text
 
 
-def test_a_browser_without_webassembly_is_told(browser, address):
+def test_a_browser_without_webassembly_gets_a_message(browser, address):
     without = browser.execute_cdp_cmd(
         "Page.addScriptToEvaluateOnNewDocument", {"source": "delete globalThis.WebAssembly"}
     )

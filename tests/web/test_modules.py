@@ -32,19 +32,19 @@ def javascript(browser, address):
 
 def test_both_ways_to_hash_agree_with_hashlib(javascript):
     contents = [[i % 251 for i in range(n)] for n in (0, 1, 3, 55, 56, 63, 64, 65, 119, 120, 1000)]
-    wanted = [hashlib.sha256(bytes(content)).hexdigest() for content in contents]
+    expected = [hashlib.sha256(bytes(content)).hexdigest() for content in contents]
     ways = "[module.sha256, module.plainSha256]"
     found = javascript(
         "sha256.js",
         f"Promise.all({ways}.map((hash) => Promise.all(x.map((content) => hash(Uint8Array.from(content))))))",
         contents,
     )
-    assert found == [wanted, wanted]
+    assert found == [expected, expected]
 
 
 def test_a_draw_is_the_one_that_python_makes_of_the_same_random_number(javascript):
     source = random.Random(0)
-    cases, wanted = [], []
+    cases, expected = [], []
     options = product([0, 0.5, 1.3], [None, 1, 4], [None, 0.3, 0.9], [None, 0.2], [1.0, 1.7])
     for temperature, top_k, top_p, min_p, penalty in options:
         logits = [source.gauss(0, 2) for _ in range(12)]
@@ -60,13 +60,15 @@ def test_a_draw_is_the_one_that_python_makes_of_the_same_random_number(javascrip
             if settings[name] is not None:
                 x = getattr(sampling, name)(x, settings[name])
         mass = x.softmax(-1).cumsum(-1)
-        wanted.append(int(torch.searchsorted(mass, number * mass[:, -1:], right=True)))
+        expected.append(int(torch.searchsorted(mass, number * mass[:, -1:], right=True)))
     # A nucleus of 1 leaves nothing out, though the rest of the mass vanishes beside the likeliest.
     everything = {"temperature": 1, "top_k": None, "top_p": 1, "min_p": None, "repetition_penalty": 1}
     cases.append([[-40.0, 0.0], everything, 0, []])
-    wanted.append(0)
+    expected.append(0)
     call = "module.draw(logits, settings, () => number, new Set(seen))"
-    assert javascript("sampling.js", f"x.map(([logits, settings, number, seen]) => {call})", cases) == wanted
+    assert (
+        javascript("sampling.js", f"x.map(([logits, settings, number, seen]) => {call})", cases) == expected
+    )
 
 
 def test_logits_that_are_no_numbers_are_not_drawn_from(javascript):

@@ -18,10 +18,10 @@ def test_text_of_200_tokens_is_what_pytorch_writes(browser, address, models):
     made = run(browser)
     assert set(made) == {"text-linear", "text-softmax"}
     for name, result in made.items():
-        wanted = greedy(models[name][0], result["prompt"], 200)
+        expected = greedy(models[name][0], result["prompt"], 200)
         assert len(result["prompt"]) == 3
-        assert len(set(wanted)) > 8  # the model does not repeat itself, so that equality says something
-        assert result["ids"] == wanted
+        assert len(set(expected)) > 8  # the model does not repeat itself, so that equality says something
+        assert result["ids"] == expected
     shown = browser.find_element("css selector", ".model.linear .made").text
     assert shown.startswith("Kéy")
     assert "Done after 200 tokens" in browser.find_element("id", "status").text
@@ -101,7 +101,7 @@ def test_one_model_fills_the_row(browser, page_of, width):
         ),
     ],
 )
-def test_the_introduction_tells_what_the_page_holds(browser, page_of, names, title, said, unsaid):
+def test_the_introduction_says_what_the_page_holds(browser, page_of, names, title, said, unsaid):
     opened(browser, page_of(*names))
     assert browser.find_element("css selector", "h1").text == title
     assert browser.title == f"unrolled: a{title[1:]}"
@@ -264,8 +264,8 @@ def test_the_order_of_focus_follows_the_page(browser, address):
         (body if not seen else browser.switch_to.active_element).send_keys(Keys.TAB)
         element = browser.switch_to.active_element
         seen.append(element.get_attribute("id") or element.tag_name)
-    wanted = ["pad", "clear", "rows", "summary", "temperature", "seed", "run", "layer"]
-    assert [name for name in seen if name in wanted] == wanted
+    expected = ["pad", "clear", "rows", "summary", "temperature", "seed", "run", "layer"]
+    assert [name for name in seen if name in expected] == expected
 
 
 def test_nothing_is_written_into_the_page_from_elsewhere():

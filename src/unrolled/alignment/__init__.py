@@ -9,7 +9,7 @@ from unrolled.registry import Registry
 
 __all__ = ["Alignment", "load", "names"]
 
-_registry = Registry(__name__, Alignment, "attention")  # as the field of a config is called
+_registry = Registry(__name__, Alignment, "attention")  # the name of the field of a config
 
 
 def names() -> list[str]:

@@ -1,4 +1,4 @@
-r"""Additive attention, the first: a decoder's state looks for what to read in an encoded sentence.
+r"""Additive attention: the state of a decoder attends to an encoded sentence through a hidden layer.
 
     e_t(s) = v_a . tanh(W_a h_t + U_a m_s)        w_t = softmax_s(e_t)        c_t = sum_s w_t(s) m_s
 
@@ -11,9 +11,11 @@ arXiv 1409.0473, section 3.1, eq. 5 and 6, and appendix A.1.2.
 
 Cost, with K = attention_dim and memory S vectors of M: time O(T S (K+M)), and S K tanh for each query;
 memory O(T S), and in training O(T S K); per query time O(S (K+M)), state O(S (K+M)), fixed.
-Cannot: read a sequence by itself, so it is no layer of a decoder.
-Equals softmax attention: never; its scores are no dot products.
+Cannot: be a layer of a decoder, since it does not attend within one sequence.
+Equals softmax attention: never; its scores are not dot products.
 """
+
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +24,22 @@ from unrolled.alignment.base import Alignment, MemoryState, additive_scores
 from unrolled.ops.options import at_least
 
 
-class BahdanauAttention(Alignment):
-    """Additive attention, with the paper's beginning: W_a, U_a from N(0, 0.001^2), v_a and the bias 0.
+class AdditiveOptions(TypedDict, total=False):
+    """Options of `BahdanauAttention`, for the mechanisms that derive from it."""
 
-    So every part of the memory weighs the same at first.
+    attention_dim: int | None
+    bias: bool
+
+
+class BahdanauAttention(Alignment):
+    """Additive attention, initialised as in the paper: W_a, U_a from N(0, 0.001^2), v_a and the bias 0.
+
+    So all weights are equal at first.
 
     Args:
         query_dim, memory_dim: see `Alignment`.
         attention_dim: K, the width of the hidden layer that scores; `query_dim` by default.
-        bias: whether U_a comes with a bias.
+        bias: give U_a a bias.
     """
 
     def __init__(
@@ -52,13 +61,13 @@ class BahdanauAttention(Alignment):
             nn.init.zeros_(self.key_proj.bias)
 
     def project_memory(self, memory: Tensor) -> Tensor:
-        """U_a m."""
+        """Return U_a m."""
         return self.key_proj(memory)  # type: ignore[no-any-return]
 
     def project_query(self, query: Tensor) -> Tensor:
-        """W_a h."""
+        """Return W_a h."""
         return self.query_proj(query)  # type: ignore[no-any-return]
 
     def scores(self, query: Tensor, state: MemoryState) -> Tensor:
-        """E (eq. 6)."""
+        """Return e (eq. 6)."""
         return additive_scores(query, state.keys, self.v.to(query.dtype))

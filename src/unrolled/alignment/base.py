@@ -12,7 +12,7 @@ from unrolled.ops.softmax import softmax_or_zero
 from unrolled.ops.state_checks import Growing, check_state
 
 CHUNK = 2**22
-"""Numbers of a `[B,T,S,K]` tensor that are held at once: queries are read in pieces that keep to it."""
+"""Largest number of entries of a `[B,T,S,K]` tensor at a time: queries are split to stay below it."""
 
 
 class MemoryState(NamedTuple):
@@ -25,15 +25,15 @@ class MemoryState(NamedTuple):
 
 
 class Alignment(ChecksOptions, nn.Module):
-    """Attends to a memory with one query at a time, as a rule the state of a recurrent decoder.
+    """Attends to a memory with one query at a time, usually the state of a recurrent decoder.
 
         state = read(memory)                          projects the memory once
         context, weights, state = recall(query, state)
 
-    A mechanism derives from this class and defines `scores`, from projections that it makes in
-    `project_memory` and `project_query`; one that does more than a softmax of its scores overrides `weigh`.
-    Padding of the memory is masked, wherever it is; a row of nothing but padding gives 0. Sums are taken in
-    fp32 (fp64 for fp64 weights); the outputs have the type of the query.
+    A mechanism derives from this class and defines `scores` of the projections from `project_memory` and
+    `project_query`; one that computes more than a softmax of the scores overrides `weigh`. Padding of the
+    memory is masked, on any side; a row of padding only gives 0. Sums are computed in fp32 (fp64 for fp64
+    weights); the outputs have the type of the query.
 
     Args:
         query_dim: width of the queries.
@@ -51,11 +51,11 @@ class Alignment(ChecksOptions, nn.Module):
         self.memory_dim = query_dim if memory_dim is None else at_least(1, "memory_dim", memory_dim)
 
     def project_memory(self, memory: Tensor) -> Tensor:
-        """Make the keys `[B,S,K]` of a memory `[B,S,memory_dim]`; by default they are the memory."""
+        """Project a memory `[B,S,memory_dim]` to keys `[B,S,K]`; by default the keys are the memory."""
         return memory
 
     def project_query(self, query: Tensor) -> Tensor:
-        """Make of queries `[B,T,query_dim]` what `weigh` compares with the keys; by default they stay."""
+        """Project queries `[B,T,query_dim]` for comparison with the keys; by default the identity."""
         return query
 
     def scores(self, query: Tensor, state: Any) -> Tensor:
@@ -70,7 +70,7 @@ class Alignment(ChecksOptions, nn.Module):
         """Project a memory `[B,S,memory_dim]`, S at least 1, for any number of queries.
 
         Args:
-            memory: what can be read.
+            memory: the vectors to attend to.
             key_padding_mask: `[B,S]`, True = padding, on any side.
 
         Raises:
@@ -115,7 +115,7 @@ class Alignment(ChecksOptions, nn.Module):
         return self.recall(query, self.read(memory, key_padding_mask=key_padding_mask))[0]
 
     def _empty_state(self, like: Tensor) -> Any:
-        """Make a state of no rows and no places, which has seen no memory."""
+        """Make a state of no rows and no memory."""
         memory = like.new_empty(0, 0, self.memory_dim)
         padding, position = memory.new_empty(0, 0, dtype=torch.bool), memory.new_empty(0, dtype=torch.long)
         dtype = self._state_dtype(like)
@@ -125,12 +125,12 @@ class Alignment(ChecksOptions, nn.Module):
         weight = next(self.parameters(), None)
         return accumulation_dtype(like.dtype if weight is None else weight.dtype)
 
-    def _check(self, name: str, x: Tensor, wanted: list[str | int]) -> None:
-        told = f"[{', '.join(map(str, wanted))}]"
+    def _check(self, name: str, x: Tensor, axes: list[str | int]) -> None:
+        sizes = f"[{', '.join(map(str, axes))}]"
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {told}")
-        if x.dim() != len(wanted) or x.shape[-1] != wanted[-1]:
-            raise ValueError(f"{name} has shape {shape(x)}, but must be {told}")
+            raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {sizes}")
+        if x.dim() != len(axes) or x.shape[-1] != axes[-1]:
+            raise ValueError(f"{name} has shape {shape(x)}, but must be {sizes}")
         weight = next(self.parameters(), None)
         if weight is not None:
             check_device(name, x, weight)
@@ -141,14 +141,14 @@ class Alignment(ChecksOptions, nn.Module):
 
 
 def softmax_inside(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the last axis where `allowed` (broadcast), 0 elsewhere; 0 where nothing is allowed."""
+    """Compute the softmax over the last axis where `allowed` (broadcast), and 0 elsewhere."""
     return softmax_or_zero(scores.masked_fill(~allowed, -torch.inf))
 
 
 def additive_scores(query: Tensor, keys: Tensor, v: Tensor) -> Tensor:
     """e_ts = v . tanh(q_t + k_s): `[B,T,K]`, `[B,S,K]` and `[K]` to `[B,T,S]`.
 
-    The sums `[B,T,S,K]` are made for as many queries at a time as `CHUNK` allows.
+    The sums `[B,T,S,K]` are computed for as many queries at a time as `CHUNK` allows.
     """
     B, S, K = keys.shape
     at_once = max(1, CHUNK // max(1, B * S * K))

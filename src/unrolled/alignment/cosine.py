@@ -1,4 +1,4 @@
-r"""Cosine attention: reads a memory by the angle to a key, sharpened by a strength (the NTM's addressing).
+r"""Cosine attention: attends by the cosine with a key, sharpened by a strength (the NTM's addressing).
 
     w_t = softmax_s(beta_t cos(k_t, m_s))        c_t = sum_s w_t(s) m_s
     k_t = W_k h_t + b_k        beta_t = log(1 + exp(w_b . h_t + b_b))
@@ -8,7 +8,8 @@ h_t is the query, m_s a vector of the memory; the cosine is that of eq. 6 with a
 Graves et al. 2014, "Neural Turing Machines", arXiv 1410.5401, section 3.3.1, eq. 5 and 6.
 
 Cost, with memory S vectors of M: time O(T S M), memory O(T S); per query time O(S M), state O(S M), fixed.
-Cannot: tell apart vectors that point the same way; read a sequence by itself, so it is no layer of a decoder.
+Cannot: distinguish vectors of one direction; be a layer of a decoder, since it does not attend within one
+sequence.
 Equals softmax attention: with scale beta_t, where keys and memory have the norm 1.
 """
 
@@ -21,7 +22,7 @@ from unrolled.ops.cosine import unit
 
 
 class CosineAttention(Alignment):
-    """Content addressing by keys and strengths that linear layers make of the queries.
+    """Content addressing by keys and strengths, which linear layers compute from the queries.
 
     Args:
         query_dim, memory_dim: see `Alignment`.
@@ -33,14 +34,14 @@ class CosineAttention(Alignment):
         self.strength_proj = nn.Linear(query_dim, 1)
 
     def project_memory(self, memory: Tensor) -> Tensor:
-        """Unit vectors."""
+        """Return unit vectors."""
         return unit(memory.to(self._state_dtype(memory)))
 
     def project_query(self, query: Tensor) -> Tensor:
-        """k and, before its softplus, beta: `[B,T,memory_dim + 1]`."""
+        """Return k and, before its softplus, beta: `[B,T,memory_dim + 1]`."""
         return torch.cat([self.key_proj(query), self.strength_proj(query)], -1)
 
     def scores(self, query: Tensor, state: MemoryState) -> Tensor:
-        """Beta cos(k, m)."""
+        """Return beta cos(k, m)."""
         key, strength = query[..., :-1], query[..., -1:]
         return softplus(strength) * (unit(key) @ state.keys.mT)

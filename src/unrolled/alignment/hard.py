@@ -1,40 +1,41 @@
-r"""Hard attention: one place of the memory is drawn and read alone, and learnt by REINFORCE.
+r"""Hard attention: one position of the memory is sampled and read alone, trained by REINFORCE.
 
     a_t = softmax_s(v_a . tanh(W_a h_t + U_a m_s))        s_t ~ a_t        c_t = m_{s_t}
 
-In training s_t is drawn; in evaluation it is the most probable place. A draw has no gradient, so that of the
-expected log p(y|c) is estimated by the gradient of
+In training s_t is sampled; in evaluation it is the most probable position. A sample has no gradient, so the
+gradient of the expected log p(y|c) is estimated by that of
 
     log p(y|c~) + lambda_r (log p(y|c~) - b) sum_t log a_t(s~_t) + lambda_e sum_t H[a_t],
 
-in which what stands before the sum counts as a number, and b is a moving average: 0.9 b + 0.1 log p(y|c~).
-`reinforce_loss` is its negative. `StraightThroughAttention` instead lets the gradient pass as if a_t had been
-read (Bengio et al. 2013, arXiv 1308.3432). `GatedSoftAttention` is the paper's soft form, the expectation:
+in which the factor before the sum is constant, and b is a moving average: 0.9 b + 0.1 log p(y|c~).
+`reinforce_loss` is its negative. `StraightThroughAttention` instead uses the gradient of soft attention
+(Bengio et al. 2013, arXiv 1308.3432). `GatedSoftAttention` is the paper's soft form, the expectation:
 
     c_t = sigmoid(w_b . h_t + b_b) sum_s a_t(s) m_s        penalty: sum_s (1 - sum_t a_t(s))^2
 
 Xu et al. 2015, "Show, Attend and Tell", arXiv 1502.03044, section 4.1 (hard) and 4.2 (soft); the paper in
 addition reads the expectation for half of the sequences, which is left to the caller.
 
-What is drawn is a function of the state: `init_state` gives each row a seed, from that of the module and, in
-training, from the number of memories begun so far, which is saved with the weights.
+Samples are a function of the state: `read` gives each row a seed, from that of the module and, in training,
+from the number of memories read so far, which is saved with the weights.
 
 Cost: that of additive attention.
-Cannot: read a sequence by itself, so it is no layer of a decoder; learn where to look by back-propagation.
+Cannot: be a layer of a decoder, since it does not attend within one sequence; learn its weights by
+back-propagation.
 Equals softmax attention: never.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.alignment.bahdanau import BahdanauAttention
+from unrolled.alignment.bahdanau import AdditiveOptions, BahdanauAttention
 from unrolled.ops.precision import without_autocast
 
 
 class HardState(NamedTuple):
-    """See `MemoryState`; `seed [B]` long and the position decide what is drawn."""
+    """As `MemoryState`; `seed [B]` long and the position determine the samples."""
 
     memory: Tensor
     keys: Tensor
@@ -44,22 +45,29 @@ class HardState(NamedTuple):
 
 
 class HardAttention(BahdanauAttention):
-    """Reads the place that is drawn; the weights that it returns are 1 there and 0 elsewhere.
+    """Reads the sampled position; the returned weights are 1 there and 0 elsewhere.
 
     Args:
-        query_dim, memory_dim, attention_dim, bias: see `BahdanauAttention`.
-        seed: of all that is drawn.
+        query_dim, memory_dim, additive: see `BahdanauAttention`.
+        seed: of the samples.
     """
 
     begun: Tensor
 
-    def __init__(self, query_dim: int, memory_dim: int | None = None, *, seed: int = 0, **additive: Any):
+    def __init__(
+        self,
+        query_dim: int,
+        memory_dim: int | None = None,
+        *,
+        seed: int = 0,
+        **additive: Unpack[AdditiveOptions],
+    ):
         super().__init__(query_dim, memory_dim, **additive)
         self.seed = seed
         self.register_buffer("begun", torch.zeros((), dtype=torch.long))
 
     def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> HardState:
-        """Project a memory, and give each row a seed: in training another one at each call."""
+        """Project a memory, and give each row a seed: in training a new one at each call."""
         state = super().read(memory, key_padding_mask=key_padding_mask)
         rows = torch.arange(len(memory), device=memory.device)
         seed = scrambled(scrambled(scrambled(torch.full_like(rows, self.seed)) + self.begun) + rows)
@@ -72,13 +80,13 @@ class HardAttention(BahdanauAttention):
         return HardState(state.memory, state.keys, state.padding, state.position, state.position)
 
     def probabilities(self, query: Tensor, state: HardState) -> Tensor:
-        """The distributions a_t `[B,T,S]` that the glimpses of queries `[B,T,query_dim]` are drawn from."""
+        """Return the distributions a_t `[B,T,S]` from which queries `[B,T,query_dim]` sample."""
         projected = self.project_query(query)
         with without_autocast(query.device):
             return super().weigh(projected.to(state.memory.dtype), state)
 
     def weigh(self, query: Tensor, state: HardState) -> Tensor:
-        """One-hot rows; 0 where there is nothing but padding."""
+        """Return one-hot rows; 0 where all is padding."""
         return self._glimpse(super().weigh(query, state).detach(), state)
 
     def _glimpse(self, weights: Tensor, state: HardState) -> Tensor:
@@ -96,20 +104,20 @@ class StraightThroughAttention(HardAttention):
     """Hard attention whose backward pass is that of soft attention."""
 
     def weigh(self, query: Tensor, state: HardState) -> Tensor:
-        """One-hot rows, with the gradient of the probabilities."""
+        """Return one-hot rows with the gradient of the probabilities."""
         weights = BahdanauAttention.weigh(self, query, state)
         return self._glimpse(weights.detach(), state) + (weights - weights.detach())
 
 
 class GatedSoftAttention(BahdanauAttention):
-    """The expectation, times a gate that says how much to look at all; arguments of `BahdanauAttention`."""
+    """The expectation, times a gate; arguments as `BahdanauAttention`."""
 
-    def __init__(self, query_dim: int, memory_dim: int | None = None, **additive: Any):
+    def __init__(self, query_dim: int, memory_dim: int | None = None, **additive: Unpack[AdditiveOptions]):
         super().__init__(query_dim, memory_dim, **additive)
         self.gate_proj = nn.Linear(query_dim, 1)
 
     def recall(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """As of additive attention, with the contexts gated; the weights are those before the gate."""
+        """Recall as additive attention, and gate the contexts; the weights are those before the gate."""
         context, weights, state = super().recall(query, state)
         return context * torch.sigmoid(self.gate_proj(query)).to(context.dtype), weights, state
 
@@ -124,16 +132,16 @@ def reinforce_loss(
     entropy_weight: float = 0.0,
     target_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """The negative of the expression above, averaged over the rows; its gradient is the estimate.
+    """Return the negative of the expression above, averaged over the rows; its gradient is the estimate.
 
     Args:
         probabilities: a `[B,T,S]`, of `HardAttention.probabilities`.
-        glimpse: what was drawn from it, `[B,T,S]`, one-hot.
+        glimpse: the samples `[B,T,S]`, one-hot.
         log_likelihood: log p(y|c~) of each row `[B]`, in nats.
         baseline: b, a number or `[B]`.
         reward_weight: lambda_r.
         entropy_weight: lambda_e.
-        target_padding_mask: `[B,T]`, True where a query is padding, whose glimpse does not count.
+        target_padding_mask: `[B,T]`, True where a query is padding, whose glimpse is ignored.
 
     Returns:
         the loss, a number in nats.
@@ -149,12 +157,12 @@ def reinforce_loss(
 
 
 def moving_baseline(baseline: Tensor | float, log_likelihood: Tensor, momentum: float = 0.9) -> Tensor:
-    """b after a batch: momentum b + (1 - momentum) mean(log_likelihood), without a gradient."""
+    """Return b after a batch: momentum b + (1 - momentum) mean(log_likelihood), without a gradient."""
     return momentum * baseline + (1 - momentum) * log_likelihood.detach().mean()
 
 
 def coverage_penalty(weights: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """sum_s (1 - sum_t w_t(s))^2 of weights `[B,T,S]`, averaged over the rows; padding does not count."""
+    """Return sum_s (1 - sum_t w_t(s))^2 of weights `[B,T,S]`, averaged over the rows, without padding."""
     missing = (1 - weights.sum(1)).square()
     if key_padding_mask is not None:
         missing = missing.masked_fill(key_padding_mask, 0)
@@ -162,20 +170,20 @@ def coverage_penalty(weights: Tensor, key_padding_mask: Tensor | None = None) ->
 
 
 def drawn(weights: Tensor, u: Tensor) -> Tensor:
-    """Draw from distributions `[...,S]` by numbers `[...]` in [0,1): the first place whose sum exceeds u."""
+    """Sample distributions `[...,S]` by numbers `[...]` in [0,1): the first position whose sum exceeds u."""
     sums = weights.to(torch.float64).cumsum(-1)
     below = sums <= u.unsqueeze(-1) * sums[..., -1:]
     return below.sum(-1).clamp(max=weights.shape[-1] - 1)
 
 
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
-    """Numbers in [0,1) as fp64, each a fixed function of its seed and counter (long, broadcast)."""
+    """Return numbers in [0,1) in fp64, each a function of its seed and counter (long, broadcast)."""
     bits = scrambled(scrambled(seed) + counter)
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53
 
 
 def scrambled(x: Tensor) -> Tensor:
-    """A bijection of 64-bit integers that leaves no pattern (the output function of SplitMix64)."""
+    """Map 64-bit integers one to one to pseudorandom ones (the output function of SplitMix64)."""
     x = x + -7046029254386353131  # 0x9E3779B97F4A7C15: products and sums are modulo 2^64
     x = (x ^ _shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     x = (x ^ _shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -183,5 +191,5 @@ def scrambled(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, n: int) -> Tensor:
-    """Shift right without regard to the sign."""
+    """Shift right, filling with zeros."""
     return (x >> n) & ((1 << (64 - n)) - 1)

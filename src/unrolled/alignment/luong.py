@@ -1,81 +1,89 @@
-r"""Multiplicative attention: a decoder's state reads an encoded sentence, all of it or a window.
+r"""Multiplicative attention: the state of a decoder attends to an encoded sentence, or to a window of it.
 
     w_t = softmax_s(score(h_t, m_s))        c_t = sum_s w_t(s) m_s
 
     dot       h_t . m_s                         general   h_t . W_a m_s
     concat    v_a . tanh(W_a [h_t; m_s])        location  (W_a h_t)_s
 
-h_t is the query, in the paper the decoder's state after step t; no score is scaled. Local attention looks at
-a window of words around a place p_t only:
+h_t is the query, in the paper the decoder's state after step t; no score is scaled. Local attention attends
+to a window around a position p_t only:
 
     local-m   p_t = t;  w_t as above, within |s - p_t| <= D
     local-p   p_t = S sigmoid(v_p . tanh(W_p h_t));  the same, times exp(-(s - p_t)^2 / 2 (D/2)^2)
 
-Places count from 0 and leave out padding; S is the number of those that are left. The Gaussian comes after
-the softmax, so that the weights of local-p add up to less than 1.
+Positions count from 0 without padding; S is their number. The Gaussian is applied after the softmax, so that
+the weights of local-p sum to less than 1.
 
 Luong et al. 2015, "Effective Approaches to Attention-based Neural Machine Translation", arXiv 1508.04025,
-section 3.1, eq. 7 and 8, and section 3.2, eq. 9 and 10. The authors' code differs; what it does has names
-of its own here: the score "query_concat", `FlooredPredictiveAttention` and `ScaledScoresAttention`.
+section 3.1, eq. 7 and 8, and section 3.2, eq. 9 and 10. The authors' code differs; its variants are the
+score "query_concat", `FlooredPredictiveAttention` and `ScaledScoresAttention`.
 
 Cost, with memory S vectors of M: time O(T S M), memory O(T S), for concat as additive attention; per query
 time O(S M), state O(S M), fixed. A window masks scores, and saves no time.
-Cannot: read a sequence by itself, so it is no layer of a decoder.
+Cannot: be a layer of a decoder, since it does not attend within one sequence.
 Equals softmax attention: with the score "dot", at scale 1. Local-m equals global attention where D >= S, and
-so does local-p if besides sigma is infinite.
+so does local-p if sigma is also infinite.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.alignment.base import (
-    Alignment,
-    MemoryState,
-    additive_scores,
-    softmax_inside,
-)
+from unrolled.alignment.base import Alignment, MemoryState, additive_scores, softmax_inside
 from unrolled.ops.options import at_least
 
 
-class DotScore(nn.Module):
-    """h . m; the two are equally wide."""
+class Score(nn.Module):
+    """A score of projected queries and keys; by default both are projected by the identity."""
+
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """Project a memory `[B,S,memory_dim]` to keys."""
+        return memory
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """Project queries `[B,T,query_dim]`."""
+        return query
+
+    def forward(self, query: Tensor, state: MemoryState) -> Tensor:
+        """Score projected queries `[B,T,K]`: `[B,T,S]`."""
+        raise NotImplementedError
+
+
+class DotScore(Score):
+    """h . m, which have the same width."""
 
     def __init__(self, query_dim: int, memory_dim: int):
         super().__init__()
         if query_dim != memory_dim:
             raise ValueError(
-                f"query_dim is {query_dim} and memory_dim {memory_dim}, but the score 'dot' wants them "
-                "equal: use 'general'"
+                f"query_dim is {query_dim} and memory_dim {memory_dim}, but must be equal for the score "
+                "'dot': use 'general'"
             )
 
-    def project_memory(self, memory: Tensor) -> Tensor:
-        """Nothing."""
-        return memory
-
-    def project_query(self, query: Tensor) -> Tensor:
-        """Nothing."""
-        return query
-
     def forward(self, query: Tensor, state: MemoryState) -> Tensor:
-        """`[B,T,K]` to `[B,T,S]`."""
+        """Return the products."""
         return query @ state.keys.mT
 
 
-class GeneralScore(DotScore):
+class GeneralScore(Score):
     """h . W_a m, with W_a m computed once."""
 
     def __init__(self, query_dim: int, memory_dim: int):
-        nn.Module.__init__(self)
+        super().__init__()
         self.key_proj = nn.Linear(memory_dim, query_dim, bias=False)
 
     def project_memory(self, memory: Tensor) -> Tensor:
-        """W_a m."""
+        """Return W_a m."""
         return self.key_proj(memory)  # type: ignore[no-any-return]
 
+    def forward(self, query: Tensor, state: MemoryState) -> Tensor:
+        """Return the products."""
+        return query @ state.keys.mT
 
-class ConcatScore(nn.Module):
+
+class ConcatScore(Score):
     """v_a . tanh(W_a [h; m]), which is additive attention without a bias.
 
     Args:
@@ -91,36 +99,36 @@ class ConcatScore(nn.Module):
         self.v = nn.Parameter(torch.empty(width).uniform_(-(width**-0.5), width**-0.5))
 
     def project_memory(self, memory: Tensor) -> Tensor:
-        """The part of W_a that m meets."""
+        """Return the part of W_a [h; m] from m."""
         return self.key_proj(memory)  # type: ignore[no-any-return]
 
     def project_query(self, query: Tensor) -> Tensor:
-        """The part of W_a that h meets."""
+        """Return the part of W_a [h; m] from h."""
         return self.query_proj(query)  # type: ignore[no-any-return]
 
     def forward(self, query: Tensor, state: MemoryState) -> Tensor:
-        """`[B,T,K]` to `[B,T,S]`."""
+        """Return the scores."""
         return additive_scores(query, state.keys, self.v.to(query.dtype))
 
 
 class QueryConcatScore(ConcatScore):
-    """v_a . tanh(m + W_a h): the authors' code, which leaves the memory as it is."""
+    """v_a . tanh(m + W_a h), as in the authors' code, which does not project the memory."""
 
     def __init__(self, query_dim: int, memory_dim: int):
         super().__init__(query_dim, memory_dim, memory_dim)
         del self.key_proj
 
     def project_memory(self, memory: Tensor) -> Tensor:
-        """Nothing."""
+        """Return the memory as it is."""
         return memory
 
 
-class LocationScore(nn.Module):
-    """(W_a h)_s, a row of W_a for each place: what the memory holds does not matter.
+class LocationScore(Score):
+    """(W_a h)_s, with a row of W_a for each position, whatever the memory holds.
 
     Args:
         query_dim, memory_dim: of the attention.
-        max_length: the rows of W_a, and the longest memory.
+        max_length: number of rows of W_a, the largest length of a memory.
     """
 
     def __init__(self, query_dim: int, memory_dim: int, max_length: int = 50):
@@ -129,32 +137,40 @@ class LocationScore(nn.Module):
         self.place_proj = nn.Linear(query_dim, max_length, bias=False)
 
     def project_memory(self, memory: Tensor) -> Tensor:
-        """Keys of width 0."""
+        """Return keys of width 0."""
         if memory.shape[1] > self.max_length:
             raise ValueError(
-                f"memory has the length {memory.shape[1]}, but the score 'location' has "
-                f"max_length = {self.max_length} places"
+                f"memory has length {memory.shape[1]}, but must have at most max_length = {self.max_length} "
+                "for the score 'location'"
             )
         return memory[..., :0]
 
     def project_query(self, query: Tensor) -> Tensor:
-        """W_a h."""
+        """Return W_a h."""
         return self.place_proj(query)  # type: ignore[no-any-return]
 
     def forward(self, query: Tensor, state: MemoryState) -> Tensor:
-        """`[B,T,max_length]` to `[B,T,S]`."""
+        """Select the numbers of each position from `[B,T,max_length]`."""
         place = places(state.padding).unsqueeze(1).expand(-1, query.shape[1], -1)
         return query.gather(-1, place)
 
 
-SCORES: dict[str, Any] = {
+SCORES: dict[str, Callable[..., Score]] = {
     "dot": DotScore,
     "general": GeneralScore,
     "concat": ConcatScore,
     "query_concat": QueryConcatScore,
     "location": LocationScore,
 }
-"""Scores by name."""
+"""Scores by name; each takes `query_dim`, `memory_dim` and its options."""
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Options of `LuongAttention`, for the mechanisms that derive from it."""
+
+    score: str
+    attention_dim: int
+    max_length: int
 
 
 class LuongAttention(Alignment):
@@ -167,7 +183,7 @@ class LuongAttention(Alignment):
     """
 
     def __init__(
-        self, query_dim: int, memory_dim: int | None = None, *, score: str = "general", **score_options: Any
+        self, query_dim: int, memory_dim: int | None = None, *, score: str = "general", **score_options: int
     ):
         super().__init__(query_dim, memory_dim)
         if score not in SCORES:
@@ -175,32 +191,39 @@ class LuongAttention(Alignment):
         self.score = SCORES[score](query_dim, self.memory_dim, **score_options)
 
     def project_memory(self, memory: Tensor) -> Tensor:
-        """What the score makes of it."""
-        return self.score.project_memory(memory)  # type: ignore[no-any-return]
+        """Project by the score."""
+        return self.score.project_memory(memory)
 
     def project_query(self, query: Tensor) -> Tensor:
-        """What the score makes of it."""
-        return self.score.project_query(query)  # type: ignore[no-any-return]
+        """Project by the score."""
+        return self.score.project_query(query)
 
     def scores(self, query: Tensor, state: MemoryState) -> Tensor:
-        """`score(h_t, m_s)` (section 3.1)."""
+        """Return score(h_t, m_s) (section 3.1)."""
         return self.score(query, state)  # type: ignore[no-any-return]
 
 
 class LocalMonotonicAttention(LuongAttention):
-    """Local-m: query t looks at the places within D of t, or of the last place if t is beyond.
+    """Local-m: query t attends to positions within D of t, or of the last position if t is beyond it.
 
     Args:
         query_dim, memory_dim, score, score_options: see `LuongAttention`.
         window: D, at least 1.
     """
 
-    def __init__(self, query_dim: int, memory_dim: int | None = None, *, window: int = 10, **score: Any):
-        super().__init__(query_dim, memory_dim, **score)
+    def __init__(
+        self,
+        query_dim: int,
+        memory_dim: int | None = None,
+        *,
+        window: int = 10,
+        **score_options: Unpack[ScoreOptions],
+    ):
+        super().__init__(query_dim, memory_dim, **score_options)
         self.window = at_least(1, "window", window)
 
     def weigh(self, query: Tensor, state: MemoryState) -> Tensor:
-        """A softmax within the window."""
+        """Compute the softmax within the window."""
         t = state.position.unsqueeze(1) + torch.arange(query.shape[1], device=query.device)
         centre = torch.minimum(t, lengths(state.padding).unsqueeze(1) - 1)
         inside = in_window(state.padding, centre, self.window)
@@ -208,12 +231,12 @@ class LocalMonotonicAttention(LuongAttention):
 
 
 class LocalPredictiveAttention(LuongAttention):
-    """Local-p: each query says which place to look around.
+    """Local-p: each query predicts the centre of its window.
 
     Args:
         query_dim, memory_dim, score, score_options: see `LuongAttention`.
         window: D, at least 1.
-        sigma: of the Gaussian, D/2 by default; with `math.inf` there is none.
+        sigma: standard deviation of the Gaussian, D/2 by default; `math.inf` for none.
     """
 
     def __init__(
@@ -223,9 +246,9 @@ class LocalPredictiveAttention(LuongAttention):
         *,
         window: int = 10,
         sigma: float | None = None,
-        **score: Any,
+        **score_options: Unpack[ScoreOptions],
     ):
-        super().__init__(query_dim, memory_dim, **score)
+        super().__init__(query_dim, memory_dim, **score_options)
         self.window = at_least(1, "window", window)
         self.sigma = window / 2 if sigma is None else sigma
         if not self.sigma > 0:
@@ -234,7 +257,7 @@ class LocalPredictiveAttention(LuongAttention):
         self.place_v = nn.Linear(query_dim, 1, bias=False)
 
     def project_query(self, query: Tensor) -> Tensor:
-        """What the score makes of it and, last, the number whose sigmoid is p_t."""
+        """Project by the score, and append the logit of p_t / S."""
         place = self.place_v(torch.tanh(self.place_proj(query)))
         return torch.cat([super().project_query(query), place], -1)
 
@@ -244,7 +267,7 @@ class LocalPredictiveAttention(LuongAttention):
         return p, p
 
     def weigh(self, query: Tensor, state: MemoryState) -> Tensor:
-        """A softmax within the window, times the Gaussian (eq. 10)."""
+        """Compute the softmax within the window, times the Gaussian (eq. 10)."""
         query, inside, gaussian = self._look(query, state)
         return softmax_inside(self.scores(query, state), inside) * gaussian
 
@@ -257,34 +280,34 @@ class LocalPredictiveAttention(LuongAttention):
 
 
 class FlooredPredictiveAttention(LocalPredictiveAttention):
-    """Local-p of the authors' code: p_t = (S - 1) sigmoid(..), and the window is around its whole part."""
+    """Local-p of the authors' code: p_t = (S - 1) sigmoid(..), and the window is around its integer part."""
 
     def predict(self, logit: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return p_t and the middle of the window, through which no gradient goes."""
+        """Return p_t and the middle of the window, which has no gradient."""
         p = (length - 1).clamp(min=0) * torch.sigmoid(logit)
         return p, p.floor()
 
 
 class ScaledScoresAttention(FlooredPredictiveAttention):
-    """An option of the authors' code: the Gaussian multiplies the scores, and the weights add up to 1."""
+    """An option of the authors' code: the Gaussian multiplies the scores, and the weights sum to 1."""
 
     def weigh(self, query: Tensor, state: MemoryState) -> Tensor:
-        """Softmax(score * gaussian) within the window."""
+        """Compute the softmax of score * gaussian within the window."""
         query, inside, gaussian = self._look(query, state)
         return softmax_inside(self.scores(query, state) * gaussian, inside)
 
 
 def lengths(padding: Tensor) -> Tensor:
-    """Places that are not padding: `[B,S]` bool to `[B]`."""
+    """Count the positions that are not padding: `[B,S]` bool to `[B]`."""
     return (~padding).sum(-1)
 
 
 def places(padding: Tensor) -> Tensor:
-    """Count the places from 0, padding left out (it gets a number without a meaning): `[B,S]`."""
+    """Number the positions from 0 without padding, whose numbers have no meaning: `[B,S]`."""
     return ((~padding).cumsum(-1) - 1).clamp(min=0)
 
 
 def in_window(padding: Tensor, centre: Tensor, window: int) -> Tensor:
-    """Whether place s is within `window` of `centre [B,T]`, and no padding: `[B,T,S]`."""
+    """Return whether position s is within `window` of `centre [B,T]`, and not padding: `[B,T,S]`."""
     near = (places(padding).unsqueeze(1) - centre.unsqueeze(-1)).abs() <= window
     return near & ~padding.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Packed sequences for mechanisms that honour padding: those of similar lengths run side by side, padded."""
+"""Packed sequences for mechanisms that honour padding: sequences of similar length become padded batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,24 +7,21 @@ import torch
 from torch import Tensor
 
 from unrolled.attention.base import Heads, Inputs, Masks
-from unrolled.ops.checks import check_cu_seqlens
 from unrolled.ops.packing import length_buckets
 
 
 def attend_packed(
     attend: Callable[[Heads[Inputs], Masks], Tensor], heads: Heads[Inputs], cu_seqlens: Tensor
 ) -> Tensor:
-    """Attend in each sequence of a pack by itself: `[1,T,H,M]`.
+    """Attend in each packed sequence by itself: `[1,T,H,M]`.
 
-    Each is padded on the right to less than twice its length. The offsets are looked at, for which a GPU has
-    to be waited for.
+    Each is padded on the right to less than twice its length. Reading the offsets synchronises with a GPU.
 
     Args:
         attend: attends in a batch with a `key_padding_mask`.
-        heads: those of the only row; so are the tensors in its inputs.
+        heads: of one row, as are the tensors in its inputs.
         cu_seqlens: int32 `[N+1]` offsets.
     """
-    check_cu_seqlens(cu_seqlens, heads.q, heads.k)
     (_, T, H, _), M = heads.q.shape, heads.v.shape[3]
     if T == 0:
         return attend(heads, Masks())
@@ -37,7 +34,7 @@ def attend_packed(
 
 
 def _rows(x: Any, tokens: Tensor) -> Any:
-    """The tokens `[n,L]` of `x [1,T,...]`, or of all that a tuple has of these."""
+    """Return the tokens `[n,L]` of `x [1,T,...]`, or of each tensor in a nested tuple."""
     if isinstance(x, tuple):
         return type(x)(*(_rows(y, tokens) for y in x))
     return x[0, tokens] if isinstance(x, torch.Tensor) else x

@@ -1,11 +1,11 @@
-"""What the mechanisms with a sliding window share: its options, and how they run one token at a time."""
+"""The options and the recurrence shared by all mechanisms with a sliding window."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor
 
-from unrolled.attention.base import Heads, Inputs, MultiHeadAttention
+from unrolled.attention.base import CommonOptions, Heads, Inputs, MultiHeadAttention
 from unrolled.ops.window.dilated import dilated_window_attention
 from unrolled.ops.window.state import WindowState, empty_window, window_prefill, window_step
 
@@ -13,21 +13,20 @@ from unrolled.ops.window.state import WindowState, empty_window, window_prefill,
 def window_sides(window: int | tuple[int, int], *, causal: bool) -> tuple[int, int]:
     """Turn `window` into `(left, right)`, the numbers of keys read before and after the token itself.
 
-    A pair is taken as it is. One number w is w keys up to the token itself where causal, (w - 1, 0), and w/2
-    on each side of it where not.
+    A pair is returned as it is. One number w means w keys up to the token itself if causal, (w - 1, 0), and
+    w/2 keys on each side of it otherwise.
 
     Raises:
-        ValueError: negative sides, a right side where causal, no key, or an odd number to halve.
+        ValueError: a negative side, a causal window with a right side or without keys, or a w that is odd and
+            not causal.
     """
     if type(window) is int:
         if causal and window >= 1:
             return window - 1, 0
         if not causal and window >= 0 and window % 2 == 0:
             return window // 2, window // 2
-        wanted = (
-            "at least 1, the token itself" if causal else "even and not negative, half of it on each side"
-        )
-        raise ValueError(f"window is {window}, but must be {wanted}, or a pair (left, right)")
+        need = "at least 1, the token itself" if causal else "even and not negative, half of it on each side"
+        raise ValueError(f"window is {window}, but must be {need}, or a pair (left, right)")
     pair = list(window) if isinstance(window, tuple | list) else []
     if len(pair) != 2 or not all(type(side) is int and side >= 0 for side in pair):
         raise ValueError(f"window is {window!r}, but must be one number or (left, right), neither negative")
@@ -37,10 +36,10 @@ def window_sides(window: int | tuple[int, int], *, causal: bool) -> tuple[int, i
 
 
 def dilation_per_head(dilation: int | Sequence[int], n_heads: int) -> tuple[int, ...]:
-    """Turn `dilation` into one for each head.
+    """Turn `dilation` into one number for each head.
 
     Raises:
-        ValueError: below 1, or another number of them.
+        ValueError: a dilation below 1, or not one for each head.
     """
     given = list(dilation) if isinstance(dilation, Sequence) else [dilation] * n_heads
     if any(type(d) is not int for d in given):
@@ -55,17 +54,17 @@ def dilation_per_head(dilation: int | Sequence[int], n_heads: int) -> tuple[int,
 
 
 class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
-    """Multi-head attention with a window, whose causal form reads that window alone.
+    """Multi-head attention with a window; its causal form reads nothing else.
 
     Args:
-        d_model, n_heads: see `MultiHeadAttention`, as for all others.
-        window: how many keys a token reads. Causal: that many, itself included, as in Mistral. Bidirectional:
-            an even number, half on each side, and itself, as in Longformer. Or `(left, right)`, how many
-            before and after itself.
+        d_model, n_heads, common: see `MultiHeadAttention`.
+        window: number of keys that a token reads. Causal: this many, itself included, as in Mistral.
+            Bidirectional: an even number, half on each side, and itself, as in Longformer. Or a pair
+            `(left, right)`, the numbers of keys before and after the token.
         dilation: distance d of one key to the next, for all heads or one for each.
 
     Raises:
-        ValueError: a window that is negative, odd where it is halved, or looks ahead where causal; a dilation
+        ValueError: a window that is negative, odd where it is halved, or causal and looks ahead; a dilation
             below 1, or not one for each head.
     """
 
@@ -74,13 +73,12 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         window: int | tuple[int, int],
         dilation: int | Sequence[int] = 1,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        super().__init__(d_model, n_heads, causal=causal, **shared)
-        self.window_size = window_sides(window, causal=causal)
+        super().__init__(d_model, n_heads, **common)
+        self.window_size = window_sides(window, causal=self.causal)
         self.dilation = dilation_per_head(dilation, n_heads)
 
     def near(
@@ -104,7 +102,7 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         )
 
     def init_state(self, batch_size: int) -> WindowState:
-        """Make the state of `batch_size` sequences that have not begun: a window with nothing in it."""
+        """Make the state of `batch_size` sequences before their first token: an empty window."""
         if self.supports.recurrence == "none":
             return super().init_state(batch_size)
         reach = self.window_size[0] * max(self.dilation)

@@ -1,72 +1,30 @@
 """The contract of an attention mechanism over heads, and the module that projects to heads and back.
 
 A mechanism is a class that derives from `MultiHeadAttention[State, Inputs]`. `State` is the type of its
-recurrent state, and `Inputs` a NamedTuple of what it reads from the input besides queries, keys and values,
-such as the logarithm of a decay; each is None for a mechanism without. CONTRIBUTING.md adds one step by step.
+recurrent state. `Inputs` is a NamedTuple of what it computes from the input besides queries, keys, values,
+such as the logarithm of a decay. Each is None where there is none. CONTRIBUTING.md adds one step by step.
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from unrolled.attention._heads import MEMORY_GROWS, NO_MASKS, Heads, Inputs, Masks, Memory, Projected
+from unrolled.attention._options import CommonOptions
 from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, shape
+from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_device, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import ChecksOptions
-from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, rotary
+from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
+__all__ = ["CommonOptions", "Heads", "Inputs", "Masks", "Memory", "MultiHeadAttention", "Projected"]
+
 State = TypeVar("State")
-Inputs = TypeVar("Inputs")
-Projected = tuple[Tensor, Tensor, Tensor]
-"""Queries `[B,T,H,D]`, keys `[B,S,G,D]` and values `[B,S,G,M]`; for one token without T and S."""
-
-
-class Heads(NamedTuple, Generic[Inputs]):
-    """What a mechanism attends with: `q [B,T,H,D]`, `k [B,S,G,D]`, `v [B,S,G,M]`; in a step, without T and S.
-
-    `positions [B,T]` is None in cross-attention, and unless `supports.positions` is true; `inputs` is what
-    `MultiHeadAttention.read_input` returned.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    positions: Tensor | None = None
-    inputs: Inputs = None  # type: ignore[assignment]
-
-    def rotated(self) -> tuple[Tensor, Tensor]:
-        """Return q and k rotated by their positions, or as they are where there are none."""
-        if self.positions is None:
-            return self.q, self.k
-        return rotary(self.q, self.positions), rotary(self.k, self.positions)
-
-
-class Masks(NamedTuple):
-    """Which keys may be read; see `MultiHeadAttention.forward`. A mask that a mechanism refuses is None."""
-
-    key_padding_mask: Tensor | None = None
-    attn_mask: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-
-
-NO_MASKS = Masks()
-
-
-class Memory(NamedTuple):
-    """Another sequence, projected once for queries that come later: see `MultiHeadAttention.read`."""
-
-    k: Tensor  # [B,S,G,D]
-    v: Tensor  # [B,S,G,M]
-    padding: Tensor  # [B,S], True = padding
-
-
-MEMORY_GROWS: Growing = dict.fromkeys(Memory._fields, (1, "S"))
-"""Every field of `Memory` is as long as the memory."""
 
 
 class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
@@ -76,8 +34,10 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     - one that runs as a recurrence: `init_state`, `prefill_heads` and `step_heads`, and in `growing` which
       fields of its state grow;
-    - one that reads more from its input than queries, keys and values: `read_input`;
-    - one whose output is normalised or gated: `merge_heads`.
+    - one that computes more from its input than queries, keys and values: `read_input`;
+    - one whose output is normalised or gated: `merge_heads`;
+    - one with a single direction, or without rotary positions: `one_way` and `no_rotary`, the reason and
+      what to use instead.
 
     Args:
         d_model: width of the inputs and of the output.
@@ -91,11 +51,13 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     Raises:
         ValueError: sizes that do not divide.
-        UnsupportedError: the mechanism is not causal, or only causal.
+        UnsupportedError: the mechanism is not causal, only causal, or cannot use rotary positions.
     """
 
     supports: Supports  # of the class with its default options; an instance may have its own
     growing: Growing = CONSTANT
+    one_way: str = "`unrolled list` shows which are"
+    no_rotary: str | None = None
 
     def __init__(
         self,
@@ -112,9 +74,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         super().__init__()
         if not (self.supports.causal if causal else self.supports.bidirectional):
             direction = "causal" if causal else "bidirectional"
-            raise UnsupportedError(
-                f"{self.name} attention is not {direction}; `unrolled list` shows which are"
-            )
+            raise UnsupportedError(f"{self.name} attention is not {direction}: {self.one_way}")
+        if rotary and self.no_rotary is not None:
+            raise UnsupportedError(f"{self.name} attention has no rotary positions: {self.no_rotary}")
         if n_heads < 1 or (head_dim is None and d_model % n_heads):
             raise ValueError(f"d_model is {d_model}, but must be a multiple of n_heads = {n_heads}")
         self.d_model, self.n_heads, self.causal, self.rotary = d_model, n_heads, causal, rotary
@@ -153,7 +115,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         raise NotImplementedError
 
     def read_input(self, x: Tensor) -> Inputs:
-        """Compute from the input of the keys, `[...,d_model]`, what is needed besides; nothing by default."""
+        """Compute from the keys' input `[...,d_model]` what else the mechanism needs; nothing by default."""
         return None  # type: ignore[return-value]
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
@@ -166,15 +128,15 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     @classmethod
     def tie_layers(cls, layers: Sequence[Self]) -> None:
-        """Let the layers of one model, in their order, share what they have in common: by default nothing.
+        """Share parameters between the layers of one model, given in their order; by default none.
 
-        What is shared keeps the first layer's name in the `state_dict`, and has no other.
+        A shared parameter is in the `state_dict` once, under the name of the first layer.
         """
 
     def pattern(self, length: int) -> Tensor:
         """Count how often query i of a sequence reads key j: `[H,length,length]`, int64, 0 = never.
 
-        Of a sparse mechanism this is the definition: softmax attention in which key j counts that often.
+        A sparse mechanism is defined by it: softmax attention in which key j counts that often.
         """
         raise UnsupportedError(f"{self.name} attention reads no fixed pattern of keys")
 
@@ -208,9 +170,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         return self._forward(query, key, value, Masks(key_padding_mask, attn_mask, cu_seqlens))
 
     def _forward(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, masks: Masks, **further: Any
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, masks: Masks, **further: Tensor | None
     ) -> Tensor:
-        """Do what `forward` says; a mechanism's own `forward` passes `further` on to its `read_input`."""
+        """Implement `forward`; a mechanism's own `forward` passes `further` on to its `read_input`."""
         query, key, value = self._checked(query, key, value, masks)
         projected = self.project(query, key, value)
         heads = self.heads_of(
@@ -229,11 +191,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         self._check_recurrent()
         self._check_input("x", x)
         check_state(self, state, x.shape[0], self.out_proj.weight)
-        self.refuse("padding", key_padding_mask, "key_padding_mask")
-        if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, *x.shape[:2])
-            x = without_padding(x, key_padding_mask)
-        heads = self.heads_of(self.project(x), x, Masks(key_padding_mask), state=state)
+        masks = Masks(key_padding_mask)
+        x = self._without_padding(x, masks)
+        heads = self.heads_of(self.project(x), x, masks, state=state)
         o, state = self.prefill_heads(heads, state, key_padding_mask)
         return self.merge_heads(o, x), state
 
@@ -249,7 +209,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
         """Project `memory [B,S,d_model]` once, for queries that come later: the state that `recall` takes.
 
-        By default its keys and values; a mechanism with a summary of constant size keeps that instead.
+        By default these are its keys and values; some mechanisms keep a summary of constant size instead.
 
         Args:
             memory: what the queries will attend to.
@@ -289,18 +249,22 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         return self.attend(Heads(q, k, v), Masks(padding))
 
     def weights(self, query: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Weight of `memory [B,S,d_model]` at place j for query i of `query [B,T,d_model]`: `[B,H,T,S]`.
+        """Compute the weight of position j of `memory [B,S,d_model]` for query i of `query [B,T,d_model]`.
+
+        Returns:
+            `[B,H,T,S]`.
 
         Raises:
-            UnsupportedError: the output is no weighted mean of the values.
+            ValueError: an argument of another shape or type.
+            UnsupportedError: the output is not a weighted mean of the values, or `memory` cannot be read.
         """
+        self._check_has_weights()
+        self.refuse("cross", memory, "reading another sequence")
         self._check_input("query", query)
         self._check_input("memory", memory)
-        self.refuse("cross", memory, "reading another sequence")
-        if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, *memory.shape[:2])
-            memory = without_padding(memory, key_padding_mask)
-        return self.weights_of(Heads(*self.project(query, memory)), Masks(key_padding_mask))
+        masks = Masks(key_padding_mask)
+        memory = self._without_padding(memory, masks)
+        return self.weights_of(Heads(*self.project(query, memory)), masks)
 
     # ---- the path from projections to heads, which modules with other projections share
 
@@ -335,16 +299,16 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         *,
         cross: bool = False,
         state: Any = None,
-        **further: Any,
+        **further: Tensor | None,
     ) -> Heads[Inputs]:
-        """Complete queries, keys and values by their positions and by what the mechanism reads of the input.
+        """Add positions, and what the mechanism computes from the input, to queries, keys and values.
 
         Args:
             projected: q, k and v, from `project` or from projections of another module.
             x: the input of the keys, `[B,S,d_model]`, or `[B,d_model]` in a step; 0 at padding.
-            masks: as in `forward`.
+            masks: as in `forward`, but not checked here.
             cross: the queries are of another sequence, so that positions mean nothing.
-            state: what the sequence continues from, if it does not begin here.
+            state: what the sequence continues from; None at its beginning.
             further: other arguments of `read_input`.
         """
         positions = None
@@ -360,10 +324,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """Return the position of each token of `x [B,T,d_model]` in its sequence, `[B,T]`."""
         B, T = x.shape[:2]
         if masks.cu_seqlens is not None:
-            check_cu_seqlens(masks.cu_seqlens, x, x)
             return positions_from_cu_seqlens(masks.cu_seqlens, T)
         if masks.key_padding_mask is not None:
-            check_key_padding_mask(masks.key_padding_mask, B, T)
             return positions_from_padding(masks.key_padding_mask)
         return torch.arange(T, device=x.device).expand(B, T)
 
@@ -371,12 +333,11 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """Weights `[B,H,T,S]` by which the queries read the keys.
 
         Raises:
-            UnsupportedError: the output is no weighted mean of the values.
+            UnsupportedError: the output is not a weighted mean of the values.
         """
-        if not self.supports.weights:
-            raise UnsupportedError(f"{self.name} attention has no weights to show; softmax and linear have")
+        self._check_has_weights()
         k = heads.k
-        one_hot = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)  # a mean of these shows its weights
+        one_hot = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)  # the mean of these is the weights
         v = one_hot.unsqueeze(1).expand(*k.shape[:3], -1)
         return self.attend(heads._replace(v=v), masks).transpose(1, 2)
 
@@ -394,7 +355,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """The type of what a state sums up: fp32, or fp64 for fp64 weights."""
+        """The type of the sums in a state: fp32, or fp64 for fp64 weights."""
         return accumulation_dtype(self.out_proj.weight.dtype)
 
     # ---- checks
@@ -402,59 +363,65 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def _checked(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, masks: Masks
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Check what `forward` takes; return the inputs with zeros at padding."""
-        key_padding_mask, attn_mask, cu_seqlens = masks
+        """Check the arguments of `forward`; return the inputs with zeros at padding."""
         self._check_input("query", query)
         self.refuse("cross", key, "reading another sequence")
+        if key is None:
+            if value is not None:
+                raise ValueError("value was given without key, but only a key says what the value belongs to")
+            return self._without_padding(query, masks), None, None
+        self._check_input("key", key)
+        self._check_input("value", key if value is None else value)
+        if key.shape[0] != query.shape[0]:
+            raise ValueError(f"key has shape {shape(key)}, but must have the {query.shape[0]} rows of query")
+        if value is not None and value.shape != key.shape:
+            raise ValueError(f"value has shape {shape(value)}, but must be {shape(key)} like key")
+        if self.rotary:
+            raise UnsupportedError("rotary positions mean nothing between two sequences; use rotary=False")
+        masked = self._without_padding(key, masks, query)
+        if masks.key_padding_mask is not None and value is not None:
+            value = masked if value is key else without_padding(value, masks.key_padding_mask)
+        return (masked if query is key else query), masked, value
+
+    def _without_padding(self, x: Tensor, masks: Masks, query: Tensor | None = None) -> Tensor:
+        """Check all masks against the keys' input `x [B,S,d_model]`, and return it with zeros at padding.
+
+        The zeros come before any weight: the gradient of a weight would be 0 times NaN otherwise.
+        """
+        query = x if query is None else query
+        key_padding_mask, attn_mask, cu_seqlens = masks
         self.refuse("padding", key_padding_mask, "key_padding_mask")
         self.refuse("packing", cu_seqlens, "cu_seqlens")
         self.refuse("attn_mask", attn_mask, "attn_mask")
-        if key_padding_mask is not None and cu_seqlens is not None:
-            raise ValueError(
-                "key_padding_mask was given with cu_seqlens, but a pack has no padding: give one of them"
-            )
-        if key is None and value is not None:
-            raise ValueError("value was given without key, but only a key says what the value belongs to")
-        if key is not None:
-            self._check_input("key", key)
-            self._check_input("value", key if value is None else value)
-            if key.shape[0] != query.shape[0]:
+        if cu_seqlens is not None:
+            if key_padding_mask is not None:
                 raise ValueError(
-                    f"key has shape {shape(key)}, but must have the {query.shape[0]} rows of query"
+                    "key_padding_mask was given with cu_seqlens, but a pack has no padding: give one of them"
                 )
-            if value is not None and value.shape != key.shape:
-                raise ValueError(f"value has shape {shape(value)}, but must be {shape(key)} like key")
-            if self.rotary:
-                raise UnsupportedError(
-                    "rotary positions mean nothing between two sequences; use rotary=False"
-                )
+            check_cu_seqlens(cu_seqlens, query, x)
+        if attn_mask is not None:
+            check_attn_mask(attn_mask, (x.shape[0], self.n_heads, query.shape[1], x.shape[1]))
         if key_padding_mask is None:
-            return query, key, value
-        # Zeros before a weight is applied, since a gradient of 0 times NaN would be NaN.
-        keys = query if key is None else key
-        check_key_padding_mask(key_padding_mask, *keys.shape[:2])
-        masked = without_padding(keys, key_padding_mask)
-        if key is None:
-            return masked, None, None
-        if value is not None:
-            value = masked if value is key else without_padding(value, key_padding_mask)
-        return (masked if query is key else query), masked, value
+            return x
+        check_key_padding_mask(key_padding_mask, *x.shape[:2])
+        return without_padding(x, key_padding_mask)
 
     def _read(self, memory: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Check a memory; return its keys, values and mask."""
         self.refuse("cross", memory, "reading another sequence")
-        self.refuse("padding", key_padding_mask, "key_padding_mask")
         if not self.supports.single_queries or self.causal or self.rotary:
             raise UnsupportedError(
                 f"{self.name} attention cannot read a memory query by query; use softmax or linear, with "
                 "causal=False and rotary=False"
             )
         self._check_input("memory", memory)
-        if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, *memory.shape[:2])
-            memory = without_padding(memory, key_padding_mask)
+        memory = self._without_padding(memory, Masks(key_padding_mask))
         _, k, v = self.project(memory[:, :0], memory)
         return k, v, key_padding_mask
+
+    def _check_has_weights(self) -> None:
+        if not self.supports.weights:
+            raise UnsupportedError(f"{self.name} attention has no weights to show; softmax and linear have")
 
     def _check_input(self, name: str, x: Tensor, axes: tuple[str, ...] = ("B", "T")) -> None:
         if not isinstance(x, Tensor) or x.dim() != len(axes) + 1 or x.shape[-1] != self.d_model:

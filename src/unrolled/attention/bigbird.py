@@ -1,41 +1,40 @@
-r"""BigBird attention: softmax attention to near blocks, to random blocks and to global ones.
+r"""BigBird attention: softmax attention to nearby, random and global blocks of keys.
 
 The n tokens of a sequence form N = ceil(n / b) blocks of b. Query block i reads key block j, once, if
 
-    |i - j| <= (w - 1) / 2                near: w blocks, its own in their middle
-    j in R_i                              random: r blocks, other ones for each head
+    |i - j| <= (w - 1) / 2                near: w blocks, its own in the middle
+    j in R_i                              random: r blocks, different for each head
     j < f  or  j >= N - e                 global columns: the first f blocks and the last e
     i < f  or  i >= N - e                 global rows: they read everything
 
-R_i is drawn evenly from the blocks that i does not read otherwise, or is all of them where there are no more
-than r. Before the blocks may stand g global tokens, which read all tokens and are read by all. The paper's
+R_i is drawn uniformly from the blocks that i does not read otherwise, or is all of them if there are at most
+r. The first g tokens may be global: they precede the blocks, read all tokens and are read by all. The paper's
 ITC is f = e = 1 and g = 0; its ETC is f = e = 0 with g tokens put before the sequence. N counts the valid
-tokens of a row: padding is no global block. What is drawn is a hash of seed, head and block, so it is the
-same in training and evaluation, and there is no longest sequence.
+tokens of a row, so that padding is never a global block. Random blocks are a hash of seed, head and block:
+they are the same in training and evaluation, for sequences of any length.
 
 Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences", arXiv 2007.14062, section 2 and appendix D.
 
 Cost per head: time O(T ((w + r + f + e) b + g) (D + M)), memory O(T (D + M)).
 Cannot: be causal, read another sequence, or honour an arbitrary `attn_mask`.
-Equals softmax attention: where every block reads all, which is at N <= f + e + r + (w + 1) / 2, and computed
-as such there.
+Equals softmax attention: where every block reads all, N <= f + e + r + (w + 1) / 2, and is computed as such.
 
-With `rotary`, queries and keys are rotated by their positions before they meet.
+With `rotary`, queries and keys are rotated by their positions.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention._packed import attend_packed
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.attention._padding import zero_padding
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
-from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
@@ -59,17 +58,17 @@ class Layout:
         check_integers(1, block_size=b)
         check_integers(0, global_tokens=self.global_tokens, random_blocks=self.random_blocks)
         if type(w) is not int or w < 1 or w % 2 == 0:
-            raise ValueError(f"window_blocks is {w!r}, but must be odd: a block and as many on either side")
+            raise ValueError(f"window_blocks is {w!r}, but must be odd: a block and as many on each side")
         counts = ends if isinstance(ends, tuple | list) else ()
         if len(counts) != 2 or not all(type(n) is int and n >= 0 for n in counts):
             raise ValueError(f"global_blocks is {ends!r}, but must be (first, last), both at least 0")
 
     def count_blocks(self, n: Tensor) -> Tensor:
-        """N, where there are n tokens."""
+        """Return N for n tokens."""
         return ((n - self.global_tokens).clamp(min=0) + self.block_size - 1) // self.block_size
 
     def reads_all(self, length: int) -> bool:
-        """Whether every block of a sequence of this length, or of a shorter one, reads all of it."""
+        """Return whether every block of a sequence up to this length reads all of it."""
         at_the_edge = self.window_blocks // 2 + 1 + self.random_blocks + sum(self.global_blocks)
         return length <= self.global_tokens + at_the_edge * self.block_size
 
@@ -77,12 +76,12 @@ class Layout:
 def draw_blocks(layout: Layout, seed: Tensor, n_heads: int, n_blocks: Tensor, n_rows: int) -> Tensor:
     """Draw R_i of blocks i < n_rows of sequences of `n_blocks [B]` blocks: `[B,H,n_rows,r]`, -1 for none.
 
-    `seed` is int64 and holds one or more numbers below 2^63; all of them count.
+    `seed` is int64 and holds one or more numbers below 2^63, which are hashed together.
     """
     f, e = layout.global_blocks
     i, begin = torch.arange(n_rows, device=seed.device), torch.full_like(n_blocks, f)[:, None, None]
     end = (n_blocks[:, None, None] - e).clamp(min=f)
-    # What i does not read otherwise is begin..left and right..end.
+    # The blocks that i does not read otherwise are begin..left and right..end.
     left = (i - layout.window_blocks // 2).clamp(begin, end)
     right = (i + layout.window_blocks // 2 + 1).clamp(begin, end)
     available = left - begin + end - right
@@ -94,8 +93,8 @@ def draw_blocks(layout: Layout, seed: Tensor, n_heads: int, n_blocks: Tensor, n_
     drawn = (available + bits).unsqueeze(-1)[..., :0]
     for t in range(layout.random_blocks):
         bits = _scramble(bits + 1)
-        nth = (bits * (available - t).clamp(min=0)) >> 32  # of those that are left
-        for earlier in drawn.unbind(-1):  # in rising order, so that each is stepped over
+        nth = (bits * (available - t).clamp(min=0)) >> 32  # of the remaining blocks
+        for earlier in drawn.unbind(-1):  # in ascending order, so that each is skipped
             nth = nth + (nth >= earlier)
         nth = nth.masked_fill(available <= t, none)
         drawn = torch.cat([drawn, nth.unsqueeze(-1)], -1).sort(-1).values
@@ -105,14 +104,14 @@ def draw_blocks(layout: Layout, seed: Tensor, n_heads: int, n_blocks: Tensor, n_
 
 
 def _scramble(x: Tensor) -> Tensor:
-    """Map 32 bits one to one to 32 others that look drawn."""
+    """Map 32 bits one to one to 32 pseudorandom bits."""
     for _ in range(2):
         x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
 def block_lists(layout: Layout, drawn: Tensor, n_blocks: Tensor) -> Tensor:
-    """List what each block reads that is not global itself, no block twice: `[B,H,N,L]`, -1 for none.
+    """List the blocks that each non-global block reads, none of them twice: `[B,H,N,L]`, -1 for none.
 
     `drawn [B,H,N,r]` may name any blocks, and `n_blocks` is `[B]`.
     """
@@ -167,7 +166,7 @@ def bigbird_attention(
         q, k, v: as for `softmax_attention`, all of the same tokens.
         layout: what is read.
         drawn: int64 `[B,H,N,r]`, or 1 for B: the random blocks of each block, -1 for none; see `draw_blocks`.
-            N is that of T tokens. What a block reads anyway is not read twice.
+            N is that of T tokens. Blocks that are read anyway are not read twice.
         key_padding_mask: `[B,T]`, True = padding.
 
     Raises:
@@ -176,9 +175,8 @@ def bigbird_attention(
     check_qkv(q, k, v)
     (B, T, H, _), S = q.shape, k.shape[1]
     if S != T:
-        raise ValueError(f"k has length {S}, but q has {T}, and both must be of the same tokens")
-    if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, T)
+        raise ValueError(f"k has length {S}, but must have {T} like q: both are of the same tokens")
+    k, v = zero_padding(key_padding_mask, k, v)
     (f, e), g, b = layout.global_blocks, layout.global_tokens, layout.block_size
     n = torch.full((1,), T, device=q.device)
     N = max(0, -(-(T - g) // b))
@@ -189,7 +187,6 @@ def bigbird_attention(
     padding, places = None, None
     if key_padding_mask is not None:
         n, places = (~key_padding_mask).sum(1), valid_first(key_padding_mask)
-        k, v = (without_padding(x, key_padding_mask) for x in (k, v))
         q, k, v, padding = (reorder(x, places) for x in (q, k, v, key_padding_mask))
     n_blocks = layout.count_blocks(n)
     o, lse = block_sparse_attention(
@@ -214,7 +211,14 @@ def bigbird_attention(
         begin = softmax_attention(q[:, : g + f * b], k, v, key_padding_mask=padding)
         o = torch.cat([begin, o[:, f * b :]], 1)
     if e > 0:
-        whole = (0, 0, 0, 0, 0, max(0, g + max(N, e) * b - T))  # the last blocks may end after the last token
+        whole = (
+            0,
+            0,
+            0,
+            0,
+            0,
+            max(0, g + max(N, e) * b - T),
+        )  # the last blocks may extend past the last token
         start = (g + (n_blocks - e) * b).clamp(min=0).unsqueeze(1)
         tokens = (start + torch.arange(e * b, device=q.device)).expand(B, -1)[..., None, None]
         end = pad(q, whole).gather(1, tokens.expand(-1, -1, *q.shape[2:]))
@@ -254,24 +258,22 @@ class BigBirdAttention(MultiHeadAttention[None, None]):
     """Multi-head BigBird attention, for encoders.
 
     Args:
-        d_model, n_heads, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
-        causal: refused.
+        d_model, n_heads, common: see `MultiHeadAttention`.
         block_size: number of tokens b of a block.
         window_blocks: odd number w of near blocks, the block itself among them.
-        global_blocks: how many blocks (f, e) at the beginning and at the end are global.
-        global_tokens: how many tokens g at the beginning, which the caller puts there, are global and in no
-            block; with global_blocks = (0, 0), the paper's ETC.
+        global_blocks: numbers (f, e) of global blocks at the beginning and at the end.
+        global_tokens: number g of global tokens at the beginning, which the caller puts there and which are
+            in no block; with global_blocks = (0, 0), the paper's ETC.
         random_blocks: number r of random blocks.
-        seed: a number of up to 63 bits; by default it is drawn like initial weights, from torch's generator.
+        seed: a number of up to 63 bits; by default drawn like initial weights, from torch's generator.
 
     Raises:
         ValueError: sizes out of range.
         UnsupportedError: causal attention.
     """
 
-    supports = Supports(
-        causal=False, bidirectional=True, cross=False, padding=True, packing=True, recurrence="none"
-    )
+    supports = BIDIRECTIONAL_ONLY.but(cross=False, packing=True)
+    one_way = "global tokens read past and future and pass them on; use sparse_transformer attention"
     seed: Tensor
     redraws: Tensor
 
@@ -280,21 +282,15 @@ class BigBirdAttention(MultiHeadAttention[None, None]):
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         block_size: int = 64,
         window_blocks: int = 3,
         global_blocks: tuple[int, int] = (1, 1),
         global_tokens: int = 0,
         random_blocks: int = 3,
         seed: int | None = None,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        if causal:
-            raise UnsupportedError(
-                "bigbird attention cannot be causal, since its global tokens read past and future and pass "
-                "them on; use sparse_transformer attention"
-            )
-        super().__init__(d_model, n_heads, **shared)
+        super().__init__(d_model, n_heads, **common)
         self.layout = Layout(block_size, window_blocks, global_blocks, global_tokens, random_blocks)
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
@@ -314,7 +310,7 @@ class BigBirdAttention(MultiHeadAttention[None, None]):
         )
 
     def redraw(self) -> None:
-        """Draw other blocks; which ones follows from the seed and the number of redraws."""
+        """Draw new blocks, determined by the seed and the number of redraws."""
         self.redraws += 1
 
     def pattern(self, length: int) -> Tensor:

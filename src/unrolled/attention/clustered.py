@@ -1,42 +1,42 @@
-r"""Clustered attention: similar queries share their attention, and each corrects it on the keys that matter.
+r"""Clustered attention: similar queries share their attention, and each recomputes it on the top keys.
 
-Queries are gathered into C clusters. Of each cluster c, the mean query attends; T_c are the k keys that it
-weighs most, and m_c is the weight of them all:
+Queries are grouped into C clusters. The mean query of each cluster c attends; T_c are the k keys with its
+largest weights, and m_c is the sum of these weights:
 
     A_cj = softmax_j(mean q_c . k_j / sqrt(D))                            the clusters' attention, [C, S]
     o_i  = m_c sum_{j in T_c} softmax_{T_c}(q_i . k_j / sqrt(D)) v_j + sum_{j not in T_c} A_cj v_j,   c = c(i)
 
-So a query shares out the weight of the k keys by its own scores. With k = 0, it gets what its cluster gets:
-o_i = sum_j A_cj v_j ("clustered attention"; with k > 0, "improved clustered attention").
+So a query distributes the weight of the k keys by its own scores. With k = 0 it gets the output of its
+cluster, o_i = sum_j A_cj v_j ("clustered attention"; with k > 0, "improved clustered attention").
 
-Clusters are of signs: the hash of a query is the signs of `bits` random projections, with a random offset,
-and Lloyd's algorithm runs on hashes: each is assigned to the centroid that differs in the fewest bits, then
-each centroid takes, bit by bit, what most of its members have. It begins with hashes at even distances in
-the sorted list of the different ones. Neither other rows, other heads nor padding have a say, and clusters
-have no gradient.
+Clustering works on hashes: the hash of a query is the signs of `bits` random projections, with a random
+offset. Lloyd's algorithm assigns each hash to the centroid that differs in the fewest bits, then sets each
+bit of a centroid to the majority of its members. Initial centroids are evenly spaced in the sorted list of
+distinct hashes. Other rows, other heads and padding have no influence, and clusters have no gradient.
 
 Vyas, Katharopoulos and Fleuret 2020, "Fast Transformers with Clustered Attention", arXiv 2007.04825, sections
-3.2 and 3.3. Their code begins with hashes at random positions, padding included, the same for a whole batch.
+3.2 and 3.3. Their code starts from hashes at random positions, padding included, the same for a whole batch.
 
 Cost per head: time O(S C (D + M) + T k (D + M) + T C bits), memory O((T + S) (D + M) + C S + T (bits + k)).
 Cannot: be causal (a mean query mixes past and future), or honour an arbitrary `attn_mask`. Where a projection
-is nearly 0, rounding decides on its sign, and with it, maybe, on the cluster of a query.
-Equals softmax attention: with k >= S; with no more queries than clusters; and where there are no more
-different queries than clusters and each has a hash of its own.
+is nearly 0, rounding decides its sign, and so possibly the cluster of a query.
+Equals softmax attention: with k >= S; with no more queries than clusters; and with no more distinct queries
+than clusters if all their hashes differ.
 
 With `rotary`, queries and keys are rotated by their positions before the queries are clustered.
 """
 
 import math
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.checks import check_key_padding_mask, check_qkv
+from unrolled.attention._options import BIDIRECTIONAL_ONLY
+from unrolled.attention._padding import zero_padding
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import any_length, like_attention, one_node
 from unrolled.ops.options import check_integers
@@ -57,19 +57,19 @@ def sign_clusters(codes: Tensor, n_clusters: int, iterations: int, padding: Tens
         codes: `[X,T,bits]`, entries 1 and -1 in fp32; at most 62 bits.
         n_clusters: number C of clusters.
         iterations: how often centroids are updated.
-        padding: `[X,T]`, True = no such query; its number says nothing.
+        padding: `[X,T]`, True = no query; its cluster has no meaning.
     """
     X, T, bits = codes.shape
     row = torch.arange(X, device=codes.device).unsqueeze(1)
     codes = codes.masked_fill(padding.unsqueeze(-1), 0)
-    # Centroids to begin with: of the u different hashes in order, those at floor(c u / C).
+    # Initial centroids: of the u distinct hashes in order, those at floor(c u / C).
     powers = 2 ** torch.arange(bits, device=codes.device)
     hashes = ((codes > 0) * powers).sum(-1).masked_fill(padding, 2**MAX_BITS)
     hashes, order = hashes.sort(dim=1, stable=True)
     first = pad(hashes[:, 1:] != hashes[:, :-1], (1, 0), value=True) & (hashes < 2**MAX_BITS)
     rank = first.cumsum(1)
-    wanted = torch.arange(n_clusters, device=codes.device) * rank[:, -1:] // n_clusters + 1
-    nth = torch.searchsorted(rank, wanted).clamp(max=T - 1)
+    number = torch.arange(n_clusters, device=codes.device) * rank[:, -1:] // n_clusters + 1
+    nth = torch.searchsorted(rank, number).clamp(max=T - 1)
     centroids = codes[row, order.gather(1, nth)]
     for _ in range(iterations):
         nearest = (codes @ centroids.mT).argmax(-1)
@@ -79,10 +79,10 @@ def sign_clusters(codes: Tensor, n_clusters: int, iterations: int, padding: Tens
 
 
 def group(cluster: Tensor, n_clusters: int, size: int, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay the queries out in blocks of `size` places, each block for one cluster.
+    """Arrange the queries in blocks of `size` places, each block for one cluster.
 
     Returns:
-        how many are in each cluster, `[X,C]`; the place of each query, `[X,T]`, that of padding behind the
+        the size of each cluster, `[X,C]`; the place of each query, `[X,T]`, where padding is placed after the
         last; and the cluster of each block, `[X,N]` with N = ceil(T/size) + C.
     """
     X, T = cluster.shape
@@ -103,7 +103,7 @@ def group(cluster: Tensor, n_clusters: int, size: int, padding: Tensor) -> tuple
 
 
 def clustered_reference(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, n_keys: int) -> Tensor:
-    """One head, as the equations are written: `q [T,D]`, `k [S,D]`, `v [S,M]`, `cluster [T]` to `[T,M]`."""
+    """One head by the equations: `q [T,D]`, `k [S,D]`, `v [S,M]`, `cluster [T]` to `[T,M]`."""
     rows = []
     for i, c in enumerate(cluster):
         shared = (k @ q[cluster == c].mean(0) / math.sqrt(q.shape[-1])).softmax(-1)
@@ -133,7 +133,7 @@ def clustered_attention(
         cluster: `[B,T,H]`, the cluster of each query, from 0 to C - 1.
         n_clusters: number C of clusters.
         n_keys: number k of keys that a query weighs by its own scores.
-        q_padding: `[B,T]`, True = no such query: it is in no cluster, and gets 0.
+        q_padding: `[B,T]`, True = no query: it is in no cluster, and its output is 0.
         key_padding_mask: `[B,S]`, True = padding.
 
     Raises:
@@ -142,14 +142,12 @@ def clustered_attention(
     check_qkv(q, k, v)
     (B, T, H, D), (S, G, M) = q.shape, v.shape[1:]
     out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
-        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+    k, v = zero_padding(key_padding_mask, k, v)
     nobody = q.new_zeros(B, T, dtype=torch.bool) if q_padding is None else q_padding
     nobody = nobody.unsqueeze(1).expand(B, H, T).reshape(B * H, T)
     cluster = cluster.transpose(1, 2).reshape(B * H, T)
     with without_autocast(q.device):
-        # X = B*H rows of queries and C clusters of each; P = H/G query heads read one key head.
+        # Mean queries. X = B*H rows of queries, C clusters each; P = H/G query heads read one key head.
         q = q.to(dtype).transpose(1, 2).reshape(B * H, T, D) * D**-0.5
         k, v = (x.to(dtype).transpose(1, 2) for x in (k, v))
         size = -(-T // n_clusters)
@@ -160,6 +158,7 @@ def clustered_attention(
         blocks = blocks.reshape(B * H, n_blocks, size, D)
         means = _sum_by(of_block, blocks.sum(2), n_clusters) / members.clamp(min=1).unsqueeze(-1)
 
+        # Attention of the clusters, split into the top keys and the rest.
         scores = means.reshape(B, G, H // G * n_clusters, D) @ k.mT  # [B,G,P*C,S]
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
@@ -170,18 +169,19 @@ def clustered_attention(
         mass = shared.gather(-1, top).sum(-1).reshape(B * H, n_clusters, 1, 1)
         rest = (shared.scatter(-1, top, 0) @ v).reshape(B * H, n_clusters, 1, M)
 
+        # Attention of each query to the top keys of its cluster.
         head = torch.arange(B * G, device=q.device).reshape(B, G, 1, 1)
         top = (head * S + top).reshape(B * H, n_clusters, n_keys)
         kept_k, kept_v = (_take(x.flatten(0, 2), reorder(top, of_block)) for x in (k, v))  # [X,N,k,D]
         own = (blocks @ kept_k.mT).masked_fill(reorder(hidden, of_block), -torch.inf)
         o = reorder(mass, of_block) * (softmax_or_zero(own) @ kept_v) + reorder(rest, of_block)
-        o = pad(o.flatten(1, 2), (0, 0, 0, 1))  # what padding gets
+        o = pad(o.flatten(1, 2), (0, 0, 0, 1))  # the output at padding
         o = o.gather(1, place.unsqueeze(-1).expand(-1, -1, M))
     return o.reshape(B, H, T, M).transpose(1, 2).to(out_dtype)
 
 
 def _sum_by(number: Tensor, x: Tensor, n: int) -> Tensor:
-    """Add up the rows of `x [X,N,W]` that have the same `number [X,N]`: `[X,n,W]`."""
+    """Sum the rows of `x [X,N,W]` by their `number [X,N]`: `[X,n,W]`."""
     X, _, W = x.shape
     row = torch.arange(X, device=x.device).unsqueeze(1)
     total = x.new_zeros(X * n, W).index_add(0, (row * n + number).flatten(), x.flatten(0, 1))
@@ -189,7 +189,7 @@ def _sum_by(number: Tensor, x: Tensor, n: int) -> Tensor:
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x [R,W]` by `index [...]`: `[...,W]`."""
+    """Return the rows of `x [R,W]` at `index [...]`: `[...,W]`."""
     return x.index_select(0, index.flatten()).reshape(*index.shape, x.shape[1])
 
 
@@ -197,55 +197,39 @@ class ClusteredAttention(MultiHeadAttention[None, None]):
     """Multi-head clustered attention.
 
     Args:
-        d_model, n_heads, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
-        causal: refused.
-        n_clusters: number C of clusters of each head; up to C queries get softmax attention.
+        d_model, n_heads, common: see `MultiHeadAttention`.
+        n_clusters: number C of clusters per head; up to C queries get softmax attention.
         n_keys: number k of keys that a query weighs by its own scores; 0 for plain clustered attention.
         bits: length of the hashes, up to 62.
         iterations: how often Lloyd's algorithm updates the centroids.
-        seed: of the projections that hash; by default drawn like initial weights. They are in the state_dict.
+        seed: of the hash projections, which are in the state_dict; by default drawn like initial weights.
 
     Raises:
         ValueError: sizes out of range.
         UnsupportedError: causal attention.
     """
 
-    supports = Supports(
-        causal=False,
-        bidirectional=True,
-        cross=True,
-        padding=True,
-        packing=False,
-        recurrence="none",
-        positions=True,
-    )
+    supports = BIDIRECTIONAL_ONLY.but(positions=True)
+    one_way = "the mean of a cluster mixes past and future; use topk or reformer attention"
 
     def __init__(
         self,
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         n_clusters: int = 100,
         n_keys: int = 32,
         bits: int = 32,
         iterations: int = 10,
         seed: int | None = None,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        if causal:
-            raise UnsupportedError(
-                "clustered attention cannot be causal, since the mean of a cluster mixes past and future; "
-                "use topk or reformer attention"
-            )
-        super().__init__(d_model, n_heads, **shared)
+        super().__init__(d_model, n_heads, **common)
         check_integers(1, n_clusters=n_clusters)
         check_integers(0, n_keys=n_keys, iterations=iterations)
         if type(bits) is not int or not 1 <= bits <= MAX_BITS:
             raise ValueError(f"bits is {bits!r}, but must be between 1 and {MAX_BITS}")
         self.n_clusters, self.n_keys, self.iterations = n_clusters, n_keys, iterations
-        if seed is not None:
-            check_integers(0, seed=seed)
         self.hash = Projection(1, bits, self.head_dim + 1, "independent", seed)
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
@@ -270,7 +254,7 @@ class ClusteredAttention(MultiHeadAttention[None, None]):
     def cluster(self, q: Tensor, padding: Tensor | None = None) -> Tensor:
         """Assign queries `[B,T,H,D]` to the clusters of their row and head: `[B,T,H]`, from 0 to C - 1.
 
-        Where a row has no more queries than there are clusters, each has its own.
+        In a row with no more queries than clusters, each query has its own.
         """
         B, T, H, _ = q.shape
         if padding is None:

@@ -2,36 +2,36 @@ r"""Efficient attention: queries are a softmax over their features, keys a softm
 
     o_i = sum_c softmax(q_i)_c G_c        G_c = sum_j softmax_j(k_jc) v_j        (c runs over the D features)
 
-Each feature of the keys is a map over the positions, which picks the values that it averages, and each query
-mixes the D averages. The weights that this implies, sum_c softmax(q_i)_c softmax_j(k_jc), are positive and
+Each feature of the keys weighs the positions and averages the values by these weights; each query mixes the D
+averages. The implied weights, sum_c softmax(q_i)_c softmax_j(k_jc), are positive and
 sum to 1 without a denominator. There is no 1/sqrt(D).
 
-Causal attention, which the paper does not have, takes the softmax of query i over the positions j <= i. With
-m_t the running maximum of each feature, a constant for the gradient since it cancels, that is a recurrence:
+Causal attention, which is not in the paper, takes the softmax of query i over the positions j <= i. With m_t
+the running maximum of each feature, which cancels and so needs no gradient, it is a recurrence:
 
     S_t = diag(exp(m_{t-1} - m_t)) S_{t-1} + exp(k_t - m_t) v_t^T
     z_t = exp(m_{t-1} - m_t) * z_{t-1} + exp(k_t - m_t)
     o_t = S_t^T (softmax(q_t) / z_t)
 
-which is linear attention with a decay for every feature. Nothing overflows, and the future is not looked at.
+This is linear attention with a decay for every feature. Nothing overflows, and no future key is read.
 
 Shen, Zhang, Zhao, Yi and Li 2018, "Efficient Attention: Attention with Linear Complexities",
 arXiv 1812.01243: section 3.2 (definition and the two normalisations).
 
 Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T D M) (causal
 O(T (D M + C (D+M)))) and memory O(T (D+M)); per generated token time, memory and state O(D M).
-Cannot: honour an arbitrary `attn_mask`. The softmax over features flattens queries as D grows.
+Cannot: honour an arbitrary `attn_mask`. The softmax over features makes queries flatter as D grows.
 Equals softmax attention: never.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from unrolled.attention._options import GENERAL
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv, check_step, shape
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.linear import check_state, linear_attention
@@ -75,7 +75,7 @@ def efficient_attention(
     maps = k.to(dtype)
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, *k.shape[:2])
-        # Not -inf, whose softmax is NaN where all is padding; `linear_attention` leaves padding out anyway.
+        # Not -inf, whose softmax is NaN in rows of padding only; `linear_attention` masks padding anyway.
         maps = maps.masked_fill(key_padding_mask[..., None, None], torch.finfo(dtype).min)
     if cu_seqlens is None:
         maps = maps.softmax(1)
@@ -104,7 +104,7 @@ def causal_efficient_attention(
 
     Args:
         q, k, v, key_padding_mask: as in `efficient_attention`; query i reads keys up to i + S - T only.
-        state: what came before the first key.
+        state: the state before the first key.
 
     Returns:
         `o [B,T,H,M]` in the type of `v`, and the state after the last key.
@@ -121,7 +121,7 @@ def causal_efficient_attention(
         check_key_padding_mask(key_padding_mask, B, S)
         k = k.masked_fill(key_padding_mask[..., None, None], -torch.inf)
         v = without_padding(v, key_padding_mask)
-    if T > S:  # the first queries come before all keys
+    if T > S:  # the first queries precede all keys
         k, v = (pad(x, (0, 0, 0, 0, T - S, 0), value=nothing) for x, nothing in ((k, -torch.inf), (v, 0.0)))
     maxima = _running_maxima(torch.cat([k_max.unsqueeze(1), k.detach()], dim=1))
     log_decay = maxima[:, :-1] - maxima[:, 1:]
@@ -130,13 +130,15 @@ def causal_efficient_attention(
     read = sums[:, -T:] if T else sums[:, :0]
     q = safe_divide(q.to(dtype).softmax(-1), read.repeat_interleave(H // G, 2))
     o, kv = diagonal_linear_attention(q, k, v, log_decay, state=kv, return_state=True)
-    return o, EfficientState(kv, sums[:, -1].clone(), maxima[:, -1].clone())  # views would keep all alive
+    return o, EfficientState(
+        kv, sums[:, -1].clone(), maxima[:, -1].clone()
+    )  # views would keep the whole tensors alive
 
 
 def packed_causal_efficient_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, key_padding_mask: Tensor | None = None
 ) -> Tensor:
-    """Do the same for N sequences packed into one row, by groups of similar lengths; arguments as above."""
+    """Run `causal_efficient_attention` on N packed sequences, by groups of similar lengths."""
     check_cu_seqlens(cu_seqlens, q, k)
     nowhere = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
     mask = nowhere if key_padding_mask is None else key_padding_mask
@@ -167,9 +169,10 @@ def causal_efficient_attention_step(
 
 
 def efficient_attention_reference(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Compute either by the definition: a softmax over the keys for each query and feature.
+    """Compute either form by its definition: a softmax over the keys for each query and feature.
 
-    `allowed [T,S]`: True = query i may read key j; each may read one at least. Time and memory O(T S D).
+    `allowed [T,S]`: True = query i may read key j; each query must have at least one. Time and memory
+    O(T S D).
     """
     P = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(P, 2), v.repeat_interleave(P, 2)
@@ -191,7 +194,7 @@ def _check_state(state: EfficientState, sizes: tuple[int, ...], dtype: torch.dty
 
 
 def _running_maxima(x: Tensor) -> Tensor:
-    """Largest so far along axis 1, where it is searched in the order of memory: twice as fast."""
+    """Return the running maximum along axis 1; contiguous along that axis it is twice as fast."""
     return x.movedim(1, -1).contiguous().cummax(-1).values.movedim(-1, 1)
 
 
@@ -205,37 +208,24 @@ def _softmax_in_segments(k: Tensor, segment: Tensor, n_segments: int) -> Tensor:
 
 
 class EfficientAttention(MultiHeadAttention[EfficientState, None]):
-    """Multi-head efficient attention; the arguments are those of `MultiHeadAttention`, without `rotary`.
+    """Multi-head efficient attention; its options are those of `MultiHeadAttention`, without `rotary`.
 
-    The paper's module adds its input to the output; here, as for every mechanism, that is left to the block.
+    The paper's module adds its input to the output; here, as for every mechanism, the block does that.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        padding=True,
-        packing=True,
-        recurrence="constant",
-        single_queries=True,
-    )
-
-    def __init__(self, d_model: int, n_heads: int, **shared: Any):
-        super().__init__(d_model, n_heads, **shared)
-        if self.rotary:
-            raise UnsupportedError("rotated probabilities may be negative; use other positions than rotary")
+    supports = GENERAL
+    no_rotary = "rotated probabilities may be negative; use other positions"
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k, v, padding, cu_seqlens = *heads[:3], masks.key_padding_mask, masks.cu_seqlens
         if not self.causal:
-            return efficient_attention(q, k, v, key_padding_mask=padding, cu_seqlens=cu_seqlens)
-        if cu_seqlens is None:
-            return causal_efficient_attention(q, k, v, key_padding_mask=padding)[0]
-        return packed_causal_efficient_attention(q, k, v, cu_seqlens, padding)
+            return efficient_attention(*heads[:3], **masks.of_keys())
+        if masks.cu_seqlens is None:
+            return causal_efficient_attention(*heads[:3], key_padding_mask=masks.key_padding_mask)[0]
+        return packed_causal_efficient_attention(*heads[:3], masks.cu_seqlens)
 
     def init_state(self, batch_size: int) -> EfficientState:
-        """Make the state of `batch_size` sequences that have not begun."""
+        """Make the state of `batch_size` sequences before their first token."""
         k = self.out_proj.weight.new_empty(batch_size, 0, self.n_kv_heads, self.head_dim)
         return empty_state(k, k.new_empty(0, self.value_dim), self.state_dtype)
 

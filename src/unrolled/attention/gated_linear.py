@@ -1,29 +1,30 @@
-r"""Gated linear attention: every feature of every key fades at a rate that the input decides (GLA).
+r"""Gated linear attention: each feature of the state decays at a rate that depends on the input (GLA).
 
     S_t = diag(alpha_t) S_{t-1} + k_t v_t^T        o_t = S_t^T q_t / sqrt(D)
     alpha_t = sigmoid(W_2 W_1 x_t + b)^(1/16)      W_1 to 16 numbers, W_2 to the D features of each key head
     y_t = W_o (swish(W_g x_t) * norm_h(o_t))
 
-The root keeps alpha close to 1, so that heads begin with a long memory. norm_h is an RMS norm of each head:
-there is no denominator. Positions need no encoding, since what is further back has passed more gates.
+The root keeps alpha close to 1, so that heads start with a long memory. norm_h is an RMS norm of each head,
+in place of a denominator. Positions need no encoding, since older tokens have passed more gates.
 
 Yang, Wang, Shen, Panda and Kim 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training",
 arXiv 2312.06635: section 4.1 (recurrent and parallel), 4.2 (by chunks), 4.4 (gates, norm, output gate).
 
 Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T (D M + C (D+M))) and
-memory O(T (D+M)); per generated token time, memory and state O(D M). In plain PyTorch a gate for each feature
-costs about twice what one gate per head does.
+memory O(T (D+M)); per generated token time, memory and state O(D M). In plain PyTorch a gate
+for each feature costs about twice as much as one gate per head.
 Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn_mask`.
 Equals softmax attention: never. With alpha = 1, without norm and gate, it is unnormalised linear attention.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.attention._options import ONE_WAY
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
+from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.head_norm import HeadRMSNorm
@@ -38,7 +39,7 @@ class GatedLinearState(NamedTuple):
 
 
 class Decay(NamedTuple):
-    """log alpha `[...,G,D]`, the logarithm of how much of the state remains."""
+    """log alpha `[...,G,D]`, the logarithm of the share of the state that remains."""
 
     log_alpha: Tensor
 
@@ -51,19 +52,16 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
     `value_dim=d_model // n_heads`.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias: see `MultiHeadAttention`.
-        gate_rank: width between the two matrices that make the gates.
-        temperature: alpha is the sigmoid to the power 1 / temperature.
+        d_model, n_heads, common: see `MultiHeadAttention`.
+        gate_rank: width between the two matrices that compute the gates.
+        temperature: alpha is the sigmoid to the power 1 / temperature; above 0.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=False,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="constant",
-        reads_input=True,
+    supports = CAUSAL_RECURRENCE.but(reads_input=True)
+    one_way = ONE_WAY
+    no_rotary = (
+        "features that decay at different rates cannot be rotated into each other; use retention, which has "
+        "one rate per head"
     )
 
     def __init__(
@@ -71,26 +69,15 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         gate_rank: int = 16,
         temperature: float = 16.0,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        if not causal:
-            raise UnsupportedError(
-                "gated_linear attention forgets what is past, so it wants causal=True; for both directions "
-                "run one over the sequence and one over its reverse, or use linear attention"
-            )
+        super().__init__(d_model, n_heads, **common)
         check_integers(1, gate_rank=gate_rank)
         check_finite(temperature=temperature)
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}, but must be above 0")
-        super().__init__(d_model, n_heads, causal=causal, **shared)
-        if self.rotary:
-            raise UnsupportedError(
-                "features that fade at different rates cannot be rotated into each other; "
-                "those of retention attention, which has one rate per head, can"
-            )
         self.temperature = temperature
         self.decay_down = Linear(d_model, gate_rank, bias=False)
         self.decay_up = Linear(gate_rank, self.n_kv_heads * self.head_dim)
@@ -106,22 +93,15 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
     def attend(self, heads: Heads[Decay], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k, v = self._scaled(heads)
-        return diagonal_linear_attention(
-            q,
-            k,
-            v,
-            heads.inputs.log_alpha,
-            key_padding_mask=masks.key_padding_mask,
-            cu_seqlens=masks.cu_seqlens,
-        )
+        return diagonal_linear_attention(q, k, v, heads.inputs.log_alpha, **masks.of_keys())
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
-        """Normalise each head, gate what it gives, and project."""
+        """Normalise each head, gate it, and project."""
         gate = silu(self.gate_proj(x)).reshape(o.shape)
         return super().merge_heads(self.head_norm(o) * gate, x)
 
     def init_state(self, batch_size: int) -> GatedLinearState:
-        """Make the state of `batch_size` sequences that have not begun: zeros."""
+        """Make the state of `batch_size` sequences before their first token: zeros."""
         size = (batch_size, self.n_kv_heads, self.head_dim, self.value_dim)
         return GatedLinearState(self.out_proj.weight.new_zeros(size, dtype=self.state_dtype))
 
@@ -148,6 +128,6 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
         return o, GatedLinearState(kv)
 
     def _scaled(self, heads: Heads[Decay]) -> tuple[Tensor, Tensor, Tensor]:
-        """In fp32 at least: fp16 may have no room for a sum without a denominator."""
+        """Scale q, and convert to fp32 at least: a sum without a denominator may overflow fp16."""
         dtype = accumulation_dtype(heads.q.dtype)
         return heads.q.to(dtype) * self.head_dim**-0.5, heads.k.to(dtype), heads.v.to(dtype)

@@ -3,16 +3,16 @@ r"""Linformer attention: keys and values projected along the sequence, from n po
     o_i = sum_s a_is (F V)_s        a_is = exp(q_i . (E K)_s / sqrt(D)) / sum_s' exp(q_i . (E K)_s' / sqrt(D))
 
 E and F are learned matrices `[k, n]`, K `[S, D]` and V `[S, M]` the keys and values. A sequence of S < n
-tokens meets the first S columns. Column j belongs to the j-th valid token: padding anywhere changes nothing.
+tokens uses the first S columns. Column j belongs to the j-th valid token: padding anywhere changes nothing.
 
 Wang, Li, Khabsa, Fang and Ma 2020, "Linformer: Self-Attention with Linear Complexity", arXiv 2006.04768,
 eq. 7; section 4 for sharing and for the other projections. As there, keys and values are projected after
 their linear layers, biases included (fairseq's code projects the input before them).
 
 Cost per head: time O((T+S) k (D+M)), memory O((T+S) (D+M) + k n); k n parameters for each matrix.
-Cannot: be causal (each slot mixes all positions, so no mask can take the future out), read more than n keys,
+Cannot: be causal (each slot mixes all positions, so no mask can remove the future), read more than n keys,
 or honour an arbitrary `attn_mask`. The slots of a short sequence hold shorter sums: nothing rescales them.
-Where slots are made of windows, `torch.export` takes one length only, which says how many windows there are.
+Projections by windows are exported by `torch.export` for one length only, which fixes the number of windows.
 Equals softmax attention: at k = n with E = F = 1.
 
 With `rotary`, queries and keys are rotated by their positions before the keys are projected.
@@ -20,13 +20,13 @@ With `rotary`, queries and keys are rotated by their positions before the keys a
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.attention._options import BIDIRECTIONAL_ONLY
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import check_integers
@@ -43,7 +43,7 @@ class Projection(nn.Module):
     Args:
         rank: number of slots k.
         max_length: length n of the longest sequence.
-        n_heads: give each of so many heads its own parameters; by default all heads share them.
+        n_heads: number of heads with their own parameters; by default all heads share them.
     """
 
     def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
@@ -54,11 +54,11 @@ class Projection(nn.Module):
         self.rank, self.max_length, self.n_heads = rank, max_length, n_heads
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Project `x [B,S,G,W]` to `[B,slots,G,W]`; the padding `[B,S]` (True) is last and holds zeros."""
+        """Project `x [B,S,G,W]` to `[B,slots,G,W]`; padding `[B,S]` (True) comes last, with zeros in x."""
         raise NotImplementedError
 
     def empty_slots(self, padding: Tensor) -> Tensor | None:
-        """Which slots hold no token, `[B,slots]`, or None where every token is in every slot."""
+        """Return which slots hold no token, `[B,slots]`; None if every slot depends on every token."""
         return None
 
     def extra_repr(self) -> str:
@@ -71,9 +71,10 @@ class Projection(nn.Module):
 
 
 class LinearProjection(Projection):
-    """One learned matrix `[k,n]`, or `[G,k,n]` with one for each head.
+    """One learned matrix `[k,n]`, or `[G,k,n]` with one per head.
 
-    Entries start uniform with variance 1 / (n + k), as in the authors' code (Xavier with gain 1/sqrt(2)).
+    Entries are initialised uniformly with variance 1 / (n + k), as in the authors' code (Xavier with gain
+    1/sqrt(2)).
     """
 
     def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
@@ -89,16 +90,16 @@ class LinearProjection(Projection):
 
 
 class WindowProjection(Projection):
-    """Each slot is made of its own window of n/k tokens. Windows without tokens make no slots."""
+    """Each slot summarises its own window of n/k tokens. Windows without tokens make no slots."""
 
     def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
         super().__init__(rank, max_length, n_heads)
         if max_length % rank:
-            raise ValueError(f"max_length is {max_length}, but windows want a multiple of rank = {rank}")
+            raise ValueError(f"max_length is {max_length}, but must be a multiple of rank = {rank}")
         self.window = max_length // rank
 
     def empty_slots(self, padding: Tensor) -> Tensor | None:
-        """Those whose first token is padding already."""
+        """Return the slots whose first token is padding."""
         return padding[:, :: self.window]
 
     def _windows(self, x: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class WindowProjection(Projection):
         return torch.cat([x, end], dim=1).reshape(x.shape[0], slots, self.window, *x.shape[2:])
 
     def _present(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """Whether there is a token at each place of each window, `[B,slots,window,1,1]`."""
+        """Return whether each place of each window has a token, `[B,slots,window,1,1]`."""
         present = x.new_ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding
         return self._windows(present)[..., None, None]
 
@@ -120,7 +121,7 @@ class MeanPooling(WindowProjection):
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Project `x [B,S,G,W]` to `[B,slots,G,W]`."""
         count = self._present(x, padding).sum(2).clamp(min=1)
-        total = self._windows(x).sum(2, dtype=accumulation_dtype(x.dtype))  # for which fp16 may have no room
+        total = self._windows(x).sum(2, dtype=accumulation_dtype(x.dtype))  # which may overflow fp16
         return (total / count).to(x.dtype)
 
 
@@ -157,8 +158,8 @@ PROJECTIONS: dict[str, type[Projection]] = {
 def theorem_rank(length: int, head_dim: int, error: float = 0.5) -> int:
     """Rank k = min(9 D ln D, 5 ln n) / error^2 at which matrices E, F exist with that relative error.
 
-    Theorem 2 of the paper, with the constants that it prints. They stand inside a Theta there, and nothing
-    says that training finds such matrices: take it as the scale to begin with, not as a guarantee.
+    Theorem 2 of the paper, with its constants. In the paper they are inside a Theta, and training need not
+    find such matrices: use the result as a first guess, not as a guarantee.
     """
     if length < 1 or head_dim < 1 or not 0 < error < 1:
         raise ValueError(
@@ -170,7 +171,7 @@ def theorem_rank(length: int, head_dim: int, error: float = 0.5) -> int:
 
 
 def linformer_reference(q: Tensor, k: Tensor, v: Tensor, E: Tensor, F: Tensor) -> Tensor:
-    """One head, as the equation is written: `q [T,D]`, `k [S,D]`, `v [S,M]`, `E, F [k,S]` to `[T,M]`."""
+    """One head by the equation: `q [T,D]`, `k [S,D]`, `v [S,M]`, `E, F [k,S]` to `[T,M]`."""
     scores = q @ (E @ k).mT / math.sqrt(q.shape[-1])
     return scores.softmax(-1) @ (F @ v)
 
@@ -188,7 +189,7 @@ def linformer_attention(
 
     Args:
         q, k, v: as for `softmax_attention`.
-        project_k, project_v: the projections E and F, which may be one and the same; both of one kind.
+        project_k, project_v: the projections E and F, of the same class; they may be the same object.
         key_padding_mask: `[B,S]`, True = padding.
 
     Raises:
@@ -212,30 +213,21 @@ class LinformerAttention(MultiHeadAttention[None, None]):
     """Multi-head Linformer attention.
 
     Args:
-        d_model, n_heads, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
-        causal: refused.
+        d_model, n_heads, common: see `MultiHeadAttention`.
         rank: number of slots k; 256 by default, or max_length if that is less.
         max_length: length n of the longest sequence of keys; 1024 by default.
-        projection: "linear", "mean", "max" or "convolution", or a `Projection` that other layers have too.
-        sharing: which projections are one (section 4 of the paper): "none", each key/value head has its own E
-            and F; "headwise", the heads share E and F; "key-value", also E = F; "layerwise", also all layers
-            of a model. A model's layers share by themselves; others are given one `Projection` object.
+        projection: "linear", "mean", "max" or "convolution", or a `Projection` shared with other layers.
+        sharing: which projections are shared (section 4 of the paper): "none", each key/value head has its
+            own E and F; "headwise", the heads share E and F; "key-value", also E = F; "layerwise", also all
+            layers. The layers of a model share automatically; pass one `Projection` object to others.
 
     Raises:
         ValueError: a rank larger than max_length, or a projection that does not fit the other arguments.
         UnsupportedError: causal attention.
     """
 
-    supports = Supports(
-        causal=False,
-        bidirectional=True,
-        cross=True,
-        padding=True,
-        packing=False,
-        recurrence="none",
-        single_queries=True,
-        max_length=True,
-    )
+    supports = BIDIRECTIONAL_ONLY.but(single_queries=True, max_length=True)
+    one_way = "each slot mixes all positions; use linear attention or Perceiver AR"
     projection: Projection
     value_projection: Projection | None
 
@@ -244,19 +236,13 @@ class LinformerAttention(MultiHeadAttention[None, None]):
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         rank: int | None = None,
         max_length: int | None = None,
         projection: str | Projection = "linear",
         sharing: str = "headwise",
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        if causal:
-            raise UnsupportedError(
-                "linformer attention cannot be causal, since each of its slots mixes all positions; "
-                "use linear attention or Perceiver AR"
-            )
-        super().__init__(d_model, n_heads, **shared)
+        super().__init__(d_model, n_heads, **common)
         if sharing not in SHARING:
             raise ValueError(f"sharing is {sharing!r}, but must be one of {', '.join(SHARING)}")
         self.sharing = sharing
@@ -280,10 +266,10 @@ class LinformerAttention(MultiHeadAttention[None, None]):
 
     @classmethod
     def tie_layers(cls, layers: Sequence[Self]) -> None:
-        """Give all layers that share "layerwise" the projection of the first; it keeps that one name.
+        """Give all layers that share "layerwise" the projection of the first, which keeps its one name.
 
         Raises:
-            ValueError: their projections are not alike.
+            ValueError: their projections differ.
         """
         sharing = [layer for layer in layers if layer.sharing == "layerwise"]
         for layer in sharing[1:]:
@@ -307,13 +293,13 @@ class LinformerAttention(MultiHeadAttention[None, None]):
     def _check_given(self, projection: Projection, rank: int | None, max_length: int | None) -> None:
         if self.sharing != "layerwise":
             raise ValueError(
-                f"sharing is {self.sharing!r}, but a given projection object serves keys, values and layers: "
-                "'layerwise' is wanted"
+                f"sharing is {self.sharing!r}, but must be 'layerwise' for a projection object, which serves "
+                "keys, values and layers"
             )
-        for name, wanted in (("rank", rank), ("max_length", max_length)):
-            if wanted not in (None, getattr(projection, name)):
+        for name, given in (("rank", rank), ("max_length", max_length)):
+            if given not in (None, getattr(projection, name)):
                 raise ValueError(
-                    f"{name} is {wanted}, but the given projection has {getattr(projection, name)}"
+                    f"{name} is {given}, but the given projection has {getattr(projection, name)}"
                 )
         if projection.n_heads not in (None, self.n_kv_heads):
             raise ValueError(

@@ -1,46 +1,45 @@
-r"""Long-short attention (Transformer-LS): the tokens near a query, and landmarks that stand for all others.
+r"""Long-short attention (Transformer-LS): a window per query, and landmarks that summarise all tokens.
 
     o_i = softmax([q_i K_i^T | q_i L_k^T] / sqrt(D)) [V_i ; L_v]        one softmax over both
-    L_k = P^T K,  L_v = P^T V,  P = softmax over positions of X W_P     r landmarks, made of the content
+    L_k = P^T K,  L_v = P^T V,  P = softmax over positions of X W_P     r landmarks, from the content
 
 K_i, V_i are a window around query i. Bidirectional: the sequence is cut into segments of w queries, which
-read their segment and w/2 keys on either side. Causal: the last w keys, i among them, and the landmarks of
-finished chunks: each chunk of l tokens has its own P and r landmarks, which the chunks after it read.
+read their segment and w/2 keys on each side. Causal: the last w keys, i included, and the landmarks of
+finished chunks: each chunk of l tokens has its own P and r landmarks, which later chunks read.
 
 DualLN: layer norms over all heads, one for the window's keys and values, one for those of landmarks. As in
-the authors' two programs, landmarks are pooled from normalised tokens when bidirectional, from raw ones when
+the authors' two programs, landmarks are pooled from normalised tokens if bidirectional, from raw ones if
 causal, and then normalised.
 
 Zhu, Ping, Xiao, Shoeybi, Goldstein, Anandkumar and Catanzaro 2021, "Long-Short Transformer: Efficient
-Transformers for Language and Vision", arXiv 2107.02192, section 3. As there, a token in the window also
-counts through its landmarks. Not as there, nothing is read from before the beginning, and there are no
-relative positions of its own: `rotary` rotates the queries and keys of the window.
+Transformers for Language and Vision", arXiv 2107.02192, section 3. As there, a token in the window is also
+read through its landmarks. Unlike there, nothing is read from before the beginning, and there are no relative
+positions: `rotary` rotates the queries and keys of the window.
 
 Cost per head: bidirectional, time O(T (2w + r) (D + M)); causal, time O(T (w + T r / l) (D + M)), and a state
 of O((w + l + T r / l) (D + M)), which is the time per generated token; memory of both O(T (D + M + r)).
-Cannot: generate at a constant cost, since landmarks gather, one set per chunk (with `rank=0`, there are
-none, and it can); honour an arbitrary `attn_mask`. `torch.export` takes one length only, since how
-many segments and chunks there are depends on it. Reading another sequence, it has no window, so that this
-wants `window=None`: landmarks alone.
-Equals softmax attention: with `rank=0`, `dual_norm=False` and a window that reaches everything.
+Cannot: generate at a constant cost, since each chunk adds landmarks (it can with `rank=0`, without
+landmarks); honour an arbitrary `attn_mask`; be exported by `torch.export` for more than one length, which
+fixes the numbers of segments and chunks. Another sequence can only be read through landmarks, with
+`window=None`.
+Equals softmax attention: with `rank=0`, `dual_norm=False` and a window that covers the sequence.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, pad
 
+from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
-from unrolled.ops.options import check_booleans, check_integers
+from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing
@@ -50,10 +49,10 @@ Part = tuple[Tensor, Tensor]  # o and lse of one part of a softmax
 
 
 class LongShortState(NamedTuple):
-    """What a causal sequence is continued from. The newest tokens are last; a row's first may be missing.
+    """State of causal attention. The newest tokens are last; rows with fewer tokens lack the first.
 
-    Of the last tokens, between l and 2l - 1 are kept as they came: how many more than l says when the next
-    slot for landmarks is wanted, for there is always one to spare.
+    Between l and 2l - 1 of the last tokens are kept unpooled. The number above l says when the next slot for
+    landmarks is added; one slot is always free.
     """
 
     landmark_k: Tensor  # [B,L,r,G,D]; row b has filled its first position[b] // l slots
@@ -69,7 +68,7 @@ class LongShortState(NamedTuple):
 def long_short_reference(
     q: Tensor, k: Tensor, v: Tensor, landmark_k: Tensor, landmark_v: Tensor, read: Tensor
 ) -> Tensor:
-    """One head, as the equation is written: `q [T,D]`, `k [S,D]`, `landmark_k [L,D]`, values alike.
+    """One head by the equation: `q [T,D]`, `k [S,D]`, `landmark_k [L,D]`, values alike.
 
     `read [T,L+S]` says which landmarks and which keys a query reads (True).
     """
@@ -78,9 +77,9 @@ def long_short_reference(
 
 
 def pool(logits: Tensor, x: Tensor, padding: Tensor | None) -> Tensor:
-    """P^T x over the valid tokens: `logits [...,S,G,r]`, `x [...,S,G,W]`, `padding [...,S]` to `[...,r,G,W]`.
+    """Pool valid tokens, P^T x: `logits [...,S,G,r]`, `x [...,S,G,W]`, `padding [...,S]` to `[...,r,G,W]`.
 
-    Computed in fp32 at least. Where all is padding, landmarks are 0.
+    Computed in fp32 at least; 0 where all tokens are padding.
     """
     dtype = accumulation_dtype(logits.dtype, x.dtype)
     with without_autocast(x.device):
@@ -95,14 +94,14 @@ def pool(logits: Tensor, x: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def segment_window(q: Tensor, k: Tensor, v: Tensor, window: int, padding: Tensor | None) -> Part:
-    """Read one's own segment of w queries and w/2 keys (1 of w = 1, none of w = 0) on either side of it."""
+    """Attend to the segment of w tokens and w/2 keys (1 for w = 1, 0 for w = 0) on each side of it."""
     (B, T), width = q.shape[:2], max(window, 1)
     beside = max(window // 2, 1) if window else 0
     n = -(-T // width)
     padding = q.new_zeros(B, T, dtype=torch.bool) if padding is None else padding
     padding = pad(padding, (beside, n * width - T + beside), value=True)
     q = _pad(q, 0, n * width - T).reshape(B * n, width, *q.shape[2:])
-    # Segments overlap in the keys they read, so these are copied, up to twice.
+    # Segments overlap in their keys, so each key is copied up to twice.
     place = torch.arange(n, device=q.device).unsqueeze(1) * width
     place = (place + torch.arange(width + 2 * beside, device=q.device)).flatten()
     k, v, padding = (
@@ -114,10 +113,10 @@ def segment_window(q: Tensor, k: Tensor, v: Tensor, window: int, padding: Tensor
 
 
 def earlier_chunks(q: Tensor, landmark_k: Tensor, landmark_v: Tensor) -> Part:
-    """Read the landmarks `[B,n,r,G,D]` of the chunks before one's own: `q [B,n*l,H,D]`.
+    """Attend from `q [B,n*l,H,D]` to the landmarks `[B,n,r,G,D]` of earlier chunks.
 
-    The l queries of a chunk read the same, like query heads that share a key head. So each is made a head,
-    a chunk a position, and what is left is causal attention, once for each of the r landmarks.
+    The l queries of a chunk read the same landmarks, like query heads that share a key head. So each query
+    becomes a head and each chunk a position, and causal attention runs once for each of the r landmarks.
     """
     (B, T, H, D), (n, r, G, M) = q.shape, landmark_v.shape[1:]
     chunk = T // n
@@ -132,7 +131,7 @@ def earlier_chunks(q: Tensor, landmark_k: Tensor, landmark_v: Tensor) -> Part:
 
 
 def _pad(x: Tensor, before: int, after: int) -> Tensor:
-    """Put zeros before and after `x [B,T,H,D]` in its length."""
+    """Pad `x [B,T,H,D]` with zeros along its length."""
     return pad(x, (0, 0, 0, 0, before, after))
 
 
@@ -143,17 +142,17 @@ class Pooling(NamedTuple):
 
 
 def _missing(count: Tensor, n: int) -> Tensor:
-    """Which of n places hold nothing if the last `count [B]` of them are taken: `[B,n]`."""
+    """Return which of n places are empty if the last `count [B]` of them are filled: `[B,n]`."""
     return torch.arange(n, device=count.device) < n - count.unsqueeze(1)
 
 
 def _last(x: Tensor, end: Tensor, n: int) -> Tensor:
-    """The n tokens of `x [B,S,...]` that come before token `end [B]`: `[B,n,...]`."""
+    """Return the n tokens of `x [B,S,...]` before token `end [B]`: `[B,n,...]`."""
     return reorder(x, end.unsqueeze(1) - n + torch.arange(n, device=x.device))
 
 
 def _reorder(heads: Heads[Pooling], places: Tensor, padding: Tensor) -> Heads[Pooling]:
-    """Put tokens in another order, and zeros for padding."""
+    """Reorder the tokens, with zeros at padding."""
     q, k, v, logits = (
         reorder(without_padding(x, padding), places) for x in (heads.q, heads.k, heads.v, heads.inputs.logits)
     )
@@ -162,7 +161,7 @@ def _reorder(heads: Heads[Pooling], places: Tensor, padding: Tensor) -> Heads[Po
 
 
 def _normalised(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
-    """Normalise `x [...,G,W]` over all heads, in fp32 at least; without a norm, leave it as it is."""
+    """Normalise `x [...,G,W]` over all heads, in fp32 at least; without a norm, return it as it is."""
     if norm is None:
         return x
     dtype = accumulation_dtype(x.dtype)
@@ -175,28 +174,22 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
     """Multi-head long-short attention.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias: see `MultiHeadAttention`.
-        window: w, the number of queries in a segment, which reads up to 2w keys (of 0, each its own key
-            only), or causal, the number of keys that a query reads, at least l where there are landmarks.
-            None for landmarks alone, which can read another sequence, but not be causal.
-        rank: number of landmarks r, of the sequence (32 by default), or causal, of each chunk (1).
+        d_model, n_heads, common: see `MultiHeadAttention`.
+        window: w, the number of queries in a segment, which reads up to 2w keys (for 0, each query reads its
+            own key only); if causal, the number of keys that a query reads, at least l with landmarks. None
+            for landmarks alone, which can read another sequence, but cannot be causal.
+        rank: number of landmarks r of the sequence (32 by default), or of each chunk if causal (1).
         chunk: number l of tokens in a chunk of causal attention.
-        dual_norm: normalise keys and values, in window and landmarks; they are of one width then.
-        rotary: rotate queries and keys in the window; landmarks have no position, and are read by content.
+        dual_norm: normalise keys and values, in window and landmarks; both must have one width.
+
+    With `rotary`, queries and keys are rotated in the window; landmarks have no position.
 
     Raises:
         ValueError: sizes out of range, or that do not fit together.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=True,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="growing",
-        dynamic_length=False,
-        reads_input=True,
+    supports = GENERAL.but(
+        cross=False, recurrence="growing", single_queries=False, dynamic_length=False, reads_input=True
     )
     growing: Growing = {"landmark_k": (1, "n"), "landmark_v": (1, "n")} | dict.fromkeys(
         ("chunk_k", "chunk_v", "chunk_logits"), (1, "l")
@@ -207,51 +200,52 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         window: int | None = 64,
         rank: int | None = None,
         chunk: int = 16,
         dual_norm: bool = True,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        if window is not None:
-            check_integers(0, window=window)
-        if rank is not None:
-            check_integers(0, rank=rank)
-        check_integers(1, chunk=chunk)
-        check_booleans(dual_norm=dual_norm)
         if window is None:
             self.supports = self.supports.but(causal=False, cross=True, recurrence="none")
-        super().__init__(d_model, n_heads, causal=causal, **shared)
+        super().__init__(d_model, n_heads, **common)
         self.window, self.chunk = window, chunk
-        self.rank = (1 if causal else 32) if rank is None else rank
-        if window is None and self.rank == 0:
-            raise ValueError(f"rank is {rank}, but must be at least 0, and 1 without a window")
-        if window is not None and causal and self.rank and window < chunk:
-            raise ValueError(
-                f"window is {window}, but must be at least chunk = {chunk}, or tokens of a chunk could not "
-                "be read"
-            )
-        if window == 0 and causal:
-            raise ValueError("window is 0, but must be at least 1 where causal: the token itself")
+        self.rank = (1 if self.causal else 32) if rank is None else rank
+        self._check_options(dual_norm)
         if self.rank == 0:
             self.supports, self.growing = self.supports.but(recurrence="constant"), CONSTANT
-        if window is None and self.rotary:
-            raise ValueError(
-                "rotary is True, but landmarks have no position, and window=None leaves nothing else"
-            )
-        if dual_norm and self.head_dim != self.value_dim:
-            raise ValueError(
-                f"value_dim is {self.value_dim}, but dual_norm wants keys and values of one width, "
-                f"head_dim = {self.head_dim}"
-            )
         width, G = self.n_kv_heads * self.head_dim, self.n_kv_heads
         self.pool_proj = Linear(d_model, G * self.rank) if self.rank else None
         self.window_norm = nn.LayerNorm(width) if dual_norm else None
         self.landmark_norm = nn.LayerNorm(width) if dual_norm and self.rank else None
 
+    def _check_options(self, dual_norm: bool) -> None:
+        window, rank, chunk = self.window, self.rank, self.chunk
+        check_integers(0, rank=rank)
+        check_integers(1, chunk=chunk)
+        if window is None:
+            if rank == 0:
+                raise ValueError("rank is 0, but must be at least 1 without a window")
+            if self.rotary:
+                raise ValueError(
+                    "rotary is True, but must be False with window=None: landmarks have no position"
+                )
+        else:
+            check_integers(0, window=window)
+            if self.causal and rank and window < chunk:
+                raise ValueError(
+                    f"window is {window}, but must be at least chunk = {chunk}, or some tokens of a chunk "
+                    "could not be read"
+                )
+            if self.causal and window == 0:
+                raise ValueError("window is 0, but must be at least 1 where causal: the token itself")
+        if dual_norm and self.head_dim != self.value_dim:
+            raise ValueError(
+                f"value_dim is {self.value_dim}, but must be head_dim = {self.head_dim} with dual_norm"
+            )
+
     def read_input(self, x: Tensor) -> Pooling:
-        """Logits of P, `[...,G,r]`."""
+        """Compute the logits of P, `[...,G,r]`."""
         logits = x[..., :0] if self.pool_proj is None else self.pool_proj(x)
         return Pooling(logits.unflatten(-1, (self.n_kv_heads, self.rank)))
 
@@ -259,10 +253,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)
-        check_qkv(heads.q, heads.k, heads.v)
         padding = masks.key_padding_mask
-        if padding is not None:
-            check_key_padding_mask(padding, *heads.k.shape[:2])
         if self.window is None:
             return self._read_landmarks(heads.q, heads.k, heads.v, heads.inputs.logits, padding)[0]
         if padding is None:
@@ -272,7 +263,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         return reorder(self._attend(moved, reorder(padding, places)), places.argsort(1))
 
     def _attend(self, heads: Heads[Pooling], padding: Tensor | None) -> Tensor:
-        """Attend where the padding, if any, is last."""
+        """Attend in rows whose padding, if any, comes last."""
         assert self.window is not None
         q, k, v, _, (logits,) = heads
         near_q, near_k = self._window_heads(heads)
@@ -292,13 +283,13 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         return o if padding is None else without_padding(o, padding)
 
     def _window_heads(self, heads: Heads[Pooling]) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they meet in the window: the keys normalised, then both rotated."""
+        """Return queries and keys for the window: the keys normalised, then both rotated."""
         return heads._replace(k=_normalised(heads.k, self.window_norm)).rotated()
 
     def _read_landmarks(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, padding: Tensor | None
     ) -> Part:
-        """Read the landmarks of a whole sequence."""
+        """Attend to the landmarks of a whole sequence."""
         if padding is None:
             padding = k.new_zeros(k.shape[:2], dtype=torch.bool)
         pooled = (
@@ -311,7 +302,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         return window_attention(q, *pooled, window_size=(-1, -1), key_padding_mask=nothing, return_lse=True)
 
     def _chunk_landmarks(self, tokens: Sequence[Tensor], padding: Tensor | None) -> tuple[Tensor, ...]:
-        """Make the landmarks `[B,n,r,G,D]` of the chunks of `k, v, logits`; an unfinished one has no use."""
+        """Make the landmarks `[B,n,r,G,D]` of all chunks of `k, v, logits`; unfinished ones are not used."""
         (B, T), l = tokens[0].shape[:2], self.chunk  # noqa: E741
         n = -(-T // l)
         k, v, logits = (_pad(x, 0, n * l - T).reshape(B, n, l, *x.shape[2:]) for x in tokens)
@@ -320,9 +311,9 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         return tuple(_normalised(pool(logits, x, padding), self.landmark_norm).to(v.dtype) for x in (k, v))
 
     def init_state(self, batch_size: int) -> LongShortState:
-        """Make the state of `batch_size` sequences that have not begun: zeros, and one slot for landmarks.
+        """Make the state of `batch_size` sequences before their first token: zeros, one slot for landmarks.
 
-        Without landmarks, no tokens of a chunk are kept, and the size of the state is constant.
+        Without landmarks, no chunk is kept, and the size of the state is constant.
         """
         if self.window is None:
             return super().init_state(batch_size)
@@ -343,14 +334,13 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         (B, T), l, dtype = heads.q.shape[:2], self.chunk, state.window_k.dtype  # noqa: E741
         out_dtype, padding = heads.v.dtype, heads.q.new_zeros(B, T, dtype=torch.bool)
         if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, B, T)
             padding = key_padding_mask
         places = valid_first(padding)
         q, k, v, positions, (logits,) = _reorder(heads, places, padding)
         padding, back = reorder(padding, places), places.argsort(1)
         q, k, v, logits = (x.to(dtype) for x in (q, k, v, logits))
 
-        # The window of the state stands before the new tokens.
+        # Window: that of the state precedes the new tokens.
         near_q, near_k = self._window_heads(Heads(q, k, v, positions))
         near_k = torch.cat([state.window_k, near_k], 1)
         near_v = torch.cat([state.window_v, _normalised(v, self.window_norm)], 1)
@@ -362,12 +352,12 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
             )
         ]
 
+        # Landmarks: the unfinished chunk of the state precedes the new tokens.
         seen = (~padding).sum(1)
         window = [_last(x, self.window + seen, self.window) for x in (near_k, near_v)]
         slots: Sequence[Tensor] = (state.landmark_k, state.landmark_v)
         chunk: Sequence[Tensor] = (state.chunk_k, state.chunk_v, state.chunk_logits)
         if self.rank:
-            # The unfinished chunk stands before them too, and further chunks begin where it began.
             recent = [torch.cat([x[:, -l:], new], 1) for x, new in zip(chunk, (k, v, logits), strict=True)]
             hidden = torch.cat([_missing(state.position % l, l), padding], 1)
             order = valid_first(hidden)
@@ -385,7 +375,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         return reorder(o, back), LongShortState._make((*slots, *window, *chunk, state.position + seen))
 
     def step_heads(self, heads: Heads[Pooling], state: LongShortState) -> tuple[Tensor, LongShortState]:
-        """Read the window and all landmarks; a token that is the last of its chunk then makes new ones."""
+        """Attend to the window and all landmarks; the last token of a chunk then adds landmarks."""
         self._check_state(state)
         assert self.window is not None
         l, dtype = self.chunk, state.window_k.dtype  # noqa: E741
@@ -414,7 +404,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         return o, LongShortState._make((*slots, near_k, near_v, *chunk, position))
 
     def _read_filled_slots(self, q: Tensor, state: LongShortState) -> Part:
-        """Read the landmarks of the state."""
+        """Attend to the landmarks of the state."""
         slot = torch.arange(state.landmark_k.shape[1], device=q.device)
         empty = (slot >= (state.position // self.chunk).unsqueeze(1)).repeat_interleave(self.rank, 1)
         k, v = state.landmark_k.flatten(1, 2), state.landmark_v.flatten(1, 2)
@@ -423,7 +413,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
     def _fill_slots(
         self, state: LongShortState, landmarks: tuple[Tensor, ...], position: Tensor, n: int
     ) -> tuple[Tensor, ...]:
-        """Put landmarks `[B,n',r,G,D]` that begin with the first unfinished chunk into n slots."""
+        """Write landmarks `[B,n',r,G,D]`, from the first unfinished chunk on, into n slots."""
         slot = torch.arange(n, device=position.device)
         nth = slot - (state.position // self.chunk).unsqueeze(1)
         new = (nth >= 0) & (slot < (position // self.chunk).unsqueeze(1))
@@ -437,16 +427,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         )
 
     def _check_state(self, state: LongShortState) -> None:
-        window, G = self.window or 0, self.n_kv_heads
-        for name, size in (
-            ("window_k", [window, G, self.head_dim]),
-            ("window_v", [window, G, self.value_dim]),
-            ("chunk_logits", [G, self.rank]),
-        ):
-            found = shape(getattr(state, name))
-            if found[-len(size) :] != size:
-                wanted = ", ".join(map(str, size))
-                raise ValueError(f"state.{name} has shape {found}, but this module wants [..., {wanted}]")
+        """Require a chunk of the state to fit; `check_state` does not know the largest."""
         least = self.chunk if self.rank else 0
         most = 2 * self.chunk - 1 if self.rank else 0
         for name in ("chunk_k", "chunk_v", "chunk_logits"):

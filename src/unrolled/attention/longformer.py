@@ -5,11 +5,11 @@ r"""Longformer attention: a window for every token, and a few global tokens that
 
 Each is softmax attention over its own keys: o_i = sum_j a_ij v_j, a_ij ~ exp(q_i . k_j / sqrt(D)). A global
 key that is also in the window counts once. Global queries have projections of their own; local queries read a
-global token through its local key and value. Which tokens are global is up to the task: the first one, to
-classify the sequence; those of the question, to answer it. The dilation d leaves gaps in the window, and each
-head may have its own.
+global token through its local key and value. Which tokens are global depends on the task: the first one for
+classification, those of the question for question answering. The dilation d leaves gaps in the window, and
+each head may have its own.
 
-Causal attention is the paper's for language models: the left window alone, without global tokens.
+Causal attention is that of the paper's language models: the left window alone, without global tokens.
 
 Beltagy, Peters and Cohan 2020, "Longformer: The Long-Document Transformer", arXiv 2004.05150, section 3.1
 (window, dilation, global tokens, projections) and 4.1 (causal).
@@ -20,21 +20,22 @@ Cannot: read another sequence, honour an arbitrary `attn_mask`, or be causal wit
 Equals softmax attention: where the window covers the sequence and no token is global; where all tokens are
 global, with the global projections.
 
-With `rotary`, queries and keys of both kinds are rotated by their positions before they meet.
+With `rotary`, local and global queries and keys are rotated by their positions.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
 from unrolled.attention._window import SlidingWindow
-from unrolled.attention.base import Heads, Masks
-from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
+from unrolled.contract import UnsupportedError
+from unrolled.ops.checks import shape
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.packing import reorder, valid_first, valid_tokens_first
@@ -46,7 +47,7 @@ INIT_STD = 0.02  # of the global projections
 
 
 class Globals(NamedTuple):
-    """What the global part reads beside q, k and v: the input, and which tokens are global, if given."""
+    """The input, which the global projections read, and which tokens are global, if given."""
 
     x: Tensor  # [B,T,d_model]
     mask: Tensor | None  # [B,T]
@@ -55,8 +56,8 @@ class Globals(NamedTuple):
 def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) -> Tensor:
     """Mark the first `chosen` tokens of each row, or those at the `chosen` positions: `[B,length]`.
 
-    Rows have `n_valid [B]` tokens. A negative position counts from the end of its row, and a row that is
-    too short for one goes without it.
+    Rows have `n_valid [B]` tokens. A negative position counts from the end of its row. A row that is too
+    short for a position has no such global token.
 
     Raises:
         ValueError: a position that a row of `length` tokens does not have.
@@ -66,7 +67,7 @@ def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) 
         return (place < chosen) & (place < n_valid.unsqueeze(1))
     for position in chosen:
         if length and not -length <= position < length:
-            raise ValueError(f"global_tokens has position {position}, but the sequence only {length} tokens")
+            raise ValueError(f"global_tokens has position {position}, but must be below the length {length}")
     at = torch.tensor(chosen, device=n_valid.device, dtype=torch.long)
     at = torch.where(at < 0, at + n_valid.unsqueeze(1), at)  # [B,g]
     beyond = at.new_full((), length)
@@ -75,7 +76,7 @@ def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) 
     return marks.scatter(1, at, True)[:, :length]
 
 
-def _checked(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
+def _checked_globals(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
     """Require a number of tokens or positions."""
     if type(chosen) is int:
         if chosen >= 0:
@@ -90,22 +91,19 @@ def _checked(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
 
 
 def _tokens_at(places: Tensor, x: Tensor) -> Tensor:
-    """`x [B,T,...]` at `places [B,g]`: `[B,g,...]`. In `take_along_dim`, an exported graph has one length."""
+    """Return `x [B,T,...]` at `places [B,g]`: `[B,g,...]`; `take_along_dim` would fix an exported length."""
     index = places.reshape(*places.shape, *[1] * (x.dim() - 2))
     return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
 
-Projected = tuple[Tensor, Tensor, Tensor]
-
-
 def longformer_reference(local: Projected, global_: Projected, is_global: Tensor, window: Tensor) -> Tensor:
-    """One head of one row, as the equations are written.
+    """One head of one row by the equations.
 
     Args:
         local: q `[T,D]`, k `[T,D]` and v `[T,M]`.
         global_: q^g, k^g and v^g.
         is_global: `[T]`, True = global.
-        window: `[T,T]`, True where the window of the first reaches the second.
+        window: `[T,T]`, True where the window of a query includes the key.
 
     Returns:
         `[T,M]`.
@@ -124,27 +122,18 @@ class LongformerAttention(SlidingWindow[Globals]):
     """Multi-head Longformer attention.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        d_model, n_heads, common: see `MultiHeadAttention`.
         window, dilation: see `WindowAttention`; the paper's window w is this number.
-        global_tokens: which tokens are global if a call does not say: the first so many, or a list of
-            positions, where negative ones count from the end of each sequence. By default the first, or none
-            where causal.
+        global_tokens: which tokens are global unless `forward` gets a `global_mask`: this many at the
+            beginning, or those at a list of positions, where negative ones count from the end. By default the
+            first token, or none if causal.
 
     Raises:
-        ValueError: a window or dilation that `WindowAttention` refuses; a negative number of global tokens.
+        ValueError: a window or dilation as in `WindowAttention`; a negative number of global tokens.
         UnsupportedError: causal attention with global tokens.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=True,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="constant",
-        global_mask=True,
-        reads_input=True,
-    )
+    supports = GENERAL.but(cross=False, single_queries=False, global_mask=True, reads_input=True)
     global_proj: Linear | None
 
     def __init__(
@@ -152,27 +141,25 @@ class LongformerAttention(SlidingWindow[Globals]):
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         window: int | tuple[int, int] = 512,
         dilation: int | Sequence[int] = 1,
         global_tokens: int | Sequence[int] | None = None,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        super().__init__(d_model, n_heads, causal=causal, window=window, dilation=dilation, **shared)
-        given = global_tokens is not None
-        if global_tokens is None:
-            global_tokens = 0 if causal else 1
-        self.global_tokens = _checked(global_tokens)
-        if given and self.global_tokens:
-            self.supports = self.supports.but(causal=False, recurrence="none")
-        if causal:
-            self.supports = self.supports.but(global_mask=False)
-        self.global_proj = None
-        if causal and self.global_tokens:
+        super().__init__(d_model, n_heads, window=window, dilation=dilation, **common)
+        causal = self.causal
+        if causal and global_tokens:
             raise UnsupportedError(
                 "longformer attention has no global tokens where causal, since they read the future; "
                 "use global_tokens=0"
             )
+        if global_tokens:
+            self.supports = self.supports.but(causal=False, recurrence="none")
+        if causal:
+            self.supports = self.supports.but(global_mask=False)
+        default = 0 if causal else 1
+        self.global_tokens = _checked_globals(default if global_tokens is None else global_tokens)
+        self.global_proj = None
         if not causal:
             bias = self.qkv_proj.bias is not None
             self.global_proj = Linear(d_model, sum(self.widths), bias=bias)
@@ -182,7 +169,7 @@ class LongformerAttention(SlidingWindow[Globals]):
 
     @torch.no_grad()
     def copy_local_to_global(self) -> None:
-        """Start the global projections from the local ones, as when these come from a trained dense model."""
+        """Copy the local projections to the global ones, for example after loading a dense model."""
         if self.global_proj is None:
             raise UnsupportedError("causal longformer attention has no global projections to copy to")
         self.global_proj.load_state_dict(self.qkv_proj.state_dict())
@@ -201,18 +188,18 @@ class LongformerAttention(SlidingWindow[Globals]):
         """Attend within `query [B,T,d_model]`: `[B,T,d_model]`, as `MultiHeadAttention.forward`.
 
         Args:
-            query: what attends and is attended to.
+            query: the sequence, which attends to itself.
             key, value, attn_mask: refused.
             cu_seqlens: int32 `[N+1]` offsets of N packed sequences, each with global tokens of its own.
             key_padding_mask: `[B,T]`, True = padding, which is never global.
             global_mask: `[B,T]`, True = global, in place of `global_tokens`; any number of them in each row.
-                To find the largest number, a GPU has to be waited for.
+                Finding the largest number synchronises with a GPU.
         """
         masks = Masks(key_padding_mask, attn_mask, cu_seqlens)
         return self._forward(query, key, value, masks, global_mask=global_mask)
 
     def read_input(self, x: Tensor, global_mask: Tensor | None = None) -> Globals:
-        """Keep the input, which the global projections read, and say which of its tokens are global."""
+        """Return the input, for the global projections, and the checked mask of global tokens."""
         if global_mask is not None:
             self._check_global_mask(global_mask, x)
         return Globals(x, global_mask)
@@ -223,10 +210,8 @@ class LongformerAttention(SlidingWindow[Globals]):
             return attend_packed(self.attend, heads, masks.cu_seqlens)
         (q, k), v = heads.rotated(), heads.v
         x, global_mask = heads.inputs
-        B, T = q.shape[:2]
         padding, back = masks.key_padding_mask, None
         if padding is not None:
-            check_key_padding_mask(padding, B, T)
             if global_mask is not None:
                 global_mask = reorder(global_mask, valid_first(padding))
             (q, k, v, x), padding, back = valid_tokens_first(padding, q, k, v, x)
@@ -238,9 +223,9 @@ class LongformerAttention(SlidingWindow[Globals]):
         return o if back is None else back(o)
 
     def pattern(self, length: int) -> Tensor:
-        """Show what each query reads, with the module's own global tokens: `[H,length,length]`, 1 or 0.
+        """Return which keys each query reads, with the module's `global_tokens`: `[H,length,length]`, 1 or 0.
 
-        Between a global query and its keys stand the global projections, everywhere else the local ones.
+        Global queries use the global projections, all others the local ones.
         """
         near = window_pattern(length, self.window_size, self.dilation)
         is_global = global_positions(self.global_tokens, torch.tensor([length]), length)[0].long()
@@ -256,8 +241,9 @@ class LongformerAttention(SlidingWindow[Globals]):
         n_global: int,
         padding: Tensor | None,
     ) -> Tensor:
-        """`[B,T,H,M]` of rows without gaps, with up to `n_global` global tokens in each."""
+        """Attend in rows with padding last and up to `n_global` global tokens each: `[B,T,H,M]`."""
         (B, T, H, _), M = q.shape, v.shape[3]
+        # Local queries: the window without global keys, merged with the global keys.
         places = valid_first(~is_global)[:, :n_global]
         missing = torch.arange(n_global, device=q.device) >= is_global.sum(1, keepdim=True)
         hidden = is_global if padding is None else is_global | padding
@@ -266,15 +252,16 @@ class LongformerAttention(SlidingWindow[Globals]):
             q, global_k, global_v, window_size=(-1, -1), key_padding_mask=missing, return_lse=True
         )
         o, _ = merge_softmax([self.near(q, k, v, key_padding_mask=hidden), far])
+        # Global queries: all keys by the global projections, written over the outputs of the local queries.
         read = window_attention(
             *self._global_heads(x, places), window_size=(-1, -1), key_padding_mask=padding
         )
-        # What is missing is written behind the end.
+        # Rows with fewer global tokens write the rest to an extra token, which is dropped.
         rows = places.masked_fill(missing, T)[:, :, None, None].expand(B, n_global, H, M)
         return torch.cat([o, o.new_zeros(B, 1, H, M)], 1).scatter(1, rows, read.to(o.dtype))[:, :T]
 
     def _global_heads(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Global queries of the global tokens only, `[B,g,H,D]`, and global keys and values of all tokens."""
+        """Project the global tokens to queries `[B,g,H,D]`, and all tokens to keys and values."""
         assert self.global_proj is not None  # or there are no global tokens
         of_q, of_kv = self.widths[0], sum(self.widths[1:])
         w_q, w_kv = torch.split(self.global_proj.weight, [of_q, of_kv])
@@ -291,7 +278,7 @@ class LongformerAttention(SlidingWindow[Globals]):
         return q, k, v
 
     def _which(self, global_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> tuple[Tensor, int]:
-        """Which tokens are global `[B,T]`, and the largest number of them in a row."""
+        """Return which tokens are global `[B,T]`, and the largest number of them in a row."""
         B, T = q.shape[:2]
         if global_mask is not None:
             is_global = global_mask if padding is None else global_mask & ~padding

@@ -1,11 +1,11 @@
-r"""Nyströmformer attention: softmax attention rebuilt from m landmarks, by the Nyström method.
+r"""Nyströmformer attention: softmax attention approximated from m landmarks by the Nyström method.
 
     o = F A^+ (B v)        F = softmax(q k'^T / sqrt(D))     [T, m]
                            A = softmax(q' k'^T / sqrt(D))    [m, m]
                            B = softmax(q' k^T / sqrt(D))     [m, S]
 
 Landmarks q' and k' are means over segments: of n valid tokens, the i-th is in segment floor(i m / n). A^+ is
-the Moore-Penrose inverse, exactly or approached by a few steps of an iteration of third order,
+the Moore-Penrose inverse, exact or approximated by a few steps of a third-order iteration,
 
     Z <- Z (13 - A Z (15 - A Z (7 - A Z))) / 4        from        Z = A^T / (|A|_1 |A|_inf).
 
@@ -14,39 +14,40 @@ Approximating Self-Attention", arXiv 2102.03902: eq. 13-14 (definition), 11 (ite
 
 Cost per head: time O((T+S) m (D+M) + m^2 (m+M)), memory O((T+S) (D+M+m) + m^2).
 Cannot: be causal (a landmark is a mean over past and future), or honour an arbitrary `attn_mask`. Weights may
-be negative, more landmarks may be worse, and so may be more steps or the exact inverse: few steps regularise.
-Equals softmax attention: where there are no more than m queries or m keys; also with the exact inverse
-where the landmarks are the tokens.
+be negative. More landmarks, more steps or the exact inverse may be worse, since few steps regularise.
+Equals softmax attention: where there are no more than m queries or m keys, and with the exact inverse where
+the landmarks are the tokens.
 
 With `rotary`, queries and keys are rotated by their positions before the means are taken.
 """
 
 import math
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.checks import check_key_padding_mask, check_qkv
+from unrolled.attention._options import BIDIRECTIONAL_ONLY
+from unrolled.attention._padding import zero_padding
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
-from unrolled.ops.positions import positions_from_padding, rotary
+from unrolled.ops.positions import positions_from_padding
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.softmax import softmax_attention
 
 MAX_ITERATIONS = {torch.float32: 20, torch.float64: 40}
-"""By then the inverse is about as good as the type can say; from there on, rounding errors grow."""
+"""The inverse is about as exact as the type allows by then; with more steps, rounding errors grow."""
 
 
 def segment_means(x: Tensor, n_segments: int, key_padding_mask: Tensor | None = None) -> Tensor:
     """Means of `x [B,N,...]` over m segments of the n valid tokens of each row: `[B,m,...]`.
 
-    Valid token i is in segment floor(i min(m, n) / n). So where n <= m, each token is a segment of its own,
-    and those from n on are empty: 0.
+    Valid token i is in segment floor(i min(m, n) / n). So where n <= m, each token is its own segment, and
+    segments from n on are empty: 0.
     """
     B, N = x.shape[:2]
     valid = x.new_ones(1, N, dtype=torch.bool) if key_padding_mask is None else ~key_padding_mask
@@ -60,18 +61,18 @@ def segment_means(x: Tensor, n_segments: int, key_padding_mask: Tensor | None = 
 
 
 def iterative_pinv(a: Tensor, iterations: int = 6, start: Tensor | None = None) -> Tensor:
-    """Approach the pseudo-inverse of each matrix `a [...,m,m]` (equation above).
+    """Approximate the pseudo-inverse of each matrix `a [...,m,m]` (equation above).
 
     Args:
         a: matrices, fp32 or fp64.
         iterations: number of steps, at most 20 in fp32 and 40 in fp64.
-        start: Z to begin with; A^T / (|A|_1 |A|_inf), of each matrix by itself, by default.
+        start: the initial Z; by default A^T / (|A|_1 |A|_inf) of each matrix.
 
     Raises:
         ValueError: another type, or more iterations.
     """
     if a.dtype not in MAX_ITERATIONS:
-        raise ValueError(f"a is {a.dtype}, but the iteration wants torch.float32 or torch.float64")
+        raise ValueError(f"a is {a.dtype}, but must be torch.float32 or torch.float64")
     _check_iterations(iterations, a.dtype)
     if start is None:
         norms = a.abs().sum(-2).amax(-1) * a.abs().sum(-1).amax(-1)
@@ -84,7 +85,7 @@ def iterative_pinv(a: Tensor, iterations: int = 6, start: Tensor | None = None) 
 
 
 def pinv_residual(a: Tensor, z: Tensor) -> Tensor:
-    """How far Z is from inverting A: |A Z A - A| / |A| in Frobenius norms, `[...,m,m]` to `[...]`."""
+    """Return the error of Z as inverse of A, |A Z A - A| / |A| in Frobenius norms: `[...,m,m]` to `[...]`."""
     return ((a @ z @ a - a).square().sum((-2, -1)) / a.square().sum((-2, -1))).sqrt()
 
 
@@ -95,15 +96,15 @@ def _inverse(a: Tensor, iterations: int | None) -> Tensor:
 def _check_iterations(iterations: int, dtype: torch.dtype) -> None:
     if not 1 <= iterations <= MAX_ITERATIONS[dtype]:
         raise ValueError(
-            f"iterations is {iterations}, but must be between 1 and {MAX_ITERATIONS[dtype]}, since rounding "
-            "errors grow from there on"
+            f"iterations is {iterations}, but must be between 1 and {MAX_ITERATIONS[dtype]}, since "
+            "rounding errors grow with more"
         )
 
 
 def landmarks(
     q: Tensor, k: Tensor, n_landmarks: int, q_padding: Tensor | None, k_padding: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make q' and k' `[B,m,H,D]`, and A `[B,H,m,m]`, of `q [B,T,H,D]` and `k [B,S,G,D]`."""
+    """Compute q' and k' `[B,m,H,D]`, and A `[B,H,m,m]`, from `q [B,T,H,D]` and `k [B,S,G,D]`."""
     q_means = segment_means(q, n_landmarks, q_padding)
     k_means = segment_means(k, n_landmarks, k_padding)
     k_means = k_means.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -114,7 +115,7 @@ def landmarks(
 def nystrom_reference(
     q: Tensor, k: Tensor, v: Tensor, n_landmarks: int, iterations: int | None = 6
 ) -> Tensor:
-    """One head, as the equations are written: `q [T,D]`, `k [S,D]`, `v [S,M]` to `[T,M]`; m <= T and S."""
+    """One head by the equations: `q [T,D]`, `k [S,D]`, `v [S,M]` to `[T,M]`; m <= T and S."""
 
     def means(x: Tensor) -> Tensor:
         segment = torch.arange(len(x), device=x.device) * n_landmarks // len(x)
@@ -147,23 +148,20 @@ def nystrom_attention(
         n_landmarks: number of landmarks m.
         iterations: steps towards the inverse, at most 20 in fp32 and 40 in fp64; None for the exact one.
         key_padding_mask: `[B,S]`, True = padding.
-        self_attention: queries and keys are of the same tokens, so the mask is that of the queries too.
+        self_attention: queries and keys are of the same tokens, so that the mask holds for queries too.
 
     Raises:
         ValueError: an argument of another shape or type.
     """
     check_qkv(q, k, v)
-    (B, T, H, _), (S, G) = q.shape, k.shape[1:3]
-    if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
+    (_, T, H, _), (S, G) = q.shape, k.shape[1:3]
+    k, v = zero_padding(key_padding_mask, k, v)
     if min(T, S) <= n_landmarks:
         return softmax_attention(q, k, v, key_padding_mask=key_padding_mask)
     out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype, k.dtype, v.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     q_padding = key_padding_mask if self_attention else None
-    if key_padding_mask is not None:
-        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
-        q = q if q_padding is None else without_padding(q, q_padding)
+    (q,) = zero_padding(q_padding, q)
     with without_autocast(q.device):
         q_means, k_means, a = landmarks(q, k, n_landmarks, q_padding, key_padding_mask)
         read = softmax_attention(q_means, k, v, key_padding_mask=key_padding_mask)
@@ -171,7 +169,7 @@ def nystrom_attention(
         empty = None
         if key_padding_mask is not None:
             n = (~key_padding_mask).sum(1)
-            # Of few keys each is a landmark: F is all of softmax attention, and wants the values themselves.
+            # Where each key is a landmark, F is softmax attention, to be applied to the values themselves.
             own = segment_means(v, n_landmarks, key_padding_mask).repeat_interleave(H // G, dim=2)
             values = torch.where((n <= n_landmarks)[:, None, None, None], own, values)
             empty = torch.arange(n_landmarks, device=n.device) >= n.unsqueeze(1)
@@ -182,29 +180,21 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
     """Multi-head Nyströmformer attention.
 
     Args:
-        d_model, n_heads, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
-        causal: refused.
+        d_model, n_heads, common: see `MultiHeadAttention`.
         n_landmarks: number of landmarks m; sequences of up to m tokens get softmax attention.
-        iterations: steps towards the inverse of A, from 1 to 20; `convergence` says what they reach. None for
-            the exact inverse, by singular values: slower, and it blows small ones up, which few steps do not.
-        conv_width: odd width of a convolution over the values of neighbouring tokens, one kernel for each
-            head, that is added to the output (the paper's skip, 33 or so wide); None for none. With it,
-            cross-attention is not possible.
+        iterations: steps towards the inverse of A, from 1 to 20; `convergence` measures their error. None for
+            the exact inverse, by singular values: it is slower, and amplifies small ones, unlike few steps.
+        conv_width: odd width of a convolution over the values of neighbouring tokens, with one kernel per
+            head, that is added to the output (the skip of the paper, about 33 wide); None for none. It
+            excludes cross-attention.
 
     Raises:
         ValueError: sizes out of range.
         UnsupportedError: causal attention.
     """
 
-    supports = Supports(
-        causal=False,
-        bidirectional=True,
-        cross=True,
-        padding=True,
-        packing=False,
-        recurrence="none",
-        positions=True,
-    )
+    supports = BIDIRECTIONAL_ONLY.but(positions=True)
+    one_way = "each landmark is a mean over past and future; use linear attention or Perceiver AR"
     conv: nn.Conv2d | None
 
     def __init__(
@@ -212,18 +202,12 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         n_landmarks: int = 64,
         iterations: int | None = 6,
         conv_width: int | None = None,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        if causal:
-            raise UnsupportedError(
-                "nystromformer attention cannot be causal, since each of its landmarks is a mean over past "
-                "and future; use linear attention or Perceiver AR"
-            )
-        super().__init__(d_model, n_heads, **shared)
+        super().__init__(d_model, n_heads, **common)
         check_integers(1, n_landmarks=n_landmarks)
         if iterations is not None:
             check_integers(1, iterations=iterations)
@@ -253,17 +237,15 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
 
     @torch.no_grad()
     def convergence(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Measure what the iterations reach on `x [B,T,d_model]`: |A Z A - A| / |A| of each head, `[B,H]`.
+        """Measure the error |A Z A - A| / |A| of the iterations on `x [B,T,d_model]`: `[B,H]`.
 
         See `pinv_residual`. Rows of up to m valid tokens need no inverse: 0.
         """
         self._check_input("x", x)
         B, T = x.shape[:2]
-        if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, B, T)
-            x = without_padding(x, key_padding_mask)
-        positions = self.positions_of(x, Masks(key_padding_mask))
-        q, k = self._rotated(Heads(*self.project(x), positions))
+        masks = Masks(key_padding_mask)
+        x = self._without_padding(x, masks)
+        q, k = self._rotated(Heads(*self.project(x), self.positions_of(x, masks)))
         padding = x.new_zeros(B, T, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
         dtype = accumulation_dtype(q.dtype)
         with without_autocast(q.device):
@@ -273,13 +255,11 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
         return residual.masked_fill(((~padding).sum(1) <= self.n_landmarks).unsqueeze(1), 0)
 
     def _rotated(self, heads: Heads[None]) -> tuple[Tensor, Tensor]:
-        if heads.positions is None or not self.rotary:
-            return heads.q, heads.k
-        return rotary(heads.q, heads.positions), rotary(heads.k, heads.positions)
+        return heads.rotated() if self.rotary else (heads.q, heads.k)
 
     def _skip(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Convolve the values `[B,T,G,M]` of each row's valid tokens along their sequence: `[B,T,H,M]`."""
-        assert self.conv is not None  # or nobody asks
+        assert self.conv is not None  # or it is not called
         if v.shape[1] == 0:
             y = v
         elif key_padding_mask is None:

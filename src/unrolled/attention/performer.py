@@ -14,39 +14,43 @@ Generalised features f(Wq) + 0.001, f >= 0, make a kernel of their own: determin
 
 Choromanski et al. 2021, "Rethinking Attention with Performers", arXiv 2009.14794: section 2.3 with lemma 1
 (positive and hyperbolic features) and lemma 2 (their errors), 2.4 (orthogonal rows), theorem 1 (regularised
-rows). What follows is not taken from it; its published codes do otherwise.
+rows). The following stabilisation is not from the paper, and differs from its published codes.
 
-Features leave the range of any float, so exponents are shifted. A query's own maximum cancels. Keys are
-shifted by M_t, the maximum of all exponents up to token t (of the whole sequence if bidirectional):
+Features overflow any float, so exponents are shifted. Queries are shifted by their own maximum, which
+cancels. Keys are shifted by M_t, the maximum of all exponents up to token t (of the whole sequence if
+bidirectional):
 
     S_t = exp(M_{t-1} - M_t) S_{t-1} + exp(-M_t) phi(k_t) v_t^T
 
-This is linear attention with a decay, and it cancels as well. One maximum of the whole sequence, as published
-codes take it, tells the past how loud the future will be. Rows are drawn once; only `redraw` draws others.
+This is linear attention with a decay, and it cancels as well. One maximum over the whole sequence, as in the
+published codes, leaks the size of future keys into the past. Rows are drawn once; only `redraw` draws new
+ones.
 
 Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T R (D + M + C)) and memory
 O(T R); per generated token time O(R (D + M)), memory and state O(R M).
-Cannot: honour an arbitrary `attn_mask`, or see weights e^-87 times (in fp32) the largest product of features
-so far: a query that has no others gets 0. The divisor of trigonometric features may be small or negative
-(`signed_linear_attention`), and such outputs have few digits.
+Cannot: honour an arbitrary `attn_mask`, or represent weights below e^-87 (in fp32) of the largest product of
+features so far: a query with only such weights gets 0. The divisor of trigonometric features may be small or
+negative (`signed_linear_attention`), and such outputs have few digits.
 Equals softmax attention: as m grows, and in practice for small queries and keys only. The variance grows like
 exp(|x + y|^2): with D = 64 and entries of unit variance the error is larger than the output even with m =
-8192. FAVOR+ approximates softmax there at no practical number of features; it is a mechanism of its own, to
-be trained as such. With entries of standard deviation 0.5 the error is about half of the output at m = 256,
-and a tenth at m = 8192 (measured in `tests/attention/test_performer.py`).
+8192. With no practical number of features does FAVOR+ approximate softmax there; it is a mechanism of its
+own, to be trained as such. With entries of standard deviation 0.5 the error is about half of the output at m
+= 256, and a tenth at m = 8192 (measured in `tests/attention/test_performer.py`).
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.attention._options import GENERAL
+from unrolled.attention._state import advance
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
+from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
-from unrolled.ops.linear import LinearState, check_state, linear_attention, linear_attention_step
+from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens
@@ -58,15 +62,8 @@ from unrolled.ops.random_features import (
     signed_linear_attention_step,
 )
 
-SOFTMAX = ("positive", "hyperbolic", "trigonometric")
-GENERALISED: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "squared_relu": lambda x: x.relu().square(),
-    "abs": torch.abs,
-    "sigmoid": torch.sigmoid,
-}
-LOWEST = torch.finfo(torch.float32).min  # a maximum of nothing: unlike -inf, it can be subtracted
-FLOOR = 1e-3  # of generalised features: no product of them is 0
+LOWEST = torch.finfo(torch.float32).min  # the maximum over no keys: unlike -inf, it can be subtracted
+FLOOR = 1e-3  # of generalised features, so that none of their products is 0
 
 
 class FavorState(NamedTuple):
@@ -78,7 +75,7 @@ class FavorState(NamedTuple):
 
 
 class PerformerState(NamedTuple):
-    """A `FavorState`, the number of tokens seen `[B]`, and of which draw the features were `[B]`."""
+    """A `FavorState`, the number of tokens seen `[B]`, and the number of redraws of its features `[B]`."""
 
     kv: Tensor
     k_sum: Tensor
@@ -88,21 +85,21 @@ class PerformerState(NamedTuple):
 
 
 class Features(NamedTuple):
-    """phi(x) = exp(exponent + log_size) * wave; what is absent is 0, 0 and 1."""
+    """phi(x) = exp(exponent + log_size) * wave; by default 0, 0 and 1."""
 
     exponent: Tensor | None  # [...,H,R]
     log_size: Tensor | None  # [...,H]
     wave: Tensor | None  # [...,H,R]
 
     def peak(self) -> Tensor | None:
-        """The largest logarithm of a size `[...,H]`, as a constant; None where sizes are not exponentials."""
+        """Return the largest exponent `[...,H]`, detached; None for features without exponentials."""
         if self.log_size is None:
             return None
         log_size = self.log_size.detach()
         return log_size if self.exponent is None else log_size + self.exponent.detach().amax(-1)
 
     def shifted(self, shift: Tensor | None) -> Tensor:
-        """phi(x) exp(-shift) for a shift `[...,H]`, or None where `peak` is."""
+        """Return phi(x) exp(-shift) for a shift `[...,H]`, which is None where `peak` is."""
         if self.log_size is None or shift is None:
             assert self.wave is not None  # one of the two is there
             return self.wave
@@ -111,40 +108,95 @@ class Features(NamedTuple):
         return size if self.wave is None else size * self.wave
 
 
+Project = Callable[[Tensor], Tensor]
+"""W x of `x [...,H,D]`."""
+
+
+def positive(x: Tensor, rows: Project) -> Features:
+    """Return exp(Wx - |x|^2/2) / sqrt(R)."""
+    x = x * x.shape[-1] ** -0.25
+    wx = rows(x)
+    return Features(wx, -x.square().sum(-1) / 2 - math.log(wx.shape[-1]) / 2, None)
+
+
+def hyperbolic(x: Tensor, rows: Project) -> Features:
+    """Return positive features of W and -W."""
+
+    def both_signs(x: Tensor) -> Tensor:
+        wx = rows(x)
+        return torch.cat([wx, -wx], -1)
+
+    return positive(x, both_signs)
+
+
+def trigonometric(x: Tensor, rows: Project) -> Features:
+    """Return exp(|x|^2/2) [sin(Wx), cos(Wx)] / sqrt(m)."""
+    x = x * x.shape[-1] ** -0.25
+    wx = rows(x)
+    return Features(None, x.square().sum(-1) / 2, torch.cat([wx.sin(), wx.cos()], -1) * wx.shape[-1] ** -0.5)
+
+
+def generalised(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Project], Features]:
+    """Make the features f(Wx) + 0.001."""
+    return lambda x, rows: Features(None, None, f(rows(x)) + FLOOR)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, LinearState]:
+    """Return `linear_attention` and its state."""
+    return linear_attention(q, k, v, return_state=True, **options)
+
+
+class Kind(NamedTuple):
+    """A kind of features, and the linear attention that divides by their sum."""
+
+    features: Callable[[Tensor, Project], Features]
+    per_row: int = 1
+    attend: Callable[..., tuple[Tensor, LinearState]] = attend
+    step: Callable[..., tuple[Tensor, LinearState]] = linear_attention_step
+
+
+SOFTMAX = {
+    "positive": Kind(positive),
+    "hyperbolic": Kind(hyperbolic, 2),
+    "trigonometric": Kind(trigonometric, 2, signed_linear_attention, signed_linear_attention_step),
+}
+GENERALISED = {
+    "relu": Kind(generalised(torch.relu)),
+    "squared_relu": Kind(generalised(lambda x: x.relu().square())),
+    "abs": Kind(generalised(torch.abs)),
+    "sigmoid": Kind(generalised(torch.sigmoid)),
+}
+KINDS = SOFTMAX | GENERALISED
+
+
 class FavorMap(nn.Module):
     """Features of queries and keys `[...,H,D]`.
 
     Args:
         head_dim: D.
-        features: one of `SOFTMAX` or `GENERALISED`.
-        projection: what holds W; without, W is the identity.
+        features: a name in `SOFTMAX` or `GENERALISED`.
+        projection: holds W; None for the identity.
     """
 
     def __init__(self, head_dim: int, features: str, projection: Projection | None):
         super().__init__()
         self.features, self.projection = features, projection
         n_rows = head_dim if projection is None else projection.weight.shape[1]
-        self.feature_dim = 2 * n_rows if features in ("hyperbolic", "trigonometric") else n_rows
-        self.signed = features == "trigonometric"
+        self.feature_dim = self.kind.per_row * n_rows
+
+    @property
+    def kind(self) -> Kind:
+        """The functions of these features; not an attribute, since functions cannot be pickled."""
+        return KINDS[self.features]
 
     def forward(self, x: Tensor) -> Features:
-        """phi(x), in fp32 at least."""
+        """Return phi(x), in fp32 at least."""
         with without_autocast(x.device):
             x = x.to(accumulation_dtype(x.dtype))
-            if self.features in GENERALISED:
-                wx = x if self.projection is None else self.projection(x)
-                return Features(None, None, GENERALISED[self.features](wx) + FLOOR)
-            assert self.projection is not None
-            x = x * x.shape[-1] ** -0.25
-            wx, half_square = self.projection(x), x.square().sum(-1) / 2
-            if self.features == "trigonometric":
-                return Features(None, half_square, torch.cat([wx.sin(), wx.cos()], -1) * wx.shape[-1] ** -0.5)
-            if self.features == "hyperbolic":
-                wx = torch.cat([wx, -wx], -1)
-            return Features(wx, -half_square - math.log(wx.shape[-1]) / 2, None)
+            return self.kind.features(x, (lambda x: x) if self.projection is None else self.projection)
 
     def extra_repr(self) -> str:
-        """Kind and number, for `print(model)`."""
+        """Return kind and number of features, for `print(model)`."""
         return f"features={self.features!r}, feature_dim={self.feature_dim}"
 
 
@@ -189,18 +241,16 @@ def favor_attention(
     peak = k_features.peak()
     if peak is not None:
         shift, log_decay, log_scale = _shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
-    arguments: dict[str, Any] = {
-        "causal": causal,
-        "log_decay": log_decay,
-        "key_padding_mask": key_padding_mask,
-        "cu_seqlens": cu_seqlens,
-        "state": None if state is None else LinearState(state.kv, state.k_sum),
-    }
-    q, k = _query_features(phi(q)), k_features.shifted(shift)
-    if phi.signed:
-        o, after = signed_linear_attention(q, k, v, **arguments)
-    else:
-        o, after = linear_attention(q, k, v, return_state=True, **arguments)
+    o, after = phi.kind.attend(
+        _query_features(phi(q)),
+        k_features.shifted(shift),
+        v,
+        causal=causal,
+        log_decay=log_decay,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        state=None if state is None else LinearState(state.kv, state.k_sum),
+    )
     return o, FavorState(*after, log_scale)
 
 
@@ -214,26 +264,25 @@ def favor_attention_step(
         log_scale = torch.maximum(log_scale, peak)
         log_decay = _log_decay(state.log_scale, log_scale)
     q, k = _query_features(phi(q)), k_features.shifted(log_scale)
-    step = signed_linear_attention_step if phi.signed else linear_attention_step
-    o, after = step(q, k, v, LinearState(state.kv, state.k_sum), log_decay=log_decay)
+    o, after = phi.kind.step(q, k, v, LinearState(state.kv, state.k_sum), log_decay=log_decay)
     return o, FavorState(*after, log_scale)
 
 
 def _query_features(features: Features) -> Tensor:
-    """Features of queries, each shifted by its own maximum."""
+    """Return features of queries, each shifted by its own maximum."""
     return features.shifted(features.peak())
 
 
 def _shifts(
     peak: Tensor, before: Tensor, causal: bool, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What keys that reach `peak [B,S,G]` are shifted by, its decay if causal, and the end of M `[B,G]`.
+    """Return the shifts of keys with `peak [B,S,G]`, their decay if causal, and the last M `[B,G]`.
 
-    Padded keys are heard by nobody, and shifted by their own peak, which keeps them finite.
+    Padded keys are masked. They are shifted by their own peak, which keeps them finite.
     """
     padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(-1)
-    heard = peak if padding is None else peak.masked_fill(padding, LOWEST)
-    previous, running = _running_maximum(heard, before, cu_seqlens)
+    unpadded = peak if padding is None else peak.masked_fill(padding, LOWEST)
+    previous, running = _running_maximum(unpadded, before, cu_seqlens)
     end, log_decay = torch.cat([before.unsqueeze(1), running], 1)[:, -1], None
     if causal:
         shift, log_decay = running, _log_decay(previous, running)
@@ -246,15 +295,15 @@ def _shifts(
 
 
 def _running_maximum(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The maximum of `x [B,S,G]` before and up to each token: of `before [B,G]` and what comes after it.
+    """Return the maximum of `before [B,G]` and `x [B,S,G]`, exclusive and inclusive of each token.
 
-    With `cu_seqlens`, each packed sequence begins anew, at `LOWEST`.
+    With `cu_seqlens`, each packed sequence starts again at `LOWEST`.
     """
     if cu_seqlens is None:
         running = torch.cat([before.unsqueeze(1), x], dim=1).cummax(1).values
         return running[:, :-1], running[:, 1:]
     segment = segment_ids(cu_seqlens, x.shape[1]).unsqueeze(-1)
-    # The order of values within a sequence, and of sequences before that, in one integer.
+    # One integer that orders sequences first, and values within a sequence second.
     rank = x.argsort(1).argsort(1) + segment * x.shape[1]
     running = x.gather(1, rank.cummax(1).indices)
     first = positions_from_cu_seqlens(cu_seqlens, x.shape[1]).unsqueeze(-1) == 0
@@ -262,7 +311,7 @@ def _running_maximum(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tu
 
 
 def _log_decay(previous: Tensor, running: Tensor) -> Tensor:
-    """M_{t-1} - M_t; before the first token there is nothing to decay."""
+    """Return M_{t-1} - M_t, and 0 at the first token, which has nothing to decay."""
     return (previous - running).masked_fill(previous == LOWEST, 0)
 
 
@@ -270,25 +319,17 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
     """Multi-head attention by random features of the softmax kernel, or of another.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        d_model, n_heads, common: see `MultiHeadAttention`.
         features: "positive", "hyperbolic" or "trigonometric" for the softmax kernel; "relu", "squared_relu",
             "abs" or "sigmoid" for a generalised one.
         n_features: number m of rows of W; 256 by default, D with identity rows.
-        rows: "orthogonal", "regularised" or "independent" (see `draw_rows`), or "identity", which draws
-            nothing, for generalised features.
+        rows: "orthogonal", "regularised" or "independent" (see `draw_rows`), or "identity", without random
+            rows, for generalised features.
         per_head: draw rows for each key/value head, rather than one set for all.
         seed: of the rows; by default drawn from torch's generator like initial weights.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        padding=True,
-        packing=True,
-        recurrence="constant",
-        single_queries=True,
-    )
+    supports = GENERAL
 
     def __init__(
         self,
@@ -300,53 +341,46 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         rows: Rows | Literal["identity"] = "orthogonal",
         per_head: bool = False,
         seed: int | None = None,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        super().__init__(d_model, n_heads, **shared)
-        if features not in (*SOFTMAX, *GENERALISED):
-            raise ValueError(
-                f"features is {features!r}, but must be one of {', '.join((*SOFTMAX, *GENERALISED))}"
-            )
+        super().__init__(d_model, n_heads, **common)
+        if features not in KINDS:
+            raise ValueError(f"features is {features!r}, but must be one of {', '.join(KINDS)}")
         projection = None
         if rows != "identity":
             n_features = 256 if n_features is None else n_features
             n_draws = self.n_kv_heads if per_head else 1
             projection = Projection(n_draws, n_features, self.head_dim, rows, seed)
         elif features in SOFTMAX:
-            raise ValueError(f"rows is 'identity', but {features} features need random rows, as 'orthogonal'")
+            raise ValueError(
+                f"rows is 'identity', but must be random for {features} features, as 'orthogonal'"
+            )
         elif n_features not in (None, self.head_dim) or per_head or seed is not None:
             raise ValueError(
-                f"rows is 'identity', which draws nothing: it wants n_features = {self.head_dim} or None, "
-                "per_head=False and no seed"
+                f"n_features is {n_features}, per_head {per_head} and seed {seed}, but must be "
+                f"{self.head_dim} or None, False and None for rows = 'identity'"
             )
         elif self.rotary:
             raise UnsupportedError(
-                "rotary positions and identity rows do not make distances; use random rows, as 'orthogonal'"
+                "identity rows cannot express rotary positions; use random rows, as 'orthogonal'"
             )
         self.feature_map = FavorMap(self.head_dim, features, projection)
 
     def redraw(self) -> None:
-        """Draw the rows again, between two sequences of the recurrence; nothing else ever does.
+        """Draw new rows, determined by the seed and the number of redraws; nothing else redraws them.
 
-        A state of features before the redraw is refused afterwards. Rows follow from the seed and the number
-        of redraws, so that copies of a module that redraw alike stay alike.
+        A state of the previous rows is refused afterwards.
         """
         if self.feature_map.projection is None:
-            raise UnsupportedError("identity rows are not drawn; use random ones, as rows='orthogonal'")
+            raise UnsupportedError("identity rows are not random; use rows='orthogonal', for example")
         self.feature_map.projection.redraw()
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = heads.rotated()
-        padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
-        phi, causal = self.feature_map, self.causal
-        o, _ = favor_attention(
-            q, k, heads.v, phi, causal=causal, key_padding_mask=padding, cu_seqlens=cu_seqlens
-        )
-        return o
+        return self._favor(heads, None, masks)[0]
 
     def init_state(self, batch_size: int) -> PerformerState:
-        """Make the state of `batch_size` sequences that have not begun: nothing summed, no maximum."""
+        """Make the state of `batch_size` sequences before their first token: empty sums, no maximum."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
         log_scale = kv.new_full(kv.shape[:2], LOWEST)
@@ -359,26 +393,20 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         self, heads: Heads[None], state: PerformerState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, PerformerState]:
         """Attend in parallel, from a state to a state."""
-        before = self._before(state, heads.q.shape[0])
-        q, k = heads.rotated()
-        o, after = favor_attention(
-            q, k, heads.v, self.feature_map, causal=True, key_padding_mask=key_padding_mask, state=before
-        )
-        seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
-        return self._unless_redrawn(o, state), PerformerState(*after, state.position + seen, state.draw)
+        o, after = self._favor(heads, FavorState(*state[:3]), Masks(key_padding_mask))
+        position = advance(state.position, heads.q, key_padding_mask)
+        return self._unless_redrawn(o, state), PerformerState(*after, position, state.draw)
 
     def step_heads(self, heads: Heads[None], state: PerformerState) -> tuple[Tensor, PerformerState]:
         """Run one step of the recurrence."""
-        before = self._before(state, heads.q.shape[0])
-        q, k = heads.rotated()
-        o, after = favor_attention_step(q, k, heads.v, self.feature_map, before)
+        before = FavorState(*state[:3])
+        o, after = favor_attention_step(*heads.rotated(), heads.v, self.feature_map, before)
         return self._unless_redrawn(o, state), PerformerState(*after, state.position + 1, state.draw)
 
-    def _before(self, state: PerformerState, batch: int) -> FavorState:
-        check_state(
-            state, (batch, self.n_kv_heads, self.feature_map.feature_dim, self.value_dim), self.state_dtype
-        )
-        return FavorState(state.kv, state.k_sum, state.log_scale)
+    def _favor(self, heads: Heads[None], state: FavorState | None, masks: Masks) -> tuple[Tensor, FavorState]:
+        q, k = heads.rotated()
+        options = masks.of_keys()
+        return favor_attention(q, k, heads.v, self.feature_map, causal=self.causal, state=state, **options)
 
     def _unless_redrawn(self, o: Tensor, state: PerformerState) -> Tensor:
         projection = self.feature_map.projection

@@ -1,20 +1,19 @@
-r"""Retention: linear attention whose past fades at a fixed rate per head, without a denominator (RetNet).
+r"""Retention: linear attention whose state decays at a fixed rate per head, without a denominator (RetNet).
 
     S_t = gamma_h S_{t-1} + k_t v_t^T        o_t = S_t^T q_t / sqrt(D)        gamma_h = 1 - 2^(-5-h)
     y_t = W_o (swish(W_g x_t) * norm_h(o_t))
 
 Written out, o_i = sum_{j <= i} gamma_h^(i-j) (q_i . k_j) v_j / sqrt(D). Queries and keys are first rotated
 by their positions, so that q_i . k_j depends on i - j; the decay that xPos adds to a rotation is gamma.
-norm_h is an RMS norm of each head, o / sqrt(mean(o^2) + eps): it keeps the size of the output, as a
-denominator would.
+norm_h is an RMS norm of each head, o / sqrt(mean(o^2) + eps), which bounds the output as a denominator would.
 
 Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models",
 arXiv 2307.08621: eq. 5 (parallel), 6 (recurrent), 7 (by chunks), 8 (heads, norm and gate). The normalisations
-of section 2.2 are left out. They scale the rows of o, which the norm takes away again but for its eps: a row
-scaled by s meets what eps / s^2 would be here. Where eps is small against mean(o^2), that is rounding.
+of section 2.2 are left out. They scale the rows of o, which the norm undoes except for its eps: a row scaled
+by s sees eps / s^2. Where eps is small against mean(o^2), the difference is rounding.
 
-Weights of the authors' code (torchscale) want `bias=False`, `angles="closed"`, its eps (1e-6 by default), and
-a `head_norm.weight` of 1. Its projections are parts of `qkv_proj` here, in the order q, k, v.
+To load weights of the authors' code (torchscale), use `bias=False`, `angles="closed"`, its eps (1e-6 by
+default), and a `head_norm.weight` of 1. Its projections are parts of `qkv_proj`, in the order q, k, v.
 
 Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T (D M + C (D+M))) and
 memory O(T (D+M)); per generated token time, memory and state O(D M).
@@ -22,14 +21,16 @@ Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn
 Equals softmax attention: never. Without decay, rotation, norm and gate it is unnormalised linear attention.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from unrolled.attention._options import ONE_WAY, HeadOptions
+from unrolled.attention._state import advance
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.checks import check_qkv, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
@@ -70,15 +71,15 @@ def retention(
         k: keys `[B,T,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
         v: values `[B,T,G,M]`.
         log_decay: logarithm of gamma for each key head `[G]`, at most 0.
-        positions: `[B,T]`, by which queries and keys are rotated; not at all by default.
+        positions: `[B,T]`, by which queries and keys are rotated; no rotation by default.
         closed: which angles they are rotated by, see `rotary`.
-        key_padding_mask: `[B,T]`, True = padding, which adds nothing and lets nothing fade.
+        key_padding_mask: `[B,T]`, True = padding, which leaves the state as it was.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
         state: S before the first key, `[B,G,D,M]`.
 
     Returns:
-        `o [B,T,H,M]` in fp32 (fp64 for fp64 inputs), since fp16 may have no room for a sum without a
-        denominator, and S after the last key.
+        `o [B,T,H,M]` in fp32 (fp64 for fp64 inputs), since a sum without a denominator may overflow fp16, and
+        S after the last key.
     """
     check_qkv(q, k, v)
     if log_decay.shape != k.shape[2:3]:
@@ -110,7 +111,7 @@ def retention_step(
     closed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token of the recurrence (eq. 6): `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]`, `position [B]`."""
-    q, k, v = (x.unsqueeze(0) for x in (q, k, v))  # the batch takes the place of the length
+    q, k, v = (x.unsqueeze(0) for x in (q, k, v))  # the batch becomes the length
     q, k, v = _scaled_and_rotated(q, k, v, None if position is None else position.unsqueeze(0), closed)
     rates = log_decay.expand(k.shape[1:3])
     o, after = linear_attention_step(
@@ -144,43 +145,36 @@ def _without_denominator(kv: Tensor) -> LinearState:
 
 
 class Retention(MultiHeadAttention[RetentionState, None]):
-    """Multi-scale retention: heads of different rates of forgetting, each normalised, behind a swish gate.
+    """Multi-scale retention: heads with different decays, each normalised, behind a swish gate.
 
-    Values are as wide as queries by default, so that a model keeps its shape when its attention changes; the
-    paper's are twice as wide: `value_dim=2 * d_model // n_heads`.
+    Values are as wide as queries by default, as in the other mechanisms; in the paper they are twice as wide:
+    `value_dim=2 * d_model // n_heads`.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias: see `MultiHeadAttention`. With
-            `n_kv_heads` it is the key heads that fade at different rates.
+        d_model, n_heads, common: see `MultiHeadAttention`; must be causal. With `n_kv_heads`, each key head
+            has its own decay.
         rotary: rotate queries and keys by their positions, as the paper does. In a model this follows its
-            `positions`, unless it is among the options of the layer.
+            `positions`, unless the options of the layer set it.
         angles: "rotary", 10000^(-2i/D) as everywhere here, or "closed", 10000^(-2i/(D-2)) as in torchscale.
-        eps: added to the mean square of a head before its root is divided by, above 0.
+        eps: added to the mean square of a head, above 0.
     """
 
-    supports = Supports(
-        causal=True, bidirectional=False, cross=False, padding=True, packing=True, recurrence="constant"
-    )
+    supports = CAUSAL_RECURRENCE
+    one_way = ONE_WAY
 
     def __init__(
         self,
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         rotary: bool = True,
         angles: Literal["rotary", "closed"] = "rotary",
         eps: float = 1e-5,
-        **shared: Any,
+        **common: Unpack[HeadOptions],
     ):
-        if not causal:
-            raise UnsupportedError(
-                "retention attention forgets what is past, so it wants causal=True; for both directions "
-                "run one over the sequence and one over its reverse, or use linear attention"
-            )
-        super().__init__(d_model, n_heads, causal=causal, rotary=rotary, **shared)
+        super().__init__(d_model, n_heads, rotary=rotary, **common)
         if rotary and self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, but rotary positions want an even one")
+            raise ValueError(f"head_dim is {self.head_dim}, but must be even with rotary positions")
         if angles not in ("rotary", "closed"):
             raise ValueError(f"angles is {angles!r}, but must be 'rotary' or 'closed'")
         self.closed = angles == "closed"
@@ -189,21 +183,15 @@ class Retention(MultiHeadAttention[RetentionState, None]):
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k, v, positions, _ = heads
-        rates = log_gamma(self.n_kv_heads, q.device)
-        padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
-        o, _ = retention(
-            q, k, v, rates, positions, closed=self.closed, key_padding_mask=padding, cu_seqlens=cu_seqlens
-        )
-        return o
+        return self._retain(heads, None, masks)[0]
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
-        """Normalise each head, gate what it gives, and project."""
+        """Normalise each head, gate it, and project."""
         gate = silu(self.gate_proj(x)).reshape(o.shape)
         return super().merge_heads(self.head_norm(o) * gate, x)
 
     def init_state(self, batch_size: int) -> RetentionState:
-        """Make the state of `batch_size` sequences that have not begun: zeros."""
+        """Make the state of `batch_size` sequences before their first token: zeros."""
         like = self.out_proj.weight
         size = (batch_size, self.n_kv_heads, self.head_dim, self.value_dim)
         kv = like.new_zeros(size, dtype=self.state_dtype)
@@ -213,20 +201,13 @@ class Retention(MultiHeadAttention[RetentionState, None]):
         self, heads: Heads[None], state: RetentionState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, RetentionState]:
         """Attend in parallel, from a state to a state."""
+        o, kv = self._retain(heads, state.kv, Masks(key_padding_mask))
+        return o, RetentionState(kv, advance(state.position, heads.q, key_padding_mask))
+
+    def _retain(self, heads: Heads[None], state: Tensor | None, masks: Masks) -> tuple[Tensor, Tensor]:
         q, k, v, positions, _ = heads
         rates = log_gamma(self.n_kv_heads, q.device)
-        o, kv = retention(
-            q,
-            k,
-            v,
-            rates,
-            positions,
-            closed=self.closed,
-            key_padding_mask=key_padding_mask,
-            state=state.kv,
-        )
-        seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
-        return o, RetentionState(kv, state.position + seen)
+        return retention(q, k, v, rates, positions, closed=self.closed, state=state, **masks.of_keys())
 
     def step_heads(self, heads: Heads[None], state: RetentionState) -> tuple[Tensor, RetentionState]:
         """Run one step of the recurrence (eq. 6)."""

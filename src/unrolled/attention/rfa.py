@@ -3,41 +3,45 @@ r"""Random feature attention (RFA): linear attention whose features estimate a G
     o_i = phi(q_i)^T S_i / phi(q_i)^T z_i
     S_i = g_i S_{i-1} + (1 - g_i) phi(k_i) v_i^T        z_i = g_i z_{i-1} + (1 - g_i) phi(k_i)
 
-Without the gate, g_i and 1 - g_i are both taken as 1, and bidirectional attention sums over all keys. Only
-the directions of queries and keys count: with u = x / |x|, a learned scale s in R^D for each head (1 at
-first) and n rows of W drawn from N(0, I),
+Without the gate, g_i and 1 - g_i are both 1, and bidirectional attention sums over all keys. Only the
+directions of queries and keys matter: with u = x / |x|, a learned scale s in R^D for each head (initially 1)
+and n rows of W drawn from N(0, I),
 
     fourier   phi(x) = [sin(W(s u)), cos(W(s u))] / sqrt(n)    E[phi(x) . phi(y)] = exp(-|s(u_x - u_y)|^2 / 2)
     arccos    phi(x) = relu(W(s u)) / sqrt(n)                  the arc-cosine kernel of order 1 of s u
 
-The gate (RFA-Gate) is one number per head and token, g_i = sigmoid(w . x_i + b): with it a head forgets. At
-first w = 0, and g goes from 0.9 to 0.99 across the heads, which is a memory of 10 to 100 tokens.
+The gate (RFA-Gate) is one number per head and token, g_i = sigmoid(w . x_i + b), by which a head forgets.
+Initially w = 0, and g is from 0.9 to 0.99 across the heads, a memory of 10 to 100 tokens.
 
 Peng, Pappas, Yogatama, Schwartz, Smith and Kong 2021, "Random Feature Attention", arXiv 2103.02143: theorem 1
-(features), section 3.1 (attention), section 3.2 (gate). The text draws rows of variance s^2 and yet states
-the kernel with 1 / s^2; s multiplies here, as in the authors' code. `rotary` turns the vectors s u, so that
-weights depend on distances whatever s becomes. The paper's stateful variant is `prefill` of a segment from
+(features), section 3.1 (attention), section 3.2 (gate). The text draws rows of variance s^2 but states the
+kernel with 1 / s^2; here s multiplies, as in the authors' code. `rotary` rotates the vectors s u, so that
+weights depend on distances for any s. The paper's stateful variant is `prefill` of a segment from
 the detached state of the segment before.
 
 Cost per head, with R = 2n features (n for arccos), values M wide and chunks of C = 64 tokens: in training
 time O(T R (D + M + C)) and memory O(T R); per generated token time O(R (D + M)), memory and state O(R M).
-Cannot: honour an arbitrary `attn_mask`, or tell keys of one direction apart; with the gate it is causal only.
-Fourier features have either sign: with mean(s^2) above about 3 their divisor may be small or negative
-(`signed_linear_attention`), and a warning says so. Those of arccos have none.
-Equals softmax attention: as n grows, for fourier features without the gate and with equal entries of s, that
-of s^2 u_q . u_k.
+Cannot: honour an arbitrary `attn_mask`, or distinguish keys of one direction; with the gate it is causal
+only. Fourier features have either sign: with mean(s^2) above about 3 their divisor may be small or negative
+(`signed_linear_attention`), and a warning says so. Arccos features are not negative.
+Equals softmax attention: in the limit of large n, for fourier features without the gate and with equal
+entries of s, with scores s^2 u_q . u_k.
 """
 
 import math
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.attention._heads import KeyMasks
+from unrolled.attention._options import GENERAL
+from unrolled.attention._state import advance
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
+from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear
 from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
@@ -52,13 +56,11 @@ from unrolled.ops.random_features import (
     signed_linear_attention_step,
 )
 
-SHARPEST = 3.0  # mean(s^2) up to which 64 Fourier features have divisors that are rarely negative
-
 
 class RfaSums(NamedTuple):
-    """S `[B,G,R,M]`, z `[B,G,R]`, and what the factors (1 - g_j) g_{j+1} ... g_i add up to, `[B,G]`.
+    """S `[B,G,R,M]`, z `[B,G,R]`, and the sum of the factors (1 - g_j) g_{j+1} ... g_i, `[B,G]`.
 
-    The last is 1 without a gate, where each key has a whole one.
+    The sum of the factors is 1 without a gate.
     """
 
     kv: Tensor
@@ -67,71 +69,13 @@ class RfaSums(NamedTuple):
 
 
 class RfaState(NamedTuple):
-    """The sums of `RfaSums`, the tokens seen `[B]`, and of which draw the features were `[B]`."""
+    """The sums of `RfaSums`, the number of tokens seen `[B]`, and of redraws of the features `[B]`."""
 
     kv: Tensor
     k_sum: Tensor
     weight: Tensor
     position: Tensor
     draw: Tensor
-
-
-class RfaMap(nn.Module):
-    """Features of queries and keys `[...,H,D]`, which are about 1 long.
-
-    Args:
-        n_heads: heads that have rows and a scale of their own.
-        head_dim: D.
-        features: "fourier" or "arccos".
-        n_features: number n of rows per head.
-        rows: their law, see `draw_rows`.
-        seed: see `Projection`.
-    """
-
-    def __init__(
-        self, n_heads: int, head_dim: int, features: str, n_features: int, rows: Rows, seed: int | None
-    ):
-        super().__init__()
-        if features not in ("fourier", "arccos"):
-            raise ValueError(f"features is {features!r}, but must be 'fourier' or 'arccos'")
-        self.signed = features == "fourier"
-        self.feature_dim = 2 * n_features if self.signed else n_features
-        self.scale = nn.Parameter(torch.ones(n_heads, head_dim))
-        self.projection = Projection(n_heads, n_features, head_dim, rows, seed)
-        self._warned = False
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """phi(x) `[...,H,R]`, in fp32 at least; a vector of zeros has no direction and is left as it is.
-
-        Positions rotate: `[B,T]` for `x [B,T,H,D]`, `[B]` for `x [B,H,D]`.
-        """
-        with without_autocast(x.device):
-            x = x.to(accumulation_dtype(x.dtype))
-            scale = self.scale.to(x.dtype).repeat_interleave(x.shape[-2] // len(self.scale), 0)
-            x = safe_divide(x, x.norm(dim=-1, keepdim=True)) * scale
-            if positions is not None:
-                x = rotary(x, positions)
-            wx: Tensor = self.projection(x)
-            wave = torch.cat([wx.sin(), wx.cos()], -1) if self.signed else wx.relu()
-            return wave / math.sqrt(wx.shape[-1])
-
-    def warn_if_sharp(self) -> None:
-        """Warn, once, that the learned scale makes divisors unreliable; only where looking at it is free."""
-        if not self.signed or self._warned or not may_read(self.scale):
-            return
-        sharpness = float(self.scale.detach().square().mean())
-        if sharpness > SHARPEST:
-            self._warned = True
-            warnings.warn(
-                f"the learned scale of random Fourier features has mean(scale^2) = {sharpness:.1f}, above "
-                f"{SHARPEST:g}: their estimated divisors may be near 0 or negative and the outputs large; "
-                "bound the scale, take more n_features, or use features='arccos'",
-                stacklevel=2,
-            )
-
-    def extra_repr(self) -> str:
-        """Kind and number, for `print(model)`."""
-        return f"features={'fourier' if self.signed else 'arccos'}, feature_dim={self.feature_dim}"
 
 
 def rfa_attention_reference(
@@ -151,77 +95,134 @@ def rfa_attention_reference(
     return torch.einsum("bhts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
 
 
-def rfa_attention(
+class RfaOptions(TypedDict, total=False):
+    """Options of `rfa_attention`."""
+
+    gate_logits: Tensor | None
+    causal: bool
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    state: RfaSums | None
+
+
+def rfa_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[RfaOptions]) -> tuple[Tensor, RfaSums]:
+    """Attend by features `q [B,T,H,R]`, `k [B,S,G,R]` to `v [B,S,G,M]`; their products are not negative.
+
+    Args:
+        q, k, v: as for `linear_attention`.
+        options: `gate_logits [B,S,G]`, the gates being their sigmoid; None for no gate. The masks, `causal`
+            and `state` are as for `linear_attention`.
+
+    Returns:
+        `o [B,T,H,M]`, and the sums after the last key.
+    """
+    return _attend(_unsigned, q, k, v, **options)
+
+
+def signed_rfa_attention(
+    q: Tensor, k: Tensor, v: Tensor, **options: Unpack[RfaOptions]
+) -> tuple[Tensor, RfaSums]:
+    """Attend as `rfa_attention`, by features whose products may be negative.
+
+    The absolute value of a divisor is at least a millionth of the total weight of the keys.
+    """
+    return _attend(signed_linear_attention, q, k, v, **options)
+
+
+class SumOptions(KeyMasks):
+    """Options of all sums over the keys."""
+
+    causal: bool
+    log_decay: Tensor | None
+
+
+def _unsigned(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    signed: bool,
+    state: LinearState | None,
+    weight: Tensor | None,
+    **common: Unpack[SumOptions],
+) -> tuple[Tensor, LinearState]:
+    return linear_attention(q, k, v, state=state, return_state=True, **common)
+
+
+def _attend(
+    attend: Callable[..., tuple[Tensor, LinearState]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
     gate_logits: Tensor | None = None,
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: RfaSums | None = None,
 ) -> tuple[Tensor, RfaSums]:
-    """Attend by features `q [B,T,H,R]`, `k [B,S,G,R]` to `v [B,S,G,M]`; gates sigmoid(`gate_logits [B,S,G]`).
-
-    Masks and states are those of `linear_attention`; `signed` features may have products below 0,
-    and a divisor is then at least a millionth of what the keys weigh together.
-    """
     if key_padding_mask is not None and gate_logits is not None:
         check_key_padding_mask(key_padding_mask, *k.shape[:2])
         k, gate_logits = (without_padding(x, key_padding_mask) for x in (k, gate_logits))
     keys, log_decay = _gated(k, gate_logits)
-    common: dict[str, Any] = {
+    common: SumOptions = {
         "causal": causal,
         "log_decay": log_decay,
         "key_padding_mask": key_padding_mask,
         "cu_seqlens": cu_seqlens,
     }
-    before = None if state is None else LinearState(state.kv, state.k_sum)
     if gate_logits is None:
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, q, k)
         N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
-        weights, weight = None, k.new_ones(N, k.shape[2], dtype=accumulation_dtype(k.dtype, v.dtype))
+        weights, total = None, k.new_ones(N, k.shape[2], dtype=accumulation_dtype(k.dtype, v.dtype))
     else:
-        weights, weight = _weights(gate_logits.to(k.dtype), state, common)
-    if signed:
-        if weights is not None:
-            weights = weights.repeat_interleave(q.shape[2] // k.shape[2], -1)
-        o, after = signed_linear_attention(q, keys, v, state=before, weight=weights, **common)
-    else:
-        o, after = linear_attention(q, keys, v, state=before, return_state=True, **common)
-    return o, RfaSums(*after, weight)
+        weights, total = _weights(gate_logits.to(k.dtype), state, common)
+        weights = weights.repeat_interleave(q.shape[2] // k.shape[2], -1)
+    before = None if state is None else LinearState(state.kv, state.k_sum)
+    o, after = attend(q, keys, v, state=before, weight=weights, **common)
+    return o, RfaSums(*after, total)
 
 
 def rfa_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: RfaSums, *, signed: bool, gate_logits: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, state: RfaSums, *, gate_logits: Tensor | None = None
 ) -> tuple[Tensor, RfaSums]:
-    """Run one token of the recurrence: `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]`, `gate_logits [B,G]`."""
-    keys, log_decay = _gated(k, gate_logits)
-    before, weight = LinearState(state.kv, state.k_sum), state.weight
+    """Run one token of `rfa_attention`: `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]`, `gate_logits [B,G]`."""
+    keys, log_decay, total = _gated_step(k, state, gate_logits)
+    o, after = linear_attention_step(q, keys, v, LinearState(*state[:2]), log_decay=log_decay)
+    return o, RfaSums(*after, total)
+
+
+def signed_rfa_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: RfaSums, *, gate_logits: Tensor | None = None
+) -> tuple[Tensor, RfaSums]:
+    """Run one token of `signed_rfa_attention`; shapes as in `rfa_attention_step`."""
+    keys, log_decay, total = _gated_step(k, state, gate_logits)
+    weight, before = total.repeat_interleave(q.shape[1] // k.shape[1], -1), LinearState(*state[:2])
+    o, after = signed_linear_attention_step(q, keys, v, before, log_decay=log_decay, weight=weight)
+    return o, RfaSums(*after, total)
+
+
+def _gated_step(
+    k: Tensor, state: RfaSums, gate_logits: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return (1 - g) phi(k), log g, and the new sum of factors."""
+    total = state.weight
     if gate_logits is not None:
-        logits = gate_logits.to(weight.dtype)
-        weight = weight * torch.sigmoid(logits) + torch.sigmoid(-logits)
-    if signed:
-        weights = weight.repeat_interleave(q.shape[1] // k.shape[1], -1)
-        o, after = signed_linear_attention_step(q, keys, v, before, log_decay=log_decay, weight=weights)
-    else:
-        o, after = linear_attention_step(q, keys, v, before, log_decay=log_decay)
-    return o, RfaSums(*after, weight)
+        logits = gate_logits.to(total.dtype)
+        total = total * torch.sigmoid(logits) + torch.sigmoid(-logits)
+    return *_gated(k, gate_logits), total
 
 
 def _gated(k: Tensor, gate_logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(1 - g) phi(k), and log g."""
+    """Return (1 - g) phi(k), and log g."""
     if gate_logits is None:
         return k, None
     gate_logits = gate_logits.to(k.dtype)
     return k * torch.sigmoid(-gate_logits).unsqueeze(-1), logsigmoid(gate_logits)
 
 
-def _weights(gate_logits: Tensor, state: RfaSums | None, common: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """w_i = g_i w_{i-1} + 1 - g_i for every token `[B,S,G]`, and the last `[B,G]`."""
+def _weights(gate_logits: Tensor, state: RfaSums | None, common: SumOptions) -> tuple[Tensor, Tensor]:
+    """Return w_i = g_i w_{i-1} + 1 - g_i for every token `[B,S,G]`, and the last `[B,G]`."""
     new = torch.sigmoid(-gate_logits).unsqueeze(-1)
     before = None
     if state is not None:
@@ -230,6 +231,91 @@ def _weights(gate_logits: Tensor, state: RfaSums | None, common: dict[str, Any])
     ones = torch.ones_like(new)
     w, after = linear_attention(ones, new, ones, state=before, return_state=True, normalize=False, **common)
     return w.squeeze(-1), after.k_sum.squeeze(-1)
+
+
+class Kernel(NamedTuple):
+    """A kernel: its features of W (s u), and attention by them."""
+
+    features: Callable[[Tensor], Tensor]
+    per_row: int
+    attend: Callable[..., tuple[Tensor, RfaSums]]
+    step: Callable[..., tuple[Tensor, RfaSums]]
+    sharpest: float | None = None  # mean(s^2) up to which divisors of 64 features are rarely negative
+
+
+KERNELS = {
+    "fourier": Kernel(
+        lambda wx: torch.cat([wx.sin(), wx.cos()], -1),
+        2,
+        signed_rfa_attention,
+        signed_rfa_attention_step,
+        sharpest=3.0,
+    ),
+    "arccos": Kernel(torch.relu, 1, rfa_attention, rfa_attention_step),
+}
+
+
+class RfaMap(nn.Module):
+    """Features of queries and keys `[...,H,D]`, with norms of about 1.
+
+    Args:
+        n_heads: number of heads, each with its own rows and scale.
+        head_dim: D.
+        features: "fourier" or "arccos".
+        n_features: number n of rows per head.
+        rows: their distribution, see `draw_rows`.
+        seed: see `Projection`.
+    """
+
+    def __init__(
+        self, n_heads: int, head_dim: int, features: str, n_features: int, rows: Rows, seed: int | None
+    ):
+        super().__init__()
+        if features not in KERNELS:
+            raise ValueError(f"features is {features!r}, but must be one of {', '.join(KERNELS)}")
+        self.features = features
+        self.feature_dim = self.kernel.per_row * n_features
+        self.scale = nn.Parameter(torch.ones(n_heads, head_dim))
+        self.projection = Projection(n_heads, n_features, head_dim, rows, seed)
+        self._warned = False
+
+    @property
+    def kernel(self) -> Kernel:
+        """The functions of this kernel; not an attribute, since functions cannot be pickled."""
+        return KERNELS[self.features]
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return phi(x) `[...,H,R]`, in fp32 at least; a vector of zeros, without a direction, stays zero.
+
+        Rotated by positions, `[B,T]` for `x [B,T,H,D]` or `[B]` for `x [B,H,D]`, if they are given.
+        """
+        with without_autocast(x.device):
+            x = x.to(accumulation_dtype(x.dtype))
+            scale = self.scale.to(x.dtype).repeat_interleave(x.shape[-2] // len(self.scale), 0)
+            x = safe_divide(x, x.norm(dim=-1, keepdim=True)) * scale
+            if positions is not None:
+                x = rotary(x, positions)
+            wx: Tensor = self.projection(x)
+            return self.kernel.features(wx) / math.sqrt(wx.shape[-1])
+
+    def warn_if_sharp(self) -> None:
+        """Warn once if the learned scale makes divisors unreliable, where reading it costs nothing."""
+        sharpest = self.kernel.sharpest
+        if sharpest is None or self._warned or not may_read(self.scale):
+            return
+        sharpness = float(self.scale.detach().square().mean())
+        if sharpness > sharpest:
+            self._warned = True
+            warnings.warn(
+                f"the learned scale of random Fourier features has mean(scale^2) = {sharpness:.1f}, above "
+                f"{sharpest:g}: their estimated divisors may be near 0 or negative and the outputs large; "
+                "bound the scale, increase n_features, or use features='arccos'",
+                stacklevel=2,
+            )
+
+    def extra_repr(self) -> str:
+        """Return kernel and number of features, for `print(model)`."""
+        return f"features={self.features}, feature_dim={self.feature_dim}"
 
 
 class Gate(NamedTuple):
@@ -242,7 +328,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
     """Multi-head random feature attention.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        d_model, n_heads, common: see `MultiHeadAttention`.
         features: "fourier" or "arccos".
         n_features: number n of rows of W for each key/value head.
         gate: forget as RFA-Gate does; causal self-attention only.
@@ -250,15 +336,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         seed: of the rows; by default drawn from torch's generator like initial weights.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        padding=True,
-        packing=True,
-        recurrence="constant",
-        single_queries=True,
-    )
+    supports = GENERAL
 
     def __init__(
         self,
@@ -270,16 +348,15 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         gate: bool = False,
         rows: Rows = "orthogonal",
         seed: int | None = None,
-        causal: bool = False,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
+        super().__init__(d_model, n_heads, **common)
         if gate:
             self.supports = self.supports.but(bidirectional=False, cross=False)
-            if not causal:
+            if not self.causal:
                 raise UnsupportedError(
                     "the gate of rfa forgets in one direction: use causal=True or gate=False"
                 )
-        super().__init__(d_model, n_heads, causal=causal, **shared)
         self.feature_map = RfaMap(self.n_kv_heads, self.head_dim, features, n_features, rows, seed)
         self.gate_proj = Linear(d_model, self.n_kv_heads) if gate else None
         if self.gate_proj is not None:
@@ -290,35 +367,19 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
                 self.gate_proj.bias.copy_(-torch.logit(forgotten))
 
     def read_input(self, x: Tensor) -> Gate | None:
-        """Logits of the gates `[...,G]`."""
+        """Compute the logits of the gates `[...,G]`."""
         return None if self.gate_proj is None else Gate(self.gate_proj(x))
 
     def redraw(self) -> None:
-        """Draw the rows again, between two sequences of the recurrence; nothing else ever does.
-
-        A state of features before the redraw is refused afterwards. Rows follow from the seed and the number
-        of redraws, so that copies of a module that redraw alike stay alike.
-        """
+        """Draw new rows; see `PerformerAttention.redraw`."""
         self.feature_map.projection.redraw()
 
     def attend(self, heads: Heads[Gate | None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = self._features(heads)
-        padding, cu_seqlens = masks.key_padding_mask, masks.cu_seqlens
-        o, _ = rfa_attention(
-            q,
-            k,
-            heads.v,
-            signed=self.feature_map.signed,
-            gate_logits=None if heads.inputs is None else heads.inputs.logits,
-            causal=self.causal,
-            key_padding_mask=padding,
-            cu_seqlens=cu_seqlens,
-        )
-        return o
+        return self._run(heads, None, masks)[0]
 
     def init_state(self, batch_size: int) -> RfaState:
-        """Make the state of `batch_size` sequences that have not begun."""
+        """Make the state of `batch_size` sequences before their first token."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
         draw = self.feature_map.projection.redraws.expand(batch_size).clone()
@@ -329,41 +390,33 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         self, heads: Heads[Gate | None], state: RfaState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, RfaState]:
         """Attend in parallel, from a state to a state."""
-        q, k = self._features(heads)
-        o, after = rfa_attention(
-            q,
-            k,
-            heads.v,
-            signed=self.feature_map.signed,
-            gate_logits=None if heads.inputs is None else heads.inputs.logits,
-            causal=True,
-            key_padding_mask=key_padding_mask,
-            state=RfaSums(*state[:3]),
-        )
-        seen = q.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
+        o, after = self._run(heads, RfaSums(*state[:3]), Masks(key_padding_mask))
         o = self.feature_map.projection.unless_redrawn(o, state.draw)
-        return o, RfaState(*after, state.position + seen, state.draw)
+        return o, RfaState(*after, advance(state.position, heads.q, key_padding_mask), state.draw)
 
     def step_heads(self, heads: Heads[Gate | None], state: RfaState) -> tuple[Tensor, RfaState]:
         """Run one step of the recurrence."""
-        q, k = self._features(heads)
-        o, after = rfa_attention_step(
-            q,
-            k,
-            heads.v,
-            RfaSums(*state[:3]),
-            signed=self.feature_map.signed,
-            gate_logits=None if heads.inputs is None else heads.inputs.logits,
-        )
+        q, k, logits = self._features(heads)
+        before = RfaSums(*state[:3])
+        o, after = self.feature_map.kernel.step(q, k, heads.v, before, gate_logits=logits)
         o = self.feature_map.projection.unless_redrawn(o, state.draw)
         return o, RfaState(*after, state.position + 1, state.draw)
 
-    def _features(self, heads: Heads[Gate | None]) -> tuple[Tensor, Tensor]:
+    def _run(self, heads: Heads[Gate | None], state: RfaSums | None, masks: Masks) -> tuple[Tensor, RfaSums]:
+        q, k, logits = self._features(heads)
+        attend, common = self.feature_map.kernel.attend, masks.of_keys()
+        return attend(q, k, heads.v, gate_logits=logits, causal=self.causal, state=state, **common)
+
+    def _features(self, heads: Heads[Gate | None]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the features of queries and keys, and the logits of the gates."""
         self.feature_map.warn_if_sharp()
-        return self.feature_map(heads.q, heads.positions), self.feature_map(heads.k, heads.positions)
+        q, k = (self.feature_map(x, heads.positions) for x in heads[:2])
+        return q, k, None if heads.inputs is None else heads.inputs.logits
 
     def refuse(self, capability: str, given: Tensor | None, what: str) -> None:
-        """Refuse as usual; and another sequence, where there is a gate."""
+        """Refuse another sequence if there is a gate, with advice."""
         if self.gate_proj is not None and capability == "cross" and given is not None:
-            raise UnsupportedError(f"the gate of rfa is read from one sequence; use gate=False for {what}")
+            raise UnsupportedError(
+                f"the gate of rfa is computed from one sequence; use gate=False for {what}"
+            )
         super().refuse(capability, given, what)

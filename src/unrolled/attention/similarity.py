@@ -1,4 +1,4 @@
-r"""Similarity attention: any kernel of queries and keys in the place of exp(q . k / sqrt(D)).
+r"""Similarity attention: any kernel of queries and keys in place of exp(q . k / sqrt(D)).
 
     o_i = sum_j kappa(q_i, k_j) v_j / sum_j kappa(q_i, k_j)
 
@@ -15,9 +15,9 @@ Tsai, Bai, Yamada, Morency and Salakhutdinov 2019, "Transformer Dissection: A Un
 Transformer's Attention via the Lens of Kernel", arXiv 1908.11775, definition 1 and section 3.
 
 Cost per head: time and memory O(T^2) whatever the kernel; per generated token O(T (D+M)), and as much state.
-It is made to be read and compared with: a kernel of finitely many features is faster as linear attention.
-Cannot: promise weights between 0 and 1 for a kernel that may be negative, as "linear" and odd degrees are. A
-query whose weights add up to 0 gets 0, and one where they nearly do gets large weights of both signs.
+It is meant for reading and comparison: a kernel of finitely many features is faster as linear attention.
+Cannot: guarantee weights between 0 and 1 for a kernel that may be negative, such as "linear" and odd degrees.
+A query whose weights sum to 0 gets 0, and one where they nearly do gets large weights of both signs.
 Equals softmax attention: with "exp", always. Equals linear attention with the polynomial map: with
 "polynomial" of degree 2.
 """
@@ -26,25 +26,22 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention, Projected
-from unrolled.contract import Supports
-from unrolled.ops.checks import (
-    check_attn_mask,
-    check_cu_seqlens,
-    check_key_padding_mask,
-    check_qkv,
-    shape,
-)
+from unrolled.attention._cache import CachedAttention, attend_to_cache
+from unrolled.attention._options import GENERAL
+from unrolled.attention._padding import zero_padding
+from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
+from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_qkv
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.linear.chunked import safe_divide
-from unrolled.ops.masks import causal_mask, packed_mask, without_padding
+from unrolled.ops.masks import causal_mask, packed_mask
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.softmax import KVCache
 
 
 class Kernel(NamedTuple):
@@ -55,10 +52,10 @@ class Kernel(NamedTuple):
 
 
 Similarity = Callable[[Tensor, Tensor], Kernel | Tensor]
-"""From `q [B,T,H,D]` and `k [B,S,H,D]`, in fp32 or fp64, to their kernel, `[B,H,T,S]` if it is one tensor.
+"""Maps `q [B,T,H,D]` and `k [B,S,H,D]`, in fp32 or fp64, to their kernel, `[B,H,T,S]` if it is one tensor.
 
-One whose attribute `shift_invariant` is true depends on q - k alone. It is given both without an offset that
-they may share, which would leave few digits of the differences.
+A similarity whose attribute `shift_invariant` is true depends on q - k alone. It is called with queries and
+keys from which one key has been subtracted, since a large common offset would cost digits of the differences.
 """
 
 
@@ -83,7 +80,7 @@ class Rbf:
 
     def __post_init__(self) -> None:
         if self.scale is not None and not self.scale > 0:
-            raise ValueError(f"scale is {self.scale}, but must be above 0, so that nearer keys weigh more")
+            raise ValueError(f"scale is {self.scale}, but must be above 0, so that closer keys weigh more")
 
     def __call__(self, q: Tensor, k: Tensor) -> Kernel:
         """Compare all queries with all keys."""
@@ -95,7 +92,7 @@ class Rbf:
 
 @dataclass(frozen=True)
 class Polynomial:
-    """kappa = (q . k + offset)^degree, which odd degrees leave negative in places."""
+    """kappa = (q . k + offset)^degree, which may be negative for odd degrees."""
 
     degree: int = 2
     offset: float = 1.0
@@ -115,15 +112,6 @@ SIMILARITIES: dict[str, Callable[..., Similarity]] = {
     "polynomial": Polynomial,
     "linear": partial(Polynomial, 1, 0.0),
 }
-
-
-class SimilarityState(NamedTuple):
-    """All tokens seen, so that it grows."""
-
-    k: Tensor  # [B,S,G,D]
-    v: Tensor  # [B,S,G,M]
-    padding: Tensor  # [B,S], True = no such token in this row
-    position: Tensor  # [B], valid tokens seen
 
 
 def similarity_attention(
@@ -159,9 +147,8 @@ def similarity_attention(
     check_qkv(q, k, v)
     (B, T, H, _), (_, S, G, _) = q.shape, v.shape
     allowed = causal_mask(T, S, q.device) if causal else q.new_ones(T, S, dtype=torch.bool)
+    k, v = zero_padding(key_padding_mask, k, v)
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
-        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
         allowed = allowed & ~key_padding_mask[:, None, None, :]
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
@@ -182,34 +169,24 @@ def similarity_attention(
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             exponent = exponent + attn_mask.to(dtype).masked_fill(attn_mask == -math.inf, 0)
         exponent = torch.where(allowed, exponent, -math.inf)
-        # A factor of a query's own cancels in the division; this one keeps its largest exponential at 1.
+        # A factor common to all keys of a query cancels; this one keeps the largest exponential at 1.
         largest = exponent.amax(-1, keepdim=True).detach()
         weights = factor * (exponent - largest.masked_fill(largest == -math.inf, 0)).exp()
         o = safe_divide(weights @ values.transpose(1, 2), weights.sum(-1, keepdim=True))
         return o.transpose(1, 2).to(v.dtype)
 
 
-class SimilarityAttention(MultiHeadAttention[SimilarityState, None]):
+class SimilarityAttention(CachedAttention):
     """Multi-head similarity attention.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
+        d_model, n_heads, common: see `MultiHeadAttention`.
         similarity: "exp", "rbf", "polynomial", "linear", or a function of q and k as in `Similarity`.
         similarity_options: further arguments of the similarity of that name, such as `{"degree": 4}`.
         symmetric: project queries by the weights of the keys, which then have as many heads.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        padding=True,
-        packing=True,
-        recurrence="growing",
-        attn_mask=True,
-        single_queries=True,
-    )
-    growing = dict.fromkeys(("k", "v", "padding"), (1, "S"))
+    supports = GENERAL.but(recurrence="growing", attn_mask=True)
 
     def __init__(
         self,
@@ -217,11 +194,11 @@ class SimilarityAttention(MultiHeadAttention[SimilarityState, None]):
         n_heads: int,
         *,
         similarity: str | Similarity = "exp",
-        similarity_options: Mapping[str, Any] | None = None,
+        similarity_options: Mapping[str, float | None] | None = None,
         symmetric: bool = False,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        super().__init__(d_model, n_heads, **shared)
+        super().__init__(d_model, n_heads, **common)
         if isinstance(similarity, str):
             if similarity not in SIMILARITIES:
                 known = ", ".join(SIMILARITIES)
@@ -240,7 +217,7 @@ class SimilarityAttention(MultiHeadAttention[SimilarityState, None]):
         if symmetric:
             if self.n_kv_heads != n_heads:
                 found = self.n_kv_heads
-                raise ValueError(f"n_kv_heads is {found}, but symmetric attention wants n_heads = {n_heads}")
+                raise ValueError(f"n_kv_heads is {found}, but must be n_heads = {n_heads} if symmetric")
             self.qkv_proj = Linear(d_model, sum(self.widths[1:]), bias=self.qkv_proj.bias is not None)
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
@@ -248,52 +225,23 @@ class SimilarityAttention(MultiHeadAttention[SimilarityState, None]):
         q, k = heads.rotated()
         return similarity_attention(q, k, heads.v, self.similarity, causal=self.causal, **masks._asdict())
 
-    def init_state(self, batch_size: int) -> SimilarityState:
-        """Make the state of `batch_size` sequences that have not begun: no tokens."""
-        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
-        return SimilarityState(
-            like.new_empty(batch_size, 0, self.n_kv_heads, self.head_dim),
-            like.new_empty(batch_size, 0, self.n_kv_heads, self.value_dim),
-            like.new_empty(batch_size, 0, dtype=torch.bool),
-            like.new_zeros(batch_size, dtype=torch.long),
-        )
-
     def prefill_heads(
-        self, heads: Heads[None], state: SimilarityState, key_padding_mask: Tensor | None
-    ) -> tuple[Tensor, SimilarityState]:
-        """Attend in parallel to all tokens seen and to the new ones, which join them."""
-        q, k = heads.rotated()
-        v, (B, T), dtype = heads.v, k.shape[:2], state.k.dtype
-        for name, found, new in (("k", state.k, k), ("v", state.v, v)):
-            if found.shape[2:] != new.shape[2:] or found.dtype != self.state_dtype:
-                wanted = f"{self.state_dtype} [{B}, S, {new.shape[2]}, {new.shape[3]}]"
-                raise ValueError(
-                    f"state.{name} is {found.dtype} of shape {shape(found)}, but these inputs want {wanted}"
-                )
-        padding = k.new_zeros(B, T, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
-        check_key_padding_mask(padding, B, T)
-        after = SimilarityState(
-            torch.cat([state.k, k.to(dtype)], dim=1),
-            torch.cat([state.v, v.to(dtype)], dim=1),
-            torch.cat([state.padding, padding], dim=1),
-            state.position + (~padding).sum(1),
-        )
-        o = similarity_attention(
-            q, after.k, after.v, self.similarity, causal=True, key_padding_mask=after.padding
-        )
-        return o.to(v.dtype), after
+        self, heads: Heads[None], state: KVCache, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """Attend in parallel to the cache and to the new tokens."""
+        attend = partial(similarity_attention, similarity=self.similarity)
+        return attend_to_cache(attend, *heads.rotated(), heads.v, state, key_padding_mask)
 
-    def step_heads(self, heads: Heads[None], state: SimilarityState) -> tuple[Tensor, SimilarityState]:
-        """Do the same for one token."""
+    def step_heads(self, heads: Heads[None], state: KVCache) -> tuple[Tensor, KVCache]:
+        """Attend from one token to the whole cache."""
         positions = None if heads.positions is None else heads.positions.unsqueeze(1)
-        token: Heads[None] = Heads(
-            heads.q.unsqueeze(1), heads.k.unsqueeze(1), heads.v.unsqueeze(1), positions
-        )
+        q, k, v = (x.unsqueeze(1) for x in heads[:3])
+        token: Heads[None] = Heads(q, k, v, positions)
         o, state = self.prefill_heads(token, state, None)
         return o.squeeze(1), state
 
     def project(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Projected:
-        """Project; symmetric similarities have the queries' projection for the keys too."""
+        """Project to queries, keys and values; if symmetric, queries by the projection of the keys."""
         if not self.symmetric:
             return super().project(query, key, value)
         bias, widths = self.qkv_proj.bias, self.widths[1:]
@@ -310,9 +258,9 @@ class SimilarityAttention(MultiHeadAttention[SimilarityState, None]):
 def _without_offset(
     q: Tensor, k: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Subtract from both the first key of their sequence that is not padding, which no causal query precedes.
+    """Subtract the first key of a sequence that is not padding, which no causal query precedes, from both.
 
-    The mean of the keys would serve as well, but it changes with every key to come.
+    The mean of the keys would do as well, but it depends on later keys.
     """
     if cu_seqlens is not None:
         first = cu_seqlens.long()[segment_ids(cu_seqlens, k.shape[1])].unsqueeze(0)
@@ -320,11 +268,11 @@ def _without_offset(
         first = key_padding_mask.int().argmin(1, keepdim=True)
     else:
         first = torch.zeros(len(k), 1, dtype=torch.long, device=k.device)
-    # The kernel does not change with what is subtracted, so no gradient passes through it.
+    # The kernel does not depend on what is subtracted, so no gradient flows through it.
     origin = k.detach().gather(1, first[:, :, None, None].expand(-1, -1, *k.shape[2:]))
     return q - origin, k - origin
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
-    """q . k of every query and key: `[B,T,H,D]`, `[B,S,H,D]` -> `[B,H,T,S]`."""
+    """Return q . k of every query and key: `[B,T,H,D]`, `[B,S,H,D]` to `[B,H,T,S]`."""
     return q.transpose(1, 2) @ k.permute(0, 2, 3, 1)

@@ -1,8 +1,9 @@
-r"""Softmax attention: the one that all the others are measured against.
+r"""Softmax attention: the baseline of all other mechanisms.
 
     o_i = sum_j a_ij v_j        a_ij = exp(q_i . k_j / sqrt(D)) / sum_j' exp(q_i . k_j' / sqrt(D))
 
-Causal attention sums over j <= i. Run one token at a time, its state is the list of all keys and values seen.
+Causal attention sums over j <= i. When it runs one token at a time, its state is the cache of all keys and
+values so far.
 
 Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762, eq. 1 and section 3.2.
 
@@ -10,49 +11,27 @@ Cost per head: time O(T^2 (D+M)); memory O(T) where one of torch's fused kernels
 M other than D or a mask other than causal; time and state O(T (D+M)) per generated token.
 Cannot: generate at a constant cost. Its state grows with every token.
 
-With `rotary`, queries and keys are rotated by their positions before they meet (RoFormer, arXiv 2104.09864,
-eq. 34), and the cache holds rotated keys.
+With `rotary`, queries and keys are rotated by their positions (RoFormer, arXiv 2104.09864, eq. 34), and the
+cache holds rotated keys.
 """
 
 from torch import Tensor
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
-from unrolled.contract import Supports
-from unrolled.ops.softmax import (
-    CACHE_GROWS,
-    KVCache,
-    empty_cache,
-    softmax_attention,
-    softmax_prefill,
-    softmax_step,
-)
+from unrolled.attention._cache import CachedAttention
+from unrolled.attention._options import GENERAL
+from unrolled.attention.base import Heads, Masks
+from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill, softmax_step
 
 
-class SoftmaxAttention(MultiHeadAttention[KVCache, None]):
-    """Multi-head softmax attention; the arguments are those of `MultiHeadAttention`."""
+class SoftmaxAttention(CachedAttention):
+    """Multi-head softmax attention; its options are those of `MultiHeadAttention`."""
 
-    supports = Supports(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        padding=True,
-        packing=True,
-        recurrence="growing",
-        attn_mask=True,
-        single_queries=True,
-        weights=True,
-    )
-    growing = CACHE_GROWS
+    supports = GENERAL.but(recurrence="growing", attn_mask=True, weights=True)
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         q, k = heads.rotated()
         return softmax_attention(q, k, heads.v, causal=self.causal, **masks._asdict())
-
-    def init_state(self, batch_size: int) -> KVCache:
-        """Make the cache of `batch_size` sequences that have not begun: empty."""
-        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
-        return empty_cache(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def prefill_heads(
         self, heads: Heads[None], state: KVCache, key_padding_mask: Tensor | None

@@ -3,32 +3,30 @@ r"""Window attention: softmax attention to the tokens near each one, at a cost t
     o_i = sum_{j in W_i} a_ij v_j    a_ij = exp(q_i . k_j / sqrt(D)) / sum_{l in W_i} exp(q_i . k_l / sqrt(D))
     W_i = { i + m d : -left <= m <= right }
 
-The dilation d leaves gaps: a window reads every d-th token, and reaches d times as far. Each head may have
-its own. After some layers, a token has heard from those within the sum of their left d. Run one token at a
-time, the state is the last left d keys and values.
+With dilation d a window reads every d-th token and reaches d times as far. Each head may have its own
+dilation. Over several layers the reach of each, left d, adds up. One token at a time, the state is the last
+left d keys and values.
 
 Beltagy et al. 2020, "Longformer", arXiv 2004.05150, section 3.1; causal and with d = 1, the sliding window of
 Mistral 7B (Jiang et al. 2023, arXiv 2310.06825, section 2).
 
-Cost per head: time O(T w (D+M)), memory O(T (D+M)), with w = left + right + 1 keys, whatever d is; time
+Cost per head: time O(T w (D+M)), memory O(T (D+M)), with w = left + right + 1 keys for any d; time
 O(w (D+M)) and state O(left d (D+M)) per generated token.
 Cannot: read another sequence, or honour an arbitrary `attn_mask`.
 Equals softmax attention: where the window covers the sequence, left and right at least T - 1 with d = 1; and
 within each residue class i mod d where left d and right d are at least T - 1.
 
-With `rotary`, queries and keys are rotated by their positions before they meet, and the state holds rotated
-keys.
+With `rotary`, queries and keys are rotated by their positions, and the state holds rotated keys.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor
 
+from unrolled.attention._options import GENERAL
 from unrolled.attention._window import SlidingWindow
-from unrolled.attention.base import Heads, Masks
-from unrolled.contract import Supports
-from unrolled.ops.checks import check_key_padding_mask
+from unrolled.attention.base import CommonOptions, Heads, Masks
 from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.window.dilated import window_pattern
 
@@ -37,20 +35,14 @@ class WindowAttention(SlidingWindow[None]):
     """Multi-head window attention.
 
     Args:
-        d_model, n_heads, causal, n_kv_heads, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`.
-        window: how many keys a token reads. Causal: that many, itself included, as in Mistral. Bidirectional:
-            an even number, half on each side, and itself, as in Longformer. Or `(left, right)`, how many
-            before and after itself.
-        dilation: distance d of one key to the next, for all heads or one for each.
+        d_model, n_heads, common: see `MultiHeadAttention`.
+        window, dilation: see `SlidingWindow`.
 
     Raises:
-        ValueError: a window that is negative, odd where it is halved, or looks ahead where causal; a dilation
-            below 1, or not one for each head.
+        ValueError: as in `SlidingWindow`.
     """
 
-    supports = Supports(
-        causal=True, bidirectional=True, cross=False, padding=True, packing=True, recurrence="constant"
-    )
+    supports = GENERAL.but(cross=False, single_queries=False)
 
     def __init__(
         self,
@@ -59,20 +51,19 @@ class WindowAttention(SlidingWindow[None]):
         *,
         window: int | tuple[int, int] = 256,
         dilation: int | Sequence[int] = 1,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        super().__init__(d_model, n_heads, window=window, dilation=dilation, **shared)
+        super().__init__(d_model, n_heads, window=window, dilation=dilation, **common)
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         (q, k), v = heads.rotated(), heads.v
         padding, back = masks.key_padding_mask, None
         if padding is not None:
-            check_key_padding_mask(padding, *k.shape[:2])
             (q, k, v), padding, back = valid_tokens_first(padding, q, k, v)
         o, _ = self.near(q, k, v, key_padding_mask=padding, cu_seqlens=masks.cu_seqlens)
         return o if back is None else back(o)
 
     def pattern(self, length: int) -> Tensor:
-        """Show the window of each query: `[H,length,length]`, 1 or 0."""
+        """Return the window of each query: `[H,length,length]`, 1 or 0."""
         return window_pattern(length, self.window_size, self.dilation)

@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 
 from unrolled.bench import definitions
-from unrolled.bench.case import (
-    Contender,
-    Definition,
-    MissingError,
-    NotMeasuredError,
-    Settings,
-    tolerance,
-)
+from unrolled.bench.case import Contender, Definition, MissingError, NotMeasuredError, Settings, tolerance
 from unrolled.ops import native
 
 HEADS, WIDTH = 8, 64

@@ -35,9 +35,9 @@ def _draw(
         if len(its) > 1:
             sizes = [row.size for row in its]
             power = exponent(sizes, [best(row) or 0 for row in its])
-            told = f"{name}: $N^{{{power:.2f}}}$"
-            lines.append(plots.Line(told, sizes, [cost(row) or 0 for row in its]))
-            strong |= {told} if its[0].ours else set()
+            label = f"{name}: $N^{{{power:.2f}}}$"
+            lines.append(plots.Line(label, sizes, [cost(row) or 0 for row in its]))
+            strong |= {label} if its[0].ours else set()
     if not lines:
         return None
     return plots.png(plots.against_size(plots.LIGHT, title, "N (tokens)", lines, tick, strong))

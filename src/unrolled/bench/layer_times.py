@@ -1,6 +1,5 @@
 """How the time of a layer grows with the length of the sequence."""
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -16,7 +15,13 @@ from unrolled.threads import cpu_threads
 D_MODEL, N_HEADS, KERNEL = 64, 4, 3
 WINDOW = 64  # tokens on each side
 REPEATS = 3
-TOLD = f"forward, one sequence, d = {D_MODEL}, {N_HEADS} heads, CPU time on one thread, medians of {REPEATS}"
+OPTIONS: dict[str, dict[str, int]] = {
+    **{name: {"window": WINDOW} for name in ("window", "longformer", "long_short")},
+    # Strides of about sqrt(length) are what makes its cost O(n sqrt(n)). More summary places per block would
+    # grow with them.
+    "sparse_transformer": {"summary": 1},
+}
+SETUP = f"forward, one sequence, d = {D_MODEL}, {N_HEADS} heads, CPU time on one thread, medians of {REPEATS}"
 
 
 class Convolutions(nn.Module):
@@ -74,15 +79,8 @@ def layer(name: str, length: int) -> nn.Module:
     if name in OTHERS:
         return OTHERS[name]().eval()
     mechanism: Any = attention.load(name)
-    options = {
-        "max_length": length,
-        "window": WINDOW,
-        "stride": round(length**0.5),  # that of a sparse transformer grows with the length
-        "summary": 1,  # place of each of its blocks, or they would grow with the stride
-    }
-    taken = inspect.signature(mechanism).parameters
-    chosen = {option: value for option, value in options.items() if option in taken}
+    options = OPTIONS.get(name, {}) | ({"max_length": length} if mechanism.supports.max_length else {})
     if name == "sparse_transformer":
-        del chosen["window"]  # fixed blocks have none
-    module: nn.Module = mechanism(D_MODEL, N_HEADS, causal=mechanism.supports.causal, **chosen)
+        options["stride"] = round(length**0.5)
+    module: nn.Module = mechanism(D_MODEL, N_HEADS, causal=mechanism.supports.causal, **options)
     return module.eval()

@@ -6,23 +6,8 @@ from functools import partial
 import torch
 
 from unrolled.bench import flops, peers
-from unrolled.bench.attention import (
-    DEVICES,
-    WIDTH,
-    Inputs,
-    contender,
-    define,
-    loading,
-    random_inputs,
-)
-from unrolled.bench.case import (
-    Case,
-    Contender,
-    Definition,
-    NotMeasuredError,
-    Problem,
-    Settings,
-)
+from unrolled.bench.attention import DEVICES, WIDTH, Inputs, contender, define, loading, random_inputs
+from unrolled.bench.case import Case, Contender, Definition, NotMeasuredError, Problem, Settings
 from unrolled.ops.linear import linear_attention, operator
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)

@@ -17,9 +17,10 @@ import torch
 
 from unrolled.bench import cases
 from unrolled.bench.case import Case, Settings
+from unrolled.training.memory import process_bytes
 
 WARM_UP = 64  # the length of a first run, which brings in what is loaded once
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+CLEAR = Path("/proc/self/clear_refs")
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc would keep blocks of up to 32 MiB for later
 
 
@@ -49,13 +50,9 @@ def peak(run: Callable[[], object], device: str = "cpu") -> int:
         run()
         return torch.cuda.max_memory_allocated(device) - before
     CLEAR.write_text("5")  # sets the peak back to what is held now
-    before = _held("VmRSS")
+    before = process_bytes("VmRSS")
     run()
-    return max(0, _held("VmHWM") - before)
-
-
-def _held(what: str) -> int:
-    return 1024 * int(STATUS.read_text().partition(f"{what}:")[2].split()[0])
+    return max(0, process_bytes("VmHWM") - before)
 
 
 def main() -> None:

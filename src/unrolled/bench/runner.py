@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from unrolled.bench import machine, memory
-from unrolled.bench.case import (
-    Case,
-    Contender,
-    Definition,
-    MissingError,
-    NotMeasuredError,
-    Problem,
-    Settings,
-)
+from unrolled.bench.case import Case, Contender, Definition, MissingError, NotMeasuredError, Problem, Settings
 from unrolled.bench.machine import Limits
 from unrolled.bench.measure import take_turns
 from unrolled.bench.report import Row

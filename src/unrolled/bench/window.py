@@ -3,22 +3,8 @@
 from functools import partial
 
 from unrolled.bench import flops, peers
-from unrolled.bench.attention import (
-    DEVICES,
-    WIDTH,
-    Function,
-    contender,
-    define,
-    loading,
-    random_inputs,
-)
-from unrolled.bench.case import (
-    Case,
-    Contender,
-    NotMeasuredError,
-    Problem,
-    Settings,
-)
+from unrolled.bench.attention import DEVICES, WIDTH, Function, contender, define, loading, random_inputs
+from unrolled.bench.case import Case, Contender, NotMeasuredError, Problem, Settings
 from unrolled.ops.window import operator, window_attention
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)

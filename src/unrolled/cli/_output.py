@@ -1,16 +1,7 @@
-"""Shared by the commands that write: `--force`, and pictures that record which command made them."""
+"""What commands check before they overwrite, and pictures that record which command made them."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
-
-import typer
-
-Force = Annotated[
-    bool,
-    typer.Option("--force", help="Overwrite output that this command did not make."),
-]
-
 
 DEMO = {"made_by": "unrolled demo"}
 """The metadata of the demo's checkpoints."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._output import Force, check_picture, software
+from unrolled.cli._options import DataDir, Force
+from unrolled.cli._output import check_picture, software
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def attend(
     ] = 0,
     out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("attention.png"),
     beam_size: Annotated[int, typer.Option(min=1, help="Beam size of the translation.")] = 4,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files.")] = None,
+    data_dir: DataDir = None,
     force: Force = False,
 ) -> None:
     """Draw what a trained model attends to.
@@ -161,9 +162,9 @@ def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: 
         logits = model(batch.inputs, key_padding_mask=padding)
         weights = model.attend(batch.inputs, key_padding_mask=padding)
     *story, question = [dataset.decode(*row) for row in zip(batch.inputs[0], padding[0], strict=True)]
-    told, right = int(logits.argmax()), int(batch.targets.flatten()[0])  # sentences may follow the answer
-    title = f"{question}?  {dataset.words[told]}"
-    if not lines and told != right:
+    answer, right = int(logits.argmax()), int(batch.targets.flatten()[0])  # sentences may follow the answer
+    title = f"{question}?  {dataset.words[answer]}"
+    if not lines and answer != right:
         title += f"  (right: {dataset.words[right]})"
     typer.echo(title)
     return hops(plots.LIGHT, weights[0].T.numpy(), story, title)

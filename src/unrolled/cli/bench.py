@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from unrolled.cli._output import Force, is_report
+from unrolled.cli._options import Force
+from unrolled.cli._output import is_report
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._output import Force
+from unrolled.cli._options import Force
 
 if TYPE_CHECKING:
     from unrolled.data import Vocabulary

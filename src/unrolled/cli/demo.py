@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from unrolled.cli._output import DEMO, Force, check_demo
+from unrolled.cli._options import Force, Runtime
+from unrolled.cli._output import DEMO, check_demo
 from unrolled.cli._page import demo_page, serve
 from unrolled.extras import how_to_install
 
@@ -70,10 +71,7 @@ def demo(
         ),
     ] = None,
     no_serve: Annotated[bool, typer.Option("--no-serve", help="With --web: write the page only.")] = False,
-    runtime: Annotated[
-        Path | None,
-        typer.Option(help="With --web: folder of onnxruntime-web's files, instead of npm."),
-    ] = None,
+    runtime: Runtime = None,
     force: Force = False,
 ) -> None:
     """Train on handwritten digits, generate new ones as an RNN, and measure the cost per token, in minutes.

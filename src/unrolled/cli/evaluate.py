@@ -1,19 +1,23 @@
 """`unrolled evaluate`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._output import Force
+from unrolled.cli._options import DataDir, Device, Force, refuse
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from unrolled.data import BaseDataset
 
 TEST_PART = "test_2016_flickr"
-BEAM_SIZE, LENGTH_PENALTY = 4, 0.6
+SEARCH: dict[str, Any] = {"beam_size": 4, "length_penalty": 0.6}
+"""The beam search of the BLEU that papers report."""
 
 
 def evaluate(
@@ -24,21 +28,17 @@ def evaluate(
     ] = None,
     beam_size: Annotated[
         int | None,
-        typer.Option(help=f"Beam size; 1 is greedy; by default {BEAM_SIZE}."),
+        typer.Option(help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}."),
     ] = None,
     length_penalty: Annotated[
         float | None,
         typer.Option(
-            help=f"0 favours short translations, larger values long ones; by default {LENGTH_PENALTY}."
+            help=f"Larger values favour longer translations; by default {SEARCH['length_penalty']}."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the translations.")] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data files, if not that of the training.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda if available.")
-    ] = None,
+    data_dir: DataDir = None,
+    device: Device = None,
     force: Force = False,
 ) -> None:
     """Evaluate the best weights of a run: validation loss, and accuracy or BLEU where they apply.
@@ -58,49 +58,73 @@ def evaluate(
     from unrolled import models, training
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
-    from unrolled.cli.translate import one_line
-    from unrolled.files import write_file
-    from unrolled.folders import check_file
 
     settings = run_dir / run_config.FILE_NAME
     if not settings.exists():
         raise ValueError(f"{run_dir} is not a run folder of unrolled train: it has no {run_config.FILE_NAME}")
     model: Any = models.load(run_dir)
     overrides = [] if data_dir is None else [f"data.data_dir={str(data_dir)!r}"]
-    run: Any = run_config.resolve(run_config.read(settings, overrides))
+    run = run_config.resolve(run_config.read(settings, overrides))
     task, where = run.dataset.task, choose(device)
-    given = {"--split": part, "--out": out, "--beam-size": beam_size, "--length-penalty": length_penalty}
-    if task != "translation" and (named := [name for name, value in given.items() if value is not None]):
-        raise ValueError(f"{named[0]} is for translations, but the task of {run_dir} is {task!r}")
-    beam_size = BEAM_SIZE if beam_size is None else beam_size
-    length_penalty = LENGTH_PENALTY if length_penalty is None else length_penalty
     model = model.to(where).eval()
-    if task == "translation":  # fail before the work
-        score, (sources, references) = scorer(), run.dataset.sentences(part or TEST_PART)
-        translations_of(model, run.dataset, [], beam_size, length_penalty)
-        if out is not None:
-            check_file(out, force=force)
+    if task == "translation":
+        given = {"beam_size": beam_size, "length_penalty": length_penalty}
+        search = SEARCH | {name: x for name, x in given.items() if x is not None}
+        report_bleu = _bleu(model, run.dataset, part or TEST_PART, search, out, force)
+    else:
+        options = {
+            "--split": part,
+            "--out": out,
+            "--beam-size": beam_size,
+            "--length-penalty": length_penalty,
+        }
+        refuse(options, f"translations, but the task of {run_dir} is {task!r}")
     loss = training.evaluate(model, run.dataset, replace(run.train, eval_batches=None))
     bits = f", {loss / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
     typer.echo(f"validation loss {loss:.4f} {run_config.unit(task, type(model))}{bits}")
     if task in ("labels", "answers"):
-        splits = {"validation": run.dataset.eval_batches, "test": run.dataset.test_batches}
-        for name, batches in splits.items():
-            right, count = count_right(model, batches(run.train.batch_size), where)
-            if count:  # few data sets also have a test split
-                typer.echo(f"{name} split: {right:,} of {count:,} correct, {right / count:.2%}")
+        _report_accuracy(model, run.dataset, run.train.batch_size, where)
     if task == "translation":
-        translations = translations_of(model, run.dataset, sources, beam_size, length_penalty)
+        report_bleu()
+
+
+def _report_accuracy(
+    model: "nn.Module", dataset: "BaseDataset", batch_size: int, device: "torch.device"
+) -> None:
+    """Print the accuracy on each split that the data set has."""
+    splits = {"validation": dataset.eval_batches, "test": dataset.test_batches}
+    for name, batches in splits.items():
+        right, count = count_right(model, batches(batch_size), device)
+        if count:  # few data sets also have a test split
+            typer.echo(f"{name} split: {right:,} of {count:,} correct, {right / count:.2%}")
+
+
+def _bleu(
+    model: Any, dataset: Any, part: str, search: Mapping[str, Any], out: Path | None, force: bool
+) -> Callable[[], None]:
+    """Check all that could fail, and return a function that translates a split and prints its BLEU."""
+    from unrolled.cli.translate import one_line
+    from unrolled.files import write_file
+    from unrolled.folders import check_file
+
+    score, (sources, references) = scorer(), dataset.sentences(part)
+    translations_of(model, dataset, [], **search)  # refuses a beam size of 0
+    if out is not None:
+        check_file(out, force=force)
+
+    def report() -> None:
+        translations = translations_of(model, dataset, sources, **search)
         if out is not None:
-            text = "".join(f"{one_line(translation)}\n" for translation in translations)
-            write_file(out, text)
+            write_file(out, "".join(f"{one_line(translation)}\n" for translation in translations))
         bleu, signature = score(translations, references)
-        how = f"beam {beam_size}, length penalty {length_penalty:g}"
-        typer.echo(f"{part or TEST_PART}: BLEU {bleu:.2f} with {how}")
+        how = "beam {beam_size}, length penalty {length_penalty:g}".format_map(search)
+        typer.echo(f"{part}: BLEU {bleu:.2f} with {how}")
         typer.echo(f"signature: {signature}")
 
+    return report
 
-def count_right(model: Any, batches: Iterable[Any], device: "torch.device") -> tuple[int, int]:
+
+def count_right(model: "nn.Module", batches: Iterable[Any], device: "torch.device") -> tuple[int, int]:
     """Return the number of rows whose most likely label is their first target, and the number of rows."""
     import torch
 
@@ -108,8 +132,8 @@ def count_right(model: Any, batches: Iterable[Any], device: "torch.device") -> t
     with torch.inference_mode():
         for batch in batches:
             logits = model(batch.inputs.to(device), key_padding_mask=batch.key_padding_mask.to(device))
-            wanted = batch.targets.reshape(len(batch.targets), -1)[:, 0]
-            right += int((logits.argmax(-1).cpu() == wanted).sum())
+            expected = batch.targets.reshape(len(batch.targets), -1)[:, 0]
+            right += int((logits.argmax(-1).cpu() == expected).sum())
             count += len(batch.targets)
     return right, count
 
@@ -130,7 +154,7 @@ def translations_of(
     return [dataset.decode(ids) for ids in found]
 
 
-def scorer() -> Any:
+def scorer() -> Callable[[Sequence[str], Sequence[str]], tuple[float, str]]:
     """Return a function from translations and references to their BLEU and its signature.
 
     Raises:

@@ -1,16 +1,18 @@
 """`unrolled export`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from unrolled.cli._output import Force
+from unrolled.cli._options import Force, Runtime, takes_sampling
 
 
+@takes_sampling
 def export(
     run_dir: Annotated[list[Path], typer.Argument(help="Run folder of unrolled train; several with --web.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    *,
     opset: Annotated[int, typer.Option(help="ONNX opset, 20 to 25.")] = 20,
     int8: Annotated[bool, typer.Option("--int8", help="Also write a graph with 8-bit matrices.")] = False,
     fused: Annotated[
@@ -22,17 +24,8 @@ def export(
     ] = False,
     web: Annotated[bool, typer.Option("--web", help="Write a web page that runs the models.")] = False,
     webgpu: Annotated[bool, typer.Option("--webgpu", help="With --web: use WebGPU if available.")] = False,
-    runtime: Annotated[
-        Path | None,
-        typer.Option(help="With --web: folder of onnxruntime-web's files, instead of npm."),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling default of the export, as are the next four.")
-    ] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="See unrolled generate.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="See unrolled generate.")] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="See unrolled generate.")] = 1.0,
+    runtime: Runtime = None,
+    sampling: dict[str, Any],
     force: Force = False,
 ) -> None:
     """Export the best weights of a run as ONNX graphs, with vocabulary and manifest.
@@ -42,24 +35,14 @@ def export(
       unrolled generate book.onnx --engine onnx --prompt "Once upon"
       unrolled export runs/digits runs/digits-softmax page --web
 
-    A graph maps tokens and a state to logits and the next state, for any batch size and length.
+    A graph maps tokens and a state to logits and the next state, for any batch size and length. The
+    sampling options, from --temperature on, become its defaults.
     """
-    from unrolled.cli._models import load_for
     from unrolled.cli._page import write_page
-    from unrolled.data import VOCABULARY_FILE, Vocabulary
-    from unrolled.folders import check_folder, writing_folder
-    from unrolled.interop import onnx
 
-    sampling = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
     if web:
-        for flag, given in {"--int8": int8, "--fused": fused, "--aot": aot}.items():
-            if given:
+        for flag, on in {"--int8": int8, "--fused": fused, "--aot": aot}.items():
+            if on:
                 raise ValueError(f"{flag} cannot be used with --web, whose page runs the plain graph")
         write_page(run_dir, out, force=force, opset=opset, runtime=runtime, webgpu=webgpu, sampling=sampling)
         return
@@ -67,24 +50,24 @@ def export(
         raise ValueError("--webgpu and --runtime require --web")
     if len(run_dir) > 1:
         raise ValueError(f"{len(run_dir)} runs were given, but must be one without --web")
-    (run,) = run_dir
+    _export(run_dir[0], out, force, aot, opset=opset, fused=fused, int8=int8, sampling=sampling)
+
+
+def _export(run: Path, out: Path, force: bool, aot: bool, **options: Any) -> None:
+    """Write the folder of one run; the options are those of `interop.onnx.export`."""
+    from unrolled.cli._models import load_for
+    from unrolled.data import VOCABULARY_FILE, Vocabulary
+    from unrolled.folders import check_folder, writing_folder
+    from unrolled.interop import onnx
+
     vocabulary = Vocabulary.load(run)
     model = load_for("tokens", run)
     vocabulary.check(model.config.vocab_size)
     model = model.float()
     check_folder(out, f"an export of {run}", lambda: onnx.is_export_of(out, model), force=force)
-    written: dict[str, int] = {}
     with writing_folder(out) as folder:
-        manifest = onnx.export(
-            model,
-            folder,
-            opset=opset,
-            fused=fused,
-            int8=int8,
-            vocabulary=run / VOCABULARY_FILE,
-            sampling=sampling,
-        )
-        written = {graph["file"]: graph["bytes"] for graph in manifest.graphs.values()}
+        manifest = onnx.export(model, folder, vocabulary=run / VOCABULARY_FILE, **options)
+        written: dict[str, int] = {graph["file"]: graph["bytes"] for graph in manifest.graphs.values()}
         if aot:
             from unrolled.interop.aot import PACKAGE, export_aot
 

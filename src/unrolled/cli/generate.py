@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from unrolled.cli._output import Force, check_picture, software
+from unrolled.cli._options import Device, Force, refuse, takes_sampling
+from unrolled.cli._output import check_picture, software
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -21,31 +22,17 @@ DEFAULT_IMAGES = 16
 SHOWN = 112  # minimum pixels of an image's longer side
 
 
+@takes_sampling
 def generate(
     run_dir: Annotated[
         Path, typer.Argument(help="Run folder of unrolled train, or folder of unrolled export.")
     ],
+    *,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; by default a line break.")] = None,
     tokens: Annotated[
         int | None, typer.Option(help=f"Maximum number of new tokens; by default {DEFAULT_TOKENS}.")
     ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Below 1 is safer, above 1 wilder, 0 is greedy; by default 1."),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the most likely tokens that together have this probability."),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the tokens at least this fraction as likely as the most likely one."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(help="Above 1 makes tokens that have occurred less likely; by default 1."),
-    ] = None,
+    sampling: dict[str, Any],
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; random by default.")] = None,
     num_samples: Annotated[
         int | None, typer.Option(help=f"Number of samples; by default 1 text or {DEFAULT_IMAGES} images.")
@@ -54,9 +41,7 @@ def generate(
     out: Annotated[
         Path | None, typer.Option(help="PNG file for images; by default RUN_DIR/samples.png.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda if available.")
-    ] = None,
+    device: Device = None,
     engine: Annotated[Engine, typer.Option(help="torch, or onnx for a folder of unrolled export.")] = "torch",
     graph: Annotated[
         str | None, typer.Option(help="With --engine onnx: plain (default), fused or int8.")
@@ -81,56 +66,50 @@ def generate(
     A model of plain ids, such as one trained on the copy task, reads and writes ids separated by spaces.
     """
     from unrolled import generation
-    from unrolled.cli._device import choose
-    from unrolled.cli._models import load_for
     from unrolled.data import Vocabulary
 
-    given: dict[str, Any] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    sampling = {name: value for name, value in given.items() if value is not None}
-    model: Any
-    if engine == "onnx":
-        from unrolled.interop import onnx
-
-        if device not in (None, "cpu"):
-            raise ValueError(f"--device is {device}, but --engine onnx runs on the CPU")
-        model = onnx.load(run_dir, graph or "plain")
-        sampling = model.manifest.sampling | sampling
-    else:
-        if graph is not None:
-            raise ValueError(f"--graph is {graph}, but requires --engine onnx")
-        if (run_dir / "manifest.json").exists() and not (run_dir / "config.json").exists():
-            raise ValueError(f"{run_dir} is a folder of unrolled export: run it with --engine onnx")
     vocabulary = Vocabulary.load(run_dir)
-    if engine == "torch":
-        model = load_for("tokens", run_dir).to(choose(device))
+    model = (_load_graph if engine == "onnx" else _load_run)(run_dir, graph, device)
+    if engine == "onnx":
+        sampling = model.manifest.sampling | sampling
     vocabulary.check(model.config.vocab_size)
     draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
-        if out is not None or force:
-            name = "--out" if out is not None else "--force"
-            raise ValueError(f"{name} is for images, but {run_dir} was not trained on images")
+        refuse({"--out": out, "--force": force or None}, f"images, but {run_dir} was not trained on images")
         if prompt is None and vocabulary.kind == "text":
             prompt = "\n"
         if not prompt:
             raise ValueError("--prompt is missing, but required: this model has no start symbol")
         ids = vocabulary.encode(prompt)
-        n = 1 if num_samples is None else num_samples
         stops = [vocabulary.encode(text) for text in stop or []]
-        _write(vocabulary, draw, prompt or "", ids, _room(model, ids, tokens), n, stops)
+        _write(vocabulary, draw, prompt, ids, _room(model, ids, tokens), num_samples, stops)
     else:
-        for name, value in {"--prompt": prompt, "--tokens": tokens, "--stop": stop}.items():
-            if value is not None and value != []:
-                raise ValueError(f"{name} is for text, but {run_dir} was trained on images")
-        n = DEFAULT_IMAGES if num_samples is None else num_samples
+        texts = {"--prompt": prompt, "--tokens": tokens, "--stop": stop or None}
+        refuse(texts, f"text, but {run_dir} was trained on images")
         sheet = out or run_dir / "samples.png"
         check_picture(sheet, "generate", force)
-        _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, n, sheet)
+        _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, num_samples, sheet)
+
+
+def _load_graph(folder: Path, graph: str | None, device: str | None) -> Any:
+    """Load an exported model."""
+    from unrolled.interop import onnx
+
+    if device not in (None, "cpu"):
+        raise ValueError(f"--device is {device}, but --engine onnx runs on the CPU")
+    return onnx.load(folder, graph or "plain")
+
+
+def _load_run(folder: Path, graph: str | None, device: str | None) -> Any:
+    """Load the model of a run to a device."""
+    from unrolled.cli._device import choose
+    from unrolled.cli._models import load_for
+
+    if graph is not None:
+        raise ValueError(f"--graph is {graph}, but requires --engine onnx")
+    if (folder / "manifest.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{folder} is a folder of unrolled export: run it with --engine onnx")
+    return load_for("tokens", folder).to(choose(device))
 
 
 def _room(model: Any, prompt: list[int], tokens: int | None) -> int:
@@ -160,12 +139,12 @@ def _write(
     prompt: str,
     ids: list[int],
     tokens: int,
-    num_samples: int,
+    num_samples: int | None,
     stops: list[list[int]],
 ) -> None:
     """Print each sample after its prompt: a single one as it is generated, several with separators."""
     draw([ids], 0, stop=stops)  # rejects invalid options before anything is printed
-    if num_samples == 1:
+    if num_samples in (None, 1):
         read = vocabulary.reader()
         typer.echo(prompt, nl=False)
         draw([ids], tokens, stop=stops, on_token=lambda row, token: typer.echo(read(token), nl=False))
@@ -177,7 +156,7 @@ def _write(
 
 
 def _draw_sheet(
-    draw: "partial[list[Tensor]]", shape: list[int], levels: int, num_samples: int, path: Path
+    draw: "partial[list[Tensor]]", shape: list[int], levels: int, num_samples: int | None, path: Path
 ) -> None:
     """Generate images pixel by pixel and write them as a grid to a PNG file."""
     try:
@@ -191,17 +170,18 @@ def _draw_sheet(
     from unrolled.files import write_file
 
     height, width = shape
+    count = DEFAULT_IMAGES if num_samples is None else num_samples
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("generating pixels", total=num_samples * height * width)
-        drawn = draw([[]], height * width, num_samples=num_samples, on_token=lambda *_: bar.advance(task))
+        task = bar.add_task("generating pixels", total=count * height * width)
+        drawn = draw([[]], height * width, num_samples=count, on_token=lambda *_: bar.advance(task))
     zoom = math.ceil(SHOWN / max(height, width))
-    columns = math.ceil(math.sqrt(num_samples))
-    rows = math.ceil(num_samples / columns)
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
     # A grey row and column separate each image from its neighbours.
     images = np.full((rows * columns, height + 1, width + 1), (levels - 1) // 3, np.uint8)
-    images[:num_samples, :-1, :-1] = np.stack([image.reshape(shape).numpy() for image in drawn])
+    images[:count, :-1, :-1] = np.stack([image.reshape(shape).numpy() for image in drawn])
     grid = images.reshape(rows, columns, height + 1, width + 1).swapaxes(1, 2)
     sheet = grid.reshape(rows * (height + 1), -1).repeat(zoom, axis=0).repeat(zoom, axis=1)
     how: Any = {"cmap": "gray", "format": "png", "metadata": software("generate")}
     write_file(path, lambda file: imsave(file, sheet, vmin=0, vmax=levels - 1, **how))
-    typer.echo(f"{num_samples} images in {path}", err=True)
+    typer.echo(f"{count} images in {path}", err=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._output import Force
+from unrolled.cli._options import Force
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from unrolled.cli._output import Force, check_picture, software
+from unrolled.cli._options import Force
+from unrolled.cli._output import check_picture, software
 from unrolled.extras import how_to_install
 
 COLUMNS = (
@@ -168,11 +169,11 @@ def pattern_image(pattern: Any) -> bytes:
 
     heads: dict[str, Any] = {}
     for head, reads in enumerate(pattern):
-        same = next((told for told, other in heads.items() if other.equal(reads)), None)
+        same = next((label for label, other in heads.items() if other.equal(reads)), None)
         if same is not None:
             heads[f"{same}, {head}"] = heads.pop(same)
         else:
             heads[str(head)] = reads
-    titles = [""] if len(heads) == 1 else [f"head{'s' * (',' in told)} {told}" for told in heads]
+    titles = [""] if len(heads) == 1 else [f"head{'s' * (',' in label)} {label}" for label in heads]
     panels = dict(zip(titles, (reads.numpy() for reads in heads.values()), strict=True))
     return plots.png(plots.patterns(plots.LIGHT, panels), software("list"))

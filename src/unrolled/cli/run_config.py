@@ -169,9 +169,9 @@ def _check_fit(
     model: ModelConfig, dataset: data.BaseDataset, model_name: str, follows: Mapping[str, Any]
 ) -> None:
     """Raise ValueError if the fields given to a model are too small for the data set, or need another one."""
-    for attribute, wanted in model.needs.items():
-        if (found := getattr(dataset, attribute)) != wanted:
-            raise ValueError(f"data.{attribute} is {found}, but must be {wanted} for this {model_name}")
+    for attribute, expected in model.needs.items():
+        if (found := getattr(dataset, attribute)) != expected:
+            raise ValueError(f"data.{attribute} is {found}, but must be {expected} for this {model_name}")
     needed = dict(follows)
     length = needed.pop("max_length", None)
     if length is not None and model.n_positions is not None and model.n_positions < length:

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from unrolled.cli._output import Force, is_report
+from unrolled.cli._options import Force
+from unrolled.cli._output import is_report
 
 
 def schema(

@@ -31,7 +31,6 @@ class Layer:
         sequential: sequential operations in training.
         path: longest path between two tokens.
         state: numbers kept to generate one more token; "-" if it cannot generate.
-        exponent: exponent of n in the cost, to compare with a measurement.
         module: the mechanism or kind of module to measure; None if the library has none.
     """
 
@@ -40,28 +39,31 @@ class Layer:
     sequential: str
     path: str
     state: str
-    exponent: str
     module: str | None = None
+
+    @property
+    def exponent(self) -> str:
+        """The exponent of n in the cost, to compare with a measurement."""
+        power = 2 if "n²" in self.cost else 1.5 if "n √n" in self.cost else 1
+        return f"{power} and log" if "log n" in self.cost else f"{power}"
 
 
 LAYERS = (
-    Layer("recurrent (LSTM)", "n d²", "O(n)", "O(n)", "d", "1", "lstm"),
-    Layer("convolution", "k n d²", "O(1)", "O(n / k)", "k d", "1", "convolution"),
-    Layer("convolution, dilated", "k n d²", "O(1)", "O(log_k n)", "k d log_k n", "1"),
-    Layer("convolution, separable", "k n d + n d²", "O(1)", "O(n / k)", "k d", "1", "separable"),
-    Layer("full attention", "n² d", "O(1)", "O(1)", "n d", "2", "softmax"),
-    Layer("restricted to a window", "n w d", "O(1)", "O(n / w)", "w d", "1", "window"),
-    Layer("Longformer", "n (w + g) d", "O(1)", "O(1), by a global token", "(w + g) d", "1", "longformer"),
-    Layer("BigBird", "n (w + g + r) d", "O(1)", "O(1), by a global token", "-", "1", "bigbird"),
-    Layer("Sparse Transformer", "n √n d", "O(1)", "O(1)", "√n d to n d", "1.5", "sparse_transformer"),
-    Layer(
-        "Reformer", "R n c d + R n log n", "O(log n)", "O(log n), by the data", "n d", "1 and log", "reformer"
-    ),
-    Layer("Linformer", "n r d", "O(1)", "O(1)", "-", "1", "linformer"),
-    Layer("Nyströmformer", "n r d", "O(1)", "O(1)", "-", "1", "nystromformer"),
-    Layer("linear attention", "n d²", "O(1), causal O(log n)", "O(1)", "d²", "1", "linear"),
-    Layer("LSTMN", "n² d", "O(n)", "O(1)", "n d", "2"),
-    Layer("Neural Turing Machine", "n N W", "O(n)", "O(1), once written", "N W", "1"),
+    Layer("recurrent (LSTM)", "n d²", "O(n)", "O(n)", "d", "lstm"),
+    Layer("convolution", "k n d²", "O(1)", "O(n / k)", "k d", "convolution"),
+    Layer("convolution, dilated", "k n d²", "O(1)", "O(log_k n)", "k d log_k n"),
+    Layer("convolution, separable", "k n d + n d²", "O(1)", "O(n / k)", "k d", "separable"),
+    Layer("full attention", "n² d", "O(1)", "O(1)", "n d", "softmax"),
+    Layer("restricted to a window", "n w d", "O(1)", "O(n / w)", "w d", "window"),
+    Layer("Longformer", "n (w + g) d", "O(1)", "O(1), by a global token", "(w + g) d", "longformer"),
+    Layer("BigBird", "n (w + g + r) d", "O(1)", "O(1), by a global token", "-", "bigbird"),
+    Layer("Sparse Transformer", "n √n d", "O(1)", "O(1)", "√n d to n d", "sparse_transformer"),
+    Layer("Reformer", "R n c d + R n log n", "O(log n)", "O(log n), by the data", "n d", "reformer"),
+    Layer("Linformer", "n r d", "O(1)", "O(1)", "-", "linformer"),
+    Layer("Nyströmformer", "n r d", "O(1)", "O(1)", "-", "nystromformer"),
+    Layer("linear attention", "n d²", "O(1), causal O(log n)", "O(1)", "d²", "linear"),
+    Layer("LSTMN", "n² d", "O(n)", "O(1)", "n d"),
+    Layer("Neural Turing Machine", "n N W", "O(n)", "O(1), once written", "N W"),
 )
 
 
@@ -100,7 +102,7 @@ def table(
     typer.echo(SYMBOLS)
     typer.echo(COUNTED)
     if measure:
-        typer.echo(f"Measured: {layer_times.TOLD}, at {', '.join(map(str, chosen))} tokens.")
+        typer.echo(f"Measured: {layer_times.SETUP}, at {', '.join(map(str, chosen))} tokens.")
 
 
 def cells(times: dict[str, float] | None = None) -> list[list[str]]:

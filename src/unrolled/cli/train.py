@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._output import Force
+from unrolled.cli._options import DataDir, Device, Force
 
 if TYPE_CHECKING:
     import torch
 
     from unrolled.cli.run_config import Run
-    from unrolled.training import Forecast
+    from unrolled.training import Forecast, TrainResult
 
 
 def train(
@@ -22,15 +22,11 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="A YAML file with the sections data, model, train and run_dir.")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Where data files are kept; the same as data.data_dir=...")
-    ] = None,
+    data_dir: DataDir = None,
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on from the last checkpoint, or begin again.")
     ] = True,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where there is one.")
-    ] = None,
+    device: Device = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Make ten steps in memory, tell what the run takes, write nothing."),
@@ -82,8 +78,6 @@ def train(
       run.yaml                         all settings, to be used as such a file
       vocabulary.json                  what the token ids stand for
     """
-    import math
-
     import torch
 
     from unrolled import training
@@ -106,8 +100,7 @@ def train(
     model: Any = run.kind(run.model)
     where = choose(device)
     model.to(where)
-    vocabulary = run.dataset.vocabulary
-    vocabulary.attach(model)
+    run.dataset.vocabulary.attach(model)
 
     if dry_run:
         _print(training.dry_run(model, run.dataset, run.train, run.run_dir, resume=resume), run, where)
@@ -119,25 +112,33 @@ def train(
             for file in (CONFIG_FILE, WEIGHTS_FILE, VOCABULARY_FILE):  # those of an earlier run
                 (run.run_dir / file).unlink(missing_ok=True)
 
-    typer.echo(
-        f"{sum(x.numel() for x in model.parameters()):,} parameters, run folder {run.run_dir}", err=True
-    )
+    parameters = sum(x.numel() for x in model.parameters())
+    typer.echo(f"{parameters:,} parameters, run folder {run.run_dir}", err=True)
     result = training.train(
         model, run.dataset, run.train, run.run_dir, resume=resume, tensorboard=tensorboard, on_start=start
     )
+    _report(result, run)
+
+
+def _report(result: "TrainResult", run: "Run") -> None:
+    """Print the best loss of a training, and the command that uses the model."""
+    import math
+
+    from unrolled.cli import run_config
+
+    vocabulary, task = run.dataset.vocabulary, run.dataset.task
     if result.best_val is not None:
         bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
-        unit = run_config.unit(run.dataset.task, run.kind)
+        unit = run_config.unit(task, run.kind)
         typer.echo(f"best validation loss {result.best_val:.3f} {unit}{bits}", err=True)
     result.raise_if_interrupted()
-    if run.dataset.task == "translation":
-        typer.echo(f'translate by it: unrolled translate {run.run_dir} "..."', err=True)
-        return
-    if run.dataset.task != "tokens":
+    if task == "tokens":
+        prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""
+        typer.echo(f"generate with it: unrolled generate {run.run_dir}{prompt}", err=True)
+    elif task == "translation":
+        typer.echo(f'translate with it: unrolled translate {run.run_dir} "..."', err=True)
+    else:
         typer.echo(f"use it: unrolled.models.load('{run.run_dir}')", err=True)
-        return
-    prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""
-    typer.echo(f"draw from it: unrolled generate {run.run_dir}{prompt}", err=True)
 
 
 def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from unrolled.cli._options import Device
+
 
 def translate(
     run_dir: Annotated[Path, typer.Argument(help="Run folder of unrolled train.")],
@@ -24,9 +26,7 @@ def translate(
         int | None,
         typer.Option(help="Print the n best translations of each sentence, each after its score and a tab."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda if available.")
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Translate sentences with the best weights of a run, one translation per line.
 

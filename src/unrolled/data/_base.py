@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from unrolled.contract import Batch, Split
 from unrolled.data._vocabulary import Vocabulary
@@ -52,7 +52,7 @@ class BaseDataset(Checked, ABC):
         return type(self).__module__.rpartition(".")[2]
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """The values of its options, by name."""
         return {field.name: vars(self)[field.name] for field in fields(self)}  # type: ignore[arg-type]
 

@@ -20,11 +20,12 @@ the results are the same only for a `length_penalty` of 0, and n-grams of the pr
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
+from unrolled.contract import VocabularyConfig
 from unrolled.generation._mode import drawing_mode
 from unrolled.generation._ngrams import end_with, repeated
 from unrolled.generation._stops import Stop, stop_sequences
@@ -37,10 +38,23 @@ MOST_BEAMS = 10_000
 EarlyStopping = bool | Literal["never"]
 
 
-class Steps(Protocol):
-    """What `beam_search` needs of a model."""
+class BeamOptions(TypedDict, total=False):
+    """Keyword arguments of `beam_search`, except `max_new_tokens`."""
 
-    config: Any
+    beam_size: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    min_new_tokens: int
+    no_repeat_ngram_size: int
+    stop: Stop
+
+
+class Steps(Protocol):
+    """A model that `beam_search` can run."""
+
+    @property
+    def config(self) -> VocabularyConfig:
+        """The config of the model."""
 
     def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Read one token per row [B]; return logits [B, V] and the next state."""
@@ -109,102 +123,139 @@ def beam_search(
     if logits.dim() != 2:
         raise ValueError(f"logits has shape {list(logits.shape)}, but must be [B, V]")
     B, V = logits.shape
-    _check(beam_size, length_penalty, early_stopping, min_new_tokens, no_repeat_ngram_size)
-    limits = _limits(max_new_tokens, min_new_tokens, B)
-    stops = stop_sequences(stop, V)
-    found: list[list[Hypothesis]] = [[] for _ in range(B)]
-    if B == 0 or max(limits) == 0:
-        return found
-
-    def is_over(row: int, length: int, best: float) -> bool:
-        """Whether a row is finished after so many tokens; `best` is the log p of the most likely prefix."""
-        if len(found[row]) < beam_size or early_stopping is True:
-            return len(found[row]) == beam_size
-        reach = limits[row] if early_stopping == "never" else length
-        return best / penalty(reach, length_penalty) <= found[row][-1].score
-
+    search = _Search(
+        V, beam_size, length_penalty, early_stopping, min_new_tokens, no_repeat_ngram_size,
+        stop_sequences(stop, V), _limits(max_new_tokens, min_new_tokens, B), [[] for _ in range(B)],
+    )  # fmt: skip
+    search.check()
+    if B == 0 or max(search.limits) == 0:
+        return search.found
     with drawing_mode(model):
         device = logits.device
-        rows = [row for row in range(B) if limits[row]]  # unfinished rows, in batch order
-        K = 1  # prefixes per row: first the empty one, then beam_size
-        ranked = beam_size * (1 + len({ids[-1] for ids in stops}))  # enough for beam_size unfinished ones
+        rows = [row for row in range(B) if search.limits[row]]
         if len(rows) < B:
             kept = torch.tensor(rows, device=device)
             logits, state = logits[kept], select(state, kept)
         tokens = torch.empty(len(rows), 1, 0, dtype=torch.long, device=device)
-        log_probs = torch.zeros(len(rows), 1, dtype=torch.float64, device=device)  # -inf: no prefix here
+        beam = _Beam(rows, tokens, torch.zeros(len(rows), 1, dtype=torch.float64, device=device))
         while True:
-            n, length = len(rows), tokens.shape[2] + 1
-            nothing = (log_probs == -torch.inf).unsqueeze(2)  # ignore logits after a missing prefix
-            following = logits.double().log_softmax(-1).view(n, K, V).masked_fill(nothing, 0)
-            if following.isnan().any():
-                raise ValueError(
-                    f"the logits of new token {length} hold NaN, infinity or nothing but minus infinity: "
-                    "nothing is likeliest"
-                )
-            for ids in stops:
-                if length - len(ids) < min_new_tokens:
-                    following[..., ids[-1]].masked_fill_(end_with(tokens, ids[:-1]), -torch.inf)
-            if no_repeat_ngram_size:
-                following.masked_fill_(repeated(tokens, no_repeat_ngram_size, V), -torch.inf)
-
-            following = (log_probs.unsqueeze(2) + following).flatten(1)
-            log_probs, place = following.topk(min(ranked, K * V), dim=1)
-            parents, token = place // V, place % V
-            tokens = tokens.gather(1, parents.unsqueeze(2).expand(-1, -1, length - 1))
-            tokens = torch.cat([tokens, token.unsqueeze(2)], dim=2)
-            ended = torch.tensor([limits[row] == length for row in rows], device=device).unsqueeze(1)
-            for ids in stops:
-                ended = ended | end_with(tokens, ids)
-
-            for i, k in (ended & (log_probs > -torch.inf))[:, :beam_size].nonzero().tolist():
-                log_prob = log_probs[i, k].item()
-                score = log_prob / penalty(length, length_penalty)
-                found[rows[i]].append(Hypothesis(tokens[i, k].cpu(), log_prob, score))
-            for row in rows:
-                found[row] = sorted(found[row], key=lambda h: -h.score)[:beam_size]
-            beam, chosen = log_probs.masked_fill(ended, -torch.inf).topk(min(beam_size, K * V), dim=1)
-            going = [
-                i
-                for i, (row, best) in enumerate(zip(rows, beam[:, 0].tolist(), strict=True))
-                if best > -torch.inf and not is_over(row, length, best)
-            ]
+            ranked, parents = search.extend(beam, search.log_probs(beam, logits))
+            ended = search.collect(ranked)
+            going, chosen, log_probs = search.prune(ranked, ended)
             if not going:
                 break
             kept = torch.tensor(going, device=device)
             at = kept.unsqueeze(1), chosen[kept]
+            K = beam.tokens.shape[1]
             state = select(state, (K * at[0] + parents[at]).flatten())
-            tokens, log_probs, rows, K = tokens[at], beam[kept], [rows[i] for i in going], beam.shape[1]
-            logits, state = model.step(tokens[..., -1].flatten(), state)
-    # Copies, made here, since a tensor of inference mode could be no input of training.
-    return [[h._replace(tokens=h.tokens.clone()) for h in hypotheses] for hypotheses in found]
+            beam = _Beam([beam.rows[i] for i in going], ranked.tokens[at], log_probs[kept])
+            logits, state = model.step(beam.tokens[..., -1].flatten(), state)
+    # Clones, made outside inference mode: a tensor created inside could not be an input of training.
+    return [[h._replace(tokens=h.tokens.clone()) for h in hypotheses] for hypotheses in search.found]
 
 
-def _check(
-    beam_size: int,
-    length_penalty: float,
-    early_stopping: EarlyStopping,
-    min_new_tokens: int,
-    no_repeat_ngram_size: int,
-) -> None:
-    """Reject options that are out of range for any model."""
-    if at_least(1, "beam_size", beam_size) > MOST_BEAMS:
-        raise ValueError(f"beam_size is {beam_size}, but must be at most {MOST_BEAMS}")
-    if not (is_number(length_penalty) and length_penalty >= 0):
-        raise ValueError(f"length_penalty is {length_penalty!r}, but must be a number of at least 0")
-    if not isinstance(early_stopping, bool) and early_stopping != "never":
-        raise ValueError(f"early_stopping is {early_stopping!r}, but must be True, False or 'never'")
-    at_least(0, "min_new_tokens", min_new_tokens)
-    at_least(0, "no_repeat_ngram_size", no_repeat_ngram_size)
+class _Beam(NamedTuple):
+    """K prefixes for each of n unfinished rows."""
+
+    rows: list[int]  # in batch order
+    tokens: Tensor  # [n,K,L]
+    log_probs: Tensor  # [n,K]; minus infinity for a missing prefix
+
+
+class _Search(NamedTuple):
+    """The options of a search, and the hypotheses found so far."""
+
+    vocab_size: int
+    beam_size: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    min_new_tokens: int
+    no_repeat_ngram_size: int
+    stops: list[list[int]]
+    limits: list[int]  # the maximum number of new tokens of each row
+    found: list[list[Hypothesis]]  # of each row, best score first
+
+    def check(self) -> None:
+        """Reject options that are out of range for any model."""
+        if at_least(1, "beam_size", self.beam_size) > MOST_BEAMS:
+            raise ValueError(f"beam_size is {self.beam_size}, but must be at most {MOST_BEAMS}")
+        if not (is_number(self.length_penalty) and self.length_penalty >= 0):
+            raise ValueError(f"length_penalty is {self.length_penalty!r}, but must be a number of at least 0")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'")
+        at_least(0, "no_repeat_ngram_size", self.no_repeat_ngram_size)
+
+    def log_probs(self, beam: _Beam, logits: Tensor) -> Tensor:
+        """Compute log p of each next token `[n,K,V]`; minus infinity for those not allowed."""
+        n, K, L = beam.tokens.shape
+        missing = (beam.log_probs == -torch.inf).unsqueeze(2)  # their logits are meaningless
+        following = logits.double().log_softmax(-1).view(n, K, self.vocab_size).masked_fill(missing, 0)
+        if following.isnan().any():
+            raise ValueError(
+                f"logits of new token {L + 1} hold NaN, +inf or only -inf, but must define a distribution"
+            )
+        for ids in self.stops:
+            if L + 1 - len(ids) < self.min_new_tokens:
+                following[..., ids[-1]].masked_fill_(end_with(beam.tokens, ids[:-1]), -torch.inf)
+        if self.no_repeat_ngram_size:
+            seen = repeated(beam.tokens, self.no_repeat_ngram_size, self.vocab_size)
+            following.masked_fill_(seen, -torch.inf)
+        return following
+
+    def extend(self, beam: _Beam, following: Tensor) -> tuple[_Beam, Tensor]:
+        """Return the most likely extensions, and the index of the prefix of each.
+
+        There are enough that beam_size of them are unfinished: at most one per prefix ends with each stop.
+        """
+        total = (beam.log_probs.unsqueeze(2) + following).flatten(1)
+        most = self.beam_size * (1 + len({ids[-1] for ids in self.stops}))
+        log_probs, place = total.topk(min(most, total.shape[1]), dim=1)
+        parents, token = place // self.vocab_size, place % self.vocab_size
+        tokens = beam.tokens.gather(1, parents.unsqueeze(2).expand(-1, -1, beam.tokens.shape[2]))
+        return _Beam(beam.rows, torch.cat([tokens, token.unsqueeze(2)], dim=2), log_probs), parents
+
+    def collect(self, ranked: _Beam) -> Tensor:
+        """Make hypotheses of the finished ones among the first beam_size; return which have finished."""
+        length, device = ranked.tokens.shape[2], ranked.tokens.device
+        ended = torch.tensor([self.limits[row] == length for row in ranked.rows], device=device).unsqueeze(1)
+        for ids in self.stops:
+            ended = ended | end_with(ranked.tokens, ids)
+        for i, k in (ended & (ranked.log_probs > -torch.inf))[:, : self.beam_size].nonzero().tolist():
+            log_prob = ranked.log_probs[i, k].item()
+            score = log_prob / penalty(length, self.length_penalty)
+            self.found[ranked.rows[i]].append(Hypothesis(ranked.tokens[i, k].cpu(), log_prob, score))
+        for row in ranked.rows:
+            self.found[row] = sorted(self.found[row], key=lambda h: -h.score)[: self.beam_size]
+        return ended
+
+    def prune(self, ranked: _Beam, ended: Tensor) -> tuple[list[int], Tensor, Tensor]:
+        """Return the rows that go on, and the indices and log p of the beam_size best unfinished prefixes."""
+        unfinished = ranked.log_probs.masked_fill(ended, -torch.inf)
+        log_probs, chosen = unfinished.topk(min(self.beam_size, unfinished.shape[1]), dim=1)
+        length = ranked.tokens.shape[2]
+        going = [
+            i
+            for i, (row, best) in enumerate(zip(ranked.rows, log_probs[:, 0].tolist(), strict=True))
+            if best > -torch.inf and not self._is_over(row, length, best)
+        ]
+        return going, chosen, log_probs
+
+    def _is_over(self, row: int, length: int, best: float) -> bool:
+        """Whether a row is finished after `length` tokens; `best` is log p of its most likely prefix."""
+        if len(self.found[row]) < self.beam_size or self.early_stopping is True:
+            return len(self.found[row]) == self.beam_size
+        reach = self.limits[row] if self.early_stopping == "never" else length
+        return best / penalty(reach, self.length_penalty) <= self.found[row][-1].score
 
 
 def _limits(max_new_tokens: int | Sequence[int], min_new_tokens: int, rows: int) -> list[int]:
     """Return the maximum number of new tokens per row."""
+    at_least(0, "min_new_tokens", min_new_tokens)
     given = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens]
     limits = given if isinstance(max_new_tokens, Sequence) else given * rows
     if len(limits) != rows or any(type(limit) is not int or limit < 0 for limit in given):
         raise ValueError(
-            f"max_new_tokens is {max_new_tokens}, but must be at least 0, one whole number or {rows} of them"
+            f"max_new_tokens is {max_new_tokens}, but must be a whole number of at least 0, or {rows} of them"
         )
     if given and min_new_tokens > min(given):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Prefill once, fork, then step: generation from any model that runs as a recurrence."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ def generate(
             f"prompt_ids is a {type(prompt_ids).__name__}, but must be ids [B, T] or B sequences"
         )
     vocab_size = int(model.config.vocab_size)
-    start = vocab_size if getattr(model.config, "start_token", False) else None
+    start = vocab_size if model.config.start_token else None
     prompts = _prompts(prompt_ids, vocab_size, start)
     stops = stop_sequences(stop, vocab_size)
     check_integers(0, max_new_tokens=max_new_tokens)
@@ -83,39 +83,27 @@ def generate(
         )
     generators = _generators(seed, len(prompts), num_samples)
 
-    def draw(logits: Tensor, seen: Tensor, generators: list[torch.Generator]) -> Tensor:
-        logits = logits.double()
-        if repetition_penalty != 1.0:
-            logits = sampling.repetition_penalty(logits, seen, repetition_penalty)
-        logits = sampling.temperature(logits, temperature)
-        if top_k is not None:
-            logits = sampling.top_k(logits, top_k)
-        if top_p is not None:
-            logits = sampling.top_p(logits, top_p)
-        if min_p is not None:
-            logits = sampling.min_p(logits, min_p)
-        return sampling.sample(logits, generators)
-
-    draw(
-        torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.bool), []
-    )  # rejects invalid options before any work
+    sampler = _Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampler(torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.bool), [])  # checks the options before any work
 
     rows: list[list[int]] = [[] for _ in generators]
     if not rows or max_new_tokens == 0:
         return [torch.tensor(row, dtype=torch.long) for row in rows]
 
+    def goes_on(row: int, token: int) -> bool:
+        """Append a token to a row; return whether the row needs more."""
+        rows[row].append(token)
+        ended = on_token is not None and on_token(row, token) is False
+        ended = ended or any(rows[row][-len(ids) :] == ids for ids in stops)
+        return not ended and len(rows[row]) < max_new_tokens
+
     with drawing_mode(model):
         logits, seen, state = _prefill(model, prompts, num_samples)
         active = list(range(len(rows)))  # unfinished rows, in batch order
         while True:
-            tokens = draw(logits, seen, [generators[row] for row in active])
-            going = []
-            for index, (row, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
-                rows[row].append(token)
-                ended = on_token is not None and on_token(row, token) is False
-                ended = ended or any(rows[row][-len(ids) :] == ids for ids in stops)
-                if not ended and len(rows[row]) < max_new_tokens:
-                    going.append(index)
+            tokens = sampler(logits, seen, [generators[row] for row in active])
+            sampled = enumerate(zip(active, tokens.tolist(), strict=True))
+            going = [index for index, (row, token) in sampled if goes_on(row, token)]
             if not going:
                 break
             seen.scatter_(1, tokens.unsqueeze(1), True)
@@ -125,6 +113,30 @@ def generate(
                 active = [active[index] for index in going]
             logits, state = model.step(tokens, state)
     return [torch.tensor(row, dtype=torch.long) for row in rows]
+
+
+class _Sampler(NamedTuple):
+    """The options of sampling; see `sampling`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+
+    def __call__(self, logits: Tensor, seen: Tensor, generators: list[torch.Generator]) -> Tensor:
+        """Sample a token for each row of `logits [N, V]`."""
+        logits = logits.double()
+        if self.repetition_penalty != 1.0:
+            logits = sampling.repetition_penalty(logits, seen, self.repetition_penalty)
+        logits = sampling.temperature(logits, self.temperature)
+        if self.top_k is not None:
+            logits = sampling.top_k(logits, self.top_k)
+        if self.top_p is not None:
+            logits = sampling.top_p(logits, self.top_p)
+        if self.min_p is not None:
+            logits = sampling.min_p(logits, self.min_p)
+        return sampling.sample(logits, generators)
 
 
 def _prefill(model: Recurrent, prompts: list[Tensor], num_samples: int) -> tuple[Tensor, Tensor, Any]:
@@ -149,26 +161,28 @@ def _prompts(
     """Check the prompts; return them as 1-D int64 tensors, with the start symbol in front if there is one."""
     if isinstance(prompt_ids, Tensor) and prompt_ids.dim() != 2:
         shape = tuple(prompt_ids.shape)
-        raise ValueError(f"prompt_ids must be [B, T] or a list of prompts, found shape {shape}")
+        raise ValueError(f"prompt_ids has shape {shape}, but must be [B, T], or a list of prompts")
     prompts = []
     for index, given in enumerate(prompt_ids):
         if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
-            raise ValueError(f"prompt_ids[{index}] must be a sequence of token ids, found {given!r}")
+            raise ValueError(f"prompt_ids[{index}] is {given!r}, but must be a sequence of token ids")
         prompt = on_cpu(f"prompt_ids[{index}]", given)
         if prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise ValueError(
-                f"prompt_ids[{index}] must be a 1-D sequence of whole numbers, "
-                f"found shape {tuple(prompt.shape)} of {prompt.dtype}"
+                f"prompt_ids[{index}] is {prompt.dtype} of shape {tuple(prompt.shape)}, "
+                "but must be whole numbers [T]"
             )
         prompt = prompt.long()
         if start is not None and (not len(prompt) or prompt[0] != start):
             prompt = torch.cat([torch.tensor([start]), prompt])
         if not len(prompt):
-            raise ValueError(f"prompt_ids[{index}] is empty, and this model has no start symbol")
+            raise ValueError(f"prompt_ids[{index}] is empty, but this model has no start symbol")
         ids = prompt if start is None else prompt[1:]
         if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
             wrong = ids[(ids < 0) | (ids >= vocab_size)][0].item()
-            raise ValueError(f"prompt_ids[{index}] holds the token id {wrong}, outside [0, {vocab_size})")
+            raise ValueError(
+                f"prompt_ids[{index}] holds the token id {wrong}, but must be in [0, {vocab_size})"
+            )
         prompts.append(prompt)
     return prompts
 

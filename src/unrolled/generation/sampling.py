@@ -27,7 +27,7 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
         penalty: above 0; 1 changes nothing, above 1 discourages repetition, below 1 encourages it.
     """
     if not (is_number(penalty) and penalty > 0):
-        raise ValueError(f"repetition_penalty must be a finite number above 0, not {penalty!r}")
+        raise ValueError(f"repetition_penalty is {penalty!r}, but must be a finite number above 0")
     _check_logits(logits)
     check_tensor("seen", seen)
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
@@ -40,7 +40,7 @@ def temperature(logits: Tensor, value: float) -> Tensor:
     At 0, the limit, it is greedy decoding: only the most likely token remains.
     """
     if not (is_number(value) and value >= 0):
-        raise ValueError(f"temperature must be a finite number of at least 0, not {value!r}")
+        raise ValueError(f"temperature is {value!r}, but must be a finite number of at least 0")
     _check_logits(logits)
     if value == 0:
         return top_k(logits, 1)
@@ -51,7 +51,7 @@ def temperature(logits: Tensor, value: float) -> Tensor:
 def top_k(logits: Tensor, k: int) -> Tensor:
     """Keep the k most likely tokens, or all of them where k >= V (Fan et al. 2018, arXiv 1805.04833)."""
     if type(k) is not int or k < 1:
-        raise ValueError(f"top_k must be an integer of at least 1, not {k!r}")
+        raise ValueError(f"top_k is {k!r}, but must be an integer of at least 1")
     _check_logits(logits)
     if k >= logits.shape[-1]:
         return logits
@@ -67,7 +67,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     Holtzman et al. 2020, arXiv 1904.09751, equation 2. The token that crosses p is kept, so one always is.
     """
     if not (is_number(p) and 0 < p <= 1):
-        raise ValueError(f"top_p must be in (0, 1], not {p!r}")
+        raise ValueError(f"top_p is {p!r}, but must be in (0, 1]")
     _check_logits(logits)
     if p == 1:
         return logits  # a sum of probabilities may round to 1 before the last of them
@@ -83,7 +83,7 @@ def min_p(logits: Tensor, p: float) -> Tensor:
     Nguyen et al. 2024, arXiv 2407.01082. In logits: x >= max x + ln p.
     """
     if not (is_number(p) and 0 <= p <= 1):
-        raise ValueError(f"min_p must be in [0, 1], not {p!r}")
+        raise ValueError(f"min_p is {p!r}, but must be in [0, 1]")
     _check_logits(logits)
     if p == 0:
         return logits
@@ -109,13 +109,13 @@ def sample(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     _check_logits(logits)
     if len(generators) != logits.shape[0]:
         raise ValueError(
-            f"generators must hold one per row of logits {tuple(logits.shape)}, not {len(generators)}"
+            f"generators has {len(generators)}, but must have one per row of logits {tuple(logits.shape)}"
         )
     cumulative = logits.double().softmax(-1).cumsum(-1)
     total = cumulative[..., -1:]
     if total.isnan().any():
         row = int(total.squeeze(-1).isnan().nonzero()[0])
-        raise ValueError(f"logits of row {row} hold NaN, +inf or only -inf, so there is nothing to draw from")
+        raise ValueError(f"logits of row {row} hold NaN, +inf or only -inf, but must define a distribution")
     draws = [torch.rand((), dtype=torch.float64, generator=generator).item() for generator in generators]
     threshold = total * torch.tensor(draws, dtype=torch.float64, device=logits.device).unsqueeze(-1)
     # The first token whose cumulative mass is above the threshold: never one of probability 0.

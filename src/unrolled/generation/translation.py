@@ -1,26 +1,35 @@
 """Translation: beam search with an encoder-decoder."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.generation._mode import drawing_mode
-from unrolled.generation.beam import Hypothesis, Steps, beam_search
+from unrolled.generation.beam import BeamOptions, Hypothesis, Steps, beam_search
 from unrolled.ops.checks import on_cpu
 
 MORE_THAN_SOURCE = 50  # tokens that a translation may be longer than its source (Vaswani et al., section 6.1)
 
 
+class SearchOptions(BeamOptions, total=False):
+    """Keyword arguments of `n_best`."""
+
+    max_new_tokens: int | None
+    batch_size: int
+
+
 class Translates(Steps, Protocol):
-    """What `translate` needs of a model; its `config` has `vocab_size`, the id of the start symbol."""
+    """A model that `translate` can run."""
 
     def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
         """Read the sources [B, S]; return the state before the first token of their translations."""
 
 
-def translate(model: Translates, sources: Sequence[Tensor | Sequence[int]], **options: Any) -> list[Tensor]:
+def translate(
+    model: Translates, sources: Sequence[Tensor | Sequence[int]], **options: Unpack[SearchOptions]
+) -> list[Tensor]:
     """Translate each source to the best hypothesis of a beam search.
 
     Args:
@@ -45,7 +54,7 @@ def n_best(
     *,
     max_new_tokens: int | None = None,
     batch_size: int = 32,
-    **options: Any,
+    **options: Unpack[BeamOptions],
 ) -> list[list[Hypothesis]]:
     """Translate each source to all hypotheses of a beam search.
 

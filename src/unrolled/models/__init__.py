@@ -4,11 +4,7 @@ from pathlib import Path
 
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
-from unrolled.models.encoder_decoder import (
-    EncoderDecoder,
-    EncoderDecoderConfig,
-    EncoderDecoderState,
-)
+from unrolled.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, EncoderDecoderState
 from unrolled.models.lstmn_seq2seq import (
     DeepLSTMNSeq2Seq,
     DeepLSTMNSeq2SeqConfig,

@@ -15,6 +15,7 @@ from unrolled.attention import MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.models.config import Activation, TransformerConfig
 from unrolled.ops.dense import Linear
+from unrolled.ops.state import Parts
 
 INIT_STD = 0.02  # of every weight that starts random
 Attention = MultiHeadAttention[Any, Any]  # of any mechanism, with a state of its own type
@@ -95,13 +96,13 @@ class Block(nn.Module):
         return self._after(x, self.attention(self._before(x), **masks))
 
     def prefill(
-        self, x: Tensor, state: object, *, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, object]:
+        self, x: Tensor, state: Parts, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Parts]:
         """[B, T, d_model] -> [B, T, d_model], from a state to a state."""
         y, state = self.attention.prefill(self._before(x), state, key_padding_mask=key_padding_mask)
         return self._after(x, y), state
 
-    def step(self, x: Tensor, state: object) -> tuple[Tensor, object]:
+    def step(self, x: Tensor, state: Parts) -> tuple[Tensor, Parts]:
         """[B, d_model] -> [B, d_model], from a state to a state."""
         y, state = self.attention.step(self._before(x), state)
         return self._after(x, y), state

@@ -10,6 +10,7 @@ from unrolled import attention
 from unrolled.contract import UnsupportedError
 from unrolled.models.blocks import Attention, FeedForward, make_attention, make_norm
 from unrolled.models.config import TransformerConfig
+from unrolled.ops.state import Parts
 
 
 class DecoderBlock(nn.Module):
@@ -35,13 +36,13 @@ class DecoderBlock(nn.Module):
         read = partial(self.cross, key=memory, key_padding_mask=key_padding_mask)
         return self._finish(self._add(x, self.cross_norm, read))
 
-    def prefill(self, x: Tensor, memory: object, state: object) -> tuple[Tensor, object]:
+    def prefill(self, x: Tensor, memory: Parts, state: Parts) -> tuple[Tensor, Parts]:
         """[B, T, d_model] -> [B, T, d_model], from a state to a state; `memory` comes from `cross.read`."""
         y, state = self.attention.prefill(self._before(x, self.attention_norm), state)
         x = self._after(x, y, self.attention_norm)
         return self._finish(self._add(x, self.cross_norm, partial(self.cross.recall, memory=memory))), state
 
-    def step(self, x: Tensor, memory: object, state: object) -> tuple[Tensor, object]:
+    def step(self, x: Tensor, memory: Parts, state: Parts) -> tuple[Tensor, Parts]:
         """[B, d_model] -> [B, d_model], from a state to a state."""
         y, state = self.attention.step(self._before(x, self.attention_norm), state)
         x = self._after(x, y, self.attention_norm).unsqueeze(1)

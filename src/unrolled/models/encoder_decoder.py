@@ -104,7 +104,7 @@ class EncoderDecoderState(NamedTuple):
     """The state of decoding: the source as projected for each layer, and each layer's state of the target."""
 
     position: Tensor  # [B] long, the target tokens read so far
-    memory: tuple[object, ...]  # of each layer, see `MultiHeadAttention.read`; it never changes
+    memory: States  # of each layer, see `MultiHeadAttention.read`; it never changes
     layers: States  # the state of each layer's self-attention
 
 

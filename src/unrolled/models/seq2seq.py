@@ -18,7 +18,7 @@ from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
-State = TypeVar("State")
+State = TypeVar("State", bound=tuple[object, ...])
 
 
 @dataclass

@@ -12,8 +12,9 @@ from unrolled.models.blocks import Block, Masks, make_norm, tie_layers
 from unrolled.models.config import TransformerConfig
 from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.masks import without_padding
+from unrolled.ops.state import Parts
 
-States = tuple[object, ...]
+States = tuple[Parts, ...]
 """One state per block."""
 
 
@@ -89,7 +90,7 @@ class Stack(nn.Module):
         x, blocks = self._enter(x), self.layers
         if len(states) != len(blocks):
             raise ValueError(f"states has {len(states)} entries, but must have {len(blocks)}, one per block")
-        after: list[object] = []
+        after: list[Parts] = []
         while (i := len(after)) < len(blocks):
             # as many blocks as the fused kernel takes, else one
             x, several = fused.step(blocks[i:], x, states[i:])

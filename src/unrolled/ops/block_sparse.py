@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape, transforming
+from unrolled.ops.checks import check_qkv, shape, transforming
 from unrolled.ops.masks import without_padding
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 
@@ -63,7 +63,7 @@ def block_sparse_attention(
     Raises:
         ValueError: an argument of another shape or type.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask)
     C, K = block_size
     if C < 1 or K < 1:
         raise ValueError(f"block_size is {block_size}, but both lengths must be at least 1")
@@ -75,7 +75,6 @@ def block_sparse_attention(
             f"blocks is {blocks.dtype} of shape {shape(blocks)}, but must be torch.int64 [{B}, {H}, {N}, L]"
         )
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
     q, k, v, out_dtype = *promoted(q, k, v), v.dtype
     dtype, L = accumulation_dtype(q.dtype), blocks.shape[3]
@@ -110,7 +109,7 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*inputs)
         return _attend_by_groups(*inputs)
 

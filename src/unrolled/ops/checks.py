@@ -10,14 +10,24 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Require `q [B,T,H,R]`, `k [B,S,G,R]`, `v [B,S,G,M]` with H a multiple of G."""
+def check_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Require `q [B,T,H,R]`, `k [B,S,G,R]`, `v [B,S,G,M]` with H a multiple of G, and masks that fit."""
     _check_heads(q, k, v, 4, "must have four axes: batch, length, heads, width", "T, ")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
+    if key_padding_mask is not None:
+        check_key_padding_mask(key_padding_mask, *k.shape[:2])
 
 
 def check_step(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Require `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]` with H a multiple of G: one token of each."""
-    _check_heads(q, k, v, 3, "a step wants three axes: batch, heads, width", "")
+    _check_heads(q, k, v, 3, "must have three axes: batch, heads, width", "")
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, n_axes: int, axes: str, length: str) -> None:
@@ -31,14 +41,12 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, n_axes: int, axes: str, length
             raise ValueError(f"{name} has dtype {x.dtype}, but must be a floating-point tensor")
     B, *_, G, R = k.shape
     if q.shape[0] != B or q.shape[-1] != R:
-        raise ValueError(f"q has shape {shape(q)}, but k {shape(k)} wants q [{B}, {length}H, {R}]")
+        raise ValueError(f"q has shape {shape(q)}, but must be [{B}, {length}H, {R}] for k {shape(k)}")
     if v.shape[:-1] != k.shape[:-1]:
-        wanted = ", ".join(map(str, [*k.shape[:-1], "M"]))
-        raise ValueError(f"v has shape {shape(v)}, but k {shape(k)} wants v [{wanted}]")
+        sizes = ", ".join(map(str, [*k.shape[:-1], "M"]))
+        raise ValueError(f"v has shape {shape(v)}, but must be [{sizes}] for k {shape(k)}")
     if G == 0 or q.shape[-2] % G:
-        raise ValueError(
-            f"q has {q.shape[-2]} heads, but they must be a multiple of the {G} heads of k and v"
-        )
+        raise ValueError(f"q has {q.shape[-2]} heads, but must have a multiple of the {G} heads of k and v")
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -72,33 +80,45 @@ def check_key_padding_mask(mask: Tensor, batch: int, length: int) -> None:
         raise ValueError(f"key_padding_mask has shape {shape(mask)}, but must be [{batch}, {length}]")
 
 
-def check_attn_mask(mask: Tensor, wanted: tuple[int, ...]) -> None:
-    """Require a boolean (True = attend) or floating-point mask that broadcasts to `wanted` = [B,H,T,S]."""
+def check_attn_mask(mask: Tensor, sizes: tuple[int, ...]) -> None:
+    """Require a boolean (True = attend) or floating-point mask that broadcasts to `sizes` = [B,H,T,S]."""
     check_tensor("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"attn_mask has dtype {mask.dtype}, but must be torch.bool (True = attend) or floating point"
         )
     fits = mask.dim() <= 4 and all(
-        a in (1, b) for a, b in zip(reversed(mask.shape), reversed(wanted), strict=False)
+        a in (1, b) for a, b in zip(reversed(mask.shape), reversed(sizes), strict=False)
     )
     if not fits:
         raise ValueError(
-            f"attn_mask has shape {shape(mask)}, but must broadcast to [B, H, T, S] = {list(wanted)}"
+            f"attn_mask has shape {shape(mask)}, but must broadcast to [B, H, T, S] = {list(sizes)}"
         )
 
 
-def check_log_decay(log_decay: Tensor, wanted: torch.Size, axes: str) -> None:
-    """Require floating-point logarithms of gates of a shape, at most 0 where they may be read."""
+def check_state_tensor(name: str, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    """Require a tensor of a state to have this shape and type."""
+    check_tensor(name, x)
+    if x.shape != sizes or x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype} of shape {shape(x)}, but must be {dtype} {list(sizes)}")
+
+
+def check_log_decay(log_decay: Tensor, k: Tensor, axes: str) -> None:
+    """Require floating-point logarithms of gates on the device of `k`, at most 0 where values may be read.
+
+    Their shape is the first of the axes of `k`, as many as `axes` names.
+    """
     check_tensor("log_decay", log_decay)
-    if log_decay.shape != wanted or not log_decay.is_floating_point():
+    sizes = k.shape[: axes.count(",") + 1]
+    if log_decay.shape != sizes or not log_decay.is_floating_point():
         raise ValueError(
             f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
-            f"but must be floating point {axes} = {list(wanted)}"
+            f"but must be floating point {axes} = {list(sizes)}"
         )
+    check_device("log_decay", log_decay, k, "k is")
     if may_read(log_decay) and bool((log_decay > 0).any()):
         raise ValueError(
-            f"log_decay must be at most 0 (a gate of at most 1), found {log_decay.max().item():g}"
+            f"log_decay is up to {log_decay.max().item():g}, but must be at most 0 (a gate of at most 1)"
         )
 
 
@@ -123,7 +143,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
 def check_offsets(offsets: list[int], total: int) -> None:
     """Require the values of `cu_seqlens` to rise from 0 to the number of tokens."""
     if offsets[0] != 0 or offsets[-1] != total or any(a > b for a, b in pairwise(offsets)):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {total} without falling, found {offsets}")
+        raise ValueError(f"cu_seqlens is {offsets}, but must rise from 0 to T = {total} without falling")
 
 
 def may_read(x: Tensor) -> bool:

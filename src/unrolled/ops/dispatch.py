@@ -1,12 +1,23 @@
 """Choice of the backend that runs an operation: the fastest that supports the arguments, or the one named."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 _preferred: str | None = None
+
+
+class Backend(Protocol):
+    """The module of a backend."""
+
+    @property
+    def supports(self) -> Callable[..., bool]:
+        """Return whether it can run these arguments."""
+
+
+AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
 
 @contextmanager
@@ -25,7 +36,7 @@ def prefers(backend: str) -> bool:
     return _preferred in (None, backend)
 
 
-def check_backend(backend: str | None, backends: Mapping[str, Any]) -> None:
+def check_backend(backend: str | None, backends: Mapping[str, object]) -> None:
     """Require the name of a backend, or None."""
     if backend is not None and backend not in backends:
         raise ValueError(
@@ -33,7 +44,9 @@ def check_backend(backend: str | None, backends: Mapping[str, Any]) -> None:
         )
 
 
-def choose(backends: Mapping[str, Any], backend: str | None, like: Tensor, *arguments: Any) -> Any:
+def choose(
+    backends: Mapping[str, AnyBackend], backend: object, like: Tensor, *arguments: object
+) -> AnyBackend:
     """Return the first backend, or the one named, that supports `arguments`; errors describe `like`."""
     for name in sorted(backends, key=lambda name: name != _preferred):
         if backend in (None, name) and backends[name].supports(*arguments):

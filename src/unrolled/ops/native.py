@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +109,7 @@ def address(x: Tensor | None) -> int:
 
 
 @cache
-def _library() -> Any:
+def _library() -> ctypes.CDLL | str:
     """Load the library; return the reason as a string if that fails."""
     found = sorted(Path(__file__).parent.glob("unrolled_native.*"))
     if not found:
@@ -123,7 +122,7 @@ def _library() -> Any:
     return library
 
 
-def _symbol(name: str) -> Any:
+def _symbol(name: str) -> "ctypes._NamedFuncPointer":
     library = _library()
     if isinstance(library, str):
         raise RuntimeError(library)
@@ -136,7 +135,7 @@ def _symbol(name: str) -> Any:
 
 
 @cache
-def _function(name: str, instruction_set: str) -> Any:
+def _function(name: str, instruction_set: str) -> "ctypes._NamedFuncPointer":
     function = _symbol(f"{name}_{instruction_set}")
     function.restype = _RESULTS.get(name, ctypes.c_int32)
     return function

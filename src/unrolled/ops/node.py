@@ -23,7 +23,7 @@ def any_length(x: Tensor) -> bool:
     return torch.compiler.is_exporting() and isinstance(x.shape[1], torch.SymInt)
 
 
-def like_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+def like_attention(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
     """Make `o [B,T,H,M]` of `q [B,T,H,D]` and `v [B,S,G,M]`, without values."""
     return v.new_empty(*q.shape[:3], v.shape[3])
 
@@ -51,7 +51,7 @@ def one_node(result: Callable[..., Result]) -> Callable[[Callable[P, Result]], C
         ]
         signature = taken.replace(parameters=parameters)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
             given = signature.bind(*args, **kwargs).arguments
             given |= {name: kind(**json.loads(given[name])) for name, kind in layouts.items()}
             found = function(**given)  # type: ignore[call-arg]

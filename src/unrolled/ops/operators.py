@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Computes = Callable[..., Sequence[Tensor]]
+
 
 def register(
     forward_schema: str,
     backward_schema: str,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    plain: Callable[..., Sequence[Tensor]],
+    forward: Computes,
+    backward: Computes,
+    plain: Computes,
     *,
-    like_outputs: Callable[..., Any],
-    like_gradients: Callable[..., Any],
+    like_outputs: Computes,
+    like_gradients: Computes,
     n_inputs: int,
     n_tensors: int,
     n_outputs: int,
@@ -42,7 +44,7 @@ def register(
     operator = _custom_op(forward_schema, forward, like_outputs)
     backward_operator = _custom_op(backward_schema, backward, like_gradients)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[n_tensors:]
         ctx.save_for_backward(*inputs[:n_tensors], *(output[i] for i in saved_outputs))
 
@@ -60,7 +62,7 @@ def register(
     return operator
 
 
-def _custom_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _custom_op(schema: str, function: Computes, fake: Computes) -> Any:
     name, parenthesis, arguments = schema.partition("(")
     operator: Any = torch.library.custom_op(
         f"unrolled::{name}", function, mutates_args=(), schema=parenthesis + arguments
@@ -70,7 +72,7 @@ def _custom_op(schema: str, function: Callable[..., Any], fake: Callable[..., An
 
 
 def differentiable_gradients(
-    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]
+    run: Computes, inputs: Sequence[Tensor | None], grads: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Differentiate `run`, which consists of differentiable operations, so that the gradients have gradients.
 

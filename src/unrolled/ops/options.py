@@ -3,11 +3,13 @@
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+State = TypeVar("State")
 BITS = 64  # of the integers that torch takes
 
 
@@ -81,7 +83,7 @@ class ChecksOptions:
             cls.init_state = _of_a_batch(init_state)  # type: ignore[attr-defined]
 
 
-def _checking(init: Any) -> Any:
+def _checking(init: Callable[..., None]) -> Callable[..., None]:
     names = list(inspect.signature(init).parameters)
 
     @functools.cache
@@ -93,7 +95,7 @@ def _checking(init: Any) -> Any:
         }
 
     @functools.wraps(init)
-    def check(self: Any, *args: Any, **kwargs: Any) -> None:
+    def check(self: object, *args: object, **kwargs: object) -> None:
         for name, value in [*zip(names[1:], args, strict=False), *kwargs.items()]:
             _check_kind(name, value, kinds().get(name, ()))
         init(self, *args, **kwargs)
@@ -101,9 +103,9 @@ def _checking(init: Any) -> Any:
     return check
 
 
-def _of_a_batch(init_state: Any) -> Any:
+def _of_a_batch(init_state: Callable[..., State]) -> Callable[..., State]:
     @functools.wraps(init_state)
-    def check(self: Any, batch_size: int) -> Any:
+    def check(self: object, batch_size: int) -> State:
         check_batch_size(batch_size)
         return init_state(self, batch_size)
 

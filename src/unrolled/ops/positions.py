@@ -83,7 +83,7 @@ def rotary(x: Tensor, positions: Tensor, *, closed: bool = False) -> Tensor:
     """
     if positions.shape != x.shape[:-2]:
         raise ValueError(
-            f"positions has shape {shape(positions)}, but x {shape(x)} wants {list(x.shape[:-2])}"
+            f"positions has shape {shape(positions)}, but must be {list(x.shape[:-2])} for x {shape(x)}"
         )
     angles = _angles(positions, x.shape[-1], "the head width", closed).unsqueeze(-2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -93,9 +93,7 @@ def rotary(x: Tensor, positions: Tensor, *, closed: bool = False) -> Tensor:
 
 def _angles(positions: Tensor, dim: int, name: str, closed: bool = False) -> Tensor:
     if dim % 2:
-        raise ValueError(
-            f"{name} is {dim}, but sinusoidal and rotary positions come in pairs and want an even one"
-        )
+        raise ValueError(f"{name} is {dim}, but must be even: sinusoidal and rotary positions come in pairs")
     exact = exact_dtype(positions.device)
     exponents = torch.arange(0, dim, 2, device=positions.device, dtype=exact) / (
         max(1, dim - 2) if closed else dim

@@ -5,14 +5,14 @@ mean of f(w . x) f(w . y) over n rows w is its expectation k(x, y), up to an err
 """
 
 import math
-from typing import Literal, get_args
+from typing import Literal, Unpack, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from unrolled.ops.checks import may_read
-from unrolled.ops.linear import LinearState, check_state, linear_attention, linear_attention_step
+from unrolled.ops.linear import Keys, LinearState, check_state, linear_attention, linear_attention_step
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.options import check_integers
 from unrolled.ops.precision import accumulation_dtype
@@ -123,12 +123,9 @@ def signed_linear_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    log_decay: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     state: LinearState | None = None,
     weight: Tensor | None = None,
+    **keys: Unpack[Keys],
 ) -> tuple[Tensor, LinearState]:
     """Compute what `linear_attention` does, with features that may be negative but are about 1 long.
 
@@ -141,13 +138,10 @@ def signed_linear_attention(
         q,
         k,
         _with_ones(v),
-        causal=causal,
-        log_decay=log_decay,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
         state=None if state is None else _joined(state, q, k, v),
         return_state=True,
         normalize=False,
+        **keys,
     )
     return _divided(o, weight).to(v.dtype), LinearState(after.kv[..., :-1], after.k_sum)
 

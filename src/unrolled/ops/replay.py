@@ -8,12 +8,13 @@ repeats what was chosen the first time, as it repeats the state of the random ge
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
+Ts = TypeVarTuple("Ts")
 _running = threading.local()  # .replay: the one that the function now running belongs to
 
 
@@ -37,7 +38,7 @@ class Replay:
         if (kind := device.type) != "meta":  # which knows no autocast
             self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def first(self, function: Callable[..., Result], *args: Any) -> Result:
+    def first(self, function: Callable[[*Ts], Result], *args: *Ts) -> Result:
         """Run the function, and note what it chooses and, if it draws random numbers, where these began."""
         before = self._generators()
         result = self._run(function, args)
@@ -45,7 +46,7 @@ class Replay:
             self._random = before
         return result
 
-    def again(self, function: Callable[..., Result], *args: Any) -> Result:
+    def again(self, function: Callable[[*Ts], Result], *args: *Ts) -> Result:
         """Run it as before, under the autocast of then. The caller's generators are left as they are."""
         self._next = 0
         cuda = [self.device] if self.device.type == "cuda" else []
@@ -56,7 +57,7 @@ class Replay:
                     torch.cuda.set_rng_state(self._random[1], self.device)
             return self._run(function, args)
 
-    def _run(self, function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
+    def _run(self, function: Callable[[*Ts], Result], args: tuple[*Ts]) -> Result:
         outer, _running.replay = getattr(_running, "replay", None), self
         try:
             with self._as_then():

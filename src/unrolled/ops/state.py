@@ -6,14 +6,15 @@ changes a state it is given.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from unrolled.files import load_tensors, save_tensors
 
-State = TypeVar("State", bound=tuple[Any, ...])
+Parts = tuple["Tensor | Parts", ...]
+State = TypeVar("State", bound=Parts)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], state: State) -> State:
@@ -22,7 +23,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], state: State) -> State:
     return state._make(mapped) if hasattr(state, "_make") else type(state)(mapped)
 
 
-def leaves(state: tuple[Any, ...], prefix: str = "") -> dict[str, Tensor]:
+def leaves(state: Parts, prefix: str = "") -> dict[str, Tensor]:
     """Name every tensor of a state by its path, as in `"layers.0.kv"`."""
     names = getattr(state, "_fields", range(len(state)))
     found: dict[str, Tensor] = {}
@@ -50,12 +51,12 @@ def detach(state: State) -> State:
     return map_tensors(Tensor.detach, state)
 
 
-def nbytes(state: tuple[Any, ...]) -> int:
+def nbytes(state: Parts) -> int:
     """Bytes that the tensors of a state hold."""
     return sum(x.numel() * x.element_size() for x in leaves(state).values())
 
 
-def save(state: tuple[Any, ...], path: str | Path) -> None:
+def save(state: Parts, path: str | Path) -> None:
     """Write a state to a safetensors file, with a SHA-256 that `load` checks."""
     save_tensors({name: x.detach().contiguous().clone() for name, x in leaves(state).items()}, path)
 
@@ -77,7 +78,7 @@ def load(path: str | Path, like: State) -> State:
         if found[name].dtype != x.dtype or found[name].dim() != x.dim():
             raise ValueError(
                 f"{name} in {path} is {found[name].dtype} with {found[name].dim()} dimensions, "
-                f"but this state wants {x.dtype} with {x.dim()}"
+                f"but must be {x.dtype} with {x.dim()}"
             )
     # Copies: a file's tensors lie anywhere in memory, and some products round as their operands are aligned.
     in_order = iter(found[name].to(x.device, copy=True) for name, x in wanted.items())

@@ -1,7 +1,9 @@
 """One file per recurrent cell or memory: the directory is the registry, and a file's name is the cell's.
 
-`Stacked` puts layers of them on top of each other, and `Bidirectional` side by side, one from each end.
+`Stacked` stacks layers of them, and `Bidirectional` runs one layer in each direction.
 """
+
+from typing import Any
 
 from unrolled.recurrent._bidirectional import Bidirectional, BidirectionalState
 from unrolled.recurrent._layer import RecurrentLayer
@@ -21,7 +23,7 @@ __all__ = [
 ]
 
 
-_registry = Registry(__name__, RecurrentLayer, "cell")
+_registry: Registry[RecurrentLayer[Any]] = Registry(__name__, RecurrentLayer, "cell")
 
 
 def names() -> list[str]:
@@ -29,7 +31,7 @@ def names() -> list[str]:
     return _registry.names()
 
 
-def load(name: str) -> type[RecurrentLayer]:
+def load(name: str) -> type[RecurrentLayer[Any]]:
     """Return the layer of a cell.
 
     Raises:

@@ -6,35 +6,35 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import Supports, UnsupportedError
-from unrolled.recurrent._layer import RecurrentLayer, check_layer
+from unrolled.recurrent._layer import RecurrentLayer, State, check_layer
 
 
 class BidirectionalState(NamedTuple):
-    """Where both directions ended: at the last token of each row that is no padding, and at the first."""
+    """The last states of both directions: after the last valid token of each row, and after the first."""
 
-    left_to_right: Any
+    left_to_right: Any  # a state of that layer
     right_to_left: Any
 
 
-class Bidirectional(RecurrentLayer):
+class Bidirectional(RecurrentLayer[BidirectionalState]):
     """Reads a sequence from both sides: `[B,T,input_size]` to `[B,T,hidden_size]`, the sum of both widths.
 
         y_t = [left_to_right(x)_t; reversed(right_to_left(reversed(x)))_t]
 
-    Schuster and Paliwal 1997, "Bidirectional recurrent neural networks". Of two layers of one cell and size
-    it is torch's layer of that cell, with `bidirectional=True`. What comes later reaches every output, so
-    there is no state to go on from: it has `forward` and `read` only.
+    Schuster and Paliwal 1997, "Bidirectional recurrent neural networks". With two layers of one cell and size
+    it equals torch's layer of that cell with `bidirectional=True`. Every output depends on later tokens, so
+    there is no state to continue from: it has `forward` and `read` only.
 
     Args:
         left_to_right: the layer that reads from the first token to the last, of any cell.
         right_to_left: the one that reads from the last token to the first, of the same `input_size`.
 
     Raises:
-        ValueError: one is no recurrent layer, or the input sizes differ.
+        ValueError: one is not a recurrent layer, or the input sizes differ.
         UnsupportedError: one is bidirectional itself.
     """
 
-    def __init__(self, left_to_right: RecurrentLayer, right_to_left: RecurrentLayer):
+    def __init__(self, left_to_right: RecurrentLayer[Any], right_to_left: RecurrentLayer[Any]):
         directions = {"left_to_right": left_to_right, "right_to_left": right_to_left}
         for name, layer in directions.items():
             check_layer(name, layer)
@@ -63,10 +63,10 @@ class Bidirectional(RecurrentLayer):
     def forward(
         self,
         x: Tensor,
-        *others: Any,
+        *others: Tensor | None,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        **masks: Any,
+        **masks: Tensor | None,
     ) -> Tensor:
         """Run both layers over whole sequences; see `RecurrentLayer.forward`."""
         forth = self.left_to_right(
@@ -80,7 +80,7 @@ class Bidirectional(RecurrentLayer):
         return torch.cat([forth, back.flip(1)], -1)
 
     def read(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, BidirectionalState]:
-        """Run as `forward`, and return also where both layers ended.
+        """Run as `forward`, and return also the last states of both layers.
 
         Args:
             x: `[B,T,input_size]`.
@@ -98,21 +98,23 @@ class Bidirectional(RecurrentLayer):
         return torch.cat([forth, back.flip(1)], -1), BidirectionalState(last, first)
 
     def init_state(self, batch_size: int) -> NoReturn:
-        """Not supported."""
+        """Raise UnsupportedError."""
         raise UnsupportedError(
-            "a bidirectional layer reads what comes later too, so it has no state to go on from; "
+            "a bidirectional layer reads later tokens too, so it has no state to continue from; "
             "use forward over whole sequences"
         )
 
-    def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> NoReturn:
-        """Not supported."""
+    def prefill(
+        self, x: Tensor, state: BidirectionalState, *, key_padding_mask: Tensor | None = None
+    ) -> NoReturn:
+        """Raise UnsupportedError."""
         self.init_state(0)
 
-    def step(self, x_t: Tensor, state: Any) -> NoReturn:
-        """Not supported."""
+    def step(self, x_t: Tensor, state: BidirectionalState) -> NoReturn:
+        """Raise UnsupportedError."""
         self.init_state(0)
 
 
-def _run(layer: RecurrentLayer, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Any]:
+def _run(layer: RecurrentLayer[State], x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, State]:
     layer._check_input("x", x, 3)
     return layer.prefill(x, layer.init_state(len(x)), key_padding_mask=key_padding_mask)

@@ -1,6 +1,6 @@
-"""Products with U = W_0 (x) ... (x) W_{F-1}, the Kronecker product of square factors, which is never formed.
+"""Products with U = W_0 (x) ... (x) W_{F-1}, the Kronecker product of square factors, never materialised.
 
-All functions take several such U at once, one for each group g, and vectors of length N = n_0 ... n_{F-1}.
+All functions take several U at once, one for each group g, and vectors of length N = n_0 ... n_{F-1}.
 """
 
 import math
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 FUSED = 16
-"""Neighbouring factors are multiplied out up to this size: one small product costs less than four."""
+"""Neighbouring factors are multiplied up to this size: one product of this size costs less than four."""
 
 
 def factor_sizes(size: int, factors: Sequence[int] | None) -> tuple[int, ...]:
     """Check the sizes of the factors, whose product must be `size`; by default its primes, the largest first.
 
-    These make the smallest sum of squares, and so the fewest parameters.
+    Primes have the smallest sum of squares, and so the fewest parameters.
 
     Raises:
         ValueError: they do not multiply to `size`, or one is below 1.
@@ -43,7 +43,7 @@ def _primes(size: int) -> tuple[int, ...]:
 
 
 def fuse(factors: Sequence[Tensor]) -> list[Tensor]:
-    """Multiply neighbours `[G,n,n]` out while that is at most `FUSED` wide: the same U of fewer factors."""
+    """Multiply neighbours `[G,n,n]` up to a width of `FUSED`: the same U with fewer factors."""
     fused = [factors[0]]
     for W in factors[1:]:
         if fused[-1].shape[-1] * W.shape[-1] <= FUSED:
@@ -62,8 +62,8 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
 def matvec(factors: Sequence[Tensor], x: Tensor) -> Tensor:
     """U x for vectors `x [G,B,N]`, in time O(G B N sum_f n_f).
 
-    (A (x) B) vec(X) = vec(A X B^T), row by row. Each factor is contracted with the axis that stands first,
-    and its result becomes the last axis, so that after the last factor all are in their order again.
+    (A (x) B) vec(X) = vec(A X B^T), row by row. Each factor is contracted with the first axis, and the
+    result becomes the last axis, so that the last factor restores the order.
     """
     G, B, N = x.shape
     for W in factors:

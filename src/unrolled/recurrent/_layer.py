@@ -1,29 +1,31 @@
-"""What recurrent layers share: the three verbs, made of one step, and refusing what is not supported."""
+"""The base of recurrent layers: forward, prefill and step, from one step of a cell."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.contract import CAUSAL_RECURRENCE, UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, shape
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.packing import pad_packed
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
+State = TypeVar("State", bound=tuple[object, ...])
 
-class RecurrentLayer(ChecksOptions, nn.Module):
+
+class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
     """Runs a cell over a sequence: `[B,T,input_size]` to `[B,T,hidden_size]`.
 
-    A cell derives from this class and defines `init_state` and `advance`, one step
-    from inputs that are already projected; what its inputs alone decide it computes in `project`, for all
-    tokens at once. One whose steps can run faster together overrides `scan`, and one for which there is a
-    kernel from the inputs to the outputs `fused`, which is asked first where nothing is padded. States, and
-    the steps, are fp32 (fp64 for fp64 weights) whatever the type of the input. `torch.export` unrolls the
-    loop over the steps, so a graph holds for one length.
+    A cell derives from this class and defines `init_state` and `advance`, one step from projected inputs.
+    `project` computes what depends on the inputs alone, for all tokens at once: by default `input_proj`, a
+    linear layer of the cell. A cell whose steps run faster together overrides `scan`; one with a kernel from
+    inputs to outputs overrides `fused`, which is tried first if there is no padding. States and steps are
+    fp32 (fp64 for fp64 weights) for any type of the input. `torch.export` unrolls the loop over the steps, so
+    that a graph holds for one length.
 
     Args:
         input_size: width of the inputs.
@@ -33,45 +35,38 @@ class RecurrentLayer(ChecksOptions, nn.Module):
         ValueError: a size below 1.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=False,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="constant",
-        dynamic_length=False,
-    )
+    supports = CAUSAL_RECURRENCE.but(dynamic_length=False)
     growing: Growing = CONSTANT
+    input_proj: nn.Linear
 
     def __init__(self, input_size: int, hidden_size: int):
         super().__init__()
         self.input_size = at_least(1, "input_size", input_size)
         self.hidden_size = at_least(1, "hidden_size", hidden_size)
 
-    def init_state(self, batch_size: int) -> Any:
-        """Make the state of `batch_size` sequences that have not begun."""
+    def init_state(self, batch_size: int) -> State:
+        """Make the state of `batch_size` sequences before their first token; most cells start at zeros."""
         raise NotImplementedError
 
     def project(self, x: Tensor) -> Tensor:
-        """Compute what the inputs `[...,input_size]` alone decide, `[...,P]`; by default they stay as are."""
-        return x
+        """Compute what depends on the inputs `[...,input_size]` alone: `[...,P]`."""
+        return self.input_proj(x)  # type: ignore[no-any-return]
 
-    def advance(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Go one step: `inputs [B,P]`, in the type of the state, to `[B,hidden_size]` and the new state."""
+    def advance(self, inputs: Tensor, state: State) -> tuple[Tensor, State]:
+        """Run one step: `inputs [B,P]`, in the type of the state, to `[B,hidden_size]` and the new state."""
         raise NotImplementedError
 
-    def scan(self, inputs: Tensor, state: Any, padding: Tensor | None) -> tuple[Tensor, Any]:
-        """Go all steps, `inputs [B,T,P]`: `[B,T,hidden_size]` and the last state.
+    def scan(self, inputs: Tensor, state: State, padding: Tensor | None) -> tuple[Tensor, State]:
+        """Run all steps, `inputs [B,T,P]`: `[B,T,hidden_size]` and the last state.
 
-        A step at padding (`[B,T]`, True) leaves the state of its row as it was; what it gives means nothing.
+        A step at padding (`[B,T]`, True) leaves the state of its row as it was; its output has no meaning.
         """
-        if inputs.shape[1] == 0:  # nothing, and yet something that autograd can go through
+        if inputs.shape[1] == 0:  # an empty output that autograd can differentiate
             return nn.functional.pad(inputs[..., :0], (0, self.hidden_size)), state
         return unroll(self.advance, inputs, state, padding)
 
-    def fused(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
-        """Do what `project` and `scan` do, without padding, in one kernel; None where there is none."""
+    def fused(self, x: Tensor, state: State) -> tuple[Tensor, State] | None:
+        """Run `project` and `scan` without padding in one kernel; None where there is no kernel."""
         return None
 
     def forward(
@@ -88,10 +83,10 @@ class RecurrentLayer(ChecksOptions, nn.Module):
 
         Args:
             x: the sequences.
-            key: not supported, since a recurrent layer reads one sequence; here for one signature.
-            value: the same.
+            key: refused, since a recurrent layer reads one sequence; here for a signature as of attention.
+            value: refused.
             key_padding_mask: `[B,T]`, True = padding, on any side.
-            attn_mask: not supported.
+            attn_mask: refused.
             cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row.
 
         Raises:
@@ -112,9 +107,13 @@ class RecurrentLayer(ChecksOptions, nn.Module):
             )
         check_cu_seqlens(cu_seqlens, x, x)
         rows, padding = pad_packed(x, cu_seqlens)
-        return self.forward(rows)[~padding].unsqueeze(0)  # padding on the right changes nothing before it
+        return self.forward(rows)[~padding].unsqueeze(
+            0
+        )  # padding on the right has no effect on earlier tokens
 
-    def prefill(self, x: Tensor, state: Any, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
+    def prefill(
+        self, x: Tensor, state: State, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Run over `x [B,T,input_size]` from `state`: `[B,T,hidden_size]` and the new state.
 
         Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) leave the state of their row as
@@ -133,7 +132,7 @@ class RecurrentLayer(ChecksOptions, nn.Module):
             y, state = self.scan(inputs.to(self._state_dtype), state, key_padding_mask)
         return y.to(inputs.dtype), state
 
-    def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
         """Run one token `x_t [B,input_size]`: `[B,hidden_size]` and the new state. `state` is not changed."""
         self._check_input("x_t", x_t, 2)
         check_state(self, state, x_t.shape[0], self._weight)
@@ -141,6 +140,10 @@ class RecurrentLayer(ChecksOptions, nn.Module):
         with without_autocast(x_t.device):
             y, state = self.advance(inputs.to(self._state_dtype), state)
         return y.to(inputs.dtype), state
+
+    def _zeros(self, batch_size: int) -> Tensor:
+        """Return zeros `[B,hidden_size]` in the type of the state."""
+        return self._weight.new_zeros(batch_size, self.hidden_size, dtype=self._state_dtype)
 
     @property
     def _weight(self) -> Tensor:
@@ -155,12 +158,11 @@ class RecurrentLayer(ChecksOptions, nn.Module):
         return type(self).__module__.rpartition(".")[2]
 
     def _check_input(self, name: str, x: Tensor, n_axes: int) -> None:
-        wanted = ["B", "T", self.input_size] if n_axes == 3 else ["B", self.input_size]
-        told = f"[{', '.join(map(str, wanted))}]"
+        sizes = f"[B, {'T, ' * (n_axes == 3)}{self.input_size}]"
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {told}")
+            raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {sizes}")
         if x.dim() != n_axes or x.shape[-1] != self.input_size:
-            raise ValueError(f"{name} has shape {shape(x)}, but must be {told}")
+            raise ValueError(f"{name} has shape {shape(x)}, but must be {sizes}")
         check_device(name, x, self._weight)
         if x.dtype != self._weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
@@ -175,9 +177,12 @@ def check_layer(name: str, layer: object) -> None:
 
 
 def unroll(
-    advance: Callable[[Tensor, Any], tuple[Tensor, Any]], inputs: Tensor, state: Any, padding: Tensor | None
-) -> tuple[Tensor, Any]:
-    """Take one step after the other, at least one; see `RecurrentLayer.scan`."""
+    advance: Callable[[Tensor, State], tuple[Tensor, State]],
+    inputs: Tensor,
+    state: State,
+    padding: Tensor | None,
+) -> tuple[Tensor, State]:
+    """Run one step after the other, at least one; see `RecurrentLayer.scan`."""
     outputs = []
     for t, now in enumerate(inputs.unbind(1)):
         y, after = advance(now, state)
@@ -193,7 +198,7 @@ def uniform(module: nn.Module, size: int) -> None:
 
 
 def keep(rows: Tensor, old: Any, new: Any) -> Any:
-    """Take the old state where `rows [B]` is True, and the new one elsewhere."""
+    """Select the old state where `rows [B]` is True, and the new one elsewhere."""
     if isinstance(new, Tensor):
         return torch.where(rows.reshape(-1, *[1] * (new.dim() - 1)), old, new)
     parts = [keep(rows, a, b) for a, b in zip(old, new, strict=True)]

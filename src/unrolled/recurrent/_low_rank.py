@@ -1,4 +1,4 @@
-"""A matrix of low rank, U = A B^T, which is never formed."""
+"""A matrix of low rank, U = A B^T, which is never materialised."""
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,8 @@ from torch.nn import functional as F  # noqa: N812
 class LowRank(nn.Module):
     """x -> A (B^T x), with A `[rows,rank]` and B `[columns,rank]`.
 
-    A and B start uniform, such that the entries of U have variance 1 / (3 columns): that of torch's recurrent
-    matrices.
+    A and B are initialised uniformly, such that the entries of U have variance 1 / (3 columns), as in torch's
+    recurrent matrices.
 
     Args:
         rows: length of the result.
@@ -31,5 +31,5 @@ class LowRank(nn.Module):
         self.B = nn.Parameter(torch.empty(columns, rank).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[...,columns] -> [...,rows], in time O(rank (rows + columns)) per x; in the type of x."""
+        """Map `[...,columns]` to `[...,rows]` in time O(rank (rows + columns)) per x, in the type of x."""
         return F.linear(x @ self.B.to(x.dtype), self.A.to(x.dtype))

@@ -1,4 +1,4 @@
-"""What the LSTMs share: everything but the recurrent product."""
+"""The base of LSTM layers, without the recurrent product."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,14 +11,14 @@ from unrolled.recurrent._layer import RecurrentLayer, uniform, unroll
 
 
 class LSTMState(NamedTuple):
-    """What has been read so far: the last output `h` and the cell `c`, each `[B,hidden_size]`."""
+    """The state of what was read: the last output `h` and the cell `c`, each `[B,hidden_size]`."""
 
     h: Tensor
     c: Tensor
 
 
-class LSTMLayer(RecurrentLayer):
-    """A layer of long short-term memory, whose subclass gives its `recurrence`.
+class LSTMLayer(RecurrentLayer[LSTMState]):
+    """A layer of long short-term memory, whose subclass defines its `recurrence`.
 
     The rows of `input_proj`, and of U, are those of i, f, g and o, in this order.
     """
@@ -33,21 +33,15 @@ class LSTMLayer(RecurrentLayer):
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> LSTMState:
-        """Zeros."""
-        size = (batch_size, self.hidden_size)
-        zeros = self._weight.new_zeros(size, dtype=self._state_dtype)
-        return LSTMState(zeros, zeros.clone())
-
-    def project(self, x: Tensor) -> Tensor:
-        """V x + b of the four gates, `[...,4 hidden_size]`."""
-        return self.input_proj(x)  # type: ignore[no-any-return]
+        """Make zeros."""
+        return LSTMState(self._zeros(batch_size), self._zeros(batch_size))
 
     def advance(self, inputs: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
-        """Go one step."""
+        """Run one step."""
         return _advance(self.recurrence(), inputs, state)
 
     def scan(self, inputs: Tensor, state: LSTMState, padding: Tensor | None) -> tuple[Tensor, LSTMState]:
-        """Go all steps, with U prepared once for all."""
+        """Run all steps, with U prepared once for all."""
         if inputs.shape[1] == 0:
             return super().scan(inputs, state, padding)
         return unroll(partial(_advance, self.recurrence()), inputs, state, padding)
@@ -59,7 +53,7 @@ def _advance(recur: Callable[[Tensor], Tensor], inputs: Tensor, state: LSTMState
 
 
 def lstm_step(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """h and c after one step, from the sums `[B,4N]` that go into its gates i, f, g and o."""
+    """Return h and c after one step, from the inputs `[B,4N]` of the gates i, f, g and o."""
     i, f, g, o = gates.chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c

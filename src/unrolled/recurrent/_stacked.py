@@ -10,28 +10,28 @@ from unrolled.recurrent._layer import RecurrentLayer, check_layer
 
 
 class StackedState(NamedTuple):
-    """What has been read so far: the state of each layer, the lowest first."""
+    """The state of each layer, the lowest first."""
 
-    layers: tuple[Any, ...]
+    layers: tuple[tuple[object, ...], ...]
 
 
-class Stacked(RecurrentLayer):
-    """Recurrent layers, each of which reads what the one below it gives.
+class Stacked(RecurrentLayer[StackedState]):
+    """Recurrent layers, each of which reads the outputs of the one below.
 
         y_0 = x        y_l = layer_l(dropout(y_(l-1))), without dropout for l = 1
 
-    Of layers of one cell and size it is torch's layer of that cell, with that `num_layers` and `dropout`. A
-    stack has the verbs that all of its layers have: with a `Bidirectional` among them, only `forward`.
+    With layers of one cell and size it equals torch's layer of that cell with `num_layers` and `dropout`. A
+    stack has the methods that all of its layers have: with a `Bidirectional` among them, only `forward`.
 
     Args:
-        layers: at least one, of any cells; each as wide as the one after it reads.
-        dropout: probability, in training, of a number between two layers to be 0.
+        layers: at least one, of any cells; the `hidden_size` of each is the `input_size` of the next.
+        dropout: probability of zeroing a number between two layers, in training.
 
     Raises:
-        ValueError: there is no layer, widths do not fit, or dropout is no probability.
+        ValueError: no layer, widths that do not fit, or a dropout outside [0, 1).
     """
 
-    def __init__(self, layers: Sequence[RecurrentLayer], *, dropout: float = 0.0):
+    def __init__(self, layers: Sequence[RecurrentLayer[Any]], *, dropout: float = 0.0):
         if not isinstance(layers, Sequence):
             raise ValueError(f"layers is {layers!r}, but must be a sequence of recurrent layers")
         if not layers:
@@ -51,10 +51,10 @@ class Stacked(RecurrentLayer):
         self.supports = _shared([layer.supports for layer in layers])
 
     def init_state(self, batch_size: int) -> StackedState:
-        """Make the states of the layers, of `batch_size` sequences that have not begun."""
+        """Make the states of the layers for `batch_size` sequences before their first token."""
         return StackedState(tuple(layer.init_state(batch_size) for layer in self._layers()))
 
-    def forward(self, x: Tensor, *others: Any, **masks: Any) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor | None, **masks: Tensor | None) -> Tensor:
         """Run all layers over whole sequences; see `RecurrentLayer.forward`."""
         for i, layer in enumerate(self._layers()):
             x = layer(self.dropout(x) if i else x, *others, **masks)
@@ -78,13 +78,13 @@ class Stacked(RecurrentLayer):
             after.append(now)
         return x_t, StackedState(tuple(after))
 
-    def _layers(self) -> list[RecurrentLayer]:
-        return cast("list[RecurrentLayer]", list(self.layers))
+    def _layers(self) -> list[RecurrentLayer[Any]]:
+        return cast("list[RecurrentLayer[Any]]", list(self.layers))
 
-    def _states(self, state: StackedState) -> tuple[Any, ...]:
-        """Check how many states there are, whatever they are; the layers check their own."""
+    def _states(self, state: StackedState) -> tuple[tuple[object, ...], ...]:
+        """Check the number of states; each layer checks its own."""
         if self.supports.recurrence == "none":
-            self.init_state(0)  # which says why
+            self.init_state(0)  # which raises, and says why
         n = len(self.layers)
         if not isinstance(state, StackedState) or len(state.layers) != n:
             kind = type(state).__name__
@@ -97,7 +97,7 @@ class Stacked(RecurrentLayer):
 
 
 def _shared(claims: list[Supports]) -> Supports:
-    """Return what layers with these claims can do one after the other."""
+    """Return the claims of a stack of layers with these claims."""
     causal = all(claim.causal for claim in claims)
     found = {claim.recurrence for claim in claims}
     return Supports(

@@ -1,14 +1,12 @@
-"""torch's own recurrent kernels (cuDNN's, oneDNN's), which run all steps of a known cell in one call."""
+"""torch's recurrent kernels (cuDNN, oneDNN), which run all steps of a known cell in one call."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from unrolled.ops.checks import transforming
-
-State = TypeVar("State", bound=tuple[Any, ...])
+from unrolled.recurrent._layer import State
 
 
 def run(
@@ -16,23 +14,24 @@ def run(
 ) -> tuple[Tensor, State] | None:
     """Run a kernel of `torch._VF` over `x [B,T,P]` from a state of tensors `[B,N]`.
 
-    None where it must not be used: by a compiler, which wants to see the steps; under a transform of
-    `torch.func` or autocast, which the kernels know nothing of; for types or lengths that they do not have.
-    On a CPU gradients of any order pass; cuDNN's kernels have first ones only. Steps have all of them, on any
-    device, and run in their place wherever a `key_padding_mask` is given.
+    None where it cannot be used: by a compiler, which traces the steps; under a transform of `torch.func` or
+    autocast, and for types or lengths, that the kernels do not support. On a CPU they have gradients of any
+    order; cuDNN's kernels have first ones only. The steps, which run if there is a `key_padding_mask`, have
+    gradients of any order on any device.
 
     Args:
         kernel: one of `rnn_tanh`, `gru` and `lstm`.
         x: the inputs.
-        state: where to begin.
+        state: the initial state.
         weights: W `[.,P]`, U `[.,N]` and their two biases, in torch's order of gates.
     """
     if torch.compiler.is_compiling() or transforming() or torch.is_autocast_enabled(x.device.type):
         return None
-    if x.numel() == 0 or any(part.dtype != x.dtype for part in state):
+    parts = [part for part in state if isinstance(part, Tensor)]
+    if x.numel() == 0 or any(part.dtype != x.dtype for part in parts):
         return None
-    hidden = [part.unsqueeze(0) for part in state]  # the layers
-    recording = torch.is_grad_enabled()  # what torch calls training: keep what the backward wants
+    hidden = [part.unsqueeze(0) for part in parts]  # one layer
+    recording = torch.is_grad_enabled()  # torch calls it training: store what the backward pass needs
     y, *after = kernel(
         x, hidden if len(hidden) > 1 else hidden[0], weights, True, 1, 0.0, recording, False, True
     )

@@ -5,14 +5,13 @@ r"""The gated recurrent unit as torch and cuDNN have it: the reset gate acts aft
     n_t = tanh(W_n x_t + b_n + r_t * (U_n h_{t-1} + c))
     h_t = (1 - z_t) * n_t + z_t * h_{t-1}
 
-Cho et al. 2014, arXiv 1406.1078v1, are the source; this form of the reset gate lets one matrix
-product serve all three gates. Here z_t keeps the old state, and in the paper's cell, `gru_reset_before`, it
-lets the new one in.
+Cho et al. 2014, arXiv 1406.1078v1. With this form of the reset gate one matrix product serves all three
+gates. Here z_t keeps the old state; in the paper's cell, `gru_reset_before`, it admits the new one.
 
-Cost, N = hidden_size and P = input_size: time O(T N (N+P)), one step after the other; 3 (N^2 + N P + N) + N
+Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; 3 (N^2 + N P + N) + N
 parameters; per generated token time O(N (N+P)), state O(N).
 Cannot: represent the cell whose reset gate acts before the product, with any weights; run in parallel over
-the sequence, but for W x_t.
+the sequence, except for W x_t.
 Equals softmax attention: never. It is `torch.nn.GRU`, whose biases of r and z are each a sum of two.
 """
 
@@ -27,16 +26,16 @@ from unrolled.recurrent._torch import run
 
 
 class GRUState(NamedTuple):
-    """What has been read so far, `h [B,hidden_size]`."""
+    """The state of what was read, `h [B,hidden_size]`."""
 
     h: Tensor
 
 
-class GRU(RecurrentLayer):
+class GRU(RecurrentLayer[GRUState]):
     """A layer of gated recurrent units; the arguments are those of `RecurrentLayer`.
 
-    The rows of `input_proj` and of `recurrent` are those of r, z and n, in this order. All weights start
-    uniform in +-1/sqrt(hidden_size). Both are as torch has it.
+    The rows of `input_proj` and `recurrent` are those of r, z and n, and all weights are initialised
+    uniformly in +-1/sqrt(hidden_size), both as in torch.
     """
 
     def __init__(self, input_size: int, hidden_size: int):
@@ -47,15 +46,11 @@ class GRU(RecurrentLayer):
         uniform(self, hidden_size)
 
     def init_state(self, batch_size: int) -> GRUState:
-        """Zeros."""
-        return GRUState(self.recurrent.new_zeros(batch_size, self.hidden_size, dtype=self._state_dtype))
-
-    def project(self, x: Tensor) -> Tensor:
-        """W x + b of the three gates, `[...,3 hidden_size]`."""
-        return self.input_proj(x)  # type: ignore[no-any-return]
+        """Make zeros."""
+        return GRUState(self._zeros(batch_size))
 
     def advance(self, inputs: Tensor, state: GRUState) -> tuple[Tensor, GRUState]:
-        """Go one step."""
+        """Run one step."""
         (h,), N = state, self.hidden_size
         recurrent = F.linear(h, self.recurrent.to(h.dtype))
         r, z = torch.sigmoid(inputs[..., : 2 * N] + recurrent[..., : 2 * N]).chunk(2, -1)
@@ -64,7 +59,7 @@ class GRU(RecurrentLayer):
         return h, GRUState(h)
 
     def fused(self, x: Tensor, state: GRUState) -> tuple[Tensor, GRUState] | None:
-        """Run torch's kernel."""
+        """Run torch's kernel for all steps."""
         recurrent_bias = F.pad(self.recurrent_bias, (2 * self.hidden_size, 0))
         weights = [self.input_proj.weight, self.recurrent, self.input_proj.bias, recurrent_bias]
         return run(_VF.gru, x, state, weights)

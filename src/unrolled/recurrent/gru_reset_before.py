@@ -6,12 +6,12 @@ r"""The gated recurrent unit as it was published: the reset gate acts before the
     h_t = (1 - z_t) * h_{t-1} + z_t * n_t
 
 Cho et al. 2014, arXiv 1406.1078v3, eq. 5-8, with the update gate of Bahdanau et al. 2014, arXiv 1409.0473,
-appendix A.1.1: z_t lets the new state in. (The former and `torch.nn.GRU` let it keep the old one; negating
-the weights of z changes one into the other.)
+appendix A.1.1: z_t admits the new state. (In the former and in `torch.nn.GRU` it keeps the old one; negating
+the weights of z converts one into the other.)
 
-Cost, N = hidden_size and P = input_size: time O(T N (N+P)), one step after the other, of two products each;
+Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially, with two products per step;
 3 (N^2 + N P + N) parameters; per generated token time O(N (N+P)), state O(N).
-Cannot: run in parallel over the sequence, but for W x_t; `torch.nn.GRU` cannot represent it.
+Cannot: run in parallel over the sequence, except for W x_t; `torch.nn.GRU` cannot represent it.
 Equals softmax attention: never. It is the GRU of Keras with reset_after=False and negated weights of z.
 """
 
@@ -23,11 +23,10 @@ from unrolled.recurrent._layer import RecurrentLayer, uniform
 from unrolled.recurrent.gru import GRUState
 
 
-class GRUResetBefore(RecurrentLayer):
+class GRUResetBefore(RecurrentLayer[GRUState]):
     """A layer of the published gated recurrent unit; the arguments are those of `RecurrentLayer`.
 
-    The rows of `input_proj` and of `recurrent` are those of r, z and n, in this order. All weights start
-    uniform in +-1/sqrt(hidden_size), as torch's.
+    The rows of `input_proj` and `recurrent` are those of r, z and n; initial weights are as in `GRU`.
     """
 
     def __init__(self, input_size: int, hidden_size: int):
@@ -37,15 +36,11 @@ class GRUResetBefore(RecurrentLayer):
         uniform(self, hidden_size)
 
     def init_state(self, batch_size: int) -> GRUState:
-        """Zeros."""
-        return GRUState(self.recurrent.new_zeros(batch_size, self.hidden_size, dtype=self._state_dtype))
-
-    def project(self, x: Tensor) -> Tensor:
-        """W x + b of the three gates, `[...,3 hidden_size]`."""
-        return self.input_proj(x)  # type: ignore[no-any-return]
+        """Make zeros."""
+        return GRUState(self._zeros(batch_size))
 
     def advance(self, inputs: Tensor, state: GRUState) -> tuple[Tensor, GRUState]:
-        """Go one step."""
+        """Run one step."""
         (h,), N = state, self.hidden_size
         U = self.recurrent.to(h.dtype)
         r, z = torch.sigmoid(inputs[..., : 2 * N] + F.linear(h, U[: 2 * N])).chunk(2, -1)

@@ -2,13 +2,14 @@ r"""Kronecker recurrent units: a complex state and a recurrent matrix that is a 
 
     h_t = phi(U h_{t-1} + V x_t + b)        U = W_0 (x) ... (x) W_{F-1}        phi(z) = tanh(|z|) z / |z|
 
-The N = hidden_size / 2 units are complex, and so are U, V and b: the real orthogonal matrices fall into two
-parts that no path joins (determinant 1 and -1), the unitary ones do not. phi keeps the phase, is bounded, and
-is tanh where all is real. The factors start unitary, and then U is; `unitary_penalty` keeps them near.
+The N = hidden_size / 2 units are complex, and so are U, V and b: the real orthogonal matrices form two
+components that no path joins (determinant 1 and -1), the unitary ones a single one. phi keeps the phase, is
+bounded, and is tanh for real numbers. The factors start unitary, and so does U; `unitary_penalty` keeps them
+close.
 
 Jose et al. 2017, "Kronecker Recurrent Units", arXiv 1705.10142.
 
-Cost, with factors n_f x n_f: time O(T N sum_f n_f) for U, and O(T N P) for V x_t, one step after the other;
+Cost, with factors n_f x n_f: time O(T N sum_f n_f) for U, and O(T N P) for V x_t, sequentially;
 2 sum_f n_f^2 real parameters in U, which is 8 log2 N for factors of 2 and 2 N^2 for one factor. Per generated
 token time O(N (sum_f n_f + P)), state 2 N numbers: the parameters no longer grow with the state.
 Cannot: run in parallel over the sequence, but for V x_t; run in half precision, which has no complex numbers
@@ -33,11 +34,11 @@ class KroneckerState(NamedTuple):
     h: Tensor
 
 
-class KroneckerRNN(RecurrentLayer):
+class KroneckerRNN(RecurrentLayer[KroneckerState]):
     """A layer of Kronecker recurrent units.
 
-    Its output is the real parts of all units, then their imaginary ones. V and b start uniform in
-    +-1/sqrt(N), the factors as random unitary matrices.
+    Its output is the real parts of all units, then their imaginary parts. V and b are initialised uniformly
+    in +-1/sqrt(N), the factors as random unitary matrices.
 
     Args:
         input_size: width of the inputs.
@@ -58,22 +59,17 @@ class KroneckerRNN(RecurrentLayer):
         self.factors = nn.ParameterList(nn.Parameter(torch.view_as_real(_unitary(n))) for n in sizes)
 
     def init_state(self, batch_size: int) -> KroneckerState:
-        """Zeros."""
-        size = (batch_size, self.hidden_size)
-        return KroneckerState(self._weight.new_zeros(size, dtype=self._state_dtype))
-
-    def project(self, x: Tensor) -> Tensor:
-        """V x + b, `[...,hidden_size]`."""
-        return self.input_proj(x)  # type: ignore[no-any-return]
+        """Make zeros."""
+        return KroneckerState(self._zeros(batch_size))
 
     def advance(self, inputs: Tensor, state: KroneckerState) -> tuple[Tensor, KroneckerState]:
-        """Go one step."""
+        """Run one step."""
         return _advance(self._fused_factors(), inputs, state)
 
     def scan(
         self, inputs: Tensor, state: KroneckerState, padding: Tensor | None
     ) -> tuple[Tensor, KroneckerState]:
-        """Go all steps, with the factors fused once for all."""
+        """Run all steps, with the factors fused once for all."""
         if inputs.shape[1] == 0:
             return super().scan(inputs, state, padding)
         return unroll(partial(_advance, self._fused_factors()), inputs, state, padding)
@@ -81,7 +77,7 @@ class KroneckerRNN(RecurrentLayer):
     def unitary_penalty(self) -> Tensor:
         """sum_f ||W_f^H W_f - I||^2 (Frobenius), a real number to add to a loss, times a weight.
 
-        Where it is 0, all factors are unitary, so U is, and the recurrent product keeps the norm of a state.
+        Where it is 0, all factors and U are unitary, and the recurrent product preserves the norm of a state.
         """
         penalties = []
         for W in self._factors():
@@ -102,7 +98,7 @@ def _advance(factors: list[Tensor], inputs: Tensor, state: KroneckerState) -> tu
     Uh = matvec(factors, h.unsqueeze(0))[0]
     z = inputs + torch.cat([Uh.real, Uh.imag], -1)
     real, imag = z.chunk(2, -1)
-    modulus = (real.square() + imag.square() + 1e-12).sqrt()  # the root of 0 has no gradient
+    modulus = (real.square() + imag.square() + 1e-12).sqrt()  # the square root has no gradient at 0
     h = z * (torch.tanh(modulus) / modulus).repeat(1, 2)
     return h, KroneckerState(h)
 

@@ -2,16 +2,16 @@ r"""KRU-LSTM: long short-term memory whose four recurrent matrices are Kronecker
 
     i_t, f_t, o_t = sigmoid(U_ifo h_{t-1} + V_ifo x_t + b_ifo)        g_t = tanh(U_g h_{t-1} + V_g x_t + b_g)
     c_t = f_t * c_{t-1} + i_t * g_t                                   h_t = o_t * tanh(c_t)
-    U_i = W_i0 (x) ... (x) W_i,F-1        and so for f, g and o, each with factors of its own
+    U_i = W_i0 (x) ... (x) W_i,F-1        and likewise for f, g and o, with their own factors
 
-Gates keep gradients in bounds, so nothing has to be unitary, and all is real.
+Gates bound the gradients, so the factors need not be unitary, and all numbers are real.
 
 Jose et al. 2017, "Kronecker Recurrent Units", arXiv 1705.10142.
 
-Cost, with factors n_f x n_f, N = hidden_size and P = input_size: time O(T N (sum_f n_f + P)), one step after
-the other; 4 sum_f n_f^2 parameters in U, 16 log2 N for factors of 2; per generated token time
-O(N (sum_f n_f + P)), state 2 N.
-Cannot: run in parallel over the sequence, but for V x_t.
+Cost, with factors n_f x n_f, N = hidden_size and P = input_size: time O(T N (sum_f n_f + P)), sequentially; 4
+sum_f n_f^2 parameters in U, 16 log2 N for factors of 2; per generated token time O(N (sum_f n_f + P)), state
+2 N.
+Cannot: run in parallel over the sequence, except for V x_t.
 Equals softmax attention: never. With one factor it is `torch.nn.LSTM`.
 """
 
@@ -25,7 +25,9 @@ from unrolled.recurrent._lstm import LSTMLayer
 
 
 class KroneckerLSTM(LSTMLayer):
-    """A layer of KRU-LSTM; V and b start as torch's LSTM has them, the factors as random orthogonal matrices.
+    """A layer of KRU-LSTM.
+
+    V and b are initialised as in torch's LSTM, the factors as random orthogonal matrices.
 
     Args:
         input_size: width of the inputs.

@@ -1,22 +1,21 @@
-r"""A whole Transformer layer as a recurrent cell: linear attention, and the feed-forward part behind it.
+r"""A whole Transformer layer as a recurrent cell: linear attention and the feed-forward part.
 
     s_t = s_{t-1} + phi(k_t) v_t^T        z_t = z_{t-1} + phi(k_t)        q_t, k_t, v_t = W x_t + b
     y_t = f_l(phi(q_t)^T s_t / phi(q_t)^T z_t + x_t)                      phi(x) = elu(x) + 1
 
-per head; the heads are projected before x_t is added. f_l is what else a layer does, as in the Transformer
-with norms behind each sum: u = norm(.), then norm(u + W_2 relu(W_1 u)).
+per head; the heads are projected before x_t is added. f_l is the rest of a post-norm Transformer layer:
+u = norm(.), then norm(u + W_2 relu(W_1 u)).
 
 Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 16-20, with several heads; Vaswani
 et al. 2017, arXiv 1706.03762, for f_l.
 
 Cost, N = hidden_size, H heads and d_ff wide f_l: time O(T (N^2 / H + N^2 + N d_ff)), in parallel over the
 sequence; 4 N^2 + 2 N d_ff weights; per generated token time O(N^2 + N d_ff), state N^2 / H + N.
-Cannot: have outputs of another width than its inputs, which are added to them.
+Cannot: have outputs of another width than its inputs, since both are added.
 Equals softmax attention: never. It is the block of `unrolled.models` with attention "linear", norm "post" and
 activation "relu".
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -29,18 +28,18 @@ from unrolled.recurrent._layer import RecurrentLayer
 
 
 class LinearAttentionState(NamedTuple):
-    """What has been read so far: `s [B,H,D,D]` and `z [B,H,D]`, for H heads D = hidden_size / H wide."""
+    """The state of what was read: `s [B,H,D,D]` and `z [B,H,D]`, for H heads D = hidden_size / H wide."""
 
     s: Tensor
     z: Tensor
 
 
-class LinearAttentionCell(RecurrentLayer):
+class LinearAttentionCell(RecurrentLayer[LinearAttentionState]):
     """A post-norm Transformer layer of linear attention.
 
     Args:
         input_size: width of the inputs.
-        hidden_size: width of the outputs, the same.
+        hidden_size: width of the outputs, which must be the same.
         n_heads: number of heads, a divisor of it.
         d_ff: width of the feed-forward part; by default 4 hidden_size.
 
@@ -48,13 +47,13 @@ class LinearAttentionCell(RecurrentLayer):
         ValueError: sizes that differ or that n_heads does not divide, or an option below 1.
     """
 
-    supports = replace(RecurrentLayer.supports, dynamic_length=True)
+    supports = RecurrentLayer.supports.but(dynamic_length=True)
 
     def __init__(self, input_size: int, hidden_size: int, *, n_heads: int = 4, d_ff: int | None = None):
         super().__init__(input_size, hidden_size)
         if input_size != hidden_size:
             raise ValueError(
-                f"hidden_size is {hidden_size}, but must be input_size = {input_size}: a sum is taken of both"
+                f"hidden_size is {hidden_size}, but must be input_size = {input_size}: both are added"
             )
         if n_heads < 1 or hidden_size % n_heads:
             raise ValueError(f"n_heads is {n_heads}, but must divide hidden_size = {hidden_size}")
@@ -70,7 +69,7 @@ class LinearAttentionCell(RecurrentLayer):
         self.phi = Elu(self.head_dim).phi
 
     def init_state(self, batch_size: int) -> LinearAttentionState:
-        """Zeros."""
+        """Make zeros."""
         size = (batch_size, self.n_heads, self.head_dim)
         z = self._weight.new_zeros(size, dtype=self._state_dtype)
         return LinearAttentionState(z.new_zeros(*size, self.head_dim), z)
@@ -80,7 +79,7 @@ class LinearAttentionCell(RecurrentLayer):
         return torch.cat([self.qkv_proj(x), x], -1)
 
     def advance(self, inputs: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
-        """Go one step (eq. 18-20)."""
+        """Run one step (eq. 18-20)."""
         q, k, v, x = self._heads(inputs)
         o, after = linear_attention_step(self.phi(q), self.phi(k), v, LinearState(*state))
         return self._rest(o, x), LinearAttentionState(*after)
@@ -88,7 +87,7 @@ class LinearAttentionCell(RecurrentLayer):
     def scan(
         self, inputs: Tensor, state: LinearAttentionState, padding: Tensor | None
     ) -> tuple[Tensor, LinearAttentionState]:
-        """Go all steps in parallel."""
+        """Run all steps in parallel."""
         q, k, v, x = self._heads(inputs)
         before = LinearState(*state)
         o, after = linear_attention(
@@ -108,13 +107,13 @@ class LinearAttentionCell(RecurrentLayer):
         return q, k, v, x
 
     def _rest(self, o: Tensor, x: Tensor) -> Tensor:
-        """f_l, of the heads put side by side and projected, plus x."""
+        """Return f_l of the concatenated heads, projected, plus x."""
         u = _norm(self.attention_norm, x + _linear(self.out_proj, o.flatten(-2)))
         return _norm(self.ff_norm, u + _linear(self.down, _linear(self.up, u).relu()))
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Apply a layer in the type of x, which is that of the state."""
+    """Apply a layer in the type of x, the type of the state."""
     return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
 
 

@@ -4,14 +4,14 @@ r"""Long short-term memory with a recurrent matrix of low rank: parameters no lo
     c_t = f_t * c_{t-1} + i_t * g_t                                   h_t = o_t * tanh(c_t)
     p_t = B^T h_t        A: 4 N x r, B: N x r
 
-The four gates read the last output through the same r numbers p, so U = A B^T; all N of h are put out.
+The four gates read the last output through the same r numbers p, so U = A B^T; all N numbers of h are output.
 
 Sak et al. 2014, "Long short-term memory based recurrent neural network architectures", arXiv 1402.1128
 (whose layers put out p), and the baseline of Jose et al. 2017, arXiv 1705.10142.
 
-Cost, N = hidden_size, P = input_size and r = rank: time O(T N (r+P)), one step after the other;
+Cost, N = hidden_size, P = input_size and r = rank: time O(T N (r+P)), sequentially;
 5 N r + 4 N P + 4 N parameters; per generated token time O(N (r+P)), state 2 N.
-Cannot: run in parallel over the sequence, but for V x_t.
+Cannot: run in parallel over the sequence, except for V x_t.
 Equals softmax attention: never. Its p is the output of `torch.nn.LSTM` with proj_size = r; with r = N it can
 be any LSTM.
 """
@@ -25,18 +25,7 @@ from unrolled.recurrent._lstm import LSTMLayer
 
 
 class LowRankLSTM(LSTMLayer):
-    """A layer of long short-term memory with U = A B^T.
-
-    V and b start as torch's LSTM has them, A and B so that the entries of U have the variance of torch's.
-
-    Args:
-        input_size: width of the inputs.
-        hidden_size: width of the outputs, N.
-        rank: r, from 1 to N.
-
-    Raises:
-        ValueError: a rank outside 1 .. N.
-    """
+    """A layer of long short-term memory with U = A B^T; arguments and initial weights as in `LowRankRNN`."""
 
     def __init__(self, input_size: int, hidden_size: int, *, rank: int = 8):
         super().__init__(input_size, hidden_size)

@@ -2,14 +2,15 @@ r"""The plain recurrent network with a recurrent matrix of low rank: parameters 
 
     h_t = tanh(A B^T h_{t-1} + V x_t + b)        A, B: N x r
 
-Each step reads the state through r numbers only, B^T h; all N of them are kept and put out.
+Each step reads the state only through the r numbers B^T h; all N numbers are kept and output.
 
 The baseline of Jose et al. 2017, arXiv 1705.10142; as a factorisation Denil et al. 2013, arXiv 1306.0543.
 
-Cost, N = hidden_size, P = input_size and r = rank: time O(T N (r+P)), one step after the other;
+Cost, N = hidden_size, P = input_size and r = rank: time O(T N (r+P)), sequentially;
 2 N r + N P + N parameters; per generated token time O(N (r+P)), state N.
-Cannot: run in parallel over the sequence, but for V x_t.
-Equals softmax attention: never. It is `torch.nn.RNN` with weight_hh = A B^T, which any matrix is for r = N.
+Cannot: run in parallel over the sequence, except for V x_t.
+Equals softmax attention: never. It is `torch.nn.RNN` with weight_hh = A B^T, which can be any matrix for r =
+N.
 """
 
 import torch
@@ -20,10 +21,10 @@ from unrolled.recurrent._low_rank import LowRank
 from unrolled.recurrent.rnn import RNNState
 
 
-class LowRankRNN(RecurrentLayer):
+class LowRankRNN(RecurrentLayer[RNNState]):
     """A layer of Elman's cell with U = A B^T.
 
-    V and b start as torch's RNN has them, A and B so that the entries of U have the variance of torch's.
+    V and b are initialised as in torch's RNN, A and B so that the entries of U have the variance of torch's.
 
     Args:
         input_size: width of the inputs.
@@ -41,14 +42,10 @@ class LowRankRNN(RecurrentLayer):
         self.recurrent = LowRank(hidden_size, hidden_size, rank)
 
     def init_state(self, batch_size: int) -> RNNState:
-        """Zeros."""
-        return RNNState(self._weight.new_zeros(batch_size, self.hidden_size, dtype=self._state_dtype))
-
-    def project(self, x: Tensor) -> Tensor:
-        """V x + b, `[...,hidden_size]`."""
-        return self.input_proj(x)  # type: ignore[no-any-return]
+        """Make zeros."""
+        return RNNState(self._zeros(batch_size))
 
     def advance(self, inputs: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
-        """Go one step."""
+        """Run one step."""
         h = torch.tanh(inputs + self.recurrent(state.h))
         return h, RNNState(h)

@@ -1,4 +1,4 @@
-r"""Long short-term memory: a cell that is added to, behind gates that open and close.
+r"""Long short-term memory: a cell state that gates add to and forget.
 
     i_t, f_t, o_t = sigmoid(U_ifo h_{t-1} + V_ifo x_t + b_ifo)        g_t = tanh(U_g h_{t-1} + V_g x_t + b_g)
     c_t = f_t * c_{t-1} + i_t * g_t                                   h_t = o_t * tanh(c_t)
@@ -6,9 +6,9 @@ r"""Long short-term memory: a cell that is added to, behind gates that open and 
 Hochreiter & Schmidhuber 1997, "Long short-term memory", with the forget gate of Gers et al. 2000, "Learning
 to forget", as in Jose et al. 2017, arXiv 1705.10142.
 
-Cost, N = hidden_size and P = input_size: time O(T N (N+P)), one step after the other; 4 (N^2 + N P + N)
+Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; 4 (N^2 + N P + N)
 parameters; per generated token time O(N (N+P)), state 2 N.
-Cannot: run in parallel over the sequence, but for V x_t.
+Cannot: run in parallel over the sequence, except for V x_t.
 Equals softmax attention: never. It is `torch.nn.LSTM`, whose biases are each a sum of two.
 """
 
@@ -40,6 +40,6 @@ class LSTM(LSTMLayer):
         return lambda h: F.linear(h, U)
 
     def fused(self, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState] | None:
-        """Run torch's kernel."""
+        """Run torch's kernel for all steps."""
         W, b = self.input_proj.weight, self.input_proj.bias
         return run(_VF.lstm, x, state, [W, self.recurrent, b, torch.zeros_like(b)])

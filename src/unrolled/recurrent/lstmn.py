@@ -1,42 +1,40 @@
-r"""LSTMN: an LSTM that keeps all its past states on a tape, and attends to them in place of the last one.
+r"""LSTMN: an LSTM that keeps all past states on a tape, and attends to them in place of the last one.
 
     a_i = v . tanh(W_h h_i + W_x x_t + W_a h~_{t-1})        s = softmax_i(a)        i = 0 ... t-1
     [h~_t; c~_t] = sum_i s_i [h_i; c_i]
     i, f, g, o = sigma, sigma, tanh, sigma of U h~_t + V x_t + b
     c_t = f c~_t + i g        h_t = o tanh(c_t)
 
-The tape begins with a pair of zeros, h_0 and c_0, which stays on it. Cheng, Dong and Lapata 2016, "Long
-Short-Term Memory-Networks for Machine Reading", arXiv 1601.06733, eq. 4-9. The code that came with the paper
-leaves W_a h~ out in its encoder: that is `attended_proj` at zero.
+The tape starts with a pair of zeros, h_0 and c_0, which stays on it. Cheng, Dong and Lapata 2016, "Long
+Short-Term Memory-Networks for Machine Reading", arXiv 1601.06733, eq. 4-9. The code of the paper leaves
+W_a h~ out in its encoder: this is `attended_proj` at zero.
 
-Shallow fusion with another sequence (section 4) is ordinary attention outside of this layer; deep fusion is
+Shallow fusion with another sequence (section 4) is ordinary attention outside this layer; deep fusion is
 `DeepFusionLSTMN`.
 
-Cost, N = hidden_size and A = score_size: time O(T N (N+P+A) + T^2 (N+A)), one step after the other; per
+Cost, N = hidden_size and A = score_size: time O(T N (N+P+A) + T^2 (N+A)), sequentially; per
 generated token time O(N (N+P+A) + T (N+A)), state O(T (N+A)). With a `tape_length` of L in place of T.
 Cannot: run in parallel over the sequence.
 Equals softmax attention: never. With a tape of length 1 it is `torch.nn.LSTM`.
 """
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.contract import Supports
 from unrolled.ops.checks import check_key_padding_mask, shape
 from unrolled.ops.precision import without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
-from unrolled.recurrent._layer import RecurrentLayer
+from unrolled.recurrent._layer import RecurrentLayer, uniform
 
 
 class LSTMNState(NamedTuple):
-    """The tape of S entries, the oldest first, and what was last read from it.
+    """The tape of S entries, the oldest first, and the last result of reading it.
 
-    `tape [B,S,2N]` of [h_i; c_i]; `keys [B,S,A]`, W_h h_i; `filled [B,S]`, False where an entry is none, as
+    `tape [B,S,2N]` of [h_i; c_i]; `keys [B,S,A]`, W_h h_i; `filled [B,S]`, False where an entry is empty, as
     at padding; `attended [B,N]`, h~.
     """
 
@@ -47,9 +45,9 @@ class LSTMNState(NamedTuple):
 
 
 def tape_weights(keys: Tensor, query: Tensor, score: Tensor, filled: Tensor) -> Tensor:
-    """Softmax of score . tanh(key + query) over those entries that are there (eq. 4, 5).
+    """Compute the softmax of score . tanh(key + query) over the filled entries (eq. 4, 5).
 
-    `keys [B,S,A]`, `query [B,A]`, `score [A]` and `filled [B,S]`, True in at least one place of each row, to
+    `keys [B,S,A]`, `query [B,A]`, `score [A]` and `filled [B,S]`, True at least once in each row, to
     `[B,S]`.
     """
     scores = (keys + query.unsqueeze(1)).tanh() @ score
@@ -57,35 +55,27 @@ def tape_weights(keys: Tensor, query: Tensor, score: Tensor, filled: Tensor) -> 
 
 
 def read_tape(weights: Tensor, tape: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum up the entries of `tape [B,S,2N]` by `weights [B,S]` (eq. 6): h~ and c~ `[B,N]`."""
+    """Average the entries of `tape [B,S,2N]` by `weights [B,S]` (eq. 6): h~ and c~ `[B,N]`."""
     hidden, memory = torch.bmm(weights.unsqueeze(1), tape).squeeze(1).chunk(2, -1)
     return hidden, memory
 
 
-class LSTMN(RecurrentLayer):
+class LSTMN(RecurrentLayer[LSTMNState]):
     """A layer of LSTM cells that attend to their own past.
 
-    All weights start uniform in +-1/sqrt(hidden_size), as those of torch's LSTM.
+    All weights are initialised uniformly in +-1/sqrt(hidden_size), as in torch's LSTM.
 
     Args:
         input_size: width of the inputs.
         hidden_size: width of the outputs.
         score_size: width A of the layer that scores; `hidden_size` by default.
-        tape_length: most entries that are kept, the zeros among them: the latest. All by default.
+        tape_length: number of latest entries that are kept, the initial zeros included; all by default.
 
     Raises:
         ValueError: a size below 1.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=False,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="growing",
-        dynamic_length=False,
-    )
+    supports = RecurrentLayer.supports.but(recurrence="growing")
     growing: Growing = dict.fromkeys(("tape", "keys", "filled"), (1, "S"))
 
     def __init__(
@@ -101,7 +91,7 @@ class LSTMN(RecurrentLayer):
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1, or None")
         if tape_length is not None:
-            self.supports = replace(self.supports, recurrence="constant")
+            self.supports = RecurrentLayer.supports
             self.growing = CONSTANT
         self.tape_length = tape_length
         self.score_size = hidden_size if score_size is None else score_size
@@ -111,29 +101,24 @@ class LSTMN(RecurrentLayer):
         self.key_proj = nn.Parameter(torch.empty(A, N))
         self.attended_proj = nn.Parameter(torch.empty(A, N))
         self.score = nn.Parameter(torch.empty(A))
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -1 / math.sqrt(N), 1 / math.sqrt(N))
+        uniform(self, N)
 
     def init_state(self, batch_size: int) -> LSTMNState:
-        """Make a tape with a pair of zeros on it; a bounded one has its length from the beginning."""
+        """Make a tape with a pair of zeros; a bounded tape has its final length from the start."""
         B, S, N = batch_size, self.tape_length or 1, self.hidden_size
         zeros = self.recurrent.new_zeros(B, N, dtype=self._state_dtype)
         filled = torch.zeros(B, S, dtype=torch.bool, device=zeros.device)
         filled[:, -1] = True
         return LSTMNState(zeros.new_zeros(B, S, 2 * N), zeros.new_zeros(B, S, self.score_size), filled, zeros)
 
-    def project(self, x: Tensor) -> Tensor:
-        """V x + b and W_x x, `[...,4N+A]`."""
-        return self.input_proj(x)  # type: ignore[no-any-return]
-
     def advance(self, inputs: Tensor, state: LSTMNState) -> tuple[Tensor, LSTMNState]:
-        """Go one step, and append to the tape; a full one loses its oldest entry."""
+        """Run one step, and append to the tape; a full one loses its oldest entry."""
         return self._append(state, *self._turn(inputs, state, 0.0))
 
     def scan(self, inputs: Tensor, state: LSTMNState, padding: Tensor | None) -> tuple[Tensor, LSTMNState]:
-        """Go all steps. Room for a tape that grows is made once, unless autograd has to keep every length.
+        """Run all steps. The growing tape is allocated once, unless autograd has to keep every length of it.
 
-        A step at padding takes up room on the tape, where nothing will look.
+        A step at padding takes an entry of the tape, which is never read.
         """
         B, T = inputs.shape[:2]
         if self.tape_length is not None or T == 0:
@@ -171,7 +156,7 @@ class LSTMN(RecurrentLayer):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Read the tape and go one step: h, the entry [h; c] `[B,1,2N]` and its key, and h~.
 
-        `besides [B,N]` is added to the cell's memory.
+        `besides [B,N]` is added to the cell state.
         """
         dtype = inputs.dtype
         sums, query = torch.split(inputs, [4 * self.hidden_size, self.score_size], -1)
@@ -187,7 +172,7 @@ class LSTMN(RecurrentLayer):
 
 
 class DeepFusionState(NamedTuple):
-    """The reader's own tape, and that of what it reads.
+    """The tape of the reader, and the tapes that it reads.
 
     `own`; `source [B,S,2N]` of [gamma_j; alpha_j]; `keys [B,S,A]`; `filled [B,S]`, False at padding; `read
     [B,N]`, gamma~.
@@ -201,15 +186,15 @@ class DeepFusionState(NamedTuple):
 
 
 def tapes(state: LSTMNState) -> tuple[Tensor, Tensor, Tensor]:
-    """Take an encoder's state apart: hidden and memory `[B,S,N]`, and where they are none `[B,S]` (True)."""
+    """Split an encoder's state: hidden and memory `[B,S,N]`, and where they are empty `[B,S]` (True)."""
     hidden, memory = state.tape.chunk(2, -1)
     return hidden, memory, ~state.filled
 
 
 class DeepFusionLSTMN(nn.Module):
-    r"""An LSTMN that also attends to the tapes of an encoder, and lets what it finds there into its memory.
+    r"""An LSTMN that also attends to the tapes of an encoder, and adds the result to its cell state.
 
-        p_j over gamma_j as s_i over h_i, with weights of its own, from x_t and gamma~_{t-1}
+        p_j over gamma_j as s_i over h_i, with its own weights, from x_t and gamma~_{t-1}
         [gamma~_t; alpha~_t] = sum_j p_j [gamma_j; alpha_j]
         r_t = sigma(W_r [gamma~_t; x_t])        c_t = r_t alpha~_t + f c~_t + i g
 
@@ -232,13 +217,12 @@ class DeepFusionLSTMN(nn.Module):
         self.key_proj = nn.Parameter(torch.empty(A, N))
         self.read_proj = nn.Parameter(torch.empty(A, N))
         self.score = nn.Parameter(torch.empty(A))
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -1 / math.sqrt(N), 1 / math.sqrt(N))
+        uniform(self, N)
 
     def init_state(
         self, hidden: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None = None
     ) -> DeepFusionState:
-        """Begin to read the tapes `hidden` and `memory [B,S,N]`; their padding (`[B,S]`, True) is not read.
+        """Make the state for the tapes `hidden` and `memory [B,S,N]`; padding (`[B,S]`, True) is masked.
 
         Raises:
             ValueError: the tapes are empty, or not of one shape and N wide.
@@ -299,7 +283,7 @@ class DeepFusionLSTMN(nn.Module):
         return torch.stack(outputs, 1), torch.stack(weights, 1), state
 
     def _empty_state(self) -> DeepFusionState:
-        """Begin to read tapes of no rows."""
+        """Make the state for tapes of no rows."""
         tape = self.recurrent.new_empty(0, 1, self.cell.hidden_size)
         with torch.no_grad():
             return self.init_state(tape, tape)

@@ -11,13 +11,12 @@ r"""Neural Turing Machine: a controller that reads and writes a memory of N rows
 
 Each head has its own k, beta >= 0, 0 < g < 1, s (a softmax) and gamma >= 1, and a write head its own e (a
 sigmoid) and a, all from a linear layer on c_t. Graves, Wayne and Danihelka 2014, "Neural Turing Machines",
-arXiv 1410.5401, eq. 2-9. The paper leaves the order of a step open: here all heads address and read the
-memory that the step found, and then it is written to. Memory starts constant at 1e-6, which trains more
-reliably than random or learned contents (Collier and Beel 2018, arXiv 1807.08518), every head at row 0, and
-what was read at 0.
+arXiv 1410.5401, eq. 2-9. The paper leaves the order within a step open: here all heads address and read the
+memory before it is written. Memory starts constant at 1e-6, which trains more reliably than random or learned
+contents (Collier and Beel 2018, arXiv 1807.08518), every head at row 0, and the last reads at 0.
 
-Nothing can overflow, whatever the input: beta and gamma are bounded, a is a tanh, norms have an epsilon
-inside their roots, and powers are taken as softmax(gamma log w).
+No input can cause an overflow: beta and gamma are bounded, a is a tanh, norms have an epsilon inside their
+roots, and powers are computed as softmax(gamma log w).
 
 Cost, C = controller_size, H heads, memory N rows of W: time O(T (C (C + H W) + H N W)), one step after the
 other; the number of parameters does not depend on N; per generated token the same, state O(N W + H N + C).
@@ -41,7 +40,7 @@ from unrolled.recurrent._lstm import lstm_step
 
 Controller = Literal["feedforward", "lstm"]
 
-INITIAL_MEMORY = 1e-6  # so small that such a row is like nothing: see `unrolled.ops.cosine.EPSILON`
+INITIAL_MEMORY = 1e-6  # so small that its cosines are about 0: see `unrolled.ops.cosine.EPSILON`
 LARGEST_BETA = 50.0  # cosines differ by up to 2: with this a softmax is one-hot
 LARGEST_GAMMA = 20.0
 TINY = 1e-16  # added to weights under a logarithm
@@ -51,8 +50,7 @@ class NTMState(NamedTuple):
     """Memory and heads; the size never changes.
 
     `memory [B,N,W]`; `weights [B,heads,N]` of the read heads, then of the write heads; `reads
-    [B,read_heads,W]`; `controller`, nothing for a feed-forward one, h and c `[B,controller_size]` for an
-    LSTM.
+    [B,read_heads,W]`; `controller`, empty for a feed-forward one, h and c `[B,controller_size]` for an LSTM.
     """
 
     memory: Tensor
@@ -62,14 +60,14 @@ class NTMState(NamedTuple):
 
 
 class NTMTrace(NamedTuple):
-    """Where the heads were: `read [B,T,read_heads,N]` and `write [B,T,write_heads,N]`, each summing to 1."""
+    """Weights of the heads: `read [B,T,read_heads,N]` and `write [B,T,write_heads,N]`, each summing to 1."""
 
     read: Tensor
     write: Tensor
 
 
 def content(memory: Tensor, key: Tensor, beta: Tensor) -> Tensor:
-    """Weights by likeness (eq. 5, 6): `memory [B,N,W]`, `key [B,H,W]`, `beta [B,H,1]` to `[B,H,N]`."""
+    """Address `memory [B,N,W]` by `key [B,H,W]` and `beta [B,H,1]` (eq. 5, 6): weights `[B,H,N]`."""
     return cosine_weights(key, memory, beta.squeeze(-1))
 
 
@@ -79,10 +77,9 @@ def interpolate(found: Tensor, before: Tensor, gate: Tensor) -> Tensor:
 
 
 def shift(weights: Tensor, moves: Tensor) -> Tensor:
-    """Move `weights [B,H,N]` round the circle of rows by the distribution `moves [B,H,2R+1]` (eq. 8).
+    """Shift `weights [B,H,N]` cyclically by the distribution `moves [B,H,2R+1]` (eq. 8).
 
-    Entry k of `moves` is the share that goes k - R rows on: the first goes back by R, the middle one stays,
-    the last goes R forward, from row i to row i + R.
+    Entry k of `moves` is the share that moves by k - R rows: the first by -R, the last from row i to i + R.
     """
     n, reach = weights.shape[-1], moves.shape[-1] // 2
     if reach == 0:
@@ -101,24 +98,24 @@ def sharpen(weights: Tensor, gamma: Tensor) -> Tensor:
 
 
 def read(memory: Tensor, weights: Tensor) -> Tensor:
-    """What heads with `weights [B,H,N]` read from `memory [B,N,W]` (eq. 2): `[B,H,W]`."""
+    """Read `memory [B,N,W]` by the heads' `weights [B,H,N]` (eq. 2): `[B,H,W]`."""
     return weights @ memory
 
 
 def write(memory: Tensor, weights: Tensor, erase: Tensor, add: Tensor) -> Tensor:
-    """Erase and then add, with the heads' `weights [B,H,N]`, `erase` and `add [B,H,W]` (eq. 3, 4)."""
+    """Erase, then add, by the heads' `weights [B,H,N]`, `erase` and `add [B,H,W]` (eq. 3, 4)."""
     for w, e in zip(weights.unbind(1), erase.unbind(1), strict=True):
         memory = torch.addcmul(memory, memory * w.unsqueeze(-1), e.unsqueeze(1), value=-1)
     return torch.baddbmm(memory, weights.mT, add)
 
 
 def feedforward(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A controller without a state of its own: one layer."""
+    """Run a controller without a state: one layer."""
     return inputs.tanh(), ()
 
 
 def lstm(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A controller that is an LSTM, from the sums `inputs [B,4C]` of its gates i, f, g, o."""
+    """Run an LSTM as controller, from the inputs `[B,4C]` of its gates i, f, g, o."""
     h, c = lstm_step(inputs, state[1])
     return h, (h, c)
 
@@ -126,20 +123,20 @@ def lstm(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tenso
 CONTROLLERS = {"feedforward": feedforward, "lstm": lstm}
 
 
-class NTM(RecurrentLayer):
+class NTM(RecurrentLayer[NTMState]):
     """A layer with a controller and a memory.
 
-    All weights start as those of torch's linear layers.
+    All weights are initialised as those of torch's linear layers.
 
     Args:
         input_size: width of the inputs.
         hidden_size: width of the outputs.
         controller: "feedforward" or "lstm".
         controller_size: width of the controller; `hidden_size` by default.
-        memory_size: number N of rows. It is in no parameter, and may be another in use than in training.
+        memory_size: number N of rows. No parameter depends on it, so it may change after training.
         memory_width: width W of a row.
-        read_heads, write_heads: how many there are.
-        reach: rows that a head can move by in one step, R.
+        read_heads, write_heads: numbers of heads.
+        reach: largest shift R of a head in one step, in rows.
 
     Raises:
         ValueError: a size below 1, a `reach` below 0 or beyond the memory, or no such controller.
@@ -171,18 +168,18 @@ class NTM(RecurrentLayer):
             raise ValueError(f"reach is {reach}, but must be below memory_size = {memory_size}")
 
         C, W, gates = self.controller_size, memory_width, 4 if controller == "lstm" else 1
-        # What each head is told (k; beta, g, gamma; s), then what each write head is told besides (e, a).
-        self._told = [W, 1, 1, 1, 2 * reach + 1]
-        n_told = (read_heads + write_heads) * sum(self._told)
+        # Parameters of each head (k; beta, g, gamma; s), then those of each write head (e, a).
+        self._head_sizes = [W, 1, 1, 1, 2 * reach + 1]
+        n_addressing = (read_heads + write_heads) * sum(self._head_sizes)
         n_carried = read_heads * W + (C if controller == "lstm" else 0)
         self.input_proj = nn.Linear(input_size, gates * C)
         self.recurrent = nn.Parameter(torch.empty(gates * C, n_carried))
-        self.head_proj = nn.Linear(C, n_told + write_heads * 2 * W)
+        self.head_proj = nn.Linear(C, n_addressing + write_heads * 2 * W)
         self.out_proj = nn.Linear(C + read_heads * W, hidden_size)
         nn.init.uniform_(self.recurrent, -1 / math.sqrt(n_carried), 1 / math.sqrt(n_carried))
 
     def init_state(self, batch_size: int) -> NTMState:
-        """Constant memory, every head at row 0, and nothing read."""
+        """Make constant memory, every head at row 0, and reads of 0."""
         zeros = partial(self.recurrent.new_zeros, dtype=self._state_dtype)
         weights = zeros(batch_size, self.read_heads + self.write_heads, self.memory_size)
         weights[..., 0] = 1
@@ -193,49 +190,45 @@ class NTM(RecurrentLayer):
             tuple(zeros(batch_size, self.controller_size) for _ in range(2 * (self.controller == "lstm"))),
         )
 
-    def project(self, x: Tensor) -> Tensor:
-        """W_x x + b, `[...,gates C]`."""
-        return self.input_proj(x)  # type: ignore[no-any-return]
-
     def advance(self, inputs: Tensor, state: NTMState) -> tuple[Tensor, NTMState]:
-        """Go one step."""
+        """Run one step."""
         both, state = self._turn(inputs, state)
         return self._output(both), state
 
     def scan(self, inputs: Tensor, state: NTMState, padding: Tensor | None) -> tuple[Tensor, NTMState]:
-        """Go all steps, and compute the outputs at once."""
+        """Run all steps, and compute the outputs at once."""
         both = []
         for t, now in enumerate(inputs.unbind(1)):
-            read_and_said, after = self._turn(now, state)
+            both_t, after = self._turn(now, state)
             state = after if padding is None else keep(padding[:, t], state, after)
-            both.append(read_and_said)
+            both.append(both_t)
         if not both:
             return super().scan(inputs, state, padding)
         return self._output(torch.stack(both, 1)), state
 
     def trace(self, x: Tensor) -> NTMTrace:
-        """Run over `x [B,T,input_size]` from its beginning, and return where every head was at each step."""
+        """Run over `x [B,T,input_size]` from its beginning, and return the weights of all heads."""
         self._check_input("x", x, 3)
         state, places = self.init_state(x.shape[0]), []
         for x_t in x.unbind(1):
             _, state = self.step(x_t, state)
             places.append(state.weights)
         if not places:
-            raise ValueError("x has length 0, but must have a step to trace")
+            raise ValueError("x has length 0, but must be at least 1: nothing to trace")
         heads = torch.split(torch.stack(places, 1), [self.read_heads, self.write_heads], 2)
         return NTMTrace(*heads)
 
     def _turn(self, inputs: Tensor, state: NTMState) -> tuple[Tensor, NTMState]:
-        """Everything but the output: [c_t; r_t] and the new state."""
+        """Run one step without the output layer: [c_t; r_t] and the new state."""
         dtype, R, W = inputs.dtype, self.read_heads, self.memory_width
         carried = torch.cat([state.reads.flatten(1), *state.controller[:1]], 1)
         gates = torch.addmm(inputs, carried, self.recurrent.to(dtype).mT)
         c, controller = CONTROLLERS[self.controller](gates, state.controller)
-        told = F.linear(c, self.head_proj.weight.to(dtype), self.head_proj.bias.to(dtype))
+        outputs = F.linear(c, self.head_proj.weight.to(dtype), self.head_proj.bias.to(dtype))
 
-        B, heads, each = len(told), R + self.write_heads, sum(self._told)
-        addressing, writing = told[:, : heads * each], told[:, heads * each :]
-        key, beta, gate, gamma, moves = torch.split(addressing.reshape(B, heads, each), self._told, -1)
+        B, heads, each = len(outputs), R + self.write_heads, sum(self._head_sizes)
+        addressing, writing = outputs[:, : heads * each], outputs[:, heads * each :]
+        key, beta, gate, gamma, moves = torch.split(addressing.reshape(B, heads, each), self._head_sizes, -1)
         erase, add = writing.reshape(B, self.write_heads, 2 * W).chunk(2, -1)
         found = content(state.memory, key, F.softplus(beta).clamp(max=LARGEST_BETA))
         weights = shift(interpolate(found, state.weights, gate.sigmoid()), moves.softmax(-1))

@@ -4,9 +4,9 @@ r"""The plain recurrent network of Elman: a state that is the output.
 
 Elman 1990, "Finding structure in time", eq. of fig. 2, as in Jose et al. 2017, arXiv 1705.10142, eq. 1.
 
-Cost, N = hidden_size and P = input_size: time O(T N (N+P)), one step after the other; N^2 + N P + N
+Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; N^2 + N P + N
 parameters; per generated token time O(N (N+P)), state O(N).
-Cannot: look back at anything but its N numbers; run in parallel over the sequence, but for V x_t.
+Cannot: read the past except through its N numbers; run in parallel over the sequence, but for V x_t.
 Equals softmax attention: never. It is `torch.nn.RNN` with the sum of its two biases.
 """
 
@@ -21,15 +21,15 @@ from unrolled.recurrent._torch import run
 
 
 class RNNState(NamedTuple):
-    """What has been read so far, `h [B,hidden_size]`."""
+    """The state of what was read, `h [B,hidden_size]`."""
 
     h: Tensor
 
 
-class RNN(RecurrentLayer):
+class RNN(RecurrentLayer[RNNState]):
     """A layer of Elman's cell; the arguments are those of `RecurrentLayer`.
 
-    All weights start uniform in +-1/sqrt(hidden_size), as torch's.
+    All weights are initialised uniformly in +-1/sqrt(hidden_size), as in torch.
     """
 
     def __init__(self, input_size: int, hidden_size: int):
@@ -39,19 +39,15 @@ class RNN(RecurrentLayer):
         uniform(self, hidden_size)
 
     def init_state(self, batch_size: int) -> RNNState:
-        """Zeros."""
-        return RNNState(self.recurrent.new_zeros(batch_size, self.hidden_size, dtype=self._state_dtype))
-
-    def project(self, x: Tensor) -> Tensor:
-        """V x + b, `[...,hidden_size]`."""
-        return self.input_proj(x)  # type: ignore[no-any-return]
+        """Make zeros."""
+        return RNNState(self._zeros(batch_size))
 
     def advance(self, inputs: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
-        """Go one step."""
+        """Run one step."""
         h = torch.tanh(inputs + F.linear(state.h, self.recurrent.to(state.h.dtype)))
         return h, RNNState(h)
 
     def fused(self, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState] | None:
-        """Run torch's kernel."""
+        """Run torch's kernel for all steps."""
         W, b = self.input_proj.weight, self.input_proj.bias
         return run(_VF.rnn_tanh, x, state, [W, self.recurrent, b, torch.zeros_like(b)])

@@ -148,9 +148,9 @@ def require(condition: bool, message: str) -> None:
 Compared = Tensor | Mapping[str, Tensor]
 
 
-def assert_close(found: Compared, wanted: Compared, what: str) -> None:
-    """Fail unless every value of `found` is within `TOLERANCE` of `wanted`, times max(1, largest wanted)."""
-    for name, a, b in _pairs(found, wanted, what):
+def assert_close(found: Compared, expected: Compared, what: str) -> None:
+    """Fail unless every value of `found` is within `TOLERANCE` of `expected`, times max(1, its largest)."""
+    for name, a, b in _pairs(found, expected, what):
         if a.numel() == 0:
             continue
         error = (a - b).abs().nan_to_num(nan=torch.inf)
@@ -163,9 +163,9 @@ def assert_close(found: Compared, wanted: Compared, what: str) -> None:
         )
 
 
-def assert_identical(found: Compared, wanted: Compared, what: str) -> None:
-    """Fail unless `found` and `wanted` are the same bit for bit."""
-    for name, a, b in _pairs(found, wanted, what):
+def assert_identical(found: Compared, expected: Compared, what: str) -> None:
+    """Fail unless `found` and `expected` are the same bit for bit."""
+    for name, a, b in _pairs(found, expected, what):
         if not torch.equal(_bits(a), _bits(b)):
             error = (a.double() - b.double()).abs().nan_to_num(nan=torch.inf)
             at = _index_of_worst(error)
@@ -215,12 +215,12 @@ def claimed_variants(make: Maker, causal: bool) -> Iterator[tuple[str, Any]]:
         yield ", ".join(f"{name}={value}" for name, value in options.items()), module
 
 
-def _pairs(found: Compared, wanted: Compared, what: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _pairs(found: Compared, expected: Compared, what: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield what is compared, by name; fail where names, shapes or types differ."""
-    found, wanted = ({"output": x} if isinstance(x, Tensor) else x for x in (found, wanted))
-    require(found.keys() == wanted.keys(), f"{what}: has {sorted(found)}, should have {sorted(wanted)}")
+    found, expected = ({"output": x} if isinstance(x, Tensor) else x for x in (found, expected))
+    require(found.keys() == expected.keys(), f"{what}: has {sorted(found)}, should have {sorted(expected)}")
     for name, a in found.items():
-        b = wanted[name]
+        b = expected[name]
         require(a.shape == b.shape, f"{what}: {name} has shape {list(a.shape)}, should be {list(b.shape)}")
         require(a.dtype == b.dtype, f"{what}: {name} is {a.dtype}, should be {b.dtype}")
         yield name, a.detach(), b.detach()

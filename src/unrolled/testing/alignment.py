@@ -113,11 +113,11 @@ def check_verbs_agree(make: AlignmentMaker) -> None:
         contexts = module(query, memory, key_padding_mask=mask)
         together, _ = ask(module, query, module.read(memory, key_padding_mask=mask), (T,))
         assert_close(contexts, together[..., : make.memory_dim], f"{where} padding: forward against recall")
-        wanted = with_gradients(module, together, **inputs)
+        expected = with_gradients(module, together, **inputs)
         for plan in PLANS:
             y, state = ask(module, query, module.read(memory, key_padding_mask=mask), plan)
             found = with_gradients(module, y, **inputs)
-            assert_close(found, wanted, f"{where} padding: queries in parts of {plan} against all at once")
+            assert_close(found, expected, f"{where} padding: queries in parts of {plan} against all at once")
             counted = state.position.tolist() == [T] * B
             require(counted, f"position after {T} queries is {state.position.tolist()}")
 
@@ -142,14 +142,14 @@ def check_memory_padding(make: AlignmentMaker) -> None:
     for where, mask in paddings().items():
         query, memory = make.inputs()
         kept = memory.detach()[:1, ~mask[0]].requires_grad_()
-        wanted = with_gradients(module, module(query[:1], kept), query=query, memory=kept)
+        expected = with_gradients(module, module(query[:1], kept), query=query, memory=kept)
         y = module(query, memory, key_padding_mask=mask)
         found = with_gradients(module, y[:1], query=query, memory=memory)
         what = f"{where} padding"
         at_padding = float(found["gradient of memory"][0, mask[0]].abs().max())
         require(at_padding == 0, f"{what}: its gradient is {at_padding:.3g}, should be 0")
         found["gradient of memory"] = found["gradient of memory"][:1, ~mask[0]]
-        assert_close(found, wanted, f"{what} against the memory without it")
+        assert_close(found, expected, f"{what} against the memory without it")
         for holds in (torch.nan, torch.inf, 1e30):
             changed = memory.detach().clone()
             changed[mask] = holds
@@ -177,13 +177,13 @@ def check_rows_are_independent(make: AlignmentMaker) -> None:
     """A row gives the same alone and in a batch, and a query the same whatever is asked later."""
     module = make()
     query, memory = make.inputs()
-    wanted, _ = ask(module, query, module.read(memory), (T,))
+    expected, _ = ask(module, query, module.read(memory), (T,))
     other = module(query.flip(0), memory.flip(0)).flip(0)
-    assert_close(other, wanted[..., : make.memory_dim], "the rows in another order")
+    assert_close(other, expected[..., : make.memory_dim], "the rows in another order")
     changed = query.detach().clone()
     changed[:, -1] *= -1e3
     found, _ = ask(module, changed, module.read(memory), (T,))
-    assert_close(found[:, :-1], wanted[:, :-1], "the last query changed: the others")
+    assert_close(found[:, :-1], expected[:, :-1], "the last query changed: the others")
 
 
 def check_memory_state_is_a_value(make: AlignmentMaker) -> None:
@@ -195,11 +195,11 @@ def check_memory_state_is_a_value(make: AlignmentMaker) -> None:
         with torch.set_grad_enabled(autograd):
             state = module.read(memory)
             before = map_tensors(torch.clone, state)
-            wanted, _ = ask(module, query, state, (1, 3))
+            expected, _ = ask(module, query, state, (1, 3))
             ask(module, other_query, module.read(other_memory), (2, 1, 1))
             assert_identical(leaves(state), leaves(before), "the state that was passed in")
             again, _ = ask(module, query, state, (1, 3))
-            assert_identical(again, wanted, "the same state asked a second time")
+            assert_identical(again, expected, "the same state asked a second time")
 
 
 def check_memory_state_round_trip(make: AlignmentMaker) -> None:
@@ -208,17 +208,17 @@ def check_memory_state_round_trip(make: AlignmentMaker) -> None:
     query, memory = make.inputs()
     mask = paddings()["scattered"]
     _, state = ask(module, query, module.read(memory, key_padding_mask=mask), (1, 1))
-    wanted, _ = ask(module, query, state, (1, 3))
+    expected, _ = ask(module, query, state, (1, 3))
     rows = [1, 0, 0]
     found, _ = ask(module, query[rows], select(state, rows), (1, 3))
-    assert_close(found, wanted[rows], f"rows {rows} of the state")
+    assert_close(found, expected[rows], f"rows {rows} of the state")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.safetensors"
         save(state, path)
         loaded = load(path, like=make().read(memory[:1]))
     assert_identical(leaves(loaded), leaves(state), "the state, saved and loaded")
     found, _ = ask(make(), query, loaded, (1, 3))
-    assert_identical(found, wanted, "a twin module with the loaded state")
+    assert_identical(found, expected, "a twin module with the loaded state")
 
 
 def check_memory_dtypes(make: AlignmentMaker) -> None:
@@ -261,8 +261,8 @@ def check_memory_sizes(make: AlignmentMaker) -> None:
         query, memory = make.inputs(batch, queries, length)
         y = module(query, memory)
         what = f"{batch} rows, {queries} queries, a memory of {length}"
-        wanted = (batch, queries, make.memory_dim)
-        require(y.shape == wanted, f"{what}: contexts have shape {list(y.shape)}, not {list(wanted)}")
+        expected = (batch, queries, make.memory_dim)
+        require(y.shape == expected, f"{what}: contexts have shape {list(y.shape)}, not {list(expected)}")
         assert_finite(with_gradients(module, y, query=query, memory=memory), what)
 
 
@@ -298,15 +298,15 @@ def check_alignment_compiles(make: AlignmentMaker) -> None:
     try:
         forward: Any = torch.compile(module.forward, fullgraph=True, backend="aot_eager")
         inputs = {"query": query, "memory": memory}
-        wanted = with_gradients(module, module(query, memory, key_padding_mask=mask), **inputs)
+        expected = with_gradients(module, module(query, memory, key_padding_mask=mask), **inputs)
         found = with_gradients(module, forward(query, memory, key_padding_mask=mask), **inputs)
-        assert_close(found, wanted, "compiled forward")
+        assert_close(found, expected, "compiled forward")
         recall: Any = torch.compile(module.recall, fullgraph=True, backend="aot_eager")
         with torch.no_grad():
             state = module.read(memory)
             found = recall(query[:, :1], state)
-            wanted = module.recall(query[:, :1], state)
-        for part, x, y in zip(("context", "weights"), found, wanted, strict=False):
+            expected = module.recall(query[:, :1], state)
+        for part, x, y in zip(("context", "weights"), found, expected, strict=False):
             assert_close(x, y, f"compiled recall, {part}")
     finally:
         torch.compiler.reset()

@@ -31,8 +31,8 @@ def check_weights(make: Maker, supports: Supports) -> None:
         v = module.project(query, memory)[2]
         v = v.repeat_interleave(module.n_heads // module.n_kv_heads, 2)
         mean = module.merge_heads(torch.einsum("bhts,bshm->bthm", weights, v), query)
-        wanted = module(query, memory, key_padding_mask=mask)
-        assert_close(mean, wanted, "the mean of the values by the weights against the output")
+        expected = module(query, memory, key_padding_mask=mask)
+        assert_close(mean, expected, "the mean of the values by the weights against the output")
 
 
 def check_single_queries(make: Maker, supports: Supports) -> None:
@@ -43,11 +43,11 @@ def check_single_queries(make: Maker, supports: Supports) -> None:
     query, memory = make.input(3, 5), make.input(3, 7, seed=1)
     inputs = {"query": query, "memory": memory}
     for mask in _paddings(3, 7):
-        wanted = with_gradients(module, module(query, memory, key_padding_mask=mask), **inputs)
+        expected = with_gradients(module, module(query, memory, key_padding_mask=mask), **inputs)
         for pieces in ([5], [1, 1, 1, 1, 1], [2, 3]):
             state = module.read(memory, key_padding_mask=mask)
             y = torch.cat([module.recall(part, state) for part in torch.split(query, pieces, 1)], 1)
-            assert_close(with_gradients(module, y, **inputs), wanted, f"recall of {pieces} queries")
+            assert_close(with_gradients(module, y, **inputs), expected, f"recall of {pieces} queries")
     rows = torch.tensor([1, 0, 1])
     moved = module.recall(query, select(module.read(memory), rows))
     assert_close(moved, module(query, memory[rows]), "recall from rows in another order")

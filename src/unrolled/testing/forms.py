@@ -38,17 +38,17 @@ def check_forms_agree(make: Maker, supports: Supports) -> None:
         [("prefill", 62), ("step", 4), ("prefill", LONG - 66)],
     ]
     for variant, module in claimed_variants(make, causal=True):
-        wanted: dict[int, dict[str, torch.Tensor]] = {}
+        expected: dict[int, dict[str, torch.Tensor]] = {}
         for plan in default if variant == "default" else common:
             length = sum(n for _, n in plan)
             x = make.input(2, length)
-            if length not in wanted:
-                wanted[length] = with_gradients(module, module(x), x=x)
+            if length not in expected:
+                expected[length] = with_gradients(module, module(x), x=x)
                 with torch.no_grad():
                     what = f"{variant}: forward of {length} tokens without autograd"
-                    assert_close(module(x), wanted[length]["output"], what)
+                    assert_close(module(x), expected[length]["output"], what)
             found = with_gradients(module, unroll(module, x, plan)[0], x=x)
-            assert_close(found, wanted[length], f"{variant}: {describe(plan)} against forward")
+            assert_close(found, expected[length], f"{variant}: {describe(plan)} against forward")
 
 
 def check_gradients_through_state(make: Maker, supports: Supports) -> None:
@@ -56,16 +56,16 @@ def check_gradients_through_state(make: Maker, supports: Supports) -> None:
     module = make(causal=True)
     for first, rest in ((4, 3), (70, LONG - 70)):
         x = make.input(2, first + rest)
-        wanted = with_gradients(module, module(x)[:, first:], x=x)
+        expected = with_gradients(module, module(x)[:, first:], x=x)
         for plan in ([("prefill", rest)], [("step", 3), ("prefill", rest - 3)]):
             _, state = unroll(module, x[:, :first], [("prefill", first)])
             y, _ = unroll(module, x[:, first:], plan, state)
             what = f"prefill({first}), then {describe(plan)} from the carried state"
-            assert_close(with_gradients(module, y, x=x), wanted, what)
+            assert_close(with_gradients(module, y, x=x), expected, what)
             _, state = unroll(module, x[:, :first], [("prefill", first)])
             y, _ = unroll(module, x[:, first:], plan, detach(state))
             found = {"gradient of x": with_gradients(module, y, x=x)["gradient of x"]}
-            truncated = {"gradient of x": wanted["gradient of x"].clone()}
+            truncated = {"gradient of x": expected["gradient of x"].clone()}
             truncated["gradient of x"][:, :first] = 0
             assert_close(found, truncated, f"{what}, detached")
 

@@ -81,8 +81,8 @@ def check_packing(make: Maker, supports: Supports) -> None:
             what = f"{variant}, causal={causal}: sequences of lengths {lengths} in a pack"
             separate = torch.cat([module(part) for part in torch.split(x, lengths, 1)], 1)
             packed = module(x, cu_seqlens=cu_seqlens)
-            wanted = with_gradients(module, separate, x=x)
-            assert_close(with_gradients(module, packed, x=x), wanted, f"{what} against separate runs")
+            expected = with_gradients(module, separate, x=x)
+            assert_close(with_gradients(module, packed, x=x), expected, f"{what} against separate runs")
             for start, end in itertools.pairwise(cu_seqlens.tolist()):
                 other = x.detach().clone()
                 other[:, start:end] = LOUD * normal(1, end - start, make.d_model, seed=1)
@@ -105,5 +105,5 @@ def _check_padded_pack(module: Any, x: Tensor, cu_seqlens: Tensor, what: str) ->
     except (ValueError, UnsupportedError):
         return
     kept = torch.nn.functional.pad((~padding[0]).cumsum(0), (1, 0))[cu_seqlens.long()].int()
-    wanted = module(x[~padding][None], cu_seqlens=kept)
-    assert_close(found[~padding][None], wanted, f"{what} against the pack without it")
+    expected = module(x[~padding][None], cu_seqlens=kept)
+    assert_close(found[~padding][None], expected, f"{what} against the pack without it")

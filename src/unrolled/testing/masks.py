@@ -39,16 +39,16 @@ def check_cross_attention(make: Maker, supports: Supports) -> None:
         ):
             require(not torch.equal(module(*changed), y), f"{what}: the argument {name} is ignored")
         if causal:
-            wanted = with_gradients(module, module(memory)[:, 5:], memory=memory)
+            expected = with_gradients(module, module(memory)[:, 5:], memory=memory)
             found = with_gradients(module, module(memory[:, 5:], memory), memory=memory)
-            assert_close(found, wanted, "causal, the last 4 of 9 queries (bottom-right aligned)")
+            assert_close(found, expected, "causal, the last 4 of 9 queries (bottom-right aligned)")
         if supports.padding:
             mask = torch.zeros(2, 9, dtype=torch.bool)
             mask[:, [1, 2] if causal else [0, 4, 8]] = True
             keep = ~mask[0]
             found = with_gradients(module, module(query, memory, key_padding_mask=mask), memory=memory)
-            wanted = with_gradients(module, module(query, memory[:, keep]), memory=memory)
-            assert_close(found, wanted, f"{what}: padded memory against memory without its padding")
+            expected = with_gradients(module, module(query, memory[:, keep]), memory=memory)
+            assert_close(found, expected, f"{what}: padded memory against memory without its padding")
 
 
 def check_attn_mask(make: Maker, supports: Supports) -> None:
@@ -69,10 +69,10 @@ def check_attn_mask(make: Maker, supports: Supports) -> None:
             found = module(other, attn_mask=lower)[:, : t + 1]
             assert_identical(found, masked[:, : t + 1], f"{what}, masked keys change")
         per_row = torch.stack([lower, torch.ones_like(lower)])[:, None]
-        wanted = torch.cat([masked[:1], module(x)[1:]])
-        assert_close(module(x, attn_mask=per_row), wanted, f"{what} [B, 1, T, S]")
+        expected = torch.cat([masked[:1], module(x)[1:]])
+        assert_close(module(x, attn_mask=per_row), expected, f"{what} [B, 1, T, S]")
         per_head = per_row.expand(2, make.n_heads, 6, 6)
-        assert_close(module(x, attn_mask=per_head), wanted, f"{what} [B, H, T, S]")
+        assert_close(module(x, attn_mask=per_head), expected, f"{what} [B, H, T, S]")
         try:
             added = module(x, attn_mask=torch.zeros(6, 6, dtype=x.dtype).masked_fill(~lower, -torch.inf))
         except ValueError:  # boolean masks only

@@ -58,29 +58,29 @@ def check_half_precision(make: Maker, supports: Supports) -> None:
             exact = copy.deepcopy(module).double()
             x = make.input(2, LENGTH, dtype=dtype)
             with torch.no_grad():
-                wanted = exact(x.double())
-            allowed = _Allowed(exact, x, wanted, torch.finfo(dtype).eps / 2)
+                expected = exact(x.double())
+            allowed = _Allowed(exact, x, expected, torch.finfo(dtype).eps / 2)
             y = module(x)
-            _assert_within(y, wanted, allowed, f"causal={causal}: {dtype} forward")
+            _assert_within(y, expected, allowed, f"causal={causal}: {dtype} forward")
             assert_finite(with_gradients(module, y, x=x), f"causal={causal}: {dtype}")
             if causal and recurrent(supports):
                 with torch.no_grad():
                     y, _ = unroll(module, x, [("prefill", LENGTH - 20), ("step", 20)])
-                _assert_within(y, wanted, allowed, f"{dtype} prefill({LENGTH - 20}) + step(20)")
+                _assert_within(y, expected, allowed, f"{dtype} prefill({LENGTH - 20}) + step(20)")
             if dtype == torch.bfloat16:
                 single = copy.deepcopy(module).float()
                 x = x.detach().float().requires_grad_()
                 with torch.autocast("cpu", dtype=dtype):
                     y = single(x)
-                _assert_within(y, wanted, allowed, f"causal={causal}: fp32 under {dtype} autocast")
+                _assert_within(y, expected, allowed, f"causal={causal}: fp32 under {dtype} autocast")
                 assert_finite(with_gradients(single, y, x=x), f"causal={causal}: fp32 under {dtype} autocast")
 
 
 class _Allowed:
     """How far each position may be off: twice what moving every input and parameter by `unit` does to it."""
 
-    def __init__(self, exact: Any, x: Tensor, wanted: Tensor, unit: float):
-        self.exact, self.x, self.wanted, self.unit = exact, x.detach().double(), wanted, unit
+    def __init__(self, exact: Any, x: Tensor, expected: Tensor, unit: float):
+        self.exact, self.x, self.expected, self.unit = exact, x.detach().double(), expected, unit
 
     @cached_property
     def typical(self) -> Tensor:
@@ -96,16 +96,16 @@ class _Allowed:
         for i, parameter in enumerate(moved.parameters()):
             parameter *= 1 + self.unit * normal(*parameter.shape, seed=100 * seed + i).sign()
         x = self.x * (1 + self.unit * normal(*self.x.shape, seed=seed).sign())
-        return _size(moved(x) - self.wanted)
+        return _size(moved(x) - self.expected)
 
 
 def _size(difference: Tensor) -> Tensor:
     return difference.square().mean((0, 2)).sqrt()
 
 
-def _assert_within(found: Tensor, wanted: Tensor, allowed: _Allowed, what: str) -> None:
+def _assert_within(found: Tensor, expected: Tensor, allowed: _Allowed, what: str) -> None:
     assert_finite(found, what)
-    error, limit = _size(found.detach().double() - wanted), allowed.typical
+    error, limit = _size(found.detach().double() - expected), allowed.typical
     if bool((error > limit).any()):
         limit = torch.maximum(limit, allowed.largest)
     worst = int((error / limit).argmax())

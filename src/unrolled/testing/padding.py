@@ -48,9 +48,9 @@ def check_padding(make: Maker, supports: Supports) -> None:
                 form = " + ".join(f"prefill({n})" for n in segments) + " + step" if segments else "forward"
                 what = f"{variant}, causal={causal}: {form} of padded rows"
                 alone = _rows_alone(module, x, continued=bool(segments))
-                wanted = with_gradients(module, alone, x=x)
+                expected = with_gradients(module, alone, x=x)
                 found = with_gradients(module, _padded(module, x, segments, what), x=x)
-                assert_close(found, wanted, f"{what} against each row without its padding")
+                assert_close(found, expected, f"{what} against each row without its padding")
 
 
 def check_padding_content(make: Maker, supports: Supports) -> None:
@@ -85,12 +85,12 @@ Run = Callable[[Any, Tensor, Tensor], dict[str, Tensor]]
 def _check_content(run: Run, module: Any, x: Tensor, contents: list[float], what: str) -> None:
     """Compare what `run(module, x, other)` gives when the padding of x holds ordinary numbers and others."""
     other, signs = (normal(*x.shape, seed=seed).to(x.dtype).requires_grad_() for seed in (1, 2))
-    wanted = run(module, x, other)
-    at_padding = wanted["gradient of x"][PADDING]
+    expected = run(module, x, other)
+    at_padding = expected["gradient of x"][PADDING]
     require(not at_padding.any(), f"{what}: the gradient at padding is not 0")
     for value in contents:
         loud = torch.where(PADDING[..., None], signs.detach().sign() * value, x.detach()).requires_grad_()
-        assert_identical(run(module, loud, other), wanted, f"{what}, where padding holds {value:g}")
+        assert_identical(run(module, loud, other), expected, f"{what}, where padding holds {value:g}")
 
 
 def _forward(module: Any, x: Tensor, other: Tensor) -> dict[str, Tensor]:

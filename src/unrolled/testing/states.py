@@ -23,20 +23,20 @@ def check_state_is_a_value(make: Maker, supports: Supports) -> None:
                 with torch.set_grad_enabled(autograd):
                     _, state = unroll(module, x[:, :seen], [("prefill", seen)])
                     before = map_tensors(torch.clone, state)
-                    wanted, after = unroll(module, x[:, seen : seen + 2], [(verb, 2)], state)
+                    expected, after = unroll(module, x[:, seen : seen + 2], [(verb, 2)], state)
                     first = map_tensors(torch.clone, after)
                     assert_identical(leaves(state), leaves(before), f"{what}: the state that was passed in")
                     unroll(module, other, [(verb, 2)], state)
                     assert_identical(leaves(after), leaves(first), f"{what}: an earlier continuation's state")
                     again, _ = unroll(module, x[:, seen : seen + 2], [(verb, 2)], state)
-                assert_identical(again, wanted, f"{what}: the same state continued a second time")
+                assert_identical(again, expected, f"{what}: the same state continued a second time")
 
 
 def check_interleaved_sequences(make: Maker, supports: Supports) -> None:
     """One module serves several sequences in turn: nothing of a sequence is kept on the module."""
     module = make(causal=True)
     sequences = [make.input(batch, 7, seed=i, grad=False) for i, batch in enumerate((2, 3, 2))]
-    wanted = [unroll(module, x, [("prefill", 3), ("step", 4)])[0] for x in sequences]
+    expected = [unroll(module, x, [("prefill", 3), ("step", 4)])[0] for x in sequences]
     begun = [unroll(module, x[:, :3], [("prefill", 3)]) for x in sequences]
     states = [state for _, state in begun]
     outputs = [[y] for y, _ in begun]
@@ -46,7 +46,7 @@ def check_interleaved_sequences(make: Maker, supports: Supports) -> None:
             y, states[i] = module.step(x[:, t], states[i])
             outputs[i].append(y[:, None])
     for i, parts in enumerate(outputs):
-        assert_identical(torch.cat(parts, 1), wanted[i], f"sequence {i} stepped in turn with two others")
+        assert_identical(torch.cat(parts, 1), expected[i], f"sequence {i} stepped in turn with two others")
 
 
 def check_state_round_trip(make: Maker, supports: Supports) -> None:
@@ -56,10 +56,10 @@ def check_state_round_trip(make: Maker, supports: Supports) -> None:
     plan = [("step", 2), ("prefill", 2)]
     for seen in (0, 9, 70):
         _, state = unroll(module, x[:, :seen], [("prefill", seen)])
-        wanted, _ = unroll(module, more, plan, state)
+        expected, _ = unroll(module, more, plan, state)
         rows = [2, 0, 0]
         found, _ = unroll(module, more[rows], plan, select(state, rows))
-        assert_close(found, wanted[rows], f"continued after {seen} tokens with rows {rows} of the state")
+        assert_close(found, expected[rows], f"continued after {seen} tokens with rows {rows} of the state")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state.safetensors"
             save(state, path)
@@ -67,14 +67,14 @@ def check_state_round_trip(make: Maker, supports: Supports) -> None:
             loaded = load(path, like=twin.init_state(1))
             assert_identical(leaves(loaded), leaves(state), f"state after {seen} tokens, saved and loaded")
             found, _ = unroll(twin, more, plan, loaded)
-        assert_identical(found, wanted, f"a twin module continuing the loaded state after {seen} tokens")
+        assert_identical(found, expected, f"a twin module continuing the loaded state after {seen} tokens")
 
 
 def check_state_structure(make: Maker, supports: Supports) -> None:
     """A state is tensors, batch first: fp64 in fp64 modules, fp32 whatever other type the input has."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         module = make(causal=True, dtype=dtype)
-        wanted = torch.float64 if dtype == torch.float64 else torch.float32
+        expected = torch.float64 if dtype == torch.float64 else torch.float32
         x = make.input(3, 4, dtype=dtype)
         states = {
             "init_state": module.init_state(3),
@@ -90,8 +90,8 @@ def check_state_structure(make: Maker, supports: Supports) -> None:
             for name, x_leaf in leaves(state).items():
                 batched = x_leaf.dim() > 0 and x_leaf.shape[0] == 3
                 require(batched, f"{what}: {name} has shape {list(x_leaf.shape)}, should begin with 3 rows")
-                right = not x_leaf.is_floating_point() or x_leaf.dtype == wanted
-                require(right, f"{what}: {name} is {x_leaf.dtype}, should be {wanted}")
+                right = not x_leaf.is_floating_point() or x_leaf.dtype == expected
+                require(right, f"{what}: {name} is {x_leaf.dtype}, should be {expected}")
 
 
 def _structure(state: Any, what: str) -> Any:
@@ -105,9 +105,9 @@ def _structure(state: Any, what: str) -> Any:
 def check_constant_state(make: Maker, supports: Supports) -> None:
     """The bytes of a constant state do not depend on the number of tokens seen."""
     module = make(causal=True)
-    wanted = nbytes(module.init_state(2))
+    expected = nbytes(module.init_state(2))
     for plan in ([("step", 1)], [("step", 20)], [("prefill", 20)], [("prefill", 200)]):
         with torch.no_grad():
             found = nbytes(unroll(module, make.input(2, plan[0][1]), plan)[1])
         what = f"state of 2 rows after {describe(plan)}"
-        require(found == wanted, f"{what}: {found} bytes, init_state has {wanted}")
+        require(found == expected, f"{what}: {found} bytes, init_state has {expected}")

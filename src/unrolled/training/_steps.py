@@ -1,9 +1,9 @@
 """The parts of a run that write nothing: how it begins, goes back to a checkpoint and makes a step."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ def device_of(model: Trainable) -> torch.device:
     return next(model.named_parameters())[1].device
 
 
-def go_back(path: Path, state: TrainState, identity: dict[str, Any], config: TrainConfig) -> bool:
+def go_back(path: Path, state: TrainState, identity: Mapping[str, object], config: TrainConfig) -> bool:
     """Go back to the checkpoint, if there is one that fits."""
     if not path.exists():
         return False
@@ -96,7 +96,7 @@ def _redraw(model: Trainable, step: int, every: int) -> None:
             projection.redraw()
 
 
-def identity_of(model: Trainable, dataset: Dataset, config: TrainConfig) -> dict[str, Any]:
+def identity_of(model: Trainable, dataset: Dataset, config: TrainConfig) -> dict[str, object]:
     """Describe what must be the same for a checkpoint to be resumed; the data by their first batch."""
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
     data = {"first_batch": checkpoint.fingerprint(first.inputs, first.targets)}

@@ -81,7 +81,9 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
 
 
-def save(path: Path, state: TrainState, identity: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+def save(
+    path: Path, state: TrainState, identity: Mapping[str, object], metadata: Mapping[str, object]
+) -> None:
     """Write a checkpoint, replacing the one at `path` in a single step."""
     tensors = {f"model.{name}": x for name, x in _model_tensors(state.model).items()}
     names = _parameter_names(state.optimizer)
@@ -103,7 +105,7 @@ def save(path: Path, state: TrainState, identity: Mapping[str, Any], metadata: M
         save_tensors(tensors, staging / path.name, metadata={JSON_KEY: text})
 
 
-def load(path: Path, state: TrainState, identity: Mapping[str, Any], free: frozenset[str]) -> bool:
+def load(path: Path, state: TrainState, identity: Mapping[str, object], free: frozenset[str]) -> bool:
     """Put a run back exactly where a checkpoint left it: `state` and torch's random generators.
 
     A checkpoint of step 0 that does not fit is left alone: nothing is lost, and a first try that failed must
@@ -194,8 +196,8 @@ def _moments(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return moments
 
 
-def _check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    for name, x in wanted.items():
+def _check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    for name, x in expected.items():
         if name not in found:
             raise ValueError(f"{path} is a checkpoint of another model: it has no tensor {name} {START_OVER}")
         if found[name].shape != x.shape or found[name].dtype != x.dtype:
@@ -203,7 +205,7 @@ def _check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str,
                 f"{path} is a checkpoint of another model: its {name} is {_kind(found[name])}, "
                 f"but this model's is {_kind(x)} {START_OVER}"
             )
-    if extra := sorted(found.keys() - wanted.keys()):
+    if extra := sorted(found.keys() - expected.keys()):
         raise ValueError(
             f"{path} is a checkpoint of another model: it has a tensor {extra[0]} too many {START_OVER}"
         )
@@ -213,8 +215,8 @@ def _kind(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-def _check_identity(path: Path, found: Any, wanted: Any, free: frozenset[str]) -> None:
-    before, now = _flatten(found), _flatten(json.loads(json.dumps(wanted)))
+def _check_identity(path: Path, found: object, expected: object, free: frozenset[str]) -> None:
+    before, now = _flatten(found), _flatten(json.loads(json.dumps(expected)))
     for name in sorted((before.keys() | now.keys()) - free):
         if before.get(name) != now.get(name):
             raise ValueError(
@@ -223,7 +225,7 @@ def _check_identity(path: Path, found: Any, wanted: Any, free: frozenset[str]) -
             )
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(value: object, prefix: str = "") -> dict[str, object]:
     """Name the leaves of nested dicts by their path, as in `"train.lr"`."""
     if not isinstance(value, dict):
         return {prefix: value}

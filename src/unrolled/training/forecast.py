@@ -13,19 +13,12 @@ from torch import Tensor
 
 from unrolled.contract import Dataset
 from unrolled.threads import cpu_threads
+from unrolled.training import _steps
 from unrolled.training._session import own_random_state
-from unrolled.training._steps import (
-    CHECKPOINT,
-    begin,
-    device_of,
-    go_back,
-    identity_of,
-    recompute_activations,
-    update,
-)
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluate
 from unrolled.training.interfaces import Trainable
+from unrolled.training.memory import process_bytes
 
 STEPS = 10
 
@@ -95,21 +88,21 @@ def dry_run(
         FloatingPointError: a loss or the gradient is not finite.
         UnsupportedError: the model cannot recompute activations.
     """
-    recompute_activations(model, config)
-    device = device_of(model)
+    _steps.recompute_activations(model, config)
+    device = _steps.device_of(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with own_random_state(device), cpu_threads(config.threads):
-        identity = identity_of(model, dataset, config)
-        state = begin(model, config)
+        identity = _steps.identity_of(model, dataset, config)
+        state = _steps.begin(model, config)
         if resume and run_dir is not None:
-            go_back(Path(run_dir) / CHECKPOINT, state, identity, config)
+            _steps.go_back(Path(run_dir) / _steps.CHECKPOINT, state, identity, config)
         first, left = state.progress.step, config.steps - state.progress.step
         seconds, targets = [], []
         model.train()
         for _ in range(min(STEPS, left)):
             began = time.perf_counter()
-            _, _, count = update(state, dataset, config, state.schedule.lr(state.progress.step))
+            _, _, count = _steps.update(state, dataset, config, state.schedule.lr(state.progress.step))
             seconds.append(time.perf_counter() - began)
             targets.append(count)
             state.progress.step += 1
@@ -157,9 +150,8 @@ def _peak_bytes(device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu" or sys.platform == "win32":
         return None
-    if sys.platform == "linux":  # where `ru_maxrss` begins with what the parent process held
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-    import resource  # which Windows lacks
+    if sys.platform == "linux":  # where `ru_maxrss` includes the peak of the parent process
+        return process_bytes("VmHWM")
+    import resource  # not available on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS

@@ -23,11 +23,11 @@ class Trainable(Protocol):
 
     # the rest is torch.nn.Module's
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> object:
         """Turn dropout on."""
         ...
 
-    def eval(self) -> Any:
+    def eval(self) -> object:
         """Turn dropout off."""
         ...
 
@@ -39,7 +39,7 @@ class Trainable(Protocol):
         """Yield each parameter once."""
         ...
 
-    def state_dict(self, *, keep_vars: bool) -> Mapping[str, Any]:
+    def state_dict(self, *, keep_vars: bool) -> Mapping[str, Tensor]:
         """Return parameters and buffers by name."""
         ...
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,15 +14,18 @@ from unrolled.extras import how_to_install
 from unrolled.folders import replacing_files
 from unrolled.ops.options import is_number
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 
 class RunLog:
     """JSON lines, each with an `event` and a `step`, flushed one by one and mirrored to TensorBoard."""
 
-    def __init__(self, file: TextIO, board: Any = None) -> None:
+    def __init__(self, file: TextIO, board: "SummaryWriter | None" = None) -> None:
         self._file = file
         self._board = board
 
-    def write(self, event: str, step: int, **values: Any) -> None:
+    def write(self, event: str, step: int, **values: object) -> None:
         """Write one line. Numbers also go to TensorBoard, as `event/name`."""
         self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
         self._file.flush()
@@ -80,7 +83,7 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _is_line(found: Any) -> bool:
+def _is_line(found: object) -> bool:
     if not isinstance(found, dict) or not isinstance(found.get("event"), str):
         return False
     losses = {"train": ["loss"], "eval": ["loss", "best"]}.get(found["event"], [])
@@ -102,7 +105,7 @@ def progress_bar(enabled: bool) -> Progress:
     )
 
 
-def _summary_writer(folder: Path, after: int | None) -> Any:
+def _summary_writer(folder: Path, after: int | None) -> "SummaryWriter":
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

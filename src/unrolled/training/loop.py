@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from unrolled.contract import Dataset
 from unrolled.folders import held, remove_staging, replacing_files
@@ -57,7 +56,7 @@ def train(
     resume: bool = True,
     progress: bool = True,
     tensorboard: bool = False,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     on_start: Callable[[bool], object] = lambda resumed: None,
 ) -> TrainResult:
     """Train a model, or go on where an earlier call on the same folder stopped.
@@ -116,8 +115,8 @@ class _Run:
     dataset: Dataset
     config: TrainConfig
     run_dir: Path
-    identity: dict[str, Any]
-    metadata: dict[str, Any]
+    identity: Mapping[str, object]
+    metadata: dict[str, object]
     interrupted: SignalFlag
 
     @property

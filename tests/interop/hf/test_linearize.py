@@ -376,7 +376,7 @@ def test_a_cache_of_keys_and_values_is_refused():
         (
             {"attention": "linformer", "max_length": 8},
             UnsupportedError,
-            "linformer attention cannot be causal",
+            "linformer attention is not causal",
         ),
     ],
 )

@@ -1,85 +1,51 @@
-r"""The weighted averages of attention free transformers and their biases.
+r"""The weighted averages of attention free transformers.
 
     o_t = sum_j exp(k_j + w_tj) v_j / sum_j exp(k_j + w_tj)        element by element of k_j and v_j
 
-Nothing here is of size [T,S,D], but for the definition. Biases w_tj differ from 0 inside a window only,
-|t - j| < s. Every term of every sum is positive, which loses no digits, where the shorter "all keys, plus
-exp(w) - 1 times those in the window" subtracts.
+Only the definition makes tensors of size [T,S,D]. Biases w_tj are nonzero inside a window only, |t - j| < s.
+All terms of all sums are positive, so that no digits are lost; the shorter "all keys, plus exp(w) - 1 times
+those in the window" would subtract.
 
-Keys that have left the window: sums that grow by a key per step. They are scaled by exp(-m_t) with the
-running maximum m_t = max_{j <= t} k_j, and follow S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(k_t - m_t) [v_t, 1].
+Keys outside the window: sums that grow by one key per step. They are scaled by exp(-m_t) with the running
+maximum m_t = max_{j <= t} k_j, and follow S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(k_t - m_t) [v_t, 1].
 
-Keys inside it: exp(w) exp(k) is a product of matrices, but exp(k_j - m_t) depends on both t and j, and no
-constant can stand for m_t where the keys rise steeply. So the pairs j < t are taken by halves, halves of
-halves and so on: the keys of a left half, scaled by the maximum at its end, meet the queries of the right
-half, whose own maximum is no lower. All factors are at most 1, none depends on what follows t, and no pair is
-met twice.
+Keys inside it: exp(w) exp(k) is a matrix product, but exp(k_j - m_t) depends on both t and j, and m_t cannot
+be replaced by a constant where the keys rise steeply. So the pairs j < t are split into halves, halves of
+halves and so on: the keys of a left half, scaled by the maximum at its end, are combined with the queries of
+the right half, whose own maximum is no lower. All factors are at most 1, none depends on tokens after t, and
+each pair is computed once.
 
-Biases are scaled by their maximum, which may belong to another key than that of k. Where they differ by so
-much (60 in fp32) that all products of scaled factors might vanish, the definition is computed instead. That
-is decided by looking at the biases, on a CPU and uncompiled; elsewhere such averages lose digits. The
-definition is also the fastest form of a few tokens.
+Biases are scaled by their maximum, which may belong to another key than the maximum of k. Where they differ
+by so much (60 in fp32) that all products of scaled factors might vanish, the definition is computed instead.
+This needs the values of the biases, which are read on a CPU and uncompiled; elsewhere such averages lose
+digits. The definition is also the fastest form for a few tokens.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from unrolled.ops.checks import may_read
 from unrolled.ops.linear.chunked import safe_divide
-from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.scan import linear_scan
 
-LOWEST = -1e30  # below every key, and yet it may be subtracted from itself
+LOWEST = -1e30  # below every key, but finite, so that it can be subtracted from itself
 FEW = 16  # tokens
 
 Pairs = tuple[Tensor, Tensor]
-"""Rows `[n,r]` and keys `[n,c]`: in each of n blocks, all r rows meet all c keys."""
+"""Rows `[n,r]` and keys `[n,c]`: n blocks of all pairs of r rows and c keys."""
 
 
-class FactorizedBias(nn.Module):
-    """w_tj = a_t . b_j for positions up to `max_length` (arXiv 2105.14103, section 3.2)."""
-
-    def __init__(self, max_length: int, rank: int):
-        super().__init__()
-        self.a = nn.Parameter(torch.empty(max_length, rank).normal_(std=0.01))
-        self.b = nn.Parameter(torch.empty(max_length, rank).normal_(std=0.01))
-
-    def forward(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Positions `[B,n,r]` and `[B,n,c]` to biases `[B,n,1,r,c]`."""
-        dtype = accumulation_dtype(self.a.dtype)
-        return (self.a.to(dtype)[rows] @ self.b.to(dtype)[keys].mT).unsqueeze(2)
-
-
-class ConvolutionBias(nn.Module):
-    """A bias for each head and distance, normalised over the window (arXiv 2105.14103, AFT-conv)."""
-
-    def __init__(self, n_heads: int, window: int, last: int):
-        super().__init__()
-        self.last = last  # place in the window of the distance 0
-        self.taps = nn.Parameter(torch.empty(n_heads, window).normal_())
-        self.gamma = nn.Parameter(torch.zeros(n_heads, 1))
-        self.beta = nn.Parameter(torch.zeros(n_heads, 1))
-
-    def forward(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Positions `[B,n,r]` and `[B,n,c]` to biases `[B,n,H,r,c]`."""
-        dtype = accumulation_dtype(self.taps.dtype)
-        taps = self.taps.to(dtype)
-        centred = taps - taps.mean(-1, keepdim=True)
-        deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        w = self.gamma.to(dtype) * centred / deviation + self.beta.to(dtype)
-        place = (self.last - rows.unsqueeze(-1) + keys.unsqueeze(-2)).clamp(0, w.shape[1] - 1)
-        return w[:, place].movedim(0, 2)
-
-
-Bias = FactorizedBias | ConvolutionBias
+Bias = Callable[[Tensor, Tensor], Tensor]
+"""From positions `[B,n,r]` of rows and `[B,n,c]` of keys to biases `[B,n,H,r,c]`, where H may be 1."""
 
 
 class Keys(NamedTuple):
-    """What is averaged: keys, values, which of them count, and where they stand."""
+    """What is averaged: keys, values, which of them are valid, and their positions."""
 
     k: Tensor  # [B,L,H,K], K = M, or 1 for all elements of a value
     v: Tensor  # [B,L,H,M]
@@ -95,13 +61,13 @@ class OldSums(NamedTuple):
 
 
 def average_reference(k: Tensor, v: Tensor, bias: Tensor, allowed: Tensor) -> Tensor:
-    """The averages by their definition, with the explicit weights `[B,H,T,S,K]`.
+    """Compute the averages by their definition, with the explicit weights `[B,H,T,S,K]`.
 
     Args:
         k: `[B,S,H,K]`.
         v: `[B,S,H,M]`.
         bias: w, broadcastable to `[B,H,T,S]`.
-        allowed: which keys a query averages, broadcastable to the same.
+        allowed: which keys a query averages, broadcastable to `[B,H,T,S]`.
 
     Returns:
         `[B,T,H,M]`; 0 for a query without keys.
@@ -114,14 +80,15 @@ def average_reference(k: Tensor, v: Tensor, bias: Tensor, allowed: Tensor) -> Te
 
 
 def average_causal(
-    keys: Keys, bias: Bias | None, window: int, old: OldSums, first: int = 0
+    keys: Keys, bias: Bias, window: int, old: OldSums, first: int = 0
 ) -> tuple[Tensor, OldSums]:
-    """The averages over all keys up to each one from number `first` on, and over the `old` ones.
+    """Average all keys up to each one from number `first` on, and the `old` ones.
 
     Returns:
-        `[B,L-first,H,M]`, and the sums over the old keys and the first 0, 1, ... of the new ones, up to those
-        that have left a window which ends after the last.
+        `[B,L-first,H,M]`, and the sums over the old keys and the first 0, 1, ... new ones, up to those
+        outside a window that ends after the last.
     """
+    # Keys outside the window: a scan over the scaled sums.
     keys, k, values = _prepared(keys)
     L = k.shape[1]
     top = torch.maximum(k.detach().cummax(1).values, old.k_max.unsqueeze(1))
@@ -133,11 +100,14 @@ def average_causal(
     passed = linear_scan(gates, torch.cat([old.sums.unsqueeze(1), added], dim=1))
     after = OldSums(before, passed)
 
-    left = torch.arange(first, L, device=k.device) + 1 - window  # keys that have left the window of each row
+    left = (
+        torch.arange(first, L, device=k.device) + 1 - window
+    )  # number of keys before the window of each row
     far = passed.index_select(1, left.clamp(min=0)).masked_fill((left < 0).view(-1, 1, 1, 1), 0)
     far = far * (before.index_select(1, left.clamp(min=0)) - top[:, first:]).exp().unsqueeze(-2)
-    if bias is None:
+    if window == 0:
         return _divided(far), after
+    # Keys inside the window, by halves or by the definition.
     if L <= FEW:
         return _explicit(keys, bias, window, old, True)[:, first:], after
     pairs = earlier_pairs(L, first, window, k.device)
@@ -149,7 +119,7 @@ def average_causal(
 
 
 def average_bidirectional(keys: Keys, bias: Bias, window: int) -> Tensor:
-    """The averages over all keys, for each of their positions: `[B,L,H,M]`."""
+    """Average all keys for each of their positions: `[B,L,H,M]`."""
     keys, k, values = _prepared(keys)
     L = k.shape[1]
     if L <= FEW:
@@ -170,7 +140,7 @@ def average_bidirectional(keys: Keys, bias: Bias, window: int) -> Tensor:
 
 
 def average_full(keys: Keys, bias: Bias, rows: Tensor) -> Tensor:
-    """The averages over all keys, every one with its bias, for rows at positions `[1,T]`: `[B,T,H,M]`."""
+    """Average all keys, each with its bias, for rows at positions `[1,T]`: `[B,T,H,M]`."""
     keys, k, values = _prepared(keys)
     T, S = rows.shape[1], k.shape[1]
     if T * S > FEW * FEW:
@@ -180,14 +150,14 @@ def average_full(keys: Keys, bias: Bias, rows: Tensor) -> Tensor:
         if not too_far_apart:
             return _divided(near)
     w = bias(rows[:, None], keys.positions[:, None]).squeeze(1)
-    return average_reference(keys.k, keys.v, w, _counted(keys)[:, None, None])
+    return average_reference(keys.k, keys.v, w, counted(keys)[:, None, None])
 
 
 def earlier_pairs(L: int, first: int, window: int, device: torch.device) -> list[Pairs]:
-    """Cut the pairs of rows >= `first` and keys at most row, and inside the window, into blocks.
+    """Cut the pairs of rows >= `first` with keys up to the row and inside the window into blocks.
 
-    Each row with itself comes first; then, for c = 1, 2, 4, ..., the right halves of every 2c with their left
-    halves. Some rows may lie behind the last one, and some pairs outside the window.
+    First each row with itself; then, for c = 1, 2, 4, ..., the right half of every 2c tokens with the left
+    half. Blocks may include rows after the last one, and pairs outside the window.
     """
     itself = torch.arange(first, L, device=device).unsqueeze(1)
     pairs, c = [(itself, itself)], 1
@@ -213,9 +183,10 @@ def _near(
     pairs: list[Pairs],
     window: int,
 ) -> tuple[Tensor, Tensor, bool]:
-    """Sums over the window, `[B,R,H,2,M]` times exp(-peak - top); `peak [B,1,H]`, the largest bias or 0.
+    """Sum over the window: `[B,R,H,2,M]` times exp(-peak - top), and `peak [B,1,H]`, the largest bias or 0.
 
-    Also whether biases are so far apart that these sums may have lost their digits, where that may be read.
+    The third result is whether biases differ so much that these sums may have lost their digits; False where
+    values cannot be read at no cost.
     """
     (B, L, H, _), R, M = k.shape, row_positions.shape[1], values.shape[-1]
     biases = []
@@ -234,25 +205,25 @@ def _near(
         sums = torch.einsum("bnhrj,bnjhim->bnrhim", (w - peak).exp(), weighed)
         if top.shape[1] > 1:
             sums = sums * (reference - _take(top, rows.clamp(max=L - 1))).exp().unsqueeze(-2)
-        # What is meant for rows behind the last one goes to a row of its own, which is dropped.
+        # Rows after the last one are added to an extra row, which is dropped.
         total.index_add_(1, rows.clamp(max=R).flatten(), sums.flatten(1, 2))
     return total[:, :R], peak[:, :, :, 0, 0], too_far_apart
 
 
 def _spread(w: Tensor, peak: Tensor) -> float:
-    """How far below the peak a bias lies at most."""
+    """Return the largest difference between the peak and a bias."""
     below = (peak - w).masked_fill(w == -math.inf, 0)
     return float(below.amax()) if below.numel() else 0.0
 
 
 def _explicit(keys: Keys, bias: Bias, window: int, old: OldSums | None, causal: bool) -> Tensor:
-    """The averages for each key's position by their definition; the old keys are one more key, of no bias."""
+    """Average by the definition for each key's position; the old keys are one more key without a bias."""
     L = keys.k.shape[1]
     place = torch.arange(L, device=keys.k.device)
     distance = place.unsqueeze(1) - place
     w = bias(keys.positions[:, None], keys.positions[:, None]).squeeze(1).to(keys.k.dtype)
     w = w.masked_fill(distance.abs() >= window, 0)
-    allowed = _counted(keys)[:, None, None] & ((distance >= 0) | (not causal))
+    allowed = counted(keys)[:, None, None] & ((distance >= 0) | (not causal))
     if old is None:
         return average_reference(keys.k, keys.v, w, allowed)
     k, v = with_old(keys.k, keys.v, old)
@@ -260,7 +231,7 @@ def _explicit(keys: Keys, bias: Bias, window: int, old: OldSums | None, causal: 
 
 
 def with_old(k: Tensor, v: Tensor, old: OldSums) -> tuple[Tensor, Tensor]:
-    """Put one key and value `[B,1,H,...]` that stand for all old ones before `k` and `v`."""
+    """Prepend one key and value `[B,1,H,...]`, equivalent to all old ones, to `k` and `v`."""
     num, den = old.sums.unbind(-2)
     total = den[..., : k.shape[-1]]
     k_old = old.k_max + total.clamp(min=torch.finfo(total.dtype).tiny).log()
@@ -271,7 +242,7 @@ def with_old(k: Tensor, v: Tensor, old: OldSums) -> tuple[Tensor, Tensor]:
 
 
 def _prepared(keys: Keys) -> tuple[Keys, Tensor, Tensor]:
-    """The keys, k and [v, 1] `[B,L,H,2,M]`: what does not count adds nothing and stands at position 0."""
+    """Return the keys, k and [v, 1] `[B,L,H,2,M]`, where invalid keys add nothing and have position 0."""
     k, v, valid, positions = keys
     values = torch.stack([v, torch.ones_like(v)], dim=-2)
     if valid is None:
@@ -281,12 +252,13 @@ def _prepared(keys: Keys) -> tuple[Keys, Tensor, Tensor]:
     return keys._replace(positions=positions.masked_fill(~valid, 0)), k, values
 
 
-def _counted(keys: Keys) -> Tensor:
+def counted(keys: Keys) -> Tensor:
+    """Return which keys are valid, `[B,L]`."""
     return keys.k.new_ones(keys.k.shape[:2], dtype=torch.bool) if keys.valid is None else keys.valid
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """`x [B,L,...]` at `index [n,c]`: `[B,n,c,...]`."""
+    """Return `x [B,L,...]` at `index [n,c]`: `[B,n,c,...]`."""
     return x.index_select(1, index.flatten()).reshape(x.shape[0], *index.shape, *x.shape[2:])
 
 
@@ -295,5 +267,5 @@ def _divided(sums: Tensor) -> Tensor:
 
 
 def _limit(dtype: torch.dtype) -> float:
-    """Difference of biases up to which a product of factors, each at most 1, keeps its digits."""
+    """Return the difference of biases up to which products of factors, each at most 1, keep their digits."""
     return -0.7 * math.log(torch.finfo(dtype).tiny)

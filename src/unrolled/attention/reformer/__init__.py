@@ -4,43 +4,45 @@ r"""Reformer: attention to the tokens that hash to the same bucket.
     o_i = sum_{j in P_i} a_ij v_j                     P_i = union over the rounds r of P_i^r
     a_ij = exp(q_i . k_j) / sum_{j' in P_i} exp(q_i . k_j')        k_j = q_j / |q_j|
 
-Queries and keys are one projection. Token i is not in its own P_i; if nothing is, o_i = v_i. The sets are
+Queries and keys share one projection. Token i is not in its own P_i; if P_i is empty, o_i = v_i. The sets are
 
     bidirectional   sort the tokens by bucket, then position, and cut them into chunks of c; P_i^r is the
-                    chunk of i and the one before it, the last being before the first. `same_bucket` keeps the
-                    members of i's bucket only (eq. 4 of the paper; the authors' code reads both chunks).
+                    chunk of i and the one before it, cyclically. `same_bucket` keeps only the members of i's
+                    bucket (eq. 4 of the paper; the authors' code reads both chunks).
     causal          P_i^r is the last c of the earlier members of i's bucket.
 
 Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer", arXiv 2001.04451, section 2. Each
 round gives o_i^r and its log-sum-exp; a key that N_ij rounds read gets log N_ij subtracted in each (appendix
 A), so that merging the rounds is one softmax over the union. The paper's finite penalty of 1e5 for i itself
-is taken to its limit. There is no 1/sqrt(D), as in the authors' code; `scale` is 1.
+is infinite here. There is no 1/sqrt(D), as in the authors' code; `scale` is 1.
 
-**Why causal attention is another one.** The paper's causal form masks the later keys of its chunks. No value
-of a later token then enters o_i, yet later tokens move the borders of the chunks, and with them which
-*earlier* keys i reads. In each round the place of i in the order is the number of tokens in lower buckets,
-plus the earlier ones in its own. So o_i depends on the past, on the length, and on how many later tokens fall
-into each bucket in each round, and on nothing else of the future. Such a model is trained on a hint that it
-does not have when it generates. `lsh_attention(causal=True)` is that form, to compare with; the module's sets
-depend on the past alone, so that it also runs token by token, giving the same.
+**Why the causal form differs from the paper's.** The paper masks the later keys of each chunk. No value of a
+later token then enters o_i, but later tokens shift the chunk boundaries, and so determine which *earlier*
+keys i reads. In each round the place of i in the order is the number of tokens in lower buckets, plus the
+earlier ones in its own. So o_i depends on the past, on the length, and on the number of later tokens in each
+bucket. Such a model is trained on information that it lacks during generation. `lsh_attention(causal=True)`
+is that form, for comparison; the module's sets depend on the past alone, so that running token by token gives
+the same outputs.
 
 Cost per head, for R rounds: time O(R T (log T + c (D+M+R))), memory O(R T (c+D+M)); short inputs take one
-masked softmax over the union in O(T^2). The state of causal attention grows up to R n_buckets c tokens, as
-many as later ones may read, and a step reads all of it. Bidirectional attention has no step: a later token
-moves every chunk.
+masked softmax over the union in O(T^2). The state of causal attention grows to R n_buckets c tokens, all that
+later ones may read, and a step reads all of it. Bidirectional attention has no step: a later token moves
+every chunk.
 Cannot: attend to another sequence, since queries are keys, or honour an `attn_mask`.
 Equals softmax attention to the other tokens with unit keys: bidirectional, up to 2c tokens; causal, up to
-c + 1 tokens of one bucket. More rounds come closer to it.
+c + 1 tokens of one bucket. More rounds approximate it better.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention, Projected
+from unrolled.attention._options import GENERAL
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention, Projected
 from unrolled.attention.reformer.hashing import (
     ABSENT,
     causal_lsh_attention,
@@ -49,10 +51,8 @@ from unrolled.attention.reformer.hashing import (
     masked_softmax,
     unit_keys,
 )
-from unrolled.contract import Supports
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear, linear
-from unrolled.ops.options import check_booleans, check_finite, check_integers
+from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -61,19 +61,19 @@ from unrolled.ops.replay import chosen
 
 
 class ReformerState(NamedTuple):
-    """The tokens that a later one may read: all until there are R n_buckets c, then those of each bucket."""
+    """The tokens that later ones may read: all up to R n_buckets c, then the last of each bucket."""
 
     k: Tensor  # [B,S,H,D]
     v: Tensor  # [B,S,H,M]
     buckets: Tensor  # [B,S,H,R]
     position: Tensor  # [B], valid tokens seen
-    draw: Tensor  # [B], number of the draw of the rotations
+    draw: Tensor  # [B], the number of redraws of the rotations
 
 
 def causal_lsh_step(
     q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, *, window: int, scale: float = 1.0
 ) -> Tensor:
-    """One row of `causal_lsh_attention`: `q [B,H,D]`, `v [B,H,M]`, `buckets [B,H,R]` to `[B,H,M]`."""
+    """Run one token of `causal_lsh_attention`: `q [B,H,D]`, `v [B,H,M]`, `buckets [B,H,R]` to `[B,H,M]`."""
     same = state.buckets == buckets.unsqueeze(1)  # [B,S,H,R]
     later = same.flip(1).cumsum(1).flip(1)
     read = (same & (later <= window)).any(-1)  # [B,S,H]
@@ -85,35 +85,26 @@ def causal_lsh_step(
 
 
 class HashQueries(NamedTuple):
-    """Queries in fp32 `[...,H,D]`, where the heads are narrower."""
+    """Queries in fp32 `[...,H,D]`, where the heads have half precision."""
 
     q: Tensor
 
 
 class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
-    """Multi-head Reformer attention; what `causal` means here is told above.
+    """Multi-head Reformer attention; the module docstring defines its causal form.
 
     Args:
-        d_model, n_heads, causal, head_dim, value_dim, bias, rotary: see `MultiHeadAttention`; the
-            authors have no bias.
-        n_kv_heads: n_heads, since queries are keys.
-        chunk: length c of the chunks, or how many tokens of its bucket a causal query reads.
-        n_buckets: an even number, or factors that are even, whose product it is. The paper has 2 T / c.
+        d_model, n_heads, common: see `MultiHeadAttention`; n_kv_heads must be n_heads, since queries are
+            keys. The authors have no bias.
+        chunk: length c of the chunks, or the number of tokens of its bucket that a causal query reads.
+        n_buckets: an even number, or its even factors. The paper uses 2 T / c.
         n_rounds: number R of hash rounds.
-        same_bucket: read the own bucket only; causal attention always does.
+        same_bucket: read only the query's own bucket; causal attention always does.
         scale: factor of the scores.
-        seed: of the rotations; by default drawn like initial weights. `rotations.redraw()` draws others.
+        seed: of the rotations; by default drawn like initial weights. `rotations.redraw()` draws new ones.
     """
 
-    supports = Supports(
-        causal=True,
-        bidirectional=True,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="growing",
-        reads_input=True,
-    )
+    supports = GENERAL.but(cross=False, recurrence="growing", single_queries=False, reads_input=True)
     growing = dict.fromkeys(("k", "v", "buckets"), (1, "S"))
 
     def __init__(
@@ -127,21 +118,18 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         same_bucket: bool = False,
         scale: float = 1.0,
         seed: int | None = None,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        super().__init__(d_model, n_heads, **shared)
+        super().__init__(d_model, n_heads, **common)
         if self.n_kv_heads != n_heads:
             raise ValueError(
-                f"n_kv_heads is {self.n_kv_heads}, but queries are keys here: n_heads = {n_heads} is wanted"
+                f"n_kv_heads is {self.n_kv_heads}, but must be n_heads = {n_heads}, since queries are keys"
             )
         self.factors = tuple(n_buckets) if isinstance(n_buckets, Sequence) else (n_buckets,)
         if not self.factors or any(type(n) is not int or n < 2 or n % 2 for n in self.factors):
-            raise ValueError(f"n_buckets is {n_buckets!r}, but must be even, or factors that are")
+            raise ValueError(f"n_buckets is {n_buckets!r}, but must be even, or a list of even factors")
         check_integers(1, chunk=chunk, n_rounds=n_rounds)
-        check_booleans(same_bucket=same_bucket)
         check_finite(scale=scale)
-        if seed is not None:
-            check_integers(0, seed=seed)
         self.chunk, self.n_rounds, self.same_bucket, self.scale = chunk, n_rounds, same_bucket, scale
         self.n_buckets = math.prod(self.factors)
         self.qkv_proj = Linear(d_model, sum(self.widths[1:]), bias=self.qkv_proj.bias is not None)
@@ -149,7 +137,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         self.rotations = Projection(n_heads, rows, self.head_dim, "independent", seed)
 
     def read_input(self, x: Tensor) -> HashQueries | None:
-        """Project to queries in fp32 where they come narrower, so that rounding decides about no bucket."""
+        """Project half-precision queries in fp32 again, so that rounding does not change buckets."""
         dtype = accumulation_dtype(x.dtype)
         if x.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
             return None
@@ -164,18 +152,14 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         (q, k, buckets), v = self._hashed(heads), heads.v
         if masks.cu_seqlens is None:
             return self._attend(q, k, v, buckets, masks.key_padding_mask)
-        check_cu_seqlens(masks.cu_seqlens, q, k)
         o = v.new_zeros(v.shape)
         for _, places, padding in length_buckets(masks.cu_seqlens, v.shape[1]):
-            q_n, k_n, v_n, buckets_n = (
-                x[0].index_select(0, places.flatten()).view(*places.shape, *x.shape[2:])
-                for x in (q, k, v, buckets)
-            )
+            q_n, k_n, v_n, buckets_n = (x[0, places] for x in (q, k, v, buckets))
             o[0, places[~padding]] = self._attend(q_n, k_n, v_n, buckets_n, padding)[~padding]
         return o
 
     def init_state(self, batch_size: int) -> ReformerState:
-        """Make the state of `batch_size` sequences that have not begun: no tokens."""
+        """Make the state of `batch_size` sequences before their first token: no tokens."""
         like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return ReformerState(
             like.new_empty(batch_size, 0, self.n_heads, self.head_dim),
@@ -188,12 +172,11 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
     def prefill_heads(
         self, heads: Heads[HashQueries | None], state: ReformerState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, ReformerState]:
-        """Attend in parallel to the tokens of the state and to the new ones, which join them."""
+        """Append the new tokens to those of the state, and attend in parallel."""
         q, k, buckets = self._hashed(heads)
         B, T = buckets.shape[:2]
         new = torch.full((B,), T, device=q.device)
         if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, B, T)
             buckets = buckets.masked_fill(key_padding_mask[:, :, None, None], ABSENT)
             new = (~key_padding_mask).sum(1)
         joined = self._joined(state, k, heads.v, buckets, new)
@@ -205,7 +188,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
     def step_heads(
         self, heads: Heads[HashQueries | None], state: ReformerState
     ) -> tuple[Tensor, ReformerState]:
-        """Attend from one token to those of the state, which it then joins."""
+        """Attend from one token to those of the state, then append it."""
         q, k, buckets = self._hashed(heads)
         joined = self._joined(state, k.unsqueeze(1), heads.v.unsqueeze(1), buckets.unsqueeze(1), 1)
         o = causal_lsh_step(q, heads.v, buckets, state, window=self.chunk, scale=self.scale)
@@ -234,35 +217,15 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         self, q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, key_padding_mask: Tensor | None
     ) -> Tensor:
         if not self.causal:
-            return lsh_attention(
-                q,
-                k,
-                v,
-                buckets,
-                chunk=self.chunk,
-                same_bucket=self.same_bucket,
-                key_padding_mask=key_padding_mask,
-                scale=self.scale,
-            )
-        return causal_lsh_attention(
-            q,
-            k,
-            v,
-            buckets,
-            n_buckets=self.n_buckets,
-            window=self.chunk,
-            key_padding_mask=key_padding_mask,
-            scale=self.scale,
-        )
+            attend = partial(lsh_attention, chunk=self.chunk, same_bucket=self.same_bucket)
+        else:
+            attend = partial(causal_lsh_attention, n_buckets=self.n_buckets, window=self.chunk)
+        return attend(q, k, v, buckets, key_padding_mask=key_padding_mask, scale=self.scale)
 
     def _joined(
         self, state: ReformerState, k: Tensor, v: Tensor, buckets: Tensor, new: Tensor | int
     ) -> ReformerState:
-        for name, x in (("k", k), ("v", v), ("buckets", buckets)):
-            found = getattr(state, name)
-            if found.shape[2:] != x.shape[2:]:
-                wanted = ", ".join(map(str, ["B, S", *x.shape[2:]]))
-                raise ValueError(f"state.{name} has shape {shape(found)}, but these inputs want [{wanted}]")
+        """Append tokens to the state."""
         dtype = state.k.dtype
         return ReformerState(
             torch.cat([state.k, k.to(dtype)], 1),
@@ -273,7 +236,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         )
 
     def _readable(self, state: ReformerState) -> ReformerState:
-        """Leave out what no later token can read, once there are more than R n_buckets c tokens."""
+        """Drop the tokens that no later one can read, once there are more than R n_buckets c."""
         S, most = state.k.shape[1], self.n_rounds * self.n_buckets * self.chunk
         if most >= S:
             return state
@@ -281,7 +244,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         bucket = state.buckets.movedim(1, -1).gather(-1, order)
         further = torch.nn.functional.pad(bucket[..., self.chunk :], (0, self.chunk), value=ABSENT)
         last = (bucket != further) & (bucket != ABSENT)
-        last = last.gather(-1, order.argsort(-1)).any(2)  # of their bucket, in some round
+        last = last.gather(-1, order.argsort(-1)).any(2)  # among the last c of their bucket, in some round
         keep = last.byte().argsort(dim=-1, stable=True)[..., S - most :].movedim(-1, 1).unsqueeze(-1)
         k, v, buckets = (x.take_along_dim(keep, 1) for x in (state.k, state.v, state.buckets))
         return ReformerState(k, v, buckets, state.position, state.draw)

@@ -1,14 +1,14 @@
 r"""Attention to the tokens that hash to the same bucket: hashing, and one softmax over several rounds.
 
-In round r query i reads a set P_i^r of keys, of the same tokens and never i itself. Over all R rounds
+In round r query i reads a set P_i^r of keys of the same sequence, never key i. Over all R rounds
 
     P_i = union of P_i^r        o_i = sum_{j in P_i} softmax_j(scale q_i . k_j) v_j, or v_i if P_i is empty
 
 A round multiplies blocks of c queries with 2c keys, and gives o_i^r with its log-sum-exp. A key that N_ij
 rounds read gets log N_ij subtracted in each, so that merging the rounds is the softmax over the union.
 
-Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 2 and appendix A. The mechanism
-`reformer` says which sets there are, and why the causal ones differ from those of the paper.
+Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 2 and appendix A. The module
+`reformer` defines the sets, and says why the causal ones differ from those of the paper.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
-ABSENT = -1  # the bucket of what is no token
+ABSENT = -1  # the bucket of padding
 
 
 def unit_keys(q: Tensor) -> Tensor:
-    """k = q / |q|, where 1e-6 in the mean of squares keeps a query of zeros from dividing by 0."""
+    """Return k = q / |q|, with 1e-6 added to the mean square to avoid a division by 0."""
     length = (q.shape[-1] * (q.square().mean(-1, keepdim=True) + 1e-6)).sqrt()
     return q / length
 
@@ -34,7 +34,7 @@ def unit_keys(q: Tensor) -> Tensor:
 def hash_buckets(rotated: Tensor, factors: Sequence[int]) -> Tensor:
     """Buckets of `rotated` = x R `[..., sum(factors)/2]`: integers `[...]` below the product of the factors.
 
-    Each factor n takes the next n/2 rows and hashes into n; the first one counts fastest.
+    Each factor n hashes the next n/2 rows into n buckets; the first factor varies fastest.
     """
     bucket, stride = torch.zeros(rotated.shape[:-1], dtype=torch.long, device=rotated.device), 1
     for part, n in zip(torch.split(rotated, [n // 2 for n in factors], -1), factors, strict=True):
@@ -56,15 +56,15 @@ def lsh_attention(
     key_padding_mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Attend within chunks of the order by buckets, as published (equations above): `[B,T,H,M]`.
+    """Attend within chunks of the tokens sorted by bucket, as published (equations above): `[B,T,H,M]`.
 
     Args:
         q, k: `[B,T,H,D]`, of the same tokens.
         v: `[B,T,H,M]`.
-        buckets: `[B,T,H,R]`, integers; in each of R rounds, -1 where there is no token.
+        buckets: `[B,T,H,R]`, integers, for each of R rounds; -1 for padding.
         chunk: length c of the chunks.
-        causal: leave later keys out, as the paper does. Their buckets still count: see above.
-        same_bucket: leave the keys of other buckets out.
+        causal: mask later keys, as the paper does. Their buckets still matter: see the module `reformer`.
+        same_bucket: mask the keys of other buckets.
         key_padding_mask: `[B,T]`, True = padding, which gives 0.
         scale: factor of the scores.
 
@@ -116,9 +116,9 @@ def causal_lsh_attention(
 
     Args:
         q, k, v, key_padding_mask, scale: as for `lsh_attention`.
-        buckets: `[B,T,H,R]`, integers below `n_buckets`; in each of R rounds, -1 where there is no token.
+        buckets: `[B,T,H,R]`, integers below `n_buckets`, for each of R rounds; -1 for padding.
         n_buckets: number of buckets.
-        window: how many tokens c.
+        window: number of tokens c.
 
     Raises:
         ValueError: an argument of another shape or type.
@@ -129,7 +129,7 @@ def causal_lsh_attention(
     if v.numel() == 0:
         return v
     _, place = _sort(tokens)
-    # Buckets lie `window` places apart, so that one difference says both same bucket and near enough.
+    # Codes of different buckets differ by more than `window`: one difference tests bucket and distance.
     code = place + tokens.buckets * (window + 1)
     code = code.masked_fill(~tokens.present.unsqueeze(1), -window - 2).unsqueeze(-1)
 
@@ -142,7 +142,7 @@ def causal_lsh_attention(
 
 
 class Tokens(NamedTuple):
-    """What is attended with, by row: N = B*H of them, in the accumulation type, with zeros for no token."""
+    """The inputs as N = B*H rows, in the accumulation type, with zeros at padding."""
 
     q: Tensor  # [N,T,D]
     k: Tensor  # [N,T,D]
@@ -152,7 +152,7 @@ class Tokens(NamedTuple):
 
 
 class Sets(NamedTuple):
-    """What says whether i reads j in a round: `reads(code of i, code of j, i, j)`, which broadcasts."""
+    """Which keys are read in a round: `reads(code of i, code of j, i, j)`, which broadcasts."""
 
     query: Tensor  # [N,R,T,F], integers
     key: Tensor  # [N,R,T,1]
@@ -160,7 +160,7 @@ class Sets(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How tokens are put into C blocks of c slots, such that a query reads in its block and one other."""
+    """An arrangement in C blocks of c slots, such that a query reads its own block and one other."""
 
     tokens: Tensor  # [N,R,C,c], the token in each slot, or -1
     slot: Tensor  # [N,R,T], the slot of each token
@@ -170,7 +170,9 @@ class Layout(NamedTuple):
 def _tokens(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, key_padding_mask: Tensor | None) -> Tokens:
     check_qkv(q, k, v)
     if q.shape != k.shape:
-        raise ValueError(f"q has shape {shape(q)}, but k {shape(k)}: they must be those of the same tokens")
+        raise ValueError(
+            f"k has shape {shape(k)}, but must be {shape(q)} like q: both are of the same tokens"
+        )
     if buckets.dim() != 4 or buckets.shape[:3] != q.shape[:3] or buckets.is_floating_point():
         raise ValueError(
             f"buckets is {buckets.dtype} of shape {shape(buckets)}, "
@@ -194,7 +196,7 @@ def _by_token(o: Tensor, batch: int) -> Tensor:
 
 
 def _sort(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Order by bucket, then by position, what is no token last: the token at each place, and its inverse."""
+    """Sort by bucket, then position, with padding last: the token at each place, and the inverse."""
     buckets = tokens.buckets
     order = buckets.masked_fill(buckets == ABSENT, torch.iinfo(buckets.dtype).max).argsort(
         dim=-1, stable=True
@@ -203,15 +205,15 @@ def _sort(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _scatter(places: Tensor, values: Tensor, size: int) -> Tensor:
-    """y[..., places] = values, of the last axis; -1 elsewhere."""
+    """Return y with y[..., places] = values along the last axis, -1 elsewhere."""
     y = torch.full((*places.shape[:-1], size), ABSENT, device=places.device)
     return y.scatter(-1, places, values.expand_as(places))
 
 
 def _blocks_of_buckets(tokens: Tokens, place: Tensor, n_buckets: int, size: int) -> Layout:
-    """Begin each bucket in a block of its own.
+    """Start each bucket in a new block.
 
-    So the slot of a key beside its query depends on earlier tokens only: its sum is the same bit for bit.
+    The slots of a query's keys then depend on earlier tokens only, so that later tokens change no bit.
     """
     (N, R, T), buckets = place.shape, tokens.buckets
     C = min(T, (T + n_buckets * (size - 1)) // size)  # the most blocks that T tokens can take
@@ -227,7 +229,7 @@ def _blocks_of_buckets(tokens: Tokens, place: Tensor, n_buckets: int, size: int)
 
 
 def _attend(tokens: Tokens, sets: Sets, layout: Layout, scale: float) -> Tensor:
-    """Softmax over the union of the sets, `[N,T,M]`."""
+    """Compute the softmax over the union of the sets, `[N,T,M]`."""
     (T, C, c), v = (tokens.q.shape[1], *layout.tokens.shape[2:]), tokens.v
     rounds = range(layout.tokens.shape[1])
     with without_autocast(v.device):
@@ -240,16 +242,16 @@ def _attend(tokens: Tokens, sets: Sets, layout: Layout, scale: float) -> Tensor:
 
 
 def _all_pairs(tokens: Tokens, sets: Sets, scale: float) -> tuple[Tensor, Tensor]:
-    """The definition: one softmax over the union, as a mask of all pairs."""
+    """Compute the definition: one softmax over all pairs, masked by the union."""
     i = torch.arange(tokens.q.shape[1], device=tokens.q.device)
     member = sets.reads(sets.query.unsqueeze(3), sets.key.unsqueeze(2), i.unsqueeze(1), i)
     return masked_softmax(scale * tokens.q @ tokens.k.mT, member.any(1), tokens.v)
 
 
 def _round(tokens: Tokens, sets: Sets, layout: Layout, r: int, scale: float) -> tuple[Tensor, Tensor]:
-    """The softmax of one round, in which a key that N rounds read weighs 1/N: `o [N,T,M]`, `lse [N,T]`."""
+    """Compute one round, in which a key that n rounds read weighs 1/n: `o [N,T,M]`, `lse [N,T]`."""
     block, other = layout.tokens[:, r], layout.other[:, r]
-    # Any block stands for none. Not by `clamp`: Inductor fails on the index that one makes of an `arange`.
+    # Any block may replace a missing one. Not by `clamp`: Inductor fails on the clamped `arange` as index.
     beside = _take(block, other % other.shape[-1]).masked_fill((other == ABSENT).unsqueeze(-1), ABSENT)
     readable = torch.cat([beside, block], -1)
     i, j = block.clamp(min=0), readable.clamp(min=0)
@@ -267,7 +269,7 @@ def _round(tokens: Tokens, sets: Sets, layout: Layout, r: int, scale: float) -> 
 
 
 def masked_softmax(scores: Tensor, allowed: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the allowed keys: `[...,t,M]`, and its log-sum-exp; 0 and -inf for none."""
+    """Compute the softmax over the allowed keys: `[...,t,M]` and its log-sum-exp; 0 and -inf without keys."""
     scores = scores.masked_fill(~allowed, -torch.inf)
     largest = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(())
     largest = torch.where(largest == -torch.inf, 0, largest)
@@ -280,7 +282,7 @@ def masked_softmax(scores: Tensor, allowed: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
-    """y[n, ...] = x[n, places[n, ...]] for `x [N,T,...]`."""
+    """Return y[n, ...] = x[n, places[n, ...]] for `x [N,T,...]`."""
     row = torch.arange(len(x), device=x.device).view(-1, *[1] * (places.dim() - 1))
     flat = x.flatten(0, 1).index_select(0, (row * x.shape[1] + places).flatten())
     return flat.view(*places.shape, *x.shape[2:])

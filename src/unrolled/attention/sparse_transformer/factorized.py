@@ -7,12 +7,12 @@ With the stride l, query i reads keys j, of the past alone if causal, of which
     fixed        floor(j / l) = floor(i / l)      l - s - c <= j mod l < l - s, or j = i
 
 where s = (h mod u) c for head h. A head that reads both sets reads their union by one softmax: the parts are
-kept apart, and merged through lse.
+computed separately, and merged by their log-sum-exp.
 
     strided near    a window
-    strided far     tokens of one residue modulo l are l short sequences, of neighbours
-    fixed near      blocks of l are short sequences
-    fixed far       summaries are met pair by pair of blocks, pairs of pairs and so on
+    strided far     the tokens of each residue modulo l form a short sequence
+    fixed near      each block of l is a short sequence
+    fixed far       blocks read the summaries of earlier ones by pairs, pairs of pairs and so on
 
 Child et al. 2019, "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509), section 4.2.
 """
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from unrolled.attention._padding import zero_padding
 from unrolled.ops.block_sparse import block_sparse_attention
-from unrolled.ops.checks import check_key_padding_mask, check_qkv
-from unrolled.ops.masks import without_padding
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
@@ -41,7 +41,7 @@ Part = tuple[Tensor, Tensor]  # o [B,T,H,M] and lse [B,T,H]
 
 @dataclass(frozen=True)
 class Layout:
-    """What H heads read: w, c and u are `window`, `summary` and `subblocks` of the definition."""
+    """The pattern of H heads; w, c and u are `window`, `summary` and `subblocks` of the definition."""
 
     causal: bool
     n_heads: int
@@ -65,7 +65,7 @@ class Layout:
         if self.kind == "strided" and self.window < self.stride - 1:
             raise ValueError(
                 f"window is {self.window}, but must be at least stride - 1 = {self.stride - 1}, or two hops "
-                "leave keys out"
+                "miss keys"
             )
         if self.kind == "fixed" and (self.summary < 1 or self.stride % self.summary):
             raise ValueError(f"summary is {self.summary}, but must divide stride = {self.stride}")
@@ -77,11 +77,11 @@ class Layout:
 
         if self.reads == "split" and self.n_heads < 2:
             raise ValueError(
-                "reads is 'split', but n_heads = 1 leaves no head for the far keys: two heads are wanted"
+                "n_heads is 1, but must be at least 2 for reads = 'split': one head for the far keys"
             )
 
     def groups(self) -> list[tuple[range, bool, bool]]:
-        """Heads that read alike, and whether they read near and far keys."""
+        """Group the heads that read the same keys, with whether they read near and far ones."""
         H, half = self.n_heads, (self.n_heads + 1) // 2
         u = self.subblocks if self.kind == "fixed" else 1
         if self.reads == "near":
@@ -91,7 +91,7 @@ class Layout:
         return [(range(h, H, u), self.reads == "merged", True) for h in range(H)[:u]]
 
     def allows(self, i: Tensor, j: Tensor) -> Tensor:
-        """Whether each head reads key j from query i, `[...,H,X]` or `[...,1,X]` both: the definition."""
+        """Return whether query i of each head reads key j, `[...,H,X]` or `[...,1,X]`: the definition."""
         stride, head = self.stride, torch.arange(self.n_heads, device=j.device).unsqueeze(-1)
         if self.kind == "strided":
             near, far = (i - j).abs() <= self.window, (i - j) % stride == 0
@@ -110,7 +110,7 @@ class Layout:
 
 
 def factorized_pattern(layout: Layout, length: int) -> Tensor:
-    """Whether query i reads key j, `[H,length,length]`."""
+    """Return whether query i reads key j, `[H,length,length]`."""
     i, j = torch.arange(length)[:, None, None], torch.arange(length)
     return layout.allows(i, j).transpose(0, 1)
 
@@ -121,19 +121,18 @@ def factorized_attention(
 ) -> Tensor:
     """Attend from `q [B,T,H,D]` to `k [B,T,G,D]`, `v [B,T,G,M]`, all of the same tokens: `[B,T,H,M]`.
 
-    `key_padding_mask [B,T]` is True at padding, which counts for no position.
+    `key_padding_mask [B,T]` is True at padding, which takes no position.
     """
     check_qkv(q, k, v)
-    (B, T, H, _), G = q.shape, k.shape[2]
+    (T, H), G = q.shape[1:3], k.shape[2]
     if k.shape[1] != T:
-        raise ValueError(f"k has length {k.shape[1]}, but q has {T}, and both must be of the same tokens")
+        raise ValueError(f"k has length {k.shape[1]}, but must have {T} like q: both are of the same tokens")
     padding, first = key_padding_mask, None
     if padding is not None:
-        check_key_padding_mask(padding, B, T)
+        k, v = zero_padding(padding, k, v)
         first = valid_first(padding)
-        k, v = without_padding(k, padding), without_padding(v, padding)
         q, k, v, padding = (reorder(x, first) for x in (q, k, v, padding))
-        padding = None if layout.causal else padding  # it comes last, where nobody looks back from
+        padding = None if layout.causal else padding  # it comes last, where causal queries do not read it
     groups, outputs = layout.groups(), []
     if len(groups) > 1:
         k, v = k.repeat_interleave(H // G, 2), v.repeat_interleave(H // G, 2)
@@ -159,7 +158,7 @@ def factorized_attention(
 
 
 def _near(q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None) -> Part:
-    """Read the window, or the query's own block."""
+    """Attend to the window, or to the query's own block."""
     if layout.kind == "strided":
         window_size = (layout.window, 0 if layout.causal else layout.window)
         return window_attention(q, k, v, window_size=window_size, key_padding_mask=padding, return_lse=True)
@@ -175,9 +174,9 @@ def _near(q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | Non
 def _residues(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None, *, beyond: int
 ) -> list[Part]:
-    """Read the keys a multiple of the stride away, if that is further than `beyond`.
+    """Attend to the keys at multiples of the stride that are further than `beyond`.
 
-    Tokens of one residue are neighbours here, so this is attention of stride short sequences.
+    The tokens of each residue modulo the stride form a short sequence.
     """
     (B, T), stride, gap = q.shape[:2], layout.stride, beyond // layout.stride + 1
     N = -(-T // stride)
@@ -220,7 +219,7 @@ def _residues(
 def _own_summary(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None, places: slice
 ) -> Part:
-    """Read the query itself, and the summary of its own block."""
+    """Attend to the token itself, and to the summary of its own block."""
     stride, N = layout.stride, -(-q.shape[1] // layout.stride)
     allowed = torch.eye(stride, dtype=torch.bool, device=q.device)
     allowed[:, places] = True
@@ -238,10 +237,10 @@ def _own_summary(
 def _summaries(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None, places: slice
 ) -> list[Part]:
-    """Read the summaries of all blocks but the query's own: those before it and, if not causal, after it.
+    """Attend to the summaries of all blocks before the query's own and, if not causal, after it.
 
-    Blocks are paired, then pairs, and so on: of two neighbours of one size, the later reads all of the
-    earlier. Each pair of blocks meets once in this way, and nothing is computed to be masked.
+    Blocks are paired, then pairs of pairs, and so on: of two neighbours of one size, the later reads all of
+    the earlier. So each pair of blocks is computed once, and nothing is computed only to be masked.
     """
     (B, T), stride = q.shape[:2], layout.stride
     N, size, parts = -(-T // stride), 1, []
@@ -277,12 +276,12 @@ def _summaries(
 
 
 def _cut(x: Tensor, stride: int) -> Tensor:
-    """`[B,T,...]` to blocks `[B,N,stride,...]`, with zeros after the end."""
+    """Cut `[B,T,...]` into blocks `[B,N,stride,...]`, with zeros after the end."""
     end = x.new_zeros(x.shape[0], -x.shape[1] % stride, *x.shape[2:])
     return torch.cat([x, end], 1).reshape(x.shape[0], -(-x.shape[1] // stride), stride, *x.shape[2:])
 
 
 def _cut_padding(padding: Tensor | None, B: int, T: int, stride: int, device: torch.device) -> Tensor:
-    """The padding `[B,N,stride]` of blocks, True also after the end."""
+    """Cut the padding into blocks `[B,N,stride]`, True also after the end."""
     padding = torch.zeros(B, T, dtype=torch.bool, device=device) if padding is None else padding
     return ~_cut(~padding, stride)

@@ -1,7 +1,7 @@
-"""Factorized attention one token at a time: the keys that are still to be read, and what is read of them.
+"""Factorized attention one token at a time: the keys that later tokens may read, and the attention to them.
 
-Strided attention still reads every key. Of fixed attention there remain the current block, and of each block
-before it the last c u tokens. A token gathers the keys that it reads, and looks at no others.
+With the strided pattern these are all keys; with the fixed one, the current block and the last c u tokens of
+each earlier block. A token gathers the keys that it reads, and computes no others.
 """
 
 import math
@@ -18,9 +18,10 @@ from unrolled.ops.precision import without_autocast
 
 
 class FactorizedState(NamedTuple):
-    """The keys and values that are still to be read, as a value: nothing here writes to one it is given.
+    """The keys and values that later tokens may read. No function changes a state in place.
 
-    Tokens join a short `recent` part, and from there the `past`, where each position has its slot.
+    Tokens are appended to a short `recent` part, and from there to the `past`, where each position has a
+    slot.
     """
 
     past_k: Tensor  # [B,P,G,D]
@@ -36,7 +37,7 @@ STATE_GROWS = {"past_k": (1, "P"), "past_v": (1, "P"), "recent_k": (1, "W"), "re
 def empty_state(
     layout: Layout, batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor
 ) -> FactorizedState:
-    """Make a state that has seen nothing, of the device and type of `like`."""
+    """Make the state before the first token, on the device and in the type of `like`."""
     slots, _ = _slot_sizes(layout)
     k = like.new_zeros(batch_size, slots, n_kv_heads, head_dim)
     v = like.new_zeros(batch_size, slots, n_kv_heads, value_dim)
@@ -55,7 +56,7 @@ def factorized_prefill(
 ) -> tuple[Tensor, FactorizedState]:
     """Attend from T new tokens to those of the state and to themselves: `[B,T,H,M]` and the state after them.
 
-    Padding (`key_padding_mask [B,T]`, True) is never read and does not count as seen.
+    Padding (`key_padding_mask [B,T]`, True) is never read or counted.
     """
     check_qkv(q, k, v)
     _check_state(layout, state, k, v)
@@ -122,14 +123,14 @@ def factorized_step(
 
 
 def _fold(layout: Layout) -> int:
-    """How many tokens a state collects before they join its past: whole blocks, 64 at least."""
+    """Return how many tokens a state collects before they move to its past: whole blocks, 64 at least."""
     return layout.stride * -(-64 // layout.stride)
 
 
 def _gathered(
     layout: Layout, state: FactorizedState, k: Tensor, v: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather what the last token reads of the strided pattern: its window, then one key of each stride.
+    """Gather the keys that the last token reads in the strided pattern: its window, then one per stride.
 
     Returns keys and values `[B,X,G,..]`, from the past and from the recent `k`, `v [B,W,G,..]`, and their
     positions `[B,X]`, negative for none.
@@ -155,9 +156,9 @@ def _take(x: Tensor, place: Tensor) -> Tensor:
 
 
 def _positions_kept(layout: Layout, past: Tensor, query: Tensor, base: Tensor) -> Tensor:
-    """The position whose key each slot of the past holds, for a `query [B,1]` of the fixed pattern: `[B,P]`.
+    """Return the position of the key in each slot of the past, for a `query [B,1]`, if fixed: `[B,P]`.
 
-    It is -1 where the slot holds none of the first `base [B,1]`, or one that another slot holds as well.
+    It is -1 where the slot holds none of the first `base [B,1]` tokens, or one that another slot also holds.
     """
     stride, kept, device = layout.stride, layout.summary * layout.subblocks, past.device
     begin = query // stride * stride
@@ -170,9 +171,9 @@ def _positions_kept(layout: Layout, past: Tensor, query: Tensor, base: Tensor) -
 
 
 def _check_state(layout: Layout, state: FactorizedState, k: Tensor, v: Tensor) -> None:
-    """Require the sizes of this layout, and where it is free to look, slots for all tokens seen.
+    """Require the sizes of this layout and, where values can be read at no cost, slots for all tokens seen.
 
-    Sizes that are those of both layouts pass.
+    A state of another layout passes if its sizes are also possible here.
     """
     (B, _, G, D), M = k.shape, v.shape[3]
     for part in ("past", "recent"):
@@ -180,49 +181,48 @@ def _check_state(layout: Layout, state: FactorizedState, k: Tensor, v: Tensor) -
             x = getattr(state, f"{part}_{name}")
             if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, G, width):
                 raise ValueError(
-                    f"state.{part}_{name} has shape {shape(x)}, but these inputs want [{B}, X, {G}, {width}]"
+                    f"state.{part}_{name} has shape {shape(x)}, but must be [{B}, X, {G}, {width}]"
                 )
     for name in ("k", "v"):
         slots, recent = (getattr(state, f"{part}_{name}").shape[1] for part in ("past", "recent"))
         first, per_block = _slot_sizes(layout)
         if slots < first or (slots - first) % per_block:
             raise ValueError(
-                f"state.past_{name} has {slots} slots, but {layout.kind} attention of "
-                f"stride = {layout.stride} wants {first} and a multiple of {per_block}: it is "
-                "the state of other options"
+                f"state.past_{name} has {slots} slots, but must have {first} and a multiple of {per_block} "
+                f"for {layout.kind} attention of stride = {layout.stride}: it is the state of other options"
             )
         if recent >= _fold(layout):
             raise ValueError(
-                f"state.recent_{name} has {recent} tokens, but {layout.kind} attention of "
-                f"stride = {layout.stride} keeps fewer than {_fold(layout)}: it is the state of other options"
+                f"state.recent_{name} has {recent} tokens, but must have fewer than {_fold(layout)} for "
+                f"{layout.kind} attention of stride = {layout.stride}: it is the state of other options"
             )
     if may_read(state.position) and len(state.position):
         seen, room = int(state.position.max()), _blocks_kept(layout, state.past_k) * layout.stride
         if seen > room + state.recent_k.shape[1]:
             raise ValueError(
-                f"state.past_k has {state.past_k.shape[1]} slots, but {layout.kind} attention of "
-                f"stride = {layout.stride} wants more after {seen} tokens: it is the state of other options"
+                f"state.past_k has {state.past_k.shape[1]} slots, but must have more after {seen} tokens for "
+                f"{layout.kind} attention of stride = {layout.stride}: it is the state of other options"
             )
 
 
 def _slot_sizes(layout: Layout) -> tuple[int, int]:
-    """How many slots the past has to begin with, and how many more for each block."""
+    """Return the initial number of slots of the past, and the number added for each block."""
     if layout.kind == "strided":
         return 0, layout.stride
     return layout.stride, layout.summary * layout.subblocks
 
 
 def _blocks_kept(layout: Layout, past: Tensor) -> int:
-    """How many blocks of tokens the past has slots for."""
+    """Return the number of blocks that the past has slots for."""
     first, per_block = _slot_sizes(layout)
     return (past.shape[1] - first) // per_block
 
 
 def _slots(layout: Layout, position: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots of a position in the past: as one of its block, and as one that later blocks read.
+    """Return the two slots of a position in the past: within the current block, and for later blocks.
 
-    Strided, both are the position itself. Fixed, there are l slots for the current block, and then those of
-    each block's last c u tokens; what is none of them has a negative second slot.
+    Strided, both are the position itself. Fixed, the first l slots are for the current block, followed by the
+    last c u tokens of each block; other tokens have a negative second slot.
     """
     if layout.kind == "strided":
         return position, position
@@ -258,7 +258,7 @@ def _scatter(x: Tensor, tokens: Tensor, slot: Tensor) -> Tensor:
 
 
 def _whole(layout: Layout, past: Tensor, base: Tensor, n: int) -> Tensor:
-    """Lay what is kept of the first `base [B]` tokens where it stood: `[B,n,G,D]`, zeros elsewhere."""
+    """Place what is kept of the first `base [B]` tokens at their positions: `[B,n,G,D]`, zeros elsewhere."""
     if layout.kind == "strided":
         return _longer(past, n)
     stride, kept = layout.stride, layout.summary * layout.subblocks
@@ -281,7 +281,7 @@ def _add(
 ) -> FactorizedState:
     """Make the state after `k`, `v [B,X,G,..]` at `position [B,X]`: the recent tokens, then new ones.
 
-    The last `keep` of them stay recent. `count` new tokens have been seen.
+    The last `keep` of them stay recent; `count` of them are new.
     """
     begin = k.shape[1] - keep
     following = state.position + count - keep

@@ -1,9 +1,9 @@
 r"""Spatiotemporal attention: each place of a video reads the lines through it, or a cube around it.
 
-A sequence of T tokens fills a grid [time, height, width] in row-major order. With d_ij the differences of the
-coordinates of j and i on the three axes, place i reads, each key once,
+A sequence of T tokens fills a grid [time, height, width] in row-major order. With d_ij the coordinate
+differences of j and i on the three axes, place i reads, each key once,
 
-    grid:    the j with at most one d_ij other than 0       time + height + width - 2 of them
+    grid:    the j with at most one nonzero d_ij       time + height + width - 2 of them
     cube:    the j with |d_ij| <= radius on every axis, and with `stride` those with d_ij a multiple of stride
              on every axis
 
@@ -14,26 +14,27 @@ where the relative embeddings r are optional.
 Duke, Ahmed, Wolf, Aarabi and Taylor 2021, "SSTVOS: Sparse Spatiotemporal Transformers for Video Object
 Segmentation", arXiv 2101.08833: grid attention with scale = 1 and relative embeddings, and strided attention
 as in Child et al. 2019, "Sparse Transformers", arXiv 1904.10509, on each axis. In the authors' code a pair
-has the embedding of the one axis on which it differs, and i itself that of its row: the same, where the three
-r[0] are equal.
+has only the embedding of the axis on which it differs, and i itself that of its row, which is the same where
+the three r[0] are equal.
 
 Cost per head for n places: grid, time O(n (time + height + width) (D+M)) and as many scores; cube of c keys,
 scores O(n c), of which at most a few times c are computed and dropped; strided, O(n^2 / stride^3) more.
 Cannot: be causal, run as a recurrence, or honour an arbitrary `attn_mask`.
 Equals softmax attention: where at most one axis is longer than 1, or where the cube holds the whole grid.
 
-The last frame may end early: the places that it lacks do not exist. Padded tokens are not part of the video:
-the others fill the grid in their order, so whole frames may be padded, on any side.
+The last frame may be incomplete: the places that it lacks do not exist. Padded tokens are not part of the
+video: the others fill the grid in their order, so that whole frames may be padded, on any side.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention.base import Heads, Masks, MultiHeadAttention
+from unrolled.attention._options import BIDIRECTIONAL_ONLY
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.attention.spatiotemporal.grid import (
     Axes,
     Part,
@@ -45,12 +46,11 @@ from unrolled.attention.spatiotemporal.grid import (
     ungrouped,
     volume,
 )
-from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
-from unrolled.ops.options import check_booleans, check_finite
+from unrolled.ops.options import check_finite
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
@@ -58,9 +58,9 @@ from unrolled.ops.precision import accumulation_dtype, without_autocast
 def reads(
     length: int, height: int, width: int, radius: Axes | None = None, stride: Axes | None = None
 ) -> Tensor:
-    """Tell which places j each place i reads, by the definition above: boolean `[length,length]`.
+    """Return which places j each place i reads, by the definition above: boolean `[length,length]`.
 
-    Without a radius, grid attention; with one, the cube, and with a stride what that adds.
+    Without a radius, grid attention; with one, the cube, and with a stride also the strided places.
     """
     place = torch.arange(length)
     coordinates = torch.stack([place // (height * width), place // width % height, place % width], -1)
@@ -72,7 +72,7 @@ def reads(
 
 
 def line_parts(size: Axes) -> list[Part]:
-    """Rows, which have the place itself, then columns and times without it."""
+    """Rows, which include the place itself, then columns and times without it."""
     time, height, width = size
     parts = [Part((1, 1, width))]
     parts += [Part((1, height, 1), without=(0, 0, 0))] if height > 1 else []
@@ -81,10 +81,10 @@ def line_parts(size: Axes) -> list[Part]:
 
 
 def cube_parts(size: Axes, radius: Axes, stride: Axes | None = None) -> list[Part]:
-    """Tiles twice the radius wide that read their surroundings, then residue classes without the cube."""
+    """Tiles twice the radius wide that read their neighbourhood, then residue classes without the cube."""
     tile, halo = [], []
     for n, r in zip(size, radius, strict=True):
-        one_tile = 2 * r >= n  # would read about all of the axis in any case
+        one_tile = 2 * r >= n  # several tiles would each read almost the whole axis
         tile.append(n if one_tile else max(2 * r, 1))
         halo.append(0 if one_tile else r)
     parts = [Part(axes(tile), halo=axes(halo), within=radius)]
@@ -115,11 +115,11 @@ def spatiotemporal_attention(
         k, v: keys `[B,T,G,D]` and values `[B,T,G,M]`; H is a multiple of G.
         height, width: of a frame.
         radius: of the cube on each axis.
-        stride: with a radius, read the places that a multiple of this apart on each axis as well.
+        stride: with a radius, also read the places a multiple of this apart on each axis.
         key_padding_mask: `[B,T]`, True = padding.
         scale: factor of the scores, 1/sqrt(D) by default.
-        relative: for each axis a table `[2 N - 1,D]`, the embeddings of differences from 1 - N to N - 1, with
-            N at least the size of the axis.
+        relative: for each axis a table `[2 N - 1,D]` of embeddings of the differences 1 - N to N - 1, with N
+            at least the size of the axis.
 
     Returns:
         `o [B,T,H,M]`, computed in fp32 at least; 0, with zero gradient, for a place without anything to read.
@@ -130,12 +130,12 @@ def spatiotemporal_attention(
     check_qkv(q, k, v)
     (B, T), S = q.shape[:2], v.shape[1]
     if S != T:
-        raise ValueError(f"k has {S} places and q has {T}, but both must be of the same video")
+        raise ValueError(f"k has length {S}, but must have {T} like q: both are of the same video")
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, B, T)
     _check_sizes("height and width", (height, width), 1)
     if radius is None and stride is not None:
-        raise ValueError(f"stride is {stride} without a radius, but wants one: 0 for no cube")
+        raise ValueError(f"radius is None, but must be given with stride = {stride}: 0 for no cube")
     return attend_in_grid(q, k, v, height, width, radius, stride, key_padding_mask, scale, relative or [])
 
 
@@ -152,7 +152,7 @@ def attend_in_grid(
     scale: float | None,
     relative: Sequence[Tensor],
 ) -> Tensor:
-    """Do what `spatiotemporal_attention` says, once its arguments are checked."""
+    """Implement `spatiotemporal_attention` with checked arguments."""
     (T, H, D), G = q.shape[1:], v.shape[2]
     size = (-(-T // (height * width)), height, width)
     parts = line_parts(size)
@@ -160,7 +160,7 @@ def attend_in_grid(
         parts = cube_parts(size, axes(radius), None if stride is None else axes(stride))
     if relative:
         _check_relative(relative, size, D)
-    if T == 0:  # nothing, and yet something that autograd can go through
+    if T == 0:  # an empty output that autograd can differentiate
         return torch.einsum("bthd,bshd,bshm->bthm", q, *(x.repeat_interleave(H // G, 2) for x in (k, v)))
     out_dtype, dtype, places, count = v.dtype, accumulation_dtype(q.dtype, k.dtype, v.dtype), None, None
     if key_padding_mask is not None:
@@ -183,11 +183,11 @@ def attend_in_grid(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, part: Part, exists: Tensor | None, tables: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Attend in each group of the volumes `[B,H,*size,W]`: o, such a volume, and lse `[B,H,*size]`."""
+    """Attend in each group of the volumes `[B,H,*size,W]`: o, a volume, and lse `[B,H,*size]`."""
     size = axes(q.shape[2:5])
     queries, distances = grouped(q, part), distances_in(part, q.device)
     scores = queries @ read_by_groups(k, part).mT
-    if tables:  # from their centres, which cannot matter: every key of a query has these added
+    if tables:  # relative to their centres, which add the same to all keys of a query
         scores = scores + _relative_scores(queries, part, tables)
     if part.within is not None:
         scores.masked_fill_(~near(distances, part.within), -torch.inf)
@@ -198,7 +198,7 @@ def _attend(
     if exists is not None:
         scores.masked_fill_(~read_by_groups(exists, part).mT, -torch.inf)
     largest = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
-    weights = scores.sub_(largest).exp_()  # in place: of each pair, one number is kept
+    weights = scores.sub_(largest).exp_()  # in place, to hold one number per pair
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
     total = total.masked_fill(empty, 1)
@@ -208,13 +208,13 @@ def _attend(
 
 
 def _relative_scores(queries: Tensor, part: Part, tables: list[Tensor]) -> Tensor:
-    """q_i . (r^t + r^h + r^w) of the pairs of each group: `[B,H,P,members,D]` to `[B,H,P,members,keys]`."""
+    """Return q_i . (r^t + r^h + r^w) of all pairs: `[B,H,P,members,D]` to `[B,H,P,members,keys]`."""
     x = queries.reshape(*queries.shape[:3], *part.members, queries.shape[-1])
     scores = x.new_zeros(*x.shape[:6], 1, 1, 1)
     for axis, (r, distance) in enumerate(zip(tables, distances_in(part, x.device), strict=True)):
         if part.keys[axis] > 1:
             furthest = len(r) // 2
-            pairs = r[distance.clamp(-furthest, furthest) + furthest]  # beyond it there are no places
+            pairs = r[distance.clamp(-furthest, furthest) + furthest]  # no places are further apart
             member = "tyx"[axis]
             keys = [part.keys[axis] if other == axis else 1 for other in range(3)]
             found = torch.einsum(f"bgptyxd,{member}kd->bgptyxk", x, pairs)
@@ -233,7 +233,7 @@ def _check_relative(relative: Sequence[Tensor], size: Axes, head_dim: int) -> No
             raise ValueError(f"relative has {shape(table)} for {name}, but must have [2 N - 1, {head_dim}]")
         if len(table) < 2 * n - 1:
             raise ValueError(
-                f"the sequence is {n} long in {name}, but relative embeddings are for {len(table) // 2 + 1}"
+                f"the sequence has {name} {n}, but must have at most {len(table) // 2 + 1} for relative"
             )
 
 
@@ -241,14 +241,13 @@ class SpatiotemporalAttention(MultiHeadAttention[None, None]):
     """Multi-head grid, or cube, attention over a video whose frames follow each other row by row.
 
     Args:
-        d_model, n_heads, n_kv_heads, head_dim, value_dim, bias: see `MultiHeadAttention`.
-        causal, rotary: refused.
-        shape: time, height and width of the grid. Sequences may have fewer frames or more; only `relative`
-            embeddings end at `time`.
+        d_model, n_heads, common: see `MultiHeadAttention`.
+        shape: time, height and width of the grid. Sequences may have fewer or more frames; only `relative`
+            limits them to `time`.
         radius: read the cube this far around each place on each axis (one number for all, or three), instead
             of the lines through it.
-        stride: with a radius, read the places that are multiples of this apart on each axis as well.
-        relative: learn embeddings of the differences of coordinates, which all heads share; they start at 0.
+        stride: with a radius, also read the places a multiple of this apart on each axis.
+        relative: learn embeddings of coordinate differences, shared by all heads; they start at 0.
         scale: factor of the scores, 1/sqrt(head_dim) by default; 1 in the paper.
 
     Raises:
@@ -256,9 +255,9 @@ class SpatiotemporalAttention(MultiHeadAttention[None, None]):
         UnsupportedError: causal attention, or rotary positions.
     """
 
-    supports = Supports(
-        causal=False, bidirectional=True, cross=False, padding=True, packing=False, recurrence="none"
-    )
+    supports = BIDIRECTIONAL_ONLY.but(cross=False)
+    one_way = "frames are read as wholes; use sparse_transformer or window attention"
+    no_rotary = "a video has three coordinates, not one; use relative=True"
     relative: nn.ParameterList | None
 
     def __init__(
@@ -266,29 +265,21 @@ class SpatiotemporalAttention(MultiHeadAttention[None, None]):
         d_model: int,
         n_heads: int,
         *,
-        causal: bool = False,
         shape: Sequence[int] = (16, 8, 8),
         radius: int | Sequence[int] | None = None,
         stride: int | Sequence[int] | None = None,
         relative: bool = False,
         scale: float | None = None,
-        **shared: Any,
+        **common: Unpack[CommonOptions],
     ):
-        if causal:
-            raise UnsupportedError(
-                "spatiotemporal attention is not causal; use sparse_transformer or window attention"
-            )
-        super().__init__(d_model, n_heads, **shared)
-        if self.rotary:
-            raise UnsupportedError("a video has three coordinates, not one; use relative=True, not rotary")
+        super().__init__(d_model, n_heads, **common)
         self.shape = _three("shape", shape, 1)
         self.radius = None if radius is None else _three("radius", radius, 0)
         self.stride = None if stride is None else _three("stride", stride, 1)
         if radius is None and stride is not None:
-            raise ValueError(f"stride is {stride} without a radius, but wants one: 0 for no cube")
+            raise ValueError(f"radius is None, but must be given with stride = {stride}: 0 for no cube")
         if scale is not None:
             check_finite(scale=scale)
-        check_booleans(relative=relative)
         self.scale, self.relative = scale, None
         if relative:
             self.relative = nn.ParameterList(torch.zeros(2 * n - 1, self.head_dim) for n in self.shape)
@@ -308,7 +299,7 @@ class SpatiotemporalAttention(MultiHeadAttention[None, None]):
         )
 
     def pattern(self, length: int) -> Tensor:
-        """See `MultiHeadAttention.pattern`; all heads read the same."""
+        """Return which keys each query reads, the same for all heads: `[H,length,length]`, 1 or 0."""
         found = reads(length, *self.shape[1:], self.radius, self.stride)
         return found.long().expand(self.n_heads, -1, -1)
 

@@ -1,7 +1,7 @@
-"""A grid [time, height, width] cut into groups of places, each of them one block of a sparse attention.
+"""A grid [time, height, width] cut into groups of places, each one block of a sparse attention.
 
-A volume is `[B,H,*size,W]`: W numbers for each place of the grid, in each of H heads. Rows, tiles that read
-their surroundings, and the places of one residue are all groups.
+A volume is `[B,H,*size,W]`: W numbers for each place of the grid, in each of H heads. Groups are rows, tiles
+that read their neighbourhood, or the places of one residue class.
 """
 
 import math
@@ -17,16 +17,16 @@ Axes = tuple[int, int, int]
 
 
 def axes(numbers: Sequence[int]) -> Axes:
-    """Take three numbers as such."""
+    """Convert a sequence of three numbers."""
     t, h, w = numbers
     return t, h, w
 
 
 class Part(NamedTuple):
-    """Cuts the grid into groups that attend among themselves: one matrix product for each.
+    """A cut of the grid into groups that attend within themselves, by one matrix product each.
 
-    On each axis a group has `members` that stand `step` apart, and reads `halo` places more on either side.
-    Of the pairs it keeps those that differ by at most `within` on every axis, and not by at most `without`.
+    On each axis a group has `members` that are `step` apart, and reads `halo` more places on each side. Pairs
+    are masked unless they differ by at most `within` on every axis, and if they differ by at most `without`.
     """
 
     members: Axes
@@ -37,24 +37,24 @@ class Part(NamedTuple):
 
     @property
     def keys(self) -> Axes:
-        """Number of keys of a group on each axis."""
+        """Return the number of keys of a group on each axis."""
         t, h, w = (m + 2 * r for m, r in zip(self.members, self.halo, strict=True))
         return t, h, w
 
     def groups(self, size: Axes) -> Axes:
-        """How many times the members and steps go into each axis, rounded up."""
+        """Return the number of groups on each axis, rounded up."""
         t, h, w = (-(-n // (m * s)) for n, m, s in zip(size, self.members, self.step, strict=True))
         return t, h, w
 
     def overhang(self, size: Axes) -> Axes:
-        """By how much the groups exceed each axis."""
+        """Return by how much the groups exceed each axis."""
         needed = zip(self.groups(size), self.members, self.step, size, strict=True)
         t, h, w = (groups * m * s - n for groups, m, s, n in needed)
         return t, h, w
 
 
 def volume(x: Tensor, size: Axes) -> Tensor:
-    """Lay `[B,T,H,W]` out as `[B,H,*size,W]`, with zeros after the end."""
+    """Reshape `[B,T,H,W]` to `[B,H,*size,W]`, with zeros after the end."""
     x = F.pad(x.transpose(1, 2), (0, 0, 0, math.prod(size) - x.shape[1]))
     return x.reshape(*x.shape[:2], *size, x.shape[-1])
 
@@ -77,7 +77,7 @@ def ungrouped(x: Tensor, part: Part, size: Axes) -> Tensor:
 
 
 def read_by_groups(x: Tensor, part: Part) -> Tensor:
-    """Cut a volume `[B,H,*size,W]` into what each group reads: `[B,H,P,keys,W]`."""
+    """Cut a volume `[B,H,*size,W]` into the places that each group reads: `[B,H,P,keys,W]`."""
     if not any(part.halo):
         return grouped(x, part)
     t, h, w = (a + b for a, b in zip(part.overhang(axes(x.shape[2:5])), part.halo, strict=True))
@@ -88,7 +88,7 @@ def read_by_groups(x: Tensor, part: Part) -> Tensor:
 
 
 def distances_in(part: Part, device: torch.device) -> list[Tensor]:
-    """d_ij of the members and keys of a group, on each axis: `[members,keys]`."""
+    """Return d_ij of the members and keys of a group, on each axis: `[members,keys]`."""
     return [
         (torch.arange(keys, device=device) - halo - torch.arange(members, device=device).unsqueeze(1)) * step
         for members, keys, halo, step in zip(part.members, part.keys, part.halo, part.step, strict=True)
@@ -96,7 +96,7 @@ def distances_in(part: Part, device: torch.device) -> list[Tensor]:
 
 
 def near(distances: list[Tensor], radius: Axes) -> Tensor:
-    """Whether pairs differ by at most `radius` on every axis: `[members,keys]` of a whole group."""
+    """Return whether pairs differ by at most `radius` on every axis: `[members,keys]` of a whole group."""
     t, h, w = (d.abs() <= r for d, r in zip(distances, radius, strict=True))
     pairs = t[:, None, None, :, None, None] & h[:, None, None, :, None] & w[:, None, None, :]
     return pairs.flatten(3).flatten(0, 2)

@@ -12,8 +12,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from unrolled.contract import UnsupportedError
 from unrolled.ops import state as states
+from unrolled.ops.state import Parts
 
-State = tuple[object, ...]
+State = Parts
 KEYS_REFUSED = "this layer of the cache holds a state, not keys and values: use `put` instead"
 
 

@@ -13,7 +13,7 @@ class FeatureMap(nn.Module):
     Attributes:
         head_dim: width D of the queries and keys that it takes.
         feature_dim: width R of the features that it gives.
-        positional: whether `phi_q` and `phi_k` want positions; other maps do not read them.
+        positional: whether `phi_q` and `phi_k` need positions; other maps ignore them.
     """
 
     positional: bool = False

@@ -42,7 +42,7 @@ class CosFormer(FeatureMap):
 
     def _weighted(self, x: Tensor, positions: Tensor | None) -> Tensor:
         if positions is None:
-            raise ValueError("positions is None, but cosFormer weighs by distance and wants those of x")
+            raise ValueError("positions is None, but must be those of x: cosFormer weighs by distance")
         if may_read(positions) and bool((positions > self.max_length).any()):
             found = int(positions.max())
             raise ValueError(f"positions go up to {found}, but max_length = {self.max_length} is the last")

@@ -12,53 +12,44 @@ section 4. Where the gate is the same for all features of a head, `ops.linear` d
 """
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Literal, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import (
-    check_cu_seqlens,
-    check_device,
-    check_key_padding_mask,
-    check_log_decay,
-    check_qkv,
-    check_step,
-    check_tensor,
-    shape,
-)
+from unrolled.ops.checks import check_device, check_log_decay, check_qkv, check_state_tensor, check_step
 from unrolled.ops.gla.chunked import operator
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 
 
+class Options(TypedDict, total=False):
+    """Keyword arguments of `diagonal_linear_attention`."""
+
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    state: Tensor | None
+
+
+class _OutputOnly(Options, total=False):
+    return_state: Literal[False]
+
+
+class _OutputAndState(Options, total=False):
+    return_state: Required[Literal[True]]
+
+
 @overload
 def diagonal_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[False] = False,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Unpack[_OutputOnly]
 ) -> Tensor: ...
 
 
 @overload
 def diagonal_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Unpack[_OutputAndState]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -92,9 +83,11 @@ def diagonal_linear_attention(
 
     Raises:
         ValueError: an argument of another shape or type; offsets that do not rise; on a CPU and uncompiled,
-            where looking is free, a positive `log_decay`.
+            where reading values is free, a positive `log_decay`.
     """
-    return _run(operator, q, k, v, log_decay, key_padding_mask, cu_seqlens, state, return_state)
+    options: Options = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens, "state": state}
+    o, after = _run(operator, q, k, v, log_decay, **options)
+    return (o, after) if return_state else o
 
 
 def diagonal_linear_attention_step(
@@ -113,10 +106,9 @@ def diagonal_linear_attention_step(
         `o [B,H,M]` in the type of `v`, and the new state.
     """
     check_step(q, k, v)
-    check_log_decay(log_decay, k.shape, "[B, G, R]")
-    check_device("log_decay", log_decay, k, "k is")
+    check_log_decay(log_decay, k, "[B, G, R]")
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
-    _check_state(state, (*k.shape, v.shape[-1]), dtype)
+    check_state_tensor("state", state, (*k.shape, v.shape[-1]), dtype)
     check_device("state", state, k, "k is")
     (B, H, R), G = q.shape, k.shape[1]
     q, k, v, log_decay = (x.to(dtype) for x in (q, k, v, log_decay))
@@ -132,16 +124,15 @@ def diagonal_linear_attention_reference(
     v: Tensor,
     log_decay: Tensor,
     *,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
     return_state: bool = False,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what `diagonal_linear_attention` does by its definition, token by token.
+    """Compute `diagonal_linear_attention` by its definition, token by token.
 
-    Every other form owes it equality. Arguments and results are those of `diagonal_linear_attention`.
+    Every other form must equal it.
     """
-    return _run(_recurrence, q, k, v, log_decay, key_padding_mask, cu_seqlens, state, return_state)
+    o, after = _run(_recurrence, q, k, v, log_decay, **options)
+    return (o, after) if return_state else o
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,47 +147,37 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _run(
-    form: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: Tensor | None,
-    return_state: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Check every argument, take padding and packing away, and run a form where T = S."""
-    check_qkv(q, k, v)
-    check_log_decay(log_decay, k.shape, "[B, S, G, R]")
-    check_device("log_decay", log_decay, k, "k is")
+    form: Form, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]:
+    """Check every argument, remove padding and packing, and run a form that needs T = S."""
+    key_padding_mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
+    state = options.get("state")
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
+    check_log_decay(log_decay, k, "[B, S, G, R]")
     (B, T, _, _), S = q.shape, k.shape[1]
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
     sizes = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, *k.shape[2:], v.shape[3])
     if state is None:
         state = k.new_zeros(sizes, dtype=dtype)
-    _check_state(state, sizes, dtype)
+    check_state_tensor("state", state, sizes, dtype)
     check_device("state", state, k, "k is")
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
         k, v, log_decay = (without_padding(x, key_padding_mask) for x in (k, v, log_decay))
     q, k, v = promoted(q, k, v)
     if cu_seqlens is not None:
         o, state = _packed(form, q, k, v, log_decay, cu_seqlens, state)
-    else:  # queries and keys end together: what is missing in front is 0, and its gates are 1
+    else:  # align the last query with the last key: pad in front with zeros, whose gates are 1
         q = pad(q, (0, 0, 0, 0, max(S - T, 0), 0))
         k, v, log_decay = (pad(x, (0, 0, 0, 0, max(T - S, 0), 0)) for x in (k, v, log_decay))
         o, state = form(q, k, v, log_decay, state)
         o = o[:, max(S - T, 0) :]
-    return (o.to(out_dtype), state) if return_state else o.to(out_dtype)
+    return o.to(out_dtype), state
 
 
 def _packed(
     form: Form, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run each group of sequences of similar lengths, padded on the right, and put the results in place."""
+    """Run each bucket of similar lengths padded on the right, and scatter the results."""
     o = v.new_zeros(*q.shape[:3], v.shape[3])
     for rows, tokens, padding in length_buckets(cu_seqlens, q.shape[1]):
         q_part, k_part, v_part, gates = (without_padding(x[0, tokens], padding) for x in (q, k, v, log_decay))
@@ -204,11 +185,3 @@ def _packed(
         o = o.index_put((torch.zeros_like(tokens[~padding]), tokens[~padding]), o_part[~padding])
         state = state.index_copy(0, rows, state_part)
     return o, state
-
-
-def _check_state(state: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    check_tensor("state", state)
-    if state.shape != sizes or state.dtype != dtype:
-        raise ValueError(
-            f"state is {state.dtype} of shape {shape(state)}, but these inputs want {dtype} {list(sizes)}"
-        )

@@ -14,24 +14,15 @@ RFA-Gate (Peng et al. 2021, arXiv 2103.02143), whose caller also scales the keys
 """
 
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import (
-    check_cu_seqlens,
-    check_device,
-    check_key_padding_mask,
-    check_log_decay,
-    check_qkv,
-    check_step,
-    check_tensor,
-    shape,
-)
+from unrolled.ops.checks import check_device, check_log_decay, check_qkv, check_state_tensor, check_step
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.linear import operator as kernels
-from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, decay_between, safe_divide
+from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, decay_between, safe_divide
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import check_booleans
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, promoted, without_autocast
@@ -44,37 +35,39 @@ class LinearState(NamedTuple):
     k_sum: Tensor
 
 
+class Keys(TypedDict, total=False):
+    """Keyword arguments of `linear_attention` that say which keys a query attends to."""
+
+    causal: bool
+    log_decay: Tensor | None
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+class LinearOptions(Keys, total=False):
+    """Keyword arguments of `linear_attention` and its definition."""
+
+    state: LinearState | None
+    normalize: bool
+
+
+class _OutputOnly(LinearOptions, total=False):
+    return_state: Literal[False]
+    backend: str | None
+
+
+class _OutputAndState(LinearOptions, total=False):
+    return_state: Required[Literal[True]]
+    backend: str | None
+
+
 @overload
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    log_decay: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: LinearState | None = None,
-    return_state: Literal[False] = False,
-    normalize: bool = True,
-    backend: str | None = None,
-) -> Tensor: ...
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[_OutputOnly]) -> Tensor: ...
 
 
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    log_decay: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: LinearState | None = None,
-    return_state: Literal[True],
-    normalize: bool = True,
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, **options: Unpack[_OutputAndState]
 ) -> tuple[Tensor, LinearState]: ...
 
 
@@ -127,15 +120,15 @@ def linear_attention(
         early, late = slice(None, S - T), slice(S - T, None)
         gates = None if log_decay is None else log_decay[:, early]
         inputs = Inputs(q[:, :0], k[:, early], v[:, early], gates, kv, k_sum)
-        _, kv, k_sum = kernels.linear_attention(inputs, None, False, normalize, backend)
+        _, kv, k_sum = kernels.linear_attention(inputs, Options(None, False, normalize), backend)
         log_decay = None if log_decay is None else log_decay[:, late]
         k, v = k[:, late], v[:, late]
     elif causal and T > S:  # the queries before the first key read the given state alone
         inputs = Inputs(q[:, : T - S], k[:, :0], v[:, :0], None, kv, k_sum)
-        before = [kernels.linear_attention(inputs, None, False, normalize, backend)[0]]
+        before = [kernels.linear_attention(inputs, Options(None, False, normalize), backend)[0]]
         q = q[:, T - S :]
     inputs = Inputs(q, k, v, log_decay, kv, k_sum)
-    o, kv, k_sum = kernels.linear_attention(inputs, cu_seqlens, causal, normalize, backend)
+    o, kv, k_sum = kernels.linear_attention(inputs, Options(cu_seqlens, causal, normalize), backend)
     o = (torch.cat([*before, o], dim=1) if before else o).to(out_dtype)
     return (o, LinearState(kv, k_sum)) if return_state else o
 
@@ -175,70 +168,46 @@ def linear_attention_step(
     check_state(state, (B, G, R, M), accumulation_dtype(q.dtype, k.dtype, v.dtype))
     check_device("state", state.kv, k, "k is")
     if log_decay is not None:
-        check_log_decay(log_decay, k.shape[:2], "[B, G]")
-        check_device("log_decay", log_decay, k, "k is")
+        check_log_decay(log_decay, k, "[B, G]")
     o, kv, k_sum = kernels.linear_attention_step(q, k, v, *state, log_decay, normalize, feature_map)
     return o, LinearState(kv, k_sum)
 
 
 def linear_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    log_decay: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: LinearState | None = None,
-    return_state: bool = False,
-    normalize: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool = False, **options: Unpack[LinearOptions]
 ) -> Tensor | tuple[Tensor, LinearState]:
-    """Compute what `linear_attention` does by its definition, with the explicit weights `[B,H,T,S]`.
+    """Compute `linear_attention` by its definition, with the explicit weights `[B,H,T,S]`.
 
-    Quadratic in the length; every other form owes it equality, and its gradients come from autograd.
-    Arguments and results are those of `linear_attention`.
+    Quadratic in the length. Every other form must equal it; its gradients come from autograd. Arguments and
+    results are those of `linear_attention`.
     """
-    k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state)
-    if cu_seqlens is not None:
-        outs, states = [q[:, :0, :, :1].expand(-1, -1, -1, v.shape[3]).to(v.dtype)], []
-        offsets = cu_seqlens.tolist()
-        for n, (a, b) in enumerate(pairwise(offsets)):
-            o, new_state = _reference(
-                q[:, a:b],
-                k[:, a:b],
-                v[:, a:b],
-                causal,
-                None if log_decay is None else log_decay[:, a:b],
-                None if state is None else LinearState(state.kv[n : n + 1], state.k_sum[n : n + 1]),
-                normalize,
-            )
-            outs.append(o)
-            states.append(new_state)
-        if not states:
-            states = [_zero_state(q, k, v, 0)]
-        o = torch.cat(outs, dim=1)
-        new_state = LinearState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
-    else:
-        o, new_state = _reference(q, k, v, causal, log_decay, state, normalize)
-    return (o, new_state) if return_state else o
+    causal, normalize = options.get("causal", False), options.get("normalize", True)
+    log_decay, cu_seqlens, state = options.get("log_decay"), options.get("cu_seqlens"), options.get("state")
+    k, v, log_decay = _check_and_mask(q, k, v, log_decay, options.get("key_padding_mask"), cu_seqlens, state)
+    kv, k_sum = (None, None) if state is None else state
+    if cu_seqlens is None:
+        o, after = _reference(Inputs(q, k, v, log_decay, kv, k_sum), causal, normalize)
+        return (o, after) if return_state else o
+    outs, states = [q[:, :0, :, :1].expand(-1, -1, -1, v.shape[3]).to(v.dtype)], [_zero_state(q, k, v, 0)]
+    for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
+        tokens = (None if x is None else x[:, a:b] for x in (q, k, v, log_decay))
+        row = (None if x is None else x[n : n + 1] for x in (kv, k_sum))
+        o, after = _reference(Inputs._make([*tokens, *row]), causal, normalize)
+        outs.append(o)
+        states.append(after)
+    o, after = torch.cat(outs, dim=1), LinearState._make(map(torch.cat, zip(*states, strict=True)))
+    return (o, after) if return_state else o
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    log_decay: Tensor | None,
-    state: LinearState | None,
-    normalize: bool,
-) -> tuple[Tensor, LinearState]:
+def _reference(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, LinearState]:
+    q, k, v, log_decay, kv, k_sum = inputs
     B, T, H, _ = q.shape
     S, G = k.shape[1], k.shape[2]
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
     with without_autocast(q.device):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        kv, k_sum = _zero_state(q, k, v, B) if state is None else state
+        if kv is None or k_sum is None:
+            kv, k_sum = _zero_state(q, k, v, B)
         if log_decay is None:
             log_decay = q.new_zeros(B, S, G)
         # b[:, s] cumulates the gates of the first s keys, so that "no key read yet" is row 0.
@@ -281,32 +250,24 @@ def _check_and_mask(
     state: LinearState | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check every argument, then take padding out of the keys, the values and the gates."""
-    check_qkv(q, k, v)
-    B, S = k.shape[:2]
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     if log_decay is not None:
-        check_log_decay(log_decay, k.shape[:3], "[B, S, G]")
-        check_device("log_decay", log_decay, k, "k is")
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
+        check_log_decay(log_decay, k, "[B, S, G]")
     if state is not None:
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype))
         check_device("state", state.kv, k, "k is")
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, B, S)
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
         if log_decay is not None:  # a gate of 1
             log_decay = without_padding(log_decay, key_padding_mask)
     return k, v, log_decay
 
 
-def check_state(state: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_state(state: object, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Require a state with `kv` of `sizes` [B,G,R,M] and `k_sum` [B,G,R], of this type."""
-    if not hasattr(state, "kv") or not hasattr(state, "k_sum"):
+    kv, k_sum = getattr(state, "kv", None), getattr(state, "k_sum", None)
+    if kv is None or k_sum is None:
         raise ValueError(f"state is a {type(state).__name__}, but must be a LinearState")
-    for name, x, wanted in (("kv", state.kv, sizes), ("k_sum", state.k_sum, sizes[:3])):
-        check_tensor(f"state.{name}", x)
-        if x.shape != wanted:
-            raise ValueError(f"state.{name} has shape {shape(x)}, but these inputs want {list(wanted)}")
-        if x.dtype != dtype:
-            raise ValueError(f"state.{name} is {x.dtype}, but these inputs want {dtype}")
+    check_state_tensor("state.kv", kv, sizes, dtype)
+    check_state_tensor("state.k_sum", k_sum, sizes[:3], dtype)

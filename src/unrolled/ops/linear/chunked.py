@@ -37,7 +37,7 @@ LOWEST_GATE = -1e4  # its exponential is 0 like that of -inf, but it may be subt
 
 
 class Inputs(NamedTuple):
-    """What linear attention is computed from; the last three may be absent."""
+    """The inputs of linear attention; the last three may be absent."""
 
     q: Tensor  # [B,T,H,R]
     k: Tensor  # [B,S,G,R]
@@ -47,8 +47,44 @@ class Inputs(NamedTuple):
     k_sum: Tensor | None  # [B,G,R]
 
 
+class Options(NamedTuple):
+    """The options of linear attention over whole sequences."""
+
+    cu_seqlens: Tensor | None  # int32 [N+1]; the states then have N rows
+    causal: bool
+    normalize: bool
+
+
+class Outputs(NamedTuple):
+    """The outputs of linear attention, with the divisor that the backward pass needs."""
+
+    o: Tensor  # [B,T,H,M]
+    kv: Tensor  # [B,G,R,M], the state after the last key
+    k_sum: Tensor  # [B,G,R]
+    den: Tensor  # [B,T,H,1]; empty without `normalize`
+
+
+class OutputGradients(NamedTuple):
+    """The gradients of the first three outputs."""
+
+    o: Tensor
+    kv: Tensor
+    k_sum: Tensor
+
+
+class Gradients(NamedTuple):
+    """The gradients of the inputs; empty for an absent `log_decay`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    kv: Tensor
+    k_sum: Tensor
+
+
 class Gates(NamedTuple):
-    """What the chunk formulas need of the gates. Without gates the last three are None, meaning 1."""
+    """Products of the gates of a chunk. Without gates the last three are None, meaning 1."""
 
     within: Tensor  # D [..., C, C]
     from_start: Tensor | None  # exp(b) [X,n,1,C,1]
@@ -67,10 +103,10 @@ class Chunks(NamedTuple):
     k_sum: Tensor  # [X,1,1,R,1]
 
 
-def forward(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `o [B,T,H,M]`, the state after the last key, and the divisor `[B,T,H,1]` (empty without).
+def forward(inputs: Inputs, causal: bool, normalize: bool) -> Outputs:
+    """Compute the outputs of sequences that are not packed; `causal` requires T = S.
 
-    Causal needs T = S. Every operation is differentiable, so higher derivatives go through this same code.
+    Every operation is differentiable, so higher derivatives go through this same code.
     """
     (B, T, _, R), (_, _, G, M) = inputs.q.shape, inputs.v.shape
     with without_autocast(inputs.q.device):
@@ -87,7 +123,7 @@ def forward(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, Tens
             num = x.q @ S[:, -1:]
             den = x.q @ z[:, -1:] if normalize else None
         o = num if den is None else safe_divide(num, den)
-        return (
+        return Outputs(
             join_chunks(o, B, T, G).to(inputs.v.dtype),
             S[:, -1].reshape(B, G, R, M).clone(),  # a view would keep all n states alive
             z[:, -1].reshape(B, G, R).clone(),
@@ -114,25 +150,17 @@ def step(
         return o.reshape(B, H, M).to(v.dtype), kv, k_sum
 
 
-def backward(
-    grad_o: Tensor,
-    grad_kv: Tensor,
-    grad_k_sum: Tensor,
-    inputs: Inputs,
-    den: Tensor,
-    causal: bool,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of `q, k, v, log_decay, kv, k_sum`; an absent `log_decay` gets an empty one."""
+def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, causal: bool, normalize: bool) -> Gradients:
+    """Compute the gradients of the inputs of sequences that are not packed."""
     (B, T, _, R), (_, S_len, G, M) = inputs.q.shape, inputs.v.shape
     with without_autocast(inputs.q.device):
         x = _cut(inputs, causal)
         n, C = x.q.shape[1], x.q.shape[3]
-        g = split_chunks(grad_o.to(x.v.dtype), n, C, G)
+        g = split_chunks(grads.o.to(x.v.dtype), n, C, G)
         divisor = split_chunks(den, n, C, G) if normalize else None
         if divisor is not None:
             g = safe_divide(g, divisor)
-        dS_end, dz_end = grad_kv.reshape(x.kv.shape), grad_k_sum.reshape(x.k_sum.shape)
+        dS_end, dz_end = grads.kv.reshape(x.kv.shape), grads.k_sum.reshape(x.k_sum.shape)
         k_to_end = _times(x.k, x.gates.to_end)
         S = scan(x.kv, k_to_end.mT @ x.v, x.gates.through)
         z = scan(x.k_sum, k_to_end.sum(-2).unsqueeze(-1), x.gates.through)
@@ -153,7 +181,7 @@ def backward(
                 join_chunks(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1).to(inputs.log_decay.dtype)
             )
             d_log_decay = d_log_decay.masked_fill(inputs.log_decay < LOWEST_GATE, 0)
-        return (
+        return Gradients(
             join_chunks(dq, B, T, G).to(inputs.q.dtype),
             join_chunks(dk, B, S_len, G).to(inputs.k.dtype),
             join_chunks(dv, B, S_len, G).to(inputs.v.dtype),

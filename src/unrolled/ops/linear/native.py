@@ -7,7 +7,7 @@ from unrolled.ops import native
 from unrolled.ops.checks import check_offsets
 from unrolled.ops.feature_maps import Elu, FeatureMap, Relu, SquaredRelu
 from unrolled.ops.linear import packed
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
 from unrolled.ops.native import TYPES, View, address, readable, struct, view
 
 # Feature maps that the step can apply to q and k, with the values of the enum in C++.
@@ -19,33 +19,22 @@ def supports(q: Tensor, v: Tensor) -> bool:
     return q.is_cpu and q.dtype in TYPES and q.shape[-2] > 0 and native.available()
 
 
-def forward(
-    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `chunked.forward` and `packed.forward` do."""
-    problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
-    outputs = packed.like_outputs(inputs, cu_seqlens, normalize)
+def forward(inputs: Inputs, options: Options) -> Outputs:
+    """Compute what `packed.forward` does."""
+    problem, _kept = _problem(inputs, options)
+    outputs = packed.like_outputs(inputs, options)
     o, kv, k_sum, divisor = map(address, outputs)
     native.call("linear_forward", problem, struct("LinearOutputs")(o=o, kv=kv, k_sum=k_sum, divisor=divisor))
     return outputs
 
 
-def backward(
-    grad_o: Tensor,
-    grad_kv: Tensor,
-    grad_k_sum: Tensor,
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    divisor: Tensor,
-    causal: bool,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `chunked.backward` and `packed.backward` do."""
-    problem, _kept = _problem(inputs, cu_seqlens, causal, normalize)
-    grad_o, grad_kv, grad_k_sum = readable(grad_o), grad_kv.contiguous(), grad_k_sum.contiguous()
-    d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum = packed.like_gradients(grad_kv, grad_k_sum, inputs)
+def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
+    """Compute what `packed.backward` does."""
+    problem, _kept = _problem(inputs, options)
+    grad_o, grad_kv, grad_k_sum = readable(grads.o), grads.kv.contiguous(), grads.k_sum.contiguous()
+    found = packed.like_gradients(grads, inputs)
     gated = inputs.log_decay is not None
-    d_gates = torch.empty(d_log_decay.shape, dtype=torch.double) if gated else None
+    d_gates = torch.empty(found.log_decay.shape, dtype=torch.double) if gated else None
     d_divisor, d_log_from_start = torch.empty(2, *inputs.q.shape[:3], dtype=torch.float32)
     saved = native.linear_saved_floats(problem) if gated else 0
     states = torch.empty(saved, dtype=torch.float32)
@@ -53,21 +42,19 @@ def backward(
         o=view(grad_o),
         kv=address(grad_kv),
         k_sum=address(grad_k_sum),
-        divisor=address(divisor),
-        d_q=address(d_q),
-        d_k=address(d_k),
-        d_v=address(d_v),
+        divisor=address(den),
+        d_q=address(found.q),
+        d_k=address(found.k),
+        d_v=address(found.v),
         d_log_decay=address(d_gates),
-        d_kv=address(d_kv),
-        d_k_sum=address(d_k_sum),
+        d_kv=address(found.kv),
+        d_k_sum=address(found.k_sum),
         d_divisor=address(d_divisor),
         d_log_from_start=address(d_log_from_start),
         states=address(states),
     )
     native.call("linear_backward", problem, gradients)
-    if d_gates is not None:
-        d_log_decay = d_gates.to(d_log_decay.dtype)
-    return d_q, d_k, d_v, d_log_decay, d_kv, d_k_sum
+    return found if d_gates is None else found._replace(log_decay=d_gates.to(found.log_decay.dtype))
 
 
 def step(
@@ -116,15 +103,14 @@ def _token(x: Tensor) -> View:
     return address(x), batch, 0, head
 
 
-def _problem(
-    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
-) -> tuple[bytes, tuple[Tensor | None, ...]]:
-    """Fill the struct, and return the tensors that it points to, to be kept alive during the call."""
+def _problem(inputs: Inputs, options: Options) -> tuple[bytes, tuple[Tensor | None, ...]]:
+    """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     q, k, v, log_decay, kv, k_sum = inputs
+    cu_seqlens, causal, normalize = options
     (B, T, H, R), (_, S, G, M) = q.shape, v.shape
     N = B
     if cu_seqlens is not None:
-        check_offsets(cu_seqlens.tolist(), T)  # wrong offsets would read and write outside of the tensors
+        check_offsets(cu_seqlens.tolist(), T)  # wrong offsets would read and write out of bounds
         N, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
     q, k, v = readable(q), readable(k), readable(v)
     log_decay, kv, k_sum = (

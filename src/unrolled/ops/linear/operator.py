@@ -8,7 +8,7 @@ from unrolled.ops.checks import inferring, transforming
 from unrolled.ops.dispatch import check_backend, choose, prefers
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.linear import chunked, native, packed, triton
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
 
@@ -19,23 +19,11 @@ class Backend(Protocol):
     def supports(self, q: Tensor, v: Tensor) -> bool:
         """Whether it can run inputs of this type and these widths on this device."""
 
-    def forward(
-        self, inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute `o`, the state after the last key, and the divisor."""
+    def forward(self, inputs: Inputs, options: Options) -> Outputs:
+        """Compute the outputs."""
 
-    def backward(
-        self,
-        grad_o: Tensor,
-        grad_kv: Tensor,
-        grad_k_sum: Tensor,
-        inputs: Inputs,
-        cu_seqlens: Tensor | None,
-        den: Tensor,
-        causal: bool,
-        normalize: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Compute the gradients of the inputs; an absent `log_decay` gets an empty one."""
+    def backward(self, grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
+        """Compute the gradients of the inputs."""
 
 
 BACKENDS: dict[str, Backend] = {  # the fastest first
@@ -46,14 +34,12 @@ BACKENDS: dict[str, Backend] = {  # the fastest first
 STEPS = {"triton": triton, "native": native}  # those with a kernel for one token, likewise
 
 
-def linear_attention(
-    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `o` and the state after the last key, for checked inputs of one type, with T = S if causal."""
     check_backend(backend, BACKENDS)
     if transforming():
-        return packed.forward(inputs, cu_seqlens, causal, normalize)[:3]
-    o, kv, k_sum, _ = _operator(*inputs, cu_seqlens, causal, normalize, backend)
+        return packed.forward(inputs, options)[:3]
+    o, kv, k_sum, _ = _operator(*inputs, *options, backend)
     return o, kv, k_sum
 
 
@@ -86,32 +72,31 @@ def linear_attention_step(
     return o.to(out_dtype), kv, k_sum
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, cu_seqlens, causal, normalize, backend = arguments
-    inputs = Inputs(*tensors)
-    chosen: Backend = choose(BACKENDS, backend, inputs.q, inputs.q, inputs.v)
-    return tuple(x.contiguous() for x in chosen.forward(inputs, cu_seqlens, causal, normalize))
+def _forward(*arguments: object) -> tuple[Tensor, ...]:
+    inputs, options = Inputs._make(arguments[:6]), Options._make(arguments[6:9])
+    chosen = choose(BACKENDS, arguments[9], inputs.q, inputs.q, inputs.v)
+    return tuple(x.contiguous() for x in chosen.forward(inputs, options))
 
 
-def _backward(grad_o: Tensor, grad_kv: Tensor, grad_k_sum: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward(*arguments: Any) -> list[Tensor]:
     *tensors, cu_seqlens, den, causal, normalize, backend = arguments
-    grads, inputs = (grad_o, grad_kv, grad_k_sum), Inputs(*tensors)
-    chosen: Backend = choose(BACKENDS, backend, inputs.q, inputs.q, inputs.v)
-    return [g.contiguous() for g in chosen.backward(*grads, inputs, cu_seqlens, den, causal, normalize)]
+    grads, inputs = OutputGradients(*tensors[:3]), Inputs(*tensors[3:])
+    chosen = choose(BACKENDS, backend, inputs.q, inputs.q, inputs.v)
+    found = chosen.backward(grads, inputs, den, Options(cu_seqlens, causal, normalize))
+    return [g.contiguous() for g in found]
 
 
-def _plain(*arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, cu_seqlens, causal, normalize, _ = arguments
-    return packed.forward(Inputs(*tensors), cu_seqlens, causal, normalize)[:3]
+def _plain(*arguments: object) -> tuple[Tensor, ...]:
+    return packed.forward(Inputs._make(arguments[:6]), Options._make(arguments[6:9]))[:3]
 
 
-def _like_outputs(*arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, cu_seqlens, _, normalize, _ = arguments
-    return packed.like_outputs(Inputs(*tensors), cu_seqlens, normalize)
+def _like_outputs(*arguments: object) -> tuple[Tensor, ...]:
+    return packed.like_outputs(Inputs._make(arguments[:6]), Options._make(arguments[6:9]))
 
 
-def _like_gradients(_: Tensor, grad_kv: Tensor, grad_k_sum: Tensor, *arguments: Any) -> list[Tensor]:
-    return list(packed.like_gradients(grad_kv, grad_k_sum, Inputs(*arguments[:6])))
+def _like_gradients(*arguments: object) -> list[Tensor]:
+    grads, inputs = OutputGradients._make(arguments[:3]), Inputs._make(arguments[3:9])
+    return list(packed.like_gradients(grads, inputs))
 
 
 _operator = register(

@@ -1,9 +1,9 @@
-"""Linear attention in plain PyTorch, of packed sequences too: each group of similar lengths runs padded."""
+"""Linear attention in plain PyTorch, for packed sequences too: buckets of similar lengths run padded."""
 
 from torch import Tensor
 
 from unrolled.ops.linear import chunked
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype
@@ -14,13 +14,12 @@ def supports(q: Tensor, v: Tensor) -> bool:
     return True
 
 
-def forward(
-    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options) -> Outputs:
     """Compute what `chunked.forward` does for each sequence; the states have one row per sequence."""
+    cu_seqlens, causal, normalize = options
     if cu_seqlens is None:
         return chunked.forward(inputs, causal, normalize)
-    o, kv_end, k_sum_end, den = like_outputs(inputs, cu_seqlens, normalize)
+    o, kv_end, k_sum_end, den = like_outputs(inputs, options)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         o_part, kv_end[rows], k_sum_end[rows], den_part = chunked.forward(
             _part(inputs, rows, tokens, padding), causal, normalize
@@ -28,28 +27,18 @@ def forward(
         o[0, tokens[~padding]] = o_part[~padding]
         if normalize:
             den[0, tokens[~padding]] = den_part[~padding]
-    return o, kv_end, k_sum_end, den
+    return Outputs(o, kv_end, k_sum_end, den)
 
 
-def backward(
-    grad_o: Tensor,
-    grad_kv: Tensor,
-    grad_k_sum: Tensor,
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    den: Tensor,
-    causal: bool,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of `inputs`, as `chunked.backward` does."""
+def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
+    """Compute the gradients of the inputs, as `chunked.backward` does."""
+    cu_seqlens, causal, normalize = options
     if cu_seqlens is None:
-        return chunked.backward(grad_o, grad_kv, grad_k_sum, inputs, den, causal, normalize)
-    gradients = like_gradients(grad_kv, grad_k_sum, inputs)
+        return chunked.backward(grads, inputs, den, causal, normalize)
+    gradients = like_gradients(grads, inputs)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         part = chunked.backward(
-            _gather(grad_o, tokens, padding),
-            grad_kv[rows],
-            grad_k_sum[rows],
+            OutputGradients(_gather(grads.o, tokens, padding), grads.kv[rows], grads.k_sum[rows]),
             _part(inputs, rows, tokens, padding),
             _gather(den, tokens, padding) if normalize else den,
             causal,
@@ -58,42 +47,38 @@ def backward(
         for whole, piece in zip(gradients[:4], part[:4], strict=True):
             if len(piece):
                 whole[0, tokens[~padding]] = piece[~padding]
-        gradients[4][rows], gradients[5][rows] = part[4], part[5]
+        gradients.kv[rows], gradients.k_sum[rows] = part.kv, part.k_sum
     return gradients
 
 
-def like_outputs(
-    inputs: Inputs, cu_seqlens: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def like_outputs(inputs: Inputs, options: Options) -> Outputs:
     """Uninitialised tensors of the shapes and types that a forward pass returns."""
     (B, T, H, R), (_, _, G, M) = inputs.q.shape, inputs.v.shape
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = B if options.cu_seqlens is None else options.cu_seqlens.shape[0] - 1
     dtype = accumulation_dtype(inputs.q.dtype)
-    return (
+    return Outputs(
         inputs.v.new_empty(B, T, H, M),
         inputs.k.new_empty(N, G, R, M, dtype=dtype),
         inputs.k.new_empty(N, G, R, dtype=dtype),
-        inputs.q.new_empty((B, T, H, 1) if normalize else 0, dtype=dtype),
+        inputs.q.new_empty((B, T, H, 1) if options.normalize else 0, dtype=dtype),
     )
 
 
-def like_gradients(
-    grad_kv: Tensor, grad_k_sum: Tensor, inputs: Inputs
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def like_gradients(grads: OutputGradients, inputs: Inputs) -> Gradients:
     """Uninitialised tensors of the shapes and types that a backward pass returns, contiguous."""
     q, k, v, log_decay, _, _ = inputs
-    return (
+    return Gradients(
         q.new_empty(q.shape),
         k.new_empty(k.shape),
         v.new_empty(v.shape),
-        grad_kv.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape),
-        grad_kv.new_empty(grad_kv.shape),
-        grad_k_sum.new_empty(grad_k_sum.shape),
+        grads.kv.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape),
+        grads.kv.new_empty(grads.kv.shape),
+        grads.k_sum.new_empty(grads.k_sum.shape),
     )
 
 
 def _part(inputs: Inputs, rows: Tensor, tokens: Tensor, padding: Tensor) -> Inputs:
-    """The inputs of one bucket: its tokens side by side, and the states of its rows."""
+    """The inputs of one bucket: its tokens, padded, and the states of its rows."""
     q, k, v, log_decay, kv, k_sum = inputs
     return Inputs(
         _gather(q, tokens, padding),

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.linear import chunked, packed
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
 from unrolled.ops.linear.triton_check import Call, triton_version, trusted
 
 WIDEST = 256
@@ -53,68 +53,48 @@ def supports(q: Tensor, v: Tensor) -> bool:
     )
 
 
-def forward(
-    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `chunked.forward` and `packed.forward` do."""
-    if not trusted(Call.of("forward", inputs, causal, normalize), _forward):
-        return packed.forward(inputs, cu_seqlens, causal, normalize)
-    return _forward(inputs, cu_seqlens, causal, normalize)
+def forward(inputs: Inputs, options: Options) -> Outputs:
+    """Compute what `packed.forward` does."""
+    call = Call.of("forward", inputs, options.causal, options.normalize)
+    return _forward(inputs, options) if trusted(call, _forward) else packed.forward(inputs, options)
 
 
-def _forward(
-    inputs: Inputs, cu_seqlens: Tensor | None, causal: bool, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(inputs: Inputs, options: Options) -> Outputs:
     from unrolled.ops.linear.triton_launch import Problem
 
+    causal = options.causal
     with _on(inputs.q.device):
-        problem = Problem(inputs, cu_seqlens, causal)
+        problem = Problem(inputs, options)
         states, through = problem.key_sums()
         end = problem.scan(problem.keys, states, through, (inputs.kv, inputs.k_sum), keep=causal)
-        o, den = problem.outputs(problem.split(states) if causal else end, normalize)
-        return o, *end, den
+        o, den = problem.outputs(problem.split(states) if causal else end, options.normalize)
+        return Outputs(o, *end, den)
 
 
-def backward(
-    grad_o: Tensor,
-    grad_kv: Tensor,
-    grad_k_sum: Tensor,
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    den: Tensor,
-    causal: bool,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `chunked.backward` and `packed.backward` do."""
-    grads = grad_o, grad_kv, grad_k_sum
-    if not trusted(Call.of("backward", inputs, causal, normalize), _backward):
-        return packed.backward(*grads, inputs, cu_seqlens, den, causal, normalize)
-    return _backward(*grads, inputs, cu_seqlens, den, causal, normalize)
+def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
+    """Compute what `packed.backward` does."""
+    call = Call.of("backward", inputs, options.causal, options.normalize)
+    form = _backward if trusted(call, _backward) else packed.backward
+    return form(grads, inputs, den, options)
 
 
-def _backward(
-    grad_o: Tensor,
-    grad_kv: Tensor,
-    grad_k_sum: Tensor,
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    den: Tensor,
-    causal: bool,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
     from unrolled.ops.linear.triton_launch import OutputGradient, Problem
 
-    gated = inputs.log_decay is not None
+    causal, gated = options.causal, inputs.log_decay is not None
     with _on(inputs.q.device):
-        problem = Problem(inputs, cu_seqlens, causal)
+        # The states again, and the gradients of the queries.
+        problem = Problem(inputs, options)
         states, through = problem.key_sums()
         end = problem.scan(problem.keys, states, through, (inputs.kv, inputs.k_sum), keep=causal or gated)
-        grad = OutputGradient(grad_o, grad_o.stride(), den if normalize else None)
+        grad = OutputGradient(grads.o, grads.o.stride(), den if options.normalize else None)
         read = problem.split(states) if causal else end
         d_den, d_reads = problem.divisor_gradients(read, grad)
         dq = problem.query_gradients(read, grad, d_den)
+
+        # The gradients of the states.
         d_states = problem.query_sums(grad, d_den)
-        d_end = grad_kv, grad_k_sum
+        d_end = grads.kv, grads.k_sum
         if not causal:
             d_end = problem.scan(problem.queries, d_states, None, d_end, keep=False)
         if not causal and gated:
@@ -124,9 +104,13 @@ def _backward(
             d_after = problem.split(d_states)
         else:  # one state, from the first key to the last
             d_first = d_after = d_end
+
+        # The gradients of the keys, the values and the gates.
         dk, dv = problem.key_and_value_gradients(d_after, grad, d_den)
-        d_log_decay = problem.gate_gradients(states, d_states, d_reads) if gated else grad_kv.new_empty(0)
-        return dq, dk, dv, d_log_decay, *d_first
+        d_log_decay = grads.kv.new_empty(0)
+        if inputs.log_decay is not None:
+            d_log_decay = problem.gate_gradients(inputs.log_decay, states, d_states, d_reads)
+        return Gradients(dq, dk, dv, d_log_decay, *d_first)
 
 
 def step(

@@ -5,7 +5,7 @@
 5. `divisor_gradients`, then `query_gradients`.
 7. `key_gradients`, `value_gradients` and `gate_gradients`, from the gradients of the states.
 
-Letters, layouts and precisions are those of `linear_triton_kernels.py`. No two programs write to the same
+Letters, layouts and precisions are those of `triton_kernels.py`. No two programs write to the same
 memory, so every run gives the same bits.
 """
 
@@ -18,9 +18,11 @@ from unrolled.ops.linear.triton_kernels import (
     UNSPECIALIZED,
     cumulated_gates,
     decay_between,
+    inner_products,
     inverse,
     load_tile,
     place,
+    query_chunk,
     store_tile,
 )
 
@@ -34,11 +36,7 @@ def divisor_gradients(
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """5. Gradients of the divisors of a chunk of queries, and what they add to those of its gates."""
-    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    g = head // P
-    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
-    index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
-    at = (row * length + tokens) * G * P + head
+    head, g, row, tokens, exists, index, at = query_chunk(length, chunks, cu_seqlens, owners, G, P, C, CAUSAL)
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]
@@ -72,11 +70,7 @@ def divisor_gradients(
             weights *= decay_between(b[:, None], b[None, :], allowed)
         else:
             weights = tl.where(allowed, weights, 0.0)
-        for first_m in range(0, M, BM):
-            m = first_m + tl.arange(0, BM)
-            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
-            v_tile = load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists)
-            d_weights = tl.dot(o_tile, v_tile, d_weights, input_precision=RAW)
+        d_weights = inner_products(grad_o, o_strides, v, v_strides, tokens, exists, M, BM, C, RAW)
     if den is not None:
         inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
         d_weights *= inverse_den[:, None]
@@ -101,11 +95,7 @@ def query_gradients(
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """5. Gradients of a chunk of queries: from the state before it and its own keys, or the last state."""
-    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    g = head // P
-    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
-    index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
-    at = (row * length + tokens) * G * P + head
+    head, g, row, tokens, exists, index, at = query_chunk(length, chunks, cu_seqlens, owners, G, P, C, CAUSAL)
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]
     grad_o += row * o_strides[0] + head * o_strides[2]
@@ -114,11 +104,7 @@ def query_gradients(
         dd = tl.load(d_den + at, mask=exists, other=0)
     d_weights = tl.zeros([C, C], tl.float32)
     if CAUSAL:
-        for first_m in range(0, M, BM):
-            m = first_m + tl.arange(0, BM)
-            o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
-            v_tile = load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists)
-            d_weights = tl.dot(o_tile, v_tile, d_weights, input_precision=RAW)
+        d_weights = inner_products(grad_o, o_strides, v, v_strides, tokens, exists, M, BM, C, RAW)
         if den is not None:
             d_weights = d_weights * inverse_den[:, None] + dd[:, None]
         i = tl.arange(0, C)
@@ -178,13 +164,9 @@ def key_gradients(
         for p in range(P):
             head = g * P + p
             at = (row * length + tokens) * G * P + head
-            d_weights = tl.zeros([C, C], tl.float32)  # [key, query]
-            for first in range(0, M, BM):
-                m = first + tl.arange(0, BM)
-                v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
-                o_head = grad_o + row * o_strides[0] + head * o_strides[2]
-                o_tile = load_tile(o_head, m, o_strides[3], m < M, tokens, o_strides[1], exists)
-                d_weights = tl.dot(v_tile, o_tile, d_weights, input_precision=RAW)
+            o_head = grad_o + row * o_strides[0] + head * o_strides[2]
+            # [key, query]
+            d_weights = inner_products(v, v_strides, o_head, o_strides, tokens, exists, M, BM, C, RAW)
             if den is not None:
                 d_weights *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
                 d_weights += tl.load(d_den + at, mask=exists, other=0)[None, :]
@@ -225,13 +207,9 @@ def value_gradients(
     if CAUSAL:
         for p in range(P):
             head = g * P + p
-            weights = tl.zeros([C, C], tl.float32)  # [key, query]
-            for first in range(0, R, BR):
-                r = first + tl.arange(0, BR)
-                k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
-                q_head = q + row * q_strides[0] + head * q_strides[2]
-                q_tile = load_tile(q_head, r, q_strides[3], r < R, tokens, q_strides[1], exists)
-                weights = tl.dot(k_tile, q_tile, weights, input_precision=RAW)
+            q_head = q + row * q_strides[0] + head * q_strides[2]
+            # [key, query]
+            weights = inner_products(k, k_strides, q_head, q_strides, tokens, exists, R, BR, C, RAW)
             if log_decay is not None:
                 weights *= decay_between(b[None, :], b[:, None], allowed)
             else:

@@ -11,13 +11,13 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unrolled.ops.linear import chunked
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
 
 Version = tuple[int, ...]
 TOKENS = 130  # three chunks, the last of them cut off
@@ -137,7 +137,7 @@ def mistake(call: Call, kernels: Callable[..., tuple[Tensor, ...]]) -> str | Non
     return None
 
 
-def _example(call: Call) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+def _example(call: Call) -> tuple[tuple[object, ...], tuple[Tensor, ...]]:
     """Make the arguments of a small call, and its results in fp64."""
     generator = torch.Generator().manual_seed(0)
     P, R, M, T = call.heads_per_group, call.R, call.M, 1 if call.kind == "step" else TOKENS
@@ -159,10 +159,11 @@ def _example(call: Call) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     exact = Inputs(*(None if x is None else x.double() for x in inputs))  # type: ignore[arg-type]
     o, *state, den = chunked.forward(exact, *flags)
     if call.kind == "forward":
-        return (inputs, None, *flags), (o, *state, den)
+        return (inputs, Options(None, *flags)), (o, *state, den)
     if call.kind == "step":
         q, k, v, gate = (None if x is None else x[:, 0] for x in inputs[:4])
         return (q, k, v, inputs.kv, inputs.k_sum, gate, call.normalize), (o[:, 0], *state)
-    go, gkv, gk_sum = random(1, T, P, M, dtype=call.dtype), random(1, 1, R, M), random(1, 1, R)
-    expected = chunked.backward(go.double(), gkv.double(), gk_sum.double(), exact, den, *flags)
-    return (go, gkv, gk_sum, inputs, None, den.float(), *flags), expected
+    grads = OutputGradients(random(1, T, P, M, dtype=call.dtype), random(1, 1, R, M), random(1, 1, R))
+    exact_grads = OutputGradients(*(x.double() for x in grads))
+    expected = chunked.backward(exact_grads, exact, den, *flags)
+    return (grads, inputs, den.float(), Options(None, *flags)), expected

@@ -62,6 +62,33 @@ def store_tile(x, rows, row_stride, row_exists, columns, column_exists, values):
 
 
 @triton.jit
+def query_chunk(length, chunks, cu_seqlens, owners, G, P, C: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return where this program's chunk of queries is: the head and its key head, the row, the tokens and
+    which of them exist, the number of the state that they read, and the offsets of their divisors.
+    """
+    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    g = head // P
+    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
+    return head, g, row, tokens, exists, index, (row * length + tokens) * G * P + head
+
+
+@triton.jit
+def inner_products(
+    a, a_strides, b, b_strides, tokens, exists,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return a_i . b_j for the tokens of a chunk, [C, C]."""
+    products = tl.zeros([C, C], tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        a_tile = load_tile(a, tokens, a_strides[1], exists, column, a_strides[3], column < WIDTH)
+        b_tile = load_tile(b, column, b_strides[3], column < WIDTH, tokens, b_strides[1], exists)
+        products = tl.dot(a_tile, b_tile, products, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
 def inverse(den):
     """Return 1 / den, and 0 where den is too small; rounded to nearest, which `/` is not."""
     nothing = tl.abs(den) < TINY
@@ -191,11 +218,7 @@ def outputs(
     CAUSAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """3. Outputs of a chunk of queries: from the state before it and its own keys, or from the last state."""
-    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    g = head // P
-    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
-    index = ((slot if CAUSAL else sequence) * G + g).to(tl.int64)
-    at = (row * length + tokens) * G * P + head
+    head, g, row, tokens, exists, index, at = query_chunk(length, chunks, cu_seqlens, owners, G, P, C, CAUSAL)
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unrolled.ops.linear import triton_backward as backward_kernels
 from unrolled.ops.linear import triton_kernels as kernels
-from unrolled.ops.linear.chunked import Inputs
+from unrolled.ops.linear.chunked import Inputs, Options
 
 
 class Config(NamedTuple):
@@ -63,19 +63,15 @@ class Slots(NamedTuple):
         n = length // C + sequences
         numbers = torch.arange(n, dtype=torch.int32, device=cu_seqlens.device)
         ends = cu_seqlens[1:] // C + numbers[:sequences] + 1
-        return cls(
-            n,
-            length,
-            0,
-            cu_seqlens.contiguous(),
-            torch.searchsorted(ends, numbers, right=True, out_int32=True),
-        )
+        owners = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+        return cls(n, length, 0, cu_seqlens.contiguous(), owners)
 
 
 class Problem:
     """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
 
-    def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None, causal: bool):
+    def __init__(self, inputs: Inputs, options: Options):
+        cu_seqlens, causal, _ = options
         (B, T, H, R), (_, S, G, M) = inputs.q.shape, inputs.v.shape
         self.inputs, self.causal = inputs, causal
         self.B, self.T, self.H, self.G, self.P, self.R, self.M = B, T, H, G, H // G, R, M
@@ -91,6 +87,7 @@ class Problem:
         self.chunk = config.chunk
         self.options = {"R": R, "M": M, "C": config.chunk, "BR": BR, "BM": BM}
         self.options |= {"num_warps": config.warps, "num_stages": config.stages}
+        self.options_of_pairs = {**self.options, "CAUSAL": causal, "RAW": self.raw}
 
     def key_sums(self) -> tuple[Tensor, Tensor | None]:
         """What each chunk of keys adds to the state `[slots, G, R*M + R]`, and exp(b_C) `[slots, G]`."""
@@ -153,21 +150,9 @@ class Problem:
         launch(
             kernels.outputs,
             (self.queries.n, self.H),
-            *(
-                *self.q,
-                *self.k,
-                *self.v,
-                *self.gates,
-                *_rows(states),
-                o,
-                den,
-                *self.queries[1:],
-                self.G,
-                self.P,
-            ),
-            **self.options,
-            CAUSAL=self.causal,
-            RAW=self.raw,
+            *(*self.q, *self.k, *self.v, *self.gates, *_rows(states), o, den),
+            *(*self.queries[1:], self.G, self.P),
+            **self.options_of_pairs,
         )
         return o, self._scratch(0) if den is None else den
 
@@ -182,9 +167,7 @@ class Problem:
                 (self.queries.n, self.H),
                 *(*self.q, *self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, d_reads),
                 *(*self.queries[1:], self.G, self.P),
-                **self.options,
-                CAUSAL=self.causal,
-                RAW=self.raw,
+                **self.options_of_pairs,
             )
         return d_den, d_reads
 
@@ -196,9 +179,7 @@ class Problem:
             (self.queries.n, self.H),
             *(*self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, dq),
             *(*self.queries[1:], self.G, self.P),
-            **self.options,
-            CAUSAL=self.causal,
-            RAW=self.raw,
+            **self.options_of_pairs,
         )
         return dq
 
@@ -213,23 +194,21 @@ class Problem:
             backward_kernels.key_gradients,
             (self.keys.n, self.G, self.blocks_r),
             *(*self.q, *self.v, *self.gates, d_kv, d_kv_stride, *d_k_sum, *grad, d_den, dk, *sizes),
-            **self.options,
-            CAUSAL=self.causal,
-            RAW=self.raw,
+            **self.options_of_pairs,
         )
         launch(
             backward_kernels.value_gradients,
             (self.keys.n, self.G, self.blocks_m),
             *(*self.q, *self.k, *self.gates, d_kv, d_kv_stride, *grad, dv, *sizes),
-            **self.options,
-            CAUSAL=self.causal,
-            RAW=self.raw,
+            **self.options_of_pairs,
         )
         return dk, dv
 
-    def gate_gradients(self, states: Tensor, d_states: Tensor, d_reads: Tensor | None) -> Tensor:
+    def gate_gradients(
+        self, log_decay: Tensor, states: Tensor, d_states: Tensor, d_reads: Tensor | None
+    ) -> Tensor:
         """Compute the gradient of log_decay from the states before the chunks and their gradients after."""
-        d_log_decay: Tensor = self.gates[0].new_empty(self.gates[0].shape)
+        d_log_decay = log_decay.new_empty(log_decay.shape)
         launch(
             backward_kernels.gate_gradients,
             (self.keys.n, self.G),
@@ -261,7 +240,7 @@ def step(
     return o, new_kv, new_k_sum
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
     """Launch a kernel, unless the grid is empty."""
     if 0 not in grid:
         kernel[grid](*arguments, **options)
@@ -273,7 +252,7 @@ def _rows(states: State) -> tuple[Tensor, int, Tensor, int]:
     return kv, kv.stride(0), k_sum, k_sum.stride(0)
 
 
-def _with_strides(x: Tensor | None) -> tuple[Any, Any]:
+def _with_strides(x: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
     return (None, None) if x is None else (x, x.stride())
 
 

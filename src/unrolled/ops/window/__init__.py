@@ -16,45 +16,44 @@ Parts of a softmax over keys that do not overlap merge exactly through their lse
 
 import math
 from itertools import pairwise
-from typing import Literal, overload
+from typing import Literal, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, check_qkv
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.masks import without_padding
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 from unrolled.ops.window import operator as kernels
-from unrolled.ops.window.blocks import Inputs
+from unrolled.ops.window.blocks import Inputs, Options
+
+
+class WindowOptions(TypedDict, total=False):
+    """Keyword arguments of `window_attention` and its definition."""
+
+    window_size: Required[tuple[int, int]]
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float | None
+
+
+class _OutputOnly(WindowOptions, total=False):
+    return_lse: Literal[False]
+    backend: str | None
+
+
+class _OutputAndSum(WindowOptions, total=False):
+    return_lse: Required[Literal[True]]
+    backend: str | None
+
+
+@overload
+def window_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[_OutputOnly]) -> Tensor: ...
 
 
 @overload
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window_size: tuple[int, int],
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    return_lse: Literal[False] = False,
-    backend: str | None = None,
-) -> Tensor: ...
-
-
-@overload
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window_size: tuple[int, int],
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    return_lse: Literal[True],
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, **options: Unpack[_OutputAndSum]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -95,60 +94,42 @@ def window_attention(
     Raises:
         ValueError: an argument of another shape or type; offsets that do not rise; a window below -1.
     """
-    q, k, v = _check_and_mask(q, k, v, window_size, key_padding_mask, cu_seqlens)
+    k, v = _check_and_mask(q, k, v, window_size, key_padding_mask, cu_seqlens)
     out_dtype = v.dtype
     q, k, v = promoted(q, k, v)
     inputs = Inputs(q, k, v, key_padding_mask)
     left, right = window_size
-    o, lse = kernels.window_attention(inputs, cu_seqlens, (left, right), _scale(q, scale), backend)
+    options = Options(cu_seqlens, (left, right), _scale(q, scale))
+    o, lse = kernels.window_attention(inputs, options, backend)
     o = o.to(out_dtype)
     return (o, lse) if return_lse else o
 
 
 def window_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window_size: tuple[int, int],
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[WindowOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what `window_attention` does by its definition, a masked softmax over all scores `[B,H,T,S]`.
+    """Compute `window_attention` by its definition, a masked softmax over all scores `[B,H,T,S]`.
 
-    Quadratic in the length; every other form owes it equality, and its gradients come from autograd.
-    Arguments and results are those of `window_attention`.
+    Quadratic in the length. Every other form must equal it; its gradients come from autograd. Arguments and
+    results are those of `window_attention`.
     """
-    q, k, v = _check_and_mask(q, k, v, window_size, key_padding_mask, cu_seqlens)
-    T, S = q.shape[1], k.shape[1]
+    window_size, padding = options["window_size"], options.get("key_padding_mask")
+    cu_seqlens = options.get("cu_seqlens")
+    k, v = _check_and_mask(q, k, v, window_size, padding, cu_seqlens)
+    T, S, scale = q.shape[1], k.shape[1], _scale(q, options.get("scale"))
     spans = [(0, T, 0, S)]
     if cu_seqlens is not None:
         spans = [(a, b, a, b) for a, b in pairwise(cu_seqlens.tolist())] or [(0, 0, 0, 0)]
-    parts = [
-        _reference(
-            q[:, a:b],
-            k[:, c:d],
-            v[:, c:d],
-            window_size,
-            None if key_padding_mask is None else key_padding_mask[:, c:d],
-            _scale(q, scale),
-        )
-        for a, b, c, d in spans
-    ]
+    parts = []
+    for a, b, c, d in spans:
+        inputs = Inputs(q[:, a:b], k[:, c:d], v[:, c:d], None if padding is None else padding[:, c:d])
+        parts.append(_reference(inputs, window_size, scale))
     o, lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     return (o, lse) if return_lse else o
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window_size: tuple[int, int],
-    key_padding_mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _reference(inputs: Inputs, window_size: tuple[int, int], scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v, key_padding_mask = inputs
     (T, H), (S, G) = q.shape[1:3], k.shape[1:3]
     left, right = window_size
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
@@ -166,7 +147,7 @@ def _reference(
         if key_padding_mask is not None:
             allowed = allowed & ~key_padding_mask[:, None, None, :]
         nothing = ~allowed.any(-1, keepdim=True)
-        # A query without any key reads all of them instead, and is then masked: no NaN in either direction.
+        # A fully masked row attends to all keys and its output is then zeroed: no NaN forward or backward.
         scores = scores.masked_fill(~(allowed | nothing), -math.inf)
         o = torch.einsum("bths,bshm->bthm", scores.softmax(-1), v_heads).masked_fill(nothing, 0)
         lse = scores.logsumexp(-1).masked_fill(nothing.squeeze(-1), -math.inf)
@@ -184,17 +165,14 @@ def _check_and_mask(
     window_size: tuple[int, int],
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Check every argument, then zero the padded keys and values."""
-    check_qkv(q, k, v)
+) -> tuple[Tensor, Tensor]:
+    """Check every argument, and return the keys and values with zeros at the padding."""
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     pair = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not pair or not all(isinstance(side, int) and side >= -1 for side in window_size):
         raise ValueError(
             f"window_size is {window_size}, but must be (left, right), each at least 0, or -1 for unbounded"
         )
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, *k.shape[:2])
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
-    return q, k, v
+    return k, v

@@ -35,12 +35,20 @@ BLOCK = 64  # queries; of 32, 64, 128 and 256 the fastest on a CPU, for windows 
 
 
 class Inputs(NamedTuple):
-    """What window attention is computed from; padded keys and values must be finite."""
+    """The inputs of window attention; padded keys and values must be finite."""
 
     q: Tensor  # [B,T,H,D]
     k: Tensor  # [B,S,G,D]
     v: Tensor  # [B,S,G,M]
     key_padding_mask: Tensor | None  # [B,S]
+
+
+class Options(NamedTuple):
+    """The options of window attention."""
+
+    cu_seqlens: Tensor | None  # int32 [N+1]
+    window_size: tuple[int, int]
+    scale: float
 
 
 class Heads(NamedTuple):
@@ -67,21 +75,19 @@ def supports(inputs: Inputs) -> bool:
     return True
 
 
-def forward(
-    inputs: Inputs, cu_seqlens: Tensor | None, window_size: tuple[int, int], scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Compute `o [B,T,H,M]` in the type of `v` and `lse [B,T,H]` in the accumulation type.
 
     Every operation is differentiable, so higher derivatives go through this same code.
     """
     (B, T, H, _), (_, S, G, M) = inputs.q.shape, inputs.v.shape
     with without_autocast(inputs.q.device):
-        x = _by_head(inputs, cu_seqlens, scale)
-        unread, blocks = _blocks(T, S, window_size)
+        x = _by_head(inputs, options)
+        unread, blocks = _blocks(T, S, options.window_size)
         outs = [x.v.new_zeros(B, unread, H, M)]
         lses = [x.v.new_full((B, unread, H), -math.inf)]
         for block in blocks:
-            scores = _scores(x, block, T, S, window_size)
+            scores = _scores(x, block, T, S, options.window_size)
             top = scores.detach().amax(-1, keepdim=True)
             nothing = top == -math.inf
             top = top.masked_fill(nothing, 0)
@@ -95,32 +101,26 @@ def forward(
 
 
 def backward(
-    grad_o: Tensor,
-    grad_lse: Tensor,
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    lse: Tensor,
-    window_size: tuple[int, int],
-    scale: float,
+    grad_o: Tensor, grad_lse: Tensor, inputs: Inputs, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `q`, `k` and `v`."""
     (B, T, H, D), (_, S, G, M) = inputs.q.shape, inputs.v.shape
     with without_autocast(inputs.q.device):
-        x = _by_head(inputs, cu_seqlens, scale)
+        x = _by_head(inputs, options)
         nothing = lse == -math.inf
         lse = _split(lse.masked_fill(nothing, 0).unsqueeze(-1), G)
         grad_lse = _split(grad_lse.masked_fill(nothing, 0).unsqueeze(-1), G)
         g = _split(grad_o.to(x.v.dtype).masked_fill(nothing.unsqueeze(-1), 0), G)
         dq = x.q.new_zeros(B, T, H, D)
         dk, dv = x.k.new_zeros(B, S, G, D), x.v.new_zeros(B, S, G, M)
-        for block in _blocks(T, S, window_size)[1]:
+        for block in _blocks(T, S, options.window_size)[1]:
             begin, end, low, high = block
-            weights = (_scores(x, block, T, S, window_size) - _rows(lse, block)).exp_()
+            weights = (_scores(x, block, T, S, options.window_size) - _rows(lse, block)).exp_()
             g_rows = _rows(g, block)
             d_weights = weights * (g_rows @ x.v[:, low:high].mT)
             delta = d_weights.sum(-1, keepdim=True) - _rows(grad_lse, block)
             d_scores = d_weights.addcmul_(weights, delta, value=-1)
-            dq[:, begin:end] = _join(d_scores @ x.k[:, low:high] * scale, B, G, block)
+            dq[:, begin:end] = _join(d_scores @ x.k[:, low:high] * options.scale, B, G, block)
             dk[:, low:high] += _keys(d_scores.mT @ _rows(x.q, block), B, G)
             dv[:, low:high] += _keys(weights.mT @ g_rows, B, G)
         return dq.to(inputs.q.dtype), dk.to(inputs.k.dtype), dv.to(inputs.v.dtype)
@@ -163,11 +163,12 @@ def _scores(x: Heads, block: Block, T: int, S: int, window_size: tuple[int, int]
     return scores.masked_fill(hidden, -math.inf)
 
 
-def _by_head(inputs: Inputs, cu_seqlens: Tensor | None, scale: float) -> Heads:
+def _by_head(inputs: Inputs, options: Options) -> Heads:
     q, k, v, padding = inputs
+    cu_seqlens = options.cu_seqlens
     G, dtype = k.shape[2], accumulation_dtype(q.dtype)
     return Heads(
-        _split(q.to(dtype) * scale, G),
+        _split(q.to(dtype) * options.scale, G),
         _split(k.to(dtype), G).squeeze(1),
         _split(v.to(dtype), G).squeeze(1),
         None if padding is None else padding.repeat_interleave(G, 0).unsqueeze(1),

@@ -10,18 +10,19 @@ Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), section 3.1.
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.ops.checks import check_cu_seqlens, check_qkv
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.window import window_attention
+from unrolled.ops.window.blocks import Inputs
 
 
 class Run(NamedTuple):
@@ -64,17 +65,12 @@ def dilated_window_attention(
     Raises:
         ValueError: an argument of another shape or type; offsets that do not rise.
     """
-    check_qkv(q, k, v)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     parts = [
         _of_one_dilation(
-            q[:, :, run.heads],
-            k[:, :, run.kv_heads],
-            v[:, :, run.kv_heads],
+            Inputs(q[:, :, run.heads], k[:, :, run.kv_heads], v[:, :, run.kv_heads], key_padding_mask),
             window_size,
             run.dilation,
-            key_padding_mask,
             cu_seqlens,
         )
         for run in runs(dilation, k.shape[2])
@@ -94,30 +90,19 @@ def window_pattern(length: int, window_size: tuple[int, int], dilation: Sequence
 
 
 def _of_one_dilation(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window_size: tuple[int, int],
-    d: int,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    inputs: Inputs, window_size: tuple[int, int], d: int, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if d == 1:
-        return window_attention(
-            q,
-            k,
-            v,
-            window_size=window_size,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            return_lse=True,
-        )
-    if cu_seqlens is not None:
-        return _packed(q, k, v, window_size, d, key_padding_mask, cu_seqlens)
-    return dilated_window(q, k, v, window_size, d, key_padding_mask)
+    q, k, v, padding = inputs
+    if d > 1 and cu_seqlens is None:
+        return dilated_window(q, k, v, window_size, d, padding)
+    if d > 1 and cu_seqlens is not None:
+        return _packed(inputs, window_size, d, cu_seqlens)
+    return window_attention(
+        q, k, v, window_size=window_size, key_padding_mask=padding, cu_seqlens=cu_seqlens, return_lse=True
+    )
 
 
-def _like_window(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _like_window(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return like_attention(q, k, v), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
@@ -146,15 +131,10 @@ def dilated_window(
 
 
 def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window_size: tuple[int, int],
-    d: int,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor,
+    inputs: Inputs, window_size: tuple[int, int], d: int, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Make each residue class of each packed sequence a packed sequence of its own."""
+    q, k, v, key_padding_mask = inputs
     T, n_classes = q.shape[1], (len(cu_seqlens) - 1) * d
     of_token = segment_ids(cu_seqlens, T) * d + positions_from_cu_seqlens(cu_seqlens, T)[0] % d
     sizes = torch.zeros(n_classes, dtype=torch.int32, device=q.device)

@@ -14,14 +14,17 @@ none there.
 import importlib
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import without_autocast
-from unrolled.ops.window.blocks import Inputs
+from unrolled.ops.window.blocks import Inputs, Options
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128  # scores on a side of flex's blocks
 NARROWEST = 16  # the narrowest heads that flex's kernels can run
@@ -46,11 +49,10 @@ def supports(inputs: Inputs) -> bool:
     )
 
 
-def forward(
-    inputs: Inputs, cu_seqlens: Tensor | None, window_size: tuple[int, int], scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Compute `o [B,T,H,M]` in the type of `v` and `lse [B,T,H]` in fp32."""
     q, k, v, padding = inputs
+    cu_seqlens, window_size, scale = options
     T, S = q.shape[1], k.shape[1]
     segments = None if cu_seqlens is None else segment_ids(cu_seqlens, T)
     with without_autocast(q.device):
@@ -65,20 +67,14 @@ def forward(
 
 
 def backward(
-    grad_o: Tensor,
-    grad_lse: Tensor,
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    lse: Tensor,
-    window_size: tuple[int, int],
-    scale: float,
+    grad_o: Tensor, grad_lse: Tensor, inputs: Inputs, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `q`, `k` and `v`."""
     nothing = lse == -torch.inf
     grads = (grad_o.masked_fill(nothing.unsqueeze(-1), 0), grad_lse.masked_fill(nothing, 0))
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     with torch.enable_grad():
-        outputs = forward(Inputs(q, k, v, inputs.key_padding_mask), cu_seqlens, window_size, scale)
+        outputs = forward(Inputs(q, k, v, inputs.key_padding_mask), options)
     dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
     return dq, dk, dv
 
@@ -97,7 +93,7 @@ def readable_blocks(left: int, right: int, T: int, S: int, device: torch.device)
 
 
 @lru_cache(maxsize=16)
-def _block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> Any:
+def _block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> "BlockMask":
     from torch.nn.attention.flex_attention import BlockMask
 
     blocks = readable_blocks(left, right, T, S, device)
@@ -149,7 +145,7 @@ def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return flex as a function with the results `o` and `lse`, which torch 2.9 returns in another way."""
     module: Any = importlib.import_module("torch.nn.attention.flex_attention")
 
-    def flex(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def flex(*args: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         if hasattr(module, "AuxRequest"):
             o, aux = module.flex_attention(*args, **options, return_aux=module.AuxRequest(lse=True))
             return o, aux.lse
@@ -161,7 +157,7 @@ def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     # With fullgraph, exceeding the limit of variants is an error; without, flex would silently form [T,S].
     run = torch.compile(flex, fullgraph=True)
 
-    def run_compiled(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def run_compiled(*args: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         with torch._dynamo.config.patch(recompile_limit=VARIANTS):
             o, lse = run(*args, **options)
             return o, lse

@@ -6,7 +6,7 @@ from torch import Tensor
 from unrolled.ops import native
 from unrolled.ops.checks import check_offsets
 from unrolled.ops.native import TYPES, address, readable, struct, view
-from unrolled.ops.window.blocks import Inputs, bounded
+from unrolled.ops.window.blocks import Inputs, Options, bounded
 
 
 def supports(inputs: Inputs) -> bool:
@@ -14,11 +14,9 @@ def supports(inputs: Inputs) -> bool:
     return inputs.q.device.type == "cpu" and inputs.q.dtype in TYPES and native.available()
 
 
-def forward(
-    inputs: Inputs, cu_seqlens: Tensor | None, window_size: tuple[int, int], scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute what `window_blocks.forward` does."""
-    problem, _kept = _problem(inputs, cu_seqlens, window_size, scale)
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """Compute what `blocks.forward` does."""
+    problem, _kept = _problem(inputs, options)
     B, T, H, _ = inputs.q.shape
     o, lse = inputs.v.new_empty(B, T, H, inputs.v.shape[3]), inputs.q.new_empty(B, T, H, dtype=torch.float32)
     native.call("window_forward", problem, struct("WindowOutputs")(o=address(o), lse=address(lse)))
@@ -26,16 +24,10 @@ def forward(
 
 
 def backward(
-    grad_o: Tensor,
-    grad_lse: Tensor,
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    lse: Tensor,
-    window_size: tuple[int, int],
-    scale: float,
+    grad_o: Tensor, grad_lse: Tensor, inputs: Inputs, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `window_blocks.backward` does."""
-    problem, _kept = _problem(inputs, cu_seqlens, window_size, scale)
+    """Compute what `blocks.backward` does."""
+    problem, _kept = _problem(inputs, options)
     q, k, v, padding = inputs
     grad_o, grad_lse, lse = readable(grad_o), grad_lse.contiguous(), lse.contiguous()
     every_key_is_read = padding is None and q.shape[1] >= k.shape[1]
@@ -54,15 +46,14 @@ def backward(
     return d_q, d_k, d_v
 
 
-def _problem(
-    inputs: Inputs, cu_seqlens: Tensor | None, window_size: tuple[int, int], scale: float
-) -> tuple[bytes, tuple[Tensor | None, ...]]:
-    """Fill the struct, and return the tensors that it points to, to be kept alive during the call."""
+def _problem(inputs: Inputs, options: Options) -> tuple[bytes, tuple[Tensor | None, ...]]:
+    """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     q, k, v, padding = inputs
+    cu_seqlens, window_size, scale = options
     (B, T, H, D), (_, S, G, M) = q.shape, v.shape
     N = B
     if cu_seqlens is not None:
-        check_offsets(cu_seqlens.tolist(), T)  # wrong offsets would read and write outside of the tensors
+        check_offsets(cu_seqlens.tolist(), T)  # wrong offsets would read and write out of bounds
         N, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
     q, k, v = readable(q), readable(k), readable(v)
     padding = None if padding is None else padding.contiguous()

@@ -9,7 +9,7 @@ from unrolled.ops.dispatch import check_backend, choose
 from unrolled.ops.operators import register
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.window import blocks, flex, native
-from unrolled.ops.window.blocks import Inputs
+from unrolled.ops.window.blocks import Inputs, Options
 
 
 class Backend(Protocol):
@@ -18,20 +18,11 @@ class Backend(Protocol):
     def supports(self, inputs: Inputs) -> bool:
         """Whether it can run these inputs."""
 
-    def forward(
-        self, inputs: Inputs, cu_seqlens: Tensor | None, window_size: tuple[int, int], scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         """Compute `o [B,T,H,M]` in the type of `v` and `lse [B,T,H]` in the accumulation type."""
 
     def backward(
-        self,
-        grad_o: Tensor,
-        grad_lse: Tensor,
-        inputs: Inputs,
-        cu_seqlens: Tensor | None,
-        lse: Tensor,
-        window_size: tuple[int, int],
-        scale: float,
+        self, grad_o: Tensor, grad_lse: Tensor, inputs: Inputs, lse: Tensor, options: Options
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of `q`, `k` and `v`."""
 
@@ -43,49 +34,46 @@ BACKENDS: dict[str, Backend] = {  # the fastest first
 }
 
 
-def window_attention(
-    inputs: Inputs,
-    cu_seqlens: Tensor | None,
-    window_size: tuple[int, int],
-    scale: float,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
+def window_attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """Compute `o` and `lse` for checked inputs of one type, with finite keys and values in the padding."""
     check_backend(backend, BACKENDS)
     if transforming():
-        return blocks.forward(inputs, cu_seqlens, window_size, scale)
+        return blocks.forward(inputs, options)
+    cu_seqlens, window_size, scale = options
     o, lse = _operator(*inputs, cu_seqlens, *window_size, scale, backend)
     return o, lse
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward(*arguments: object) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, left, right, scale, backend = arguments
-    inputs = Inputs(*tensors)
-    chosen: Backend = choose(BACKENDS, backend, inputs.q, inputs)
-    o, lse = chosen.forward(inputs, cu_seqlens, (left, right), scale)
+    inputs = Inputs._make(tensors)
+    chosen = choose(BACKENDS, backend, inputs.q, inputs)
+    o, lse = chosen.forward(inputs, Options._make((cu_seqlens, (left, right), scale)))
     return o.contiguous(), lse.contiguous()
 
 
 def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]:
     *tensors, cu_seqlens, lse, left, right, scale, backend = arguments
     inputs = Inputs(*tensors)
-    chosen: Backend = choose(BACKENDS, backend, inputs.q, inputs)
-    grads = chosen.backward(grad_o, grad_lse, inputs, cu_seqlens, lse, (left, right), scale)
+    chosen = choose(BACKENDS, backend, inputs.q, inputs)
+    grads = chosen.backward(grad_o, grad_lse, inputs, lse, Options(cu_seqlens, (left, right), scale))
     return [g.contiguous() for g in grads]
 
 
-def _plain(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _plain(*arguments: object) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, left, right, scale, _ = arguments
-    return blocks.forward(Inputs(*tensors), cu_seqlens, (left, right), scale)
+    return blocks.forward(Inputs._make(tensors), Options._make((cu_seqlens, (left, right), scale)))
 
 
-def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     return v.new_empty(*q.shape[:3], v.shape[3]), lse
 
 
-def _like_gradients(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in arguments[:3]]
+def _like_gradients(
+    grad_o: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v)]
 
 
 _operator = register(

@@ -120,6 +120,6 @@ def window_step(
 
 def _check_state(state: WindowState, k: Tensor, v: Tensor, left: int, dilation: Sequence[int]) -> None:
     (B, _, G, D), M, R = k.shape, v.shape[3], left * max(dilation)
-    for name, wanted in (("k", [B, G, R, D]), ("v", [B, G, R, M]), ("position", [B])):
-        if (found := shape(getattr(state, name))) != wanted:
-            raise ValueError(f"state.{name} has shape {found}, but these inputs want {wanted}")
+    for name, expected in (("k", [B, G, R, D]), ("v", [B, G, R, M]), ("position", [B])):
+        if (found := shape(getattr(state, name))) != expected:
+            raise ValueError(f"state.{name} has shape {found}, but must be {expected}")

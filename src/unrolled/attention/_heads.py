@@ -1,0 +1,66 @@
+"""What the projections hand to a mechanism: queries, keys and values, the masks, and a memory to read."""
+
+from typing import Generic, NamedTuple, TypedDict, TypeVar
+
+from torch import Tensor
+
+from unrolled.ops.positions import rotary
+from unrolled.ops.state_checks import Growing
+
+Inputs = TypeVar("Inputs")
+Projected = tuple[Tensor, Tensor, Tensor]
+"""Queries `[B,T,H,D]`, keys `[B,S,G,D]` and values `[B,S,G,M]`; for one token without T and S."""
+
+
+class Heads(NamedTuple, Generic[Inputs]):
+    """What a mechanism attends with: `q [B,T,H,D]`, `k [B,S,G,D]`, `v [B,S,G,M]`; in a step, without T and S.
+
+    `positions [B,T]` is None in cross-attention, and unless `supports.positions` is true; `inputs` is what
+    `MultiHeadAttention.read_input` returned.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor | None = None
+    inputs: Inputs = None  # type: ignore[assignment]
+
+    def rotated(self) -> tuple[Tensor, Tensor]:
+        """Return q and k rotated by their positions, or as they are where there are none."""
+        if self.positions is None:
+            return self.q, self.k
+        return rotary(self.q, self.positions), rotary(self.k, self.positions)
+
+
+class Masks(NamedTuple):
+    """Which keys may be read; see `MultiHeadAttention.forward`. A mask that a mechanism refuses is None."""
+
+    key_padding_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    def of_keys(self) -> "KeyMasks":
+        """Return the masks that linear attention takes, as keyword arguments."""
+        return {"key_padding_mask": self.key_padding_mask, "cu_seqlens": self.cu_seqlens}
+
+
+class KeyMasks(TypedDict):
+    """Masks that say nothing about single pairs of queries and keys."""
+
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+NO_MASKS = Masks()
+
+
+class Memory(NamedTuple):
+    """Another sequence, projected once for queries that come later: see `MultiHeadAttention.read`."""
+
+    k: Tensor  # [B,S,G,D]
+    v: Tensor  # [B,S,G,M]
+    padding: Tensor  # [B,S], True = padding
+
+
+MEMORY_GROWS: Growing = dict.fromkeys(Memory._fields, (1, "S"))
+"""Every field of `Memory` is as long as the memory."""

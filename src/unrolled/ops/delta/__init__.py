@@ -1,0 +1,192 @@
+r"""The delta rule: a linear memory that erases what a key holds before it writes a new value.
+
+    S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t
+
+In two steps: S decays, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves what k_t retrieves towards
+v_t, one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Keys have length 1.
+
+Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
+Length" (arXiv 2406.06484), section 2.2. Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks" (arXiv
+2412.06464), eq. 10.
+"""
+
+from itertools import pairwise
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, may_read, shape
+from unrolled.ops.delta import chunked
+from unrolled.ops.delta.chunked import Inputs
+from unrolled.ops.masks import without_padding
+from unrolled.ops.node import one_node
+from unrolled.ops.packing import length_buckets
+from unrolled.ops.precision import accumulation_dtype, without_autocast
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `delta_rule`."""
+
+    log_decay: Tensor | None
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    state: Tensor | None
+
+
+def _like_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, *_: object, cu_seqlens: Tensor | None = None, **__: object
+) -> tuple[Tensor, Tensor]:
+    rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    after = k.new_empty(rows, *k.shape[2:], v.shape[3], dtype=dtype)
+    return v.new_empty(*q.shape[:3], v.shape[3]), after
+
+
+@one_node(_like_delta_rule)
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule over whole sequences, by chunks (equations above).
+
+    Args:
+        q: queries `[B,T,H,D]`; they are not scaled.
+        k: keys `[B,T,G,D]` of length at most 1; query head h reads state h // (H/G).
+        v: values `[B,T,G,M]`.
+        beta: rates `[B,T,G]`, from 0 (write nothing) to 2; 1 replaces what a unit key held.
+        log_decay: natural logarithm of the gates a `[B,T,G]`, at most 0; minus infinity forgets everything.
+        key_padding_mask: `[B,T]`, True = padding: such a token leaves the state unchanged.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
+        state: S `[B,G,D,M]` before the first token, N rows with `cu_seqlens`; zeros by default.
+
+    Returns:
+        `o [B,T,H,M]` in the type of `v`, and the state after the last token, in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: an argument of another shape or type; on a CPU in eager mode, where reading values is
+            free, keys longer than 1 (for which the rule may diverge), rates outside [0, 2] and positive
+            `log_decay`.
+    """
+    inputs, state = _prepare(Inputs(q, k, v, beta, log_decay), state, key_padding_mask, cu_seqlens)
+    if cu_seqlens is None:
+        return chunked.forward(inputs, state)
+    o, after = v.new_zeros(*q.shape[:3], v.shape[3]), torch.zeros_like(state)
+    for rows, tokens, padding in length_buckets(cu_seqlens, q.shape[1]):
+        part = (None if x is None else without_padding(x[0, tokens], padding) for x in inputs)
+        o_part, after[rows] = chunked.forward(Inputs._make(part), state[rows])
+        o[0, tokens[~padding]] = o_part[~padding]
+    return o, after
+
+
+def delta_rule_step(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, *, log_decay: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token: the state decays, is corrected at k, and is read at q.
+
+    Args:
+        q: query `[B,H,D]`.
+        k: key `[B,G,D]` of length at most 1.
+        v: value `[B,G,M]`.
+        beta: rate `[B,G]`.
+        state: S `[B,G,D,M]`; it is not changed.
+        log_decay: `[B,G]`, at most 0.
+
+    Returns:
+        `o [B,H,M]` in the type of `v`, and the new state.
+    """
+    check_step(q, k, v)
+    _check_rule(q, k, v, beta, log_decay, state, k.shape[0])
+    (B, H, D), (_, G, M), dtype = q.shape, v.shape, state.dtype
+    with without_autocast(q.device):
+        if log_decay is not None:
+            state = state * log_decay.to(dtype).exp()[..., None, None]
+        key = k.to(dtype).unsqueeze(-2)
+        correction = beta.to(dtype)[..., None, None] * (v.to(dtype).unsqueeze(-2) - key @ state)
+        state = state + key.mT * correction
+        o = q.to(dtype).reshape(B, G, H // G, D) @ state
+        return o.reshape(B, H, M).to(v.dtype), state
+
+
+def delta_rule_reference(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]:
+    """Compute what `delta_rule` does by its definition, token by token, with the same arguments."""
+    inputs = Inputs(q, k, v, beta, options.get("log_decay"))
+    cu_seqlens = options.get("cu_seqlens")
+    inputs, state = _prepare(inputs, options.get("state"), options.get("key_padding_mask"), cu_seqlens)
+    B, T = q.shape[:2]
+    # Each sequence: its row in the inputs, and where it begins and ends there.
+    spans = (
+        [(b, 0, T) for b in range(B)]
+        if cu_seqlens is None
+        else [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
+    )
+    o, states = v.new_zeros(*q.shape[:3], v.shape[3]), []
+    for n, (b, start, end) in enumerate(spans):
+        S = state[n : n + 1]
+        for t in range(start, end):
+            q_t, k_t, v_t, beta_t = (x[b : b + 1, t] for x in (inputs.q, inputs.k, inputs.v, inputs.beta))
+            gate = None if inputs.log_decay is None else inputs.log_decay[b : b + 1, t]
+            o[b, t], S = delta_rule_step(q_t, k_t, v_t, beta_t, S, log_decay=gate)
+        states.append(S)
+    return o, torch.cat([state[:0], *states])
+
+
+def _prepare(
+    inputs: Inputs, state: Tensor | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Inputs, Tensor]:
+    """Check every argument, start from a state of zeros by default, and mask padding.
+
+    A padded token then neither writes to the state nor decays it.
+    """
+    q, k, v, beta, log_decay = inputs
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
+    (B, T), (_, _, G, D), M = q.shape[:2], k.shape, v.shape[3]
+    if k.shape[1] != T:
+        raise ValueError(f"k has shape {shape(k)}, but must be [{B}, {T}, G, {D}] like q {shape(q)}")
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if state is None:
+        state = q.new_zeros(N, G, D, M, dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
+    if key_padding_mask is not None:
+        q, k, v = (without_padding(x, key_padding_mask) for x in (q, k, v))
+        if beta.shape[:2] == (B, T):
+            beta = without_padding(beta, key_padding_mask)
+        if log_decay is not None and log_decay.shape[:2] == (B, T):
+            log_decay = without_padding(log_decay, key_padding_mask)
+    _check_rule(q, k, v, beta, log_decay, state, N)
+    return Inputs(q, k, v, beta, log_decay), state
+
+
+def _check_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, rows: int
+) -> None:
+    (*_, G, D), M = k.shape, v.shape[-1]
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    check_state_tensor("state", state, (rows, G, D, M), dtype)
+    if beta.shape != k.shape[:-1] or not beta.is_floating_point():
+        raise ValueError(
+            f"beta has shape {shape(beta)} and dtype {beta.dtype}, "
+            f"but must be floating point {shape(k)[:-1]} for k {shape(k)}"
+        )
+    if log_decay is not None:
+        check_log_decay(log_decay, k, "[B, G]" if k.dim() == 3 else "[B, T, G]")
+    if not may_read(k) or k.numel() == 0:
+        return
+    longest = k.detach().to(dtype).square().sum(-1).max().sqrt().item()
+    if longest > 1.01:  # tolerates keys normalised in bf16; NaN passes and reaches the output
+        raise ValueError(
+            f"k has a key of length {longest:g}, but its keys must have length at most 1: "
+            "normalise them, as torch.nn.functional.normalize(k, dim=-1) does"
+        )
+    if bool(((beta < 0) | (beta > 2)).any()):
+        raise ValueError(
+            f"beta is from {beta.min().item():g} to {beta.max().item():g}, but must be in [0, 2]"
+        )

@@ -1,0 +1,154 @@
+"""Softmax attention over whole sequences: torch's scaled_dot_product_attention with our layout and masks.
+
+o_i = sum_j softmax_j(scale q_i . k_j) v_j        Vaswani et al. 2017 (arXiv 1706.03762), eq. 1
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from unrolled.ops.checks import check_attn_mask, check_qkv, transforming
+from unrolled.ops.masks import causal_mask, packed_mask, without_padding
+from unrolled.ops.operators import differentiable_gradients
+from unrolled.ops.options import check_booleans, check_finite
+from unrolled.ops.precision import promoted
+
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Softmax attention in time quadratic in the length (equation above).
+
+    Args:
+        q: queries `[B,T,H,D]`.
+        k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
+        v: values `[B,S,G,M]`.
+        causal: query i attends to keys up to i + S - T only.
+        key_padding_mask: `[B,S]`, True = padding.
+        attn_mask: broadcastable to `[B,H,T,S]`; boolean (True = attend) or floating point (added
+            to the scores).
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
+        scale: factor of the scores, 1/sqrt(D) by default.
+        backend: torch's kernel, "math", "flash", "efficient" or "cudnn", for tests and benchmarks; by default
+            torch chooses.
+
+    Returns:
+        `o [B,T,H,M]`; 0, with zero gradient, for a query that has nothing to attend to.
+
+    Raises:
+        ValueError: an argument of another shape or type.
+    """
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
+    check_booleans(causal=causal)
+    if scale is not None:
+        check_finite(scale=scale)
+    (B, T, H, _), S = q.shape, k.shape[1]
+    out_dtype = v.dtype
+    q, k, v = promoted(q, k, v)
+    allowed, bias = None, None
+    if attn_mask is not None:
+        check_attn_mask(attn_mask, (B, H, T, S))
+        if attn_mask.dtype == torch.bool:
+            allowed = attn_mask
+        else:
+            bias, allowed = attn_mask.to(q.dtype), attn_mask > -torch.inf
+    if key_padding_mask is not None:
+        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+        allowed = _both(allowed, ~key_padding_mask[:, None, None, :])
+    if cu_seqlens is not None:
+        allowed = _both(allowed, packed_mask(cu_seqlens, T))
+    plainly_causal = bool(causal and allowed is None and T == S > 0)  # SDPA rejects torch.SymBool
+    if (causal or S == 0) and not plainly_causal:
+        allowed = _both(allowed, causal_mask(T, S, q.device))
+    if allowed is None:
+        return _sdpa(q, k, v, None, plainly_causal, scale, backend).to(out_dtype)
+    something = allowed.any(-1, keepdim=True)
+    # A fully masked row attends to all keys and its output is then zeroed: no NaN forward or backward.
+    allowed = allowed | ~something
+    mask = allowed if bias is None else bias.masked_fill(~allowed, -torch.inf).masked_fill(~something, 0)
+    mask = mask[(None,) * (4 - mask.dim())]  # still broadcast: torch's fused kernels copy a mask
+    o = _sdpa(q, k, v, mask, False, scale, backend)
+    return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0).to(out_dtype)
+
+
+def softmax_or_zero(scores: Tensor) -> Tensor:
+    """Softmax along the last axis; 0, with zero gradient, where all scores are minus infinity."""
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+
+
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    backend: str | None,
+) -> Tensor:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, but must be None or one of {', '.join(BACKENDS)}")
+    if backend is None and transforming():
+        backend = "math"  # the only one that has forward mode
+    with nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend]):
+        o = scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        ).transpose(1, 2)
+    if backend is None and o.requires_grad and not torch.compiler.is_compiling():
+        o = _DoubleBackward.apply(o, q, k, v, mask, causal, scale)  # type: ignore[no-untyped-call]
+    return o
+
+
+class _DoubleBackward(torch.autograd.Function):
+    """Return `o` unchanged, with a gradient that can be differentiated again.
+
+    The gradients of the fused kernels have no gradients. With `create_graph`, the math form computes them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, *arguments: Any) -> Tensor:
+        """Return `o`; the arguments are those of `_sdpa` without the backend."""
+        q, k, v, mask, ctx.causal, ctx.scale = arguments
+        ctx.save_for_backward(q, k, v, mask)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of `o` for the kernel, or those of `q`, `k`, `v` and `mask` instead."""
+        if not torch.is_grad_enabled():
+            return grad, None, None, None, None, None, None
+
+        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor]:
+            return (_sdpa(q, k, v, mask, ctx.causal, ctx.scale, "math"),)
+
+        return None, *differentiable_gradients(run, ctx.saved_tensors, [grad]), None, None
+
+
+def _both(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a & b
