@@ -11,30 +11,11 @@ from unrolled.models.config import TransformerConfig
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"d_model": 0}, "d_model is 0, but must be an integer of at least 1"),
-        ({"n_layers": "4"}, "n_layers is '4', but must be an integer of at least 1"),
         ({"d_model": 30, "n_heads": 4}, "d_model is 30, but must be a multiple of n_heads = 4"),
         ({"n_heads": 8, "n_kv_heads": 3}, "n_kv_heads is 3, but must be a divisor of n_heads = 8"),
-        ({"n_kv_heads": 0}, "n_kv_heads is 0, but must be an integer of at least 1"),
-        ({"dropout": 1.0}, "dropout is 1.0, but must be a number in [0, 1)"),
-        ({"dropout": "0.1"}, "dropout is '0.1', but must be a number in [0, 1)"),
-        ({"norm": "none"}, "norm is 'none', but must be one of 'pre', 'post'"),
-        ({"norm_type": "batch"}, "norm_type is 'batch', but must be one of 'layernorm', 'rmsnorm'"),
-        ({"norm_eps": 0}, "norm_eps is 0, but must be a number in (0, 1)"),
-        (
-            {"activation": "tanh"},
-            "activation is 'tanh', but must be one of 'gelu', 'gelu_tanh', 'relu', 'swiglu'",
-        ),
-        ({"positions": "alibi"}, "positions is 'alibi', but must be one of"),
         (
             {"positions": "sinusoidal", "d_model": 33, "n_heads": 3},
             "d_model is 33, but must be even with positions 'sinusoidal'",
-        ),
-        ({"n_layers": True}, "n_layers is True, but must be an integer of at least 1"),
-        ({"attention": 5}, "attention is 5, but must be a string, or a list of strings"),
-        (
-            {"attention_options": {"linear": 3}},
-            "attention_options is {'linear': 3}, but must be a dict of dicts",
         ),
         ({"attention": ["linear"] * 3}, "attention has 3 names, but must have n_layers = 4 of them"),
         (
@@ -44,11 +25,6 @@ from unrolled.models.config import TransformerConfig
         (
             {"layer_options": {"softmax": {}}},
             "layer_options is for ['softmax'], but must be for some of ['linear']",
-        ),
-        ({"layer_options": []}, "layer_options is [], but must be a dict of dicts of lists"),
-        (
-            {"layer_options": {"linear": {"head_dim": 8}}},
-            "layer_options is {'linear': {'head_dim': 8}}, but must be a dict of dicts of lists",
         ),
         (
             {"layer_options": {"linear": {"head_dim": [8, 16]}}},
@@ -71,12 +47,6 @@ def test_a_wrong_field_is_refused_in_one_sentence(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"inputs": "audio"}, "inputs is 'audio', but must be one of 'tokens', 'pixels'"),
-        ({"head": "gaussian"}, "head is 'gaussian', but must be one of 'categorical', 'logistic_mixture'"),
-        ({"tie_embeddings": 3}, "tie_embeddings is 3, but must be True or False"),
-        ({"start_token": 7}, "start_token is 7, but must be True or False"),
-        ({"n_mixtures": 0}, "n_mixtures is 0, but must be an integer of at least 1"),
-        ({"vocab_size": 0}, "vocab_size is 0, but must be an integer of at least 1"),
         (
             {"vocab_size": 1, "inputs": "pixels"},
             "vocab_size is 1, but must be at least 2 with inputs 'pixels'",
@@ -104,16 +74,11 @@ def test_a_wrong_field_of_a_decoder_is_refused(fields, message):
             {"vocab_size": 4},
             "n_classes is None, but must be an integer of at least 1 with output 'classification'",
         ),
-        ({"vocab_size": 4, "output": "words"}, "output is 'words', but must be one of"),
-        ({"vocab_size": 4, "n_classes": 2, "pooling": "max"}, "pooling is 'max', but must be one of"),
         ({"input_dim": 4, "output": "masked"}, "vocab_size is None, but must be given with output 'masked'"),
         (
             {"vocab_size": 4, "n_classes": 2, "tie_embeddings": True},
             "tie_embeddings is True, but must be False with output 'classification'",
         ),
-        ({"vocab_size": 4, "n_classes": 2, "head_hidden": "elu"}, "head_hidden is 'elu', but must be one of"),
-        ({"vocab_size": 4, "n_classes": 2, "output_bias": 1}, "output_bias is 1, but must be True or False"),
-        ({"vocab_size": 4, "n_classes": 2, "n_segments": -1}, "n_segments is -1, but must be an integer"),
         (
             {"vocab_size": 4, "output": "hidden", "n_classes": 2},
             "n_classes is 2, but must be None with output 'hidden'",

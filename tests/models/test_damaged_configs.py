@@ -31,4 +31,6 @@ def test_any_other_value_of_any_field_is_refused_in_one_sentence(kind, tmp_path)
             with pytest.raises((ValueError, NotImplementedError)) as error:
                 models.load(tmp_path)
             assert "\n" not in str(error.value)
+            if wrong is math.nan and field != "model":  # which no field may be
+                assert f"{field} is nan, but must be" in str(error.value)
             assert time.process_time() - began < 10, (field, wrong)

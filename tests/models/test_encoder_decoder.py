@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled import models
+from models.kit import read
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.generation import translate
 from unrolled.models import EncoderDecoder, EncoderDecoderConfig
@@ -183,15 +183,9 @@ def test_every_way_of_cutting_the_target_is_equal(fields):
     expected = model(source, target, key_padding_mask=padding)
     state = model.init_state(source, key_padding_mask=padding)
     for cuts in ([5], [1, 1, 1, 1, 1], [2, 1, 2]):
-        now, logits = state, []
-        for part in target.split(cuts, 1):
-            if part.shape[1] == 1:
-                y, now = model.step(part[:, 0], now)
-                logits.append(y.unsqueeze(1))
-            else:
-                y, now = model.prefill(part, now)
-                logits.append(y)
-        torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-10, rtol=0)
+        parts = [part[:, 0] if part.shape[1] == 1 else part for part in target.split(cuts, 1)]
+        logits, now = read(model, parts, state)
+        torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
         assert now.position.tolist() == [5] * 3
     assert state.position.tolist() == [0] * 3
 
@@ -276,30 +270,6 @@ def test_it_learns_to_say_a_word_backwards_and_translates_alike_in_any_batch(fie
     ]
 
 
-def test_recomputing_changes_no_gradient():
-    source, targets, padding = batch()
-    grads = []
-    for recompute in (False, True):
-        model = make(dropout=0.3).train()
-        model.gradient_checkpointing = recompute
-        torch.manual_seed(1)
-        model.loss(source, targets, key_padding_mask=padding).backward()
-        grads.append([parameter.grad for parameter in model.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("fields", FORMS, ids=str)
-def test_it_comes_back_from_its_folder(fields, tmp_path):
-    model = make(**fields).eval()
-    model.save(tmp_path)
-    loaded = models.load(tmp_path)
-    assert isinstance(loaded, EncoderDecoder)
-    assert loaded.config == model.config
-    source, targets, _ = batch()
-    assert torch.equal(loaded.eval()(source, shifted(targets, 11)), model(source, shifted(targets, 11)))
-
-
 def test_weights_start_as_the_docs_say():
     torch.manual_seed(0)
     model = EncoderDecoder(EncoderDecoderConfig(2000, d_model=64, n_layers=1, n_heads=4, d_ff=100))
@@ -326,8 +296,6 @@ def test_half_precision_stays_finite():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"label_smoothing": 1.0}, ValueError, "label_smoothing is 1.0, but must be a number in [0, 1)"),
-        ({"start_token": False}, ValueError, "start_token is False, but must be True"),
         (
             {"source_vocab_size": 5},
             ValueError,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import FIELDS, small_model
 
+from models.kit import read
 from unrolled import alignment, attention, models, recurrent
 from unrolled.contract import UnsupportedError
 
@@ -75,9 +76,5 @@ def check_steps(model, inputs, y):
     """Prefill and steps give what `forward` gives."""
     state = model.init_state(inputs[0]) if len(inputs) == 2 else model.init_state(B)
     tokens = inputs[-1]
-    first, state = model.prefill(tokens[:, :2], state)
-    outputs = [first]
-    for t in range(2, T):
-        out, state = model.step(tokens[:, t], state)
-        outputs.append(out[:, None])
-    torch.testing.assert_close(torch.cat(outputs, 1), y)
+    found, _ = read(model, [tokens[:, :2], *tokens[:, 2:].unbind(1)], state)
+    torch.testing.assert_close(found, y)

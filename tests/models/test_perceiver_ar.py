@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from torch import nn
 
-from unrolled import models
+from models.kit import VOCAB, assert_same, randomised, read, tokens_of
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.generation import generate
 from unrolled.models import Decoder, DecoderConfig, PerceiverAR, PerceiverARConfig
 from unrolled.ops import state as states
 
-VOCAB = 7
 ATTENTION = ["softmax", ["softmax", "linear", "linear"]]
 POSITIONS = ["learned", "sinusoidal", "rotary", "none"]
 
@@ -18,26 +16,7 @@ POSITIONS = ["learned", "sinusoidal", "rotary", "none"]
 def perceiver(**fields) -> PerceiverAR:
     small = {"d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "n_latents": 4, "max_length": 16}
     torch.manual_seed(0)
-    model = PerceiverAR(PerceiverARConfig(VOCAB, **small | fields)).double().eval()
-    for parameter in model.parameters():  # fresh weights are too small to show a mistake
-        nn.init.normal_(parameter, std=0.4)
-    return model
-
-
-def tokens_of(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-
-
-def read(model: PerceiverAR, parts: list[torch.Tensor]) -> torch.Tensor:
-    state, logits = model.init_state(parts[0].shape[0]), []
-    for part in parts:
-        out, state = model.prefill(part, state) if part.dim() == 2 else model.step(part, state)
-        logits.append(out if part.dim() == 2 else out.unsqueeze(1))
-    return torch.cat(logits, dim=1)
+    return randomised(PerceiverAR(PerceiverARConfig(VOCAB, **small | fields)))
 
 
 def test_with_as_many_latents_as_tokens_it_is_the_decoder_with_its_weights():
@@ -77,10 +56,10 @@ def test_a_prompt_and_what_follows_give_the_logits_of_one_forward(attention, pos
     for prompt in (3, 4, 7, 12):  # fewer than the latents, as many, more, all
         expected = model(tokens, n_latents=min(4, prompt) + 12 - prompt)
         first, rest = tokens[:, :prompt], tokens[:, prompt:]
-        assert_same(read(model, [first, *rest.unbind(1)]), expected)
-        assert_same(read(model, [first, rest]), expected)
-        assert_same(read(model, [first[:, :0], first, rest[:, :2], *rest[:, 2:].unbind(1)]), expected)
-    assert_same(read(model, list(tokens.unbind(1))), model(tokens, n_latents=12))
+        assert_same(read(model, [first, *rest.unbind(1)])[0], expected)
+        assert_same(read(model, [first, rest])[0], expected)
+        assert_same(read(model, [first[:, :0], first, rest[:, :2], *rest[:, 2:].unbind(1)])[0], expected)
+    assert_same(read(model, list(tokens.unbind(1)))[0], model(tokens, n_latents=12))
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
@@ -88,7 +67,7 @@ def test_a_carried_state_carries_gradients(attention):
     model = perceiver(attention=attention)
     tokens = tokens_of(2, 9)
     gradients = []
-    for logits in (model(tokens, n_latents=6), read(model, [tokens[:, :7], *tokens[:, 7:].unbind(1)])):
+    for logits in (model(tokens, n_latents=6), read(model, [tokens[:, :7], *tokens[:, 7:].unbind(1)])[0]):
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.double)
         gradients.append(torch.autograd.grad((logits * weights).sum(), list(model.parameters())))
     for found, expected in zip(*gradients, strict=True):
@@ -174,15 +153,6 @@ def test_prefix_dropout_hides_prefix_only_and_in_training_only():
     torch.manual_seed(0)
     assert not torch.allclose(model(tokens), model(tokens))
     assert torch.equal(model(tokens, n_latents=12), model(tokens, n_latents=12))
-    model.gradient_checkpointing = True
-    torch.manual_seed(1)
-    model.loss(tokens, tokens).backward()
-    recomputed = [p.grad for p in model.parameters()]
-    model.gradient_checkpointing = False
-    model.zero_grad()
-    torch.manual_seed(1)
-    model.loss(tokens, tokens).backward()
-    assert all(torch.equal(a, p.grad) for a, p in zip(recomputed, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
@@ -209,16 +179,6 @@ def test_the_state_is_a_value_and_only_the_inputs_cache_grows_under_linear_laten
     states.save(state, tmp_path / "state")
     loaded = states.load(tmp_path / "state", like=model.init_state(2))
     assert torch.equal(model.step(tokens_of(2), loaded)[0], model.step(tokens_of(2), state)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_it_comes_back_bit_for_bit(dtype, tmp_path):
-    model = perceiver(attention=ATTENTION[1], positions="rotary", head="logistic_mixture", inputs="pixels")
-    model.to(dtype).save(tmp_path)
-    loaded = models.load(tmp_path)
-    assert isinstance(loaded, PerceiverAR)
-    assert loaded.config == model.config
-    assert torch.equal(loaded(tokens_of(2, 9)), model(tokens_of(2, 9)))
 
 
 def test_it_compiles_whole():
@@ -250,8 +210,6 @@ def test_it_learns_to_copy_from_the_prefix():
     ("call", "error", "message"),
     [
         (lambda: perceiver(attention="linear"), ValueError, r"attention begins with 'linear', but must begin with 'softmax'.*\['softmax', 'linear'\]"),
-        (lambda: perceiver(n_latents=0), ValueError, "n_latents is 0, but must be an integer of at least 1"),
-        (lambda: perceiver(prefix_dropout=1), ValueError, r"prefix_dropout is 1, but must be a number in \[0, 1\)"),
         (lambda: perceiver()(tokens_of(2, 5), n_latents=0), ValueError, "n_latents is 0, but must be at least 1"),
         (lambda: perceiver()(tokens_of(1, 5), cu_seqlens=torch.tensor([0, 5], dtype=torch.int32)), UnsupportedError, "use key_padding_mask"),
         (lambda: perceiver()(tokens_of(2, 5), key_padding_mask=torch.zeros(2, 4).bool()), ValueError, r"key_padding_mask has shape \[2, 4\]"),

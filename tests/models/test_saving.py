@@ -4,9 +4,10 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import small_model
 
 from unrolled import files, models
-from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
+from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.feature_maps import make_feature_map
 
 CHANGED = "model.safetensors or config.json was changed after it was saved"
@@ -17,34 +18,95 @@ def small_decoder(**fields) -> Decoder:
     return Decoder(DecoderConfig(7, **SMALL | fields))
 
 
+REFORMER = {
+    "attention": "reformer",
+    "attention_options": {"reformer": {"chunk": 4, "n_buckets": 4}},
+    "reversible": True,
+}
+GRID = {"vocab_size": None, "input_dim": 3, "grid": [4, 4], "n_bands": 2, "positions": "none"}
+SAVED = [
+    ("decoder", {"attention": ["linear", "softmax"], "attention_options": {"softmax": {"head_dim": 6}}}),
+    ("decoder", {"tie_embeddings": True, "start_token": True, "positions": "rotary"}),
+    ("decoder", {"inputs": "pixels", "head": "logistic_mixture", "norm": "post", "n_kv_heads": 1}),
+    ("decoder", {"positions": "axial", "axial_shape": [4, 6], "ff_chunk": 5, **REFORMER}),
+    ("encoder", {"vocab_size": None, "input_dim": 3}),
+    ("encoder_decoder", {"norm": "pre", "positions": "rotary", "cross_attention": "linear"}),
+    ("encoder_decoder", {"decoder_attention": "gated_linear", "cross_attention": "rfa"}),
+    ("encoder_decoder", {"positions": "learned", "tie_embeddings": False, "source_vocab_size": 13}),
+    ("luong_seq2seq", {"attention": "luong.LocalPredictiveAttention", "attention_options": {"window": 2}}),
+    ("luong_seq2seq", {"attention": "hard", "n_layers": 3}),
+    ("lstmn_seq2seq", {"attention": "fixed", "source_vocab_size": 9}),
+    ("deep_lstmn_seq2seq", {"source_vocab_size": 9}),
+    ("rnn_seq2seq", {"readout_state": "current", "attention": "cosine", "readout_size": 3}),
+    ("memnn", {"n_hops": 3, "margin": 0.5}),
+    ("memory_network", {"tying": "layer_wise"}),
+    ("ntm", {"cell": "lstmn", "n_layers": 2}),
+    ("ntm_numbers", {"cell_options": {"memory_size": 5, "memory_width": 4}}),
+    ("perceiver", GRID),
+    ("perceiver", {"share_weights": False, "input_width": 6}),
+    ("perceiver_io", {"output": "masked", "n_classes": None, "tie_embeddings": True}),
+    ("perceiver_ar", {"attention": ["softmax", "linear"], "positions": "rotary", "inputs": "pixels"}),
+    ("recurrent_lm", {"cell": "low_rank_lstm", "cell_options": {"rank": 3}, "hidden_size": 6, "n_layers": 2}),
+    ("vit", {"pooling": "mean", "max_length": 4}),
+]
+
+
+def inputs_of(kind, fields, dtype):
+    """Arguments of `forward`."""
+    if kind in ("memnn", "memory_network"):
+        return (torch.randint(7, (2, 4, 3)),)
+    if kind.startswith("ntm") or kind == "vit" or fields.get("input_dim"):
+        sizes = {"vit": (3, 8, 8), "perceiver": (4, 4, 3), "encoder": (8, 3)}.get(kind, (8, 4))
+        return (torch.randn(2, *sizes, dtype=dtype),)
+    tokens = torch.randint(7, (2, 8))
+    return (tokens, tokens) if kind.endswith(("seq2seq", "encoder_decoder")) else (tokens,)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "fields"), SAVED, ids=str)
+def test_a_model_comes_back_bit_for_bit(kind, fields, dtype, tmp_path):
+    model = small_model(kind, **fields).to(dtype).eval()
+    model.save(tmp_path / "deep" / "model")
+    inputs = inputs_of(kind, fields, dtype)
+    for load in (models.load, type(model).load):
+        loaded = load(tmp_path / "deep" / "model")
+        assert type(loaded) is type(model)
+        assert loaded.config == model.config
+        assert torch.equal(loaded.eval()(*inputs), model(*inputs))
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path):
+    small_model("encoder").save(tmp_path)
+    with pytest.raises(ValueError, match="kind 'encoder', but must hold one of kind 'decoder'"):
+        Decoder.load(tmp_path)
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("kind", "fields"),
     [
-        {"attention": ["linear", "softmax"], "attention_options": {"softmax": {"head_dim": 6}}},
-        {"tie_embeddings": True, "start_token": True, "positions": "rotary"},
-        {"inputs": "pixels", "head": "logistic_mixture", "norm": "post", "n_kv_heads": 1},
+        *(
+            ("decoder", {"attention": attention})
+            for attention in ("linear", "softmax", ["linear", "softmax"])
+        ),
+        *((kind, {}) for kind in ("encoder", "encoder_decoder", "perceiver", "perceiver_io", "vit")),
+        ("perceiver_ar", {"prefix_dropout": 0.9, "n_latents": 4}),
     ],
     ids=str,
 )
-def test_a_decoder_comes_back_bit_for_bit(fields, dtype, tmp_path):
-    model = small_decoder(**fields).to(dtype)
-    model.save(tmp_path / "deep" / "model")
-    tokens = torch.randint(7, (2, 8))
-    for loaded in (models.load(tmp_path / "deep" / "model"), Decoder.load(tmp_path / "deep" / "model")):
-        assert isinstance(loaded, Decoder)
-        assert loaded.config == model.config
-        assert torch.equal(loaded(tokens), model(tokens))
-
-
-def test_an_encoder_comes_back_bit_for_bit(tmp_path):
-    model = Encoder(EncoderConfig(input_dim=3, n_classes=2, **SMALL))
-    model.save(tmp_path)
-    loaded, x = models.load(tmp_path), torch.randn(2, 8, 3)
-    assert isinstance(loaded, Encoder)
-    assert torch.equal(loaded(x), model(x))
-    with pytest.raises(ValueError, match="kind 'encoder', but must hold one of kind 'decoder'"):
-        Decoder.load(tmp_path)
+def test_recomputing_changes_no_gradient(kind, fields):
+    inputs = inputs_of(kind, fields, torch.float64)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = small_model(kind, dropout=0.3, **fields).double().train()
+        model.gradient_checkpointing = recompute
+        classes = kind in ("encoder", "perceiver", "perceiver_io", "vit")
+        torch.manual_seed(5)
+        model.loss(inputs[0], torch.tensor([0, 2]) if classes else inputs[-1]).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert any(x is not None and x.any() for x in gradients[0])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_the_folder_holds_a_readable_config_and_the_weights_only(tmp_path):

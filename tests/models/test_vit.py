@@ -157,7 +157,6 @@ def test_it_compiles():
         ({"patch_size": [4]}, r"patch_size is \[4\], but must be a list"),
         ({"patch_size": [4, 2]}, r"patch_size is \[4, 2\], but must divide image_size = \[6, 8\]"),
         ({"patch_size": [2, 3, 2]}, "but must divide"),
-        ({"pooling": "first"}, "pooling is 'first', but must be one of"),
         ({"n_classes": 0}, "n_classes is 0"),
         ({"max_length": 12}, "max_length is 12, but must be 9, the number of tokens"),
         ({"attention": "spatiotemporal", "pooling": "mean"}, r"layer 0 is None, but must end in \[2, 4\]"),

@@ -6,14 +6,13 @@ ours is given that table. In evaluation theirs reads another pattern, and that o
 
 import pytest
 import torch
-from agreement import assert_agree, gradients
+from agreement import assert_agree
 from counted import counted_attention
+from oracles.comparing import assert_all_agree
 
 from unrolled.attention.bigbird import Layout, bigbird_attention, bigbird_pattern
 
 np = pytest.importorskip("numpy")
-pytestmark = pytest.mark.oracles
-
 HUGGING_FACE = "transformers 5.23.0, BigBirdBlockSparseAttention"
 SEED, BLOCK, RANDOM, HEADS = 3, 4, 2, 2
 
@@ -72,9 +71,7 @@ def test_hugging_face_in_training_with_its_table(length):
     layout, drawn = Layout(BLOCK, random_blocks=RANDOM), table(theirs, length)
     found = bigbird_attention(*projected(theirs, x), layout, drawn.unsqueeze(0)).flatten(2)
     what = f"bigbird, {length // BLOCK} blocks, their table"
-    assert_agree(found, expected, what, tolerance=1e-10, library=HUGGING_FACE)
-    (ours_dx,), (theirs_dx,) = gradients(found, [x]), gradients(expected, [x])
-    assert_agree(ours_dx, theirs_dx, f"{what}: gradient", tolerance=1e-10, library=HUGGING_FACE)
+    assert_all_agree(found, expected, [x], what, tolerance=1e-10, library=HUGGING_FACE)
 
 
 def test_theirs_reads_the_first_block_three_times_in_evaluation():

@@ -4,12 +4,11 @@ import inspect
 
 import pytest
 import torch
-from agreement import assert_agree, gradients
+from agreement import assert_agree
+from oracles.comparing import assert_all_agree
 from torch.nn.functional import normalize
 
 from unrolled.ops.delta import delta_rule, delta_rule_step
-
-pytestmark = pytest.mark.oracles
 
 D = 8
 
@@ -22,13 +21,6 @@ def random_inputs(T=192, H=2, M=5):
     return [x.requires_grad_() for x in (q, k, v, beta, log_decay)]
 
 
-def agree(ours, theirs, inputs, what, library):
-    assert_agree(ours, theirs, what, library=library)
-    found, expected = gradients(ours, inputs), gradients(theirs, inputs)
-    for x, y in zip(found, expected, strict=True):
-        assert_agree(x, y, f"{what}, gradient {list(x.shape)}")
-
-
 @pytest.mark.parametrize("form", ["recurrence", "chunkwise"])
 def test_fla_delta_rule(form):
     naive = pytest.importorskip("fla.ops.delta_rule.naive")
@@ -36,7 +28,8 @@ def test_fla_delta_rule(form):
     heads_first = [x.transpose(1, 2) for x in (q, k, v, beta)]
     theirs, state = getattr(naive, f"delta_rule_{form}")(*heads_first)
     ours, our_state = delta_rule(q * D**-0.5, k, v, beta)  # they scale the queries
-    agree(ours, theirs.transpose(1, 2), [q, k, v, beta], f"delta rule, {form}", "fla-core 0.6.0")
+    what, theirs = f"delta rule, {form}", theirs.transpose(1, 2)
+    assert_all_agree(ours, theirs, [q, k, v, beta], what, library="fla-core 0.6.0")
     assert_agree(our_state, state, f"delta rule, {form}, state")
 
 
@@ -47,7 +40,7 @@ def test_fla_gated_delta_rule(form):
     function = getattr(naive, f"naive_{form}_gated_delta_rule")
     theirs, state = function(q, k, v, beta=beta, g=log_decay, scale=1.0, output_final_state=True)
     ours, our_state = delta_rule(q, k, v, beta, log_decay=log_decay)
-    agree(ours, theirs, inputs, f"gated delta rule, {form}", "fla-core 0.6.0")
+    assert_all_agree(ours, theirs, inputs, f"gated delta rule, {form}", library="fla-core 0.6.0")
     assert_agree(our_state, state, f"gated delta rule, {form}, state")
 
 
@@ -60,7 +53,7 @@ def test_hugging_face_qwen3_next(form):
     begin = torch.randn(2, 2, D, 5, generator=torch.Generator().manual_seed(2))
     theirs, state = function(q, k, v, g=log_decay, beta=beta, initial_state=begin, output_final_state=True)
     ours, our_state = delta_rule(q * D**-0.5, k, v, beta, log_decay=log_decay, state=begin)
-    agree(ours, theirs, inputs, f"gated delta rule, {form}", "transformers 5.23.0")
+    assert_all_agree(ours, theirs, inputs, f"gated delta rule, {form}", library="transformers 5.23.0")
     assert_agree(our_state, state, f"gated delta rule, {form}, state")
     S = begin
     for t in range(20):

@@ -5,25 +5,13 @@ Theirs compute in fp32.
 
 import pytest
 import torch
-from agreement import assert_agree, gradients
+from agreement import assert_agree
+from oracles.comparing import assert_all_agree, random_inputs
 from torch.nn.functional import logsigmoid, softplus
 
 from unrolled.attention.retention import log_gamma, retention
 from unrolled.ops.gla import diagonal_linear_attention
 from unrolled.ops.linear import linear_attention
-
-pytestmark = pytest.mark.oracles
-
-
-def random_inputs(T=150, H=2, D=8, M=5):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, T, H, D), (2, T, H, D), (2, T, H, M)]
-    return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
-
-
-def assert_gradients_agree(ours, theirs, inputs):
-    for i, (x, y) in enumerate(zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True)):
-        assert_agree(x, y, f"gradient of input {i}")
 
 
 def test_fla_naive_retention():
@@ -31,8 +19,7 @@ def test_fla_naive_retention():
     q, k, v = random_inputs(H=4)
     theirs = naive.naive_retention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     ours, _ = retention(q, k, v, log_gamma(4))
-    assert_agree(ours, theirs, "retention", library="fla-core 0.6.0")
-    assert_gradients_agree(ours, theirs, (q, k, v))
+    assert_all_agree(ours, theirs, (q, k, v), "retention", library="fla-core 0.6.0")
 
 
 def test_fla_naive_gated_linear_attention():
@@ -42,9 +29,9 @@ def test_fla_naive_gated_linear_attention():
     state = torch.randn(2, 2, 8, 5).requires_grad_()
     theirs, theirs_after = naive.naive_recurrent_gla(q, k, v, gates, state, output_final_state=True)
     ours, after = diagonal_linear_attention(q * 8**-0.5, k, v, gates, state=state, return_state=True)
-    assert_agree(ours, theirs, "gated linear attention", library="fla-core 0.6.0")
+    inputs = (q, k, v, gates, state)
+    assert_all_agree(ours, theirs, inputs, "gated linear attention", library="fla-core 0.6.0")
     assert_agree(after, theirs_after, "gated linear attention, state", library="fla-core 0.6.0")
-    assert_gradients_agree(ours, theirs, (q, k, v, gates, state))
 
 
 def test_hugging_face_lightning_attention():

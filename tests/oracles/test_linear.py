@@ -5,18 +5,11 @@ Both are run in fp32, the only type that the first one knows.
 
 import pytest
 import torch
-from agreement import assert_agree, gradients
+from agreement import assert_agree
+from oracles.comparing import assert_all_agree, random_inputs
 
 from unrolled.ops.feature_maps import Elu
 from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
-
-pytestmark = pytest.mark.oracles
-
-
-def random_inputs(T=150, H=2, D=8, M=5):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, T, H, D), (2, T, H, D), (2, T, H, M)]
-    return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -32,12 +25,8 @@ def test_idiap_fast_transformers(causal):
     phi = Elu(q.shape[-1])
     padding = torch.arange(T) >= torch.tensor([[T], [T - 20]])
     ours = linear_attention(phi.phi(q), phi.phi(k), v, causal=causal, key_padding_mask=padding)
-    assert_agree(
-        ours, theirs, f"linear attention, causal={causal}", library="pytorch-fast-transformers 0.4.0"
-    )
-    found, expected = gradients(ours, (q, k, v)), gradients(theirs, (q, k, v))
-    for name, x, y in zip("qkv", found, expected, strict=True):
-        assert_agree(x, y, f"gradient of {name}")
+    what, library = f"linear attention, causal={causal}", "pytorch-fast-transformers 0.4.0"
+    assert_all_agree(ours, theirs, (q, k, v), what, library=library)
 
 
 def test_idiap_recurrent_step():
@@ -59,10 +48,8 @@ def test_fla_naive_reference(normalize):
     theirs = naive.naive_recurrent_linear_attn(phi.phi(q), phi.phi(k), v, scale=1.0, normalize=normalize)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     ours = linear_attention(phi.phi(q), phi.phi(k), v, causal=True, normalize=normalize)
-    assert_agree(ours, theirs, f"linear attention, normalize={normalize}", library="fla-core 0.6.0")
-    found, expected = gradients(ours, (q, k, v)), gradients(theirs, (q, k, v))
-    for name, x, y in zip("qkv", found, expected, strict=True):
-        assert_agree(x, y, f"gradient of {name}")
+    what = f"linear attention, normalize={normalize}"
+    assert_all_agree(ours, theirs, (q, k, v), what, library="fla-core 0.6.0")
 
 
 def test_fla_gated_naive_reference():

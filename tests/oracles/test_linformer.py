@@ -7,8 +7,6 @@ from torch import nn
 
 from unrolled.attention.linformer import LinformerAttention
 
-pytestmark = pytest.mark.oracles
-
 LIBRARY = "linformer 0.2.3"
 
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from unrolled.attention.longformer import LongformerAttention
 
-pytestmark = pytest.mark.oracles
-
 HUGGING_FACE = "transformers 5.23.0, LongformerSelfAttention"
 
 

@@ -17,8 +17,6 @@ from unrolled.attention.nystromformer import (
 )
 from unrolled.ops.softmax import softmax_attention
 
-pytestmark = pytest.mark.oracles
-
 HUGGING_FACE = "transformers 5.23.0, NystromformerSelfAttention"
 NYSTROM_ATTENTION = "nystrom-attention 0.0.14"
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from agreement import assert_agree, gradients
+from agreement import assert_agree
+from oracles.comparing import assert_all_agree
 from torch import nn
 
 from unrolled.models import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIOConfig
@@ -101,9 +102,7 @@ def test_hugging_face_perceiver_with_a_decoder(query_residual):
     assert_agree(hidden, expected.last_hidden_state, "latents of a Perceiver IO", tolerance=1e-10)
     logits = ours(x, key_padding_mask=keep == 0)
     what = f"Perceiver IO, query residual {query_residual}"
-    assert_agree(logits, expected.logits[:, 0], what, tolerance=1e-10, library=HUGGING_FACE)
-    found, expected = gradients(logits, [x]), gradients(expected.logits[:, 0], [x])
-    assert_agree(found[0], expected[0], f"{what}, gradient", tolerance=1e-10, library=HUGGING_FACE)
+    assert_all_agree(logits, expected.logits[:, 0], [x], what, tolerance=1e-10, library=HUGGING_FACE)
 
 
 def test_hugging_face_fourier_features():
@@ -171,6 +170,4 @@ def test_lucidrains_perceiver_of_several_iterations(depth, share):
     keep[1, 13:], keep[2, ::2] = False, False
     expected, found = theirs(x, mask=keep), ours(x, key_padding_mask=~keep)
     what = f"Perceiver, iterations {depth}, shared {share}"
-    assert_agree(found, expected, what, tolerance=1e-10, library=LUCIDRAINS)
-    (found,), (expected,) = gradients(found, [x]), gradients(expected, [x])
-    assert_agree(found, expected, f"{what}, gradient", tolerance=1e-10, library=LUCIDRAINS)
+    assert_all_agree(found, expected, [x], what, tolerance=1e-10, library=LUCIDRAINS)

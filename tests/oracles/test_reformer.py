@@ -7,12 +7,11 @@ the first, and takes the mean of the rounds. So both are compared in one round.
 
 import pytest
 import torch
-from agreement import assert_agree, gradients
+from agreement import assert_agree
+from oracles.comparing import assert_all_agree
 
 from unrolled.attention.reformer import ReformerAttention
 from unrolled.attention.reformer.hashing import hash_buckets, lsh_attention, unit_keys
-
-pytestmark = pytest.mark.oracles
 
 HUGGING_FACE = "transformers 5.23.0, LSHSelfAttention"
 FAST_TRANSFORMERS = "pytorch-fast-transformers 0.4.0, ReformerAttention"
@@ -62,9 +61,7 @@ def test_one_round(length, num_buckets):
     theirs, ours, x = hugging_face(length=length, num_buckets=num_buckets)
     found, expected = ours(x), of_theirs(theirs, x)
     what = f"one round, {length} tokens, n_buckets {num_buckets}"
-    assert_agree(found, expected, what, tolerance=1e-10, library=HUGGING_FACE)
-    (a,), (b,) = gradients(found, [x]), gradients(expected, [x])
-    assert_agree(a, b, f"{what}, gradient", tolerance=1e-10, library=HUGGING_FACE)
+    assert_all_agree(found, expected, [x], what, tolerance=1e-10, library=HUGGING_FACE)
 
 
 @pytest.mark.parametrize("num_hashes", [1, 3])
@@ -93,7 +90,7 @@ def published(ours, x):
     """The causal form of the paper, which our module has no name for."""
     from unrolled.attention.base import Heads
 
-    heads = Heads(*ours._project(x, None, None))
+    heads = Heads(*ours.project(x))
     q, k, buckets = ours._hashed(heads)
     return lsh_attention(q, k, heads.v, buckets, chunk=CHUNK, causal=True).flatten(2)
 
@@ -101,10 +98,8 @@ def published(ours, x):
 def test_the_published_causal_form():
     theirs, ours, x = hugging_face(length=64, causal=True)
     found, expected = published(ours, x), of_theirs(theirs, x)
-    assert_agree(found, expected, "one round, causal as published", tolerance=1e-10, library=HUGGING_FACE)
-    (a,), (b,) = gradients(found, [x]), gradients(expected, [x])
-    what = "one round, causal as published, gradient"
-    assert_agree(a, b, what, tolerance=1e-10, library=HUGGING_FACE)
+    what = "one round, causal as published"
+    assert_all_agree(found, expected, [x], what, tolerance=1e-10, library=HUGGING_FACE)
 
 
 def test_its_causal_attention_depends_on_the_future():

@@ -5,11 +5,10 @@ Its features take any vectors and have no gate: they are given unit vectors, for
 
 import pytest
 import torch
-from agreement import assert_agree, gradients
+from agreement import assert_agree
+from oracles.comparing import assert_all_agree
 
 from unrolled.attention.rfa import RfaMap, rfa_attention, signed_rfa_attention
-
-pytestmark = pytest.mark.oracles
 
 LIBRARY = "pytorch-fast-transformers 0.4.0"
 
@@ -34,9 +33,7 @@ def test_fourier_features(causal):
     expected = theirs(q_unit, k_unit, v, mask, lengths, lengths)
     found, _ = signed_rfa_attention(phi(q), phi(k), v, causal=causal)
     what = f"random feature attention, causal={causal}"
-    assert_agree(found, expected, what, library=LIBRARY)
-    for name, x, y in zip("qkv", gradients(found, inputs), gradients(expected, inputs), strict=True):
-        assert_agree(x, y, f"{what}, gradient of {name}", library=LIBRARY)
+    assert_all_agree(found, expected, inputs, what, library=LIBRARY)
 
 
 def test_gates():

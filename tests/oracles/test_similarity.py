@@ -6,8 +6,6 @@ from agreement import assert_agree
 
 from unrolled.attention.similarity import SIMILARITIES, similarity_attention
 
-pytestmark = pytest.mark.oracles
-
 
 @pytest.mark.parametrize(
     ("name", "theirs", "options"),

@@ -5,11 +5,10 @@ Opt-in: `make test-oracles` installs it.
 
 import pytest
 import torch
-from agreement import assert_agree, gradients
+from agreement import assert_agree
+from oracles.comparing import assert_all_agree
 
 from unrolled.ops.window.dilated import dilated_window_attention
-
-pytestmark = pytest.mark.oracles
 
 LOCAL_ATTENTION = "local-attention 1.11.2"
 
@@ -28,9 +27,7 @@ def test_local_attention_of_an_exact_window(causal, w):
     expected = theirs(*(x.transpose(1, 2) for x in xs)).transpose(1, 2)
     found, _ = dilated_window_attention(*xs, window_size=(w, 0 if causal else w), dilation=[1, 1, 1])
     what = f"window of {w} keys {'before' if causal else 'on each side'}"
-    assert_agree(found, expected, what, tolerance=1e-10, library=LOCAL_ATTENTION)
-    for name, a, b in zip("qkv", gradients(found, xs), gradients(expected, xs), strict=True):
-        assert_agree(a, b, f"{what}: gradient of {name}", tolerance=1e-10)
+    assert_all_agree(found, expected, xs, what, tolerance=1e-10, library=LOCAL_ATTENTION)
 
 
 def test_their_own_padding_is_read_unless_a_mask_says_otherwise():

@@ -158,7 +158,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def positions_width(self) -> int:
-        """The width of what the positions are added to."""
+        """The width of the vectors to which the positions are added."""
         return self.d_model
 
     @property
