@@ -94,6 +94,9 @@ def test_a_new_mechanism_gets_its_page(example, build, tmp_path, monkeypatch):
 )
 def test_a_mechanism_has_its_equations_as_mathematics(room, name, build):
     body = build.title_and_body(importlib.import_module(f"unrolled.{room}.{name}"))[1]
+    if name not in build.EQUATIONS:  # a new one, whose page shows the docstring's equations
+        assert build.BLOCK.search(body)
+        return
     shown = build.with_latex(name, body)
     equations = re.findall(r"\$\$\n(.*?)\n\$\$", shown, re.DOTALL)
     assert equations

@@ -84,3 +84,19 @@ def test_a_wrong_type_is_refused_by_name(made: Any, base: dict[str, Any], option
     for value in WRONG[kind]:
         with pytest.raises(ValueError, match=option):
             made(**base | {option: value})
+
+
+@pytest.mark.parametrize("name", attention.names())
+def test_an_unknown_option_is_refused_with_those_that_there_are(name: str) -> None:
+    kind = attention.load(name)
+    with pytest.raises(
+        TypeError, match=rf"{kind.__name__} has no option 'nothing'; its options are .*n_heads.*bias"
+    ):
+        kind(16, 4, causal=kind.supports.causal, nothing=1)
+
+
+def test_an_option_of_another_mechanism_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match="LSTM has no option 'n_heads'; its options are input_size, hidden_size"
+    ):
+        recurrent.load("lstm")(4, 4, n_heads=2)

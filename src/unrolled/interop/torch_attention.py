@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled import attention as mechanisms
 from unrolled.attention.base import Masks, Projected
 from unrolled.contract import UnsupportedError
-from unrolled.ops.checks import check_key_padding_mask, may_read
+from unrolled.ops.checks import check_attn_mask, check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.masks import without_padding
 
@@ -251,6 +251,7 @@ class MultiheadAttention(nn.Module):
                         f"but must have {[B * self.num_heads, T, S]} or {[T, S]}"
                     )
                 attn_mask = attn_mask.view(B, self.num_heads, T, S)
+            check_attn_mask(attn_mask, (B, self.num_heads, T, S))
             attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
             free = True if attn_mask.dtype == torch.bool else 0.0
             attn_mask = F.pad(attn_mask, (0, further), value=free) if further else attn_mask

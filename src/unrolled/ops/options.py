@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -72,6 +72,7 @@ class ChecksOptions:
 
     Raises:
         ValueError: an argument of another type.
+        TypeError: an unknown option; the message names those that there are.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -84,7 +85,8 @@ class ChecksOptions:
 
 
 def _checking(init: Callable[..., None]) -> Callable[..., None]:
-    names = list(inspect.signature(init).parameters)
+    parameters = inspect.signature(init).parameters
+    names = list(parameters)
 
     @functools.cache
     def kinds() -> dict[str, tuple[type, ...]]:  # late, when all annotated names are defined
@@ -94,8 +96,25 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
             for name, hint in hints.items()
         }
 
+    @functools.cache
+    def options() -> list[str] | None:
+        """The names of all options; None if any are accepted."""
+        known = [name for name, x in parameters.items() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+        for name in names[1:]:
+            if name not in known:  # `**common: Unpack[SomeOptions]`
+                hint = get_type_hints(init).get(name)
+                if get_origin(hint) is not Unpack:
+                    return None
+                known += get_type_hints(*get_args(hint))
+        return known[1:]
+
     @functools.wraps(init)
     def check(self: object, *args: object, **kwargs: object) -> None:
+        known = options()
+        if known is not None and (unknown := [name for name in kwargs if name not in known]):
+            raise TypeError(
+                f"{type(self).__name__} has no option {unknown[0]!r}; its options are {', '.join(known)}"
+            )
         for name, value in [*zip(names[1:], args, strict=False), *kwargs.items()]:
             _check_kind(name, value, kinds().get(name, ()))
         init(self, *args, **kwargs)

@@ -18,9 +18,8 @@ def _paddings(rows: int, length: int) -> list[Tensor | None]:
 
 def check_weights(make: Maker, supports: Supports) -> None:
     """The weights add up to 1, or are 0 where a query reads nothing; the output is the mean by them."""
-    if not (supports.bidirectional and supports.cross):
-        return
-    module = make(causal=False)
+    require(supports.cross, "weights are those of a query for another sequence, but cross is not claimed")
+    module = make(causal=directions(supports)[-1])
     query, memory = make.input(2, 5, grad=False), make.input(2, 7, seed=1, grad=False)
     for mask in _paddings(2, 7):
         weights = module.weights(query, memory, key_padding_mask=mask)
