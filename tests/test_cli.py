@@ -141,7 +141,7 @@ def test_list_draws_what_a_mechanism_reads(tmp_path: Path) -> None:
     works("list", "--draw", "window", "--set", "window=4", "--length", 16, "--out", file)
     assert file.read_bytes().startswith(b"\x89PNG")
     assert "try a larger --length" in works("list", "--draw", "window", "--causal", "--out", file).stderr
-    assert "linear attention reads no fixed pattern" in error("list", "--draw", "linear")
+    assert "linear attention has no fixed pattern" in error("list", "--draw", "linear")
     assert "invalid options for window" in error("list", "--draw", "window", "--set", "size=4")
     assert "invalid options for window" in error("list", "--draw", "window", "--set", "causal=true")
     assert "--force require --draw" in error("list", "--set", "window=4")

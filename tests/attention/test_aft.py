@@ -295,7 +295,7 @@ def test_what_it_cannot_do_is_refused():
         AFT(6, 2, rotary=True)
     x = torch.randn(1, 5, 6).double()
     for kind in ("local", "conv"):
-        with pytest.raises(UnsupportedError, match="cannot honour reading another sequence"):
+        with pytest.raises(UnsupportedError, match="does not support cross-attention"):
             made(kind, causal=False)(x, x)
     with pytest.raises(ValueError, match=r"value has shape \[1, 4, 6\], but must be \[1, 5, 6\]"):
         made("full", causal=False)(x, x, x[:, :4])

@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused():
         module(causal=True, global_tokens=1)
     causal, x = module(causal=True), normal(1, 4, 16)
     assert causal.global_proj is None
-    with pytest.raises(UnsupportedError, match="cannot honour global_mask"):
+    with pytest.raises(UnsupportedError, match="does not support global_mask"):
         causal(x, global_mask=torch.ones(1, 4, dtype=torch.bool))
     with pytest.raises(UnsupportedError, match="no global projections"):
         causal.copy_local_to_global()

@@ -254,7 +254,7 @@ def test_the_skip_has_no_place_between_two_sequences():
     module = NystromformerAttention(8, 2, conv_width=3)
     assert not module.supports.cross
     assert NystromformerAttention.supports.cross
-    with pytest.raises(UnsupportedError, match="cannot honour reading another sequence"):
+    with pytest.raises(UnsupportedError, match="does not support cross-attention"):
         module(torch.zeros(1, 3, 8), torch.zeros(1, 4, 8))
 
 

@@ -38,9 +38,9 @@ def test_what_cannot_be_read_so_is_refused():
         make("nystromformer").read(memory)
     with pytest.raises(UnsupportedError, match="linear attention cannot read a memory query by query"):
         make("linear", causal=True).read(memory)
-    with pytest.raises(UnsupportedError, match="window attention cannot honour reading another sequence"):
+    with pytest.raises(UnsupportedError, match="window attention does not support cross-attention"):
         make("window", window=2).read(memory)
-    with pytest.raises(UnsupportedError, match="topk attention has no weights to show"):
+    with pytest.raises(UnsupportedError, match="topk attention does not compute weights"):
         make("topk").weights(memory, memory)
     with pytest.raises(UnsupportedError, match="linear attention has no weights"):
         LinearAttention(8, 4, normalizer="rms").double().weights(memory, memory)

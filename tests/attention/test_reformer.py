@@ -318,7 +318,7 @@ def test_hashing():
         ({"n_buckets": 2.5}, "n_buckets is 2.5, but must be even"),
         ({"n_buckets": "44"}, "n_buckets is '44', but must be even"),
         ({"n_buckets": [4, 2.0]}, "n_buckets is [4, 2.0], but must be even"),
-        ({"n_kv_heads": 1}, "n_kv_heads is 1, but must be n_heads = 2, since queries are keys"),
+        ({"n_kv_heads": 1}, "n_kv_heads is 1, but must be n_heads = 2, since queries and keys share"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -219,7 +219,7 @@ def test_gated_it_is_causal_only():
     assert not module.supports.cross
     assert RandomFeatureAttention.supports.bidirectional
     x = torch.randn(2, 5, 16)
-    with pytest.raises(UnsupportedError, match="use gate=False for reading another sequence"):
+    with pytest.raises(UnsupportedError, match="use gate=False for cross-attention"):
         module(x, x)
     with pytest.raises(UnsupportedError, match="use causal=True or gate=False"):
         RandomFeatureAttention(16, 4, gate=True)

@@ -218,7 +218,7 @@ def test_wrong_options_are_named(options, message):
 
 
 def test_padding_in_a_pack_is_refused():
-    with pytest.raises(ValueError, match="a pack has no padding"):
+    with pytest.raises(ValueError, match="packed sequences have no padding"):
         module()(
             normal(1, 4, 16),
             cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32),

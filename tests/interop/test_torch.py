@@ -251,8 +251,8 @@ def test_every_mechanism_computes_what_its_own_module_does_or_is_refused(name):
         (lambda: MultiheadAttention(16, 4, attention="linear", n_kv_heads=2), UnsupportedError, "other projections than torch's"),
         (lambda: MultiheadAttention(16, 4, attention="linear", causal=True, add_bias_kv=True), UnsupportedError, "add_bias_kv=False"),
         (lambda: MultiheadAttention(16, 4, attention="longformer", kdim=8), UnsupportedError, "reads its input"),
-        (lambda: linear(attn_mask=torch.zeros(5, 5).bool()), UnsupportedError, "linear attention cannot honour attn_mask"),
-        (lambda: linear(attn_mask=torch.zeros(5, 5).bool(), is_causal=True), UnsupportedError, "make it with causal=True"),
+        (lambda: linear(attn_mask=torch.zeros(5, 5).bool()), UnsupportedError, "linear attention does not support attn_mask"),
+        (lambda: linear(attn_mask=torch.zeros(5, 5).bool(), is_causal=True), UnsupportedError, "construct it with causal=True"),
         (lambda: linear(is_causal=True), ValueError, "without attn_mask"),
         (lambda: linear(attention="performer"), UnsupportedError, "use need_weights=False"),
         (lambda: linear(key_padding_mask=torch.ones(5, 2)), UnsupportedError, "other numbers than 0 and -inf"),
@@ -261,7 +261,7 @@ def test_every_mechanism_computes_what_its_own_module_does_or_is_refused(name):
         (lambda: linear(value=torch.zeros(4, 2, 16)), ValueError, "value has length 4, but must have key's, 5"),
         (lambda: linear(value=torch.zeros(5, 2, 15)), ValueError, "value has batch size 2 and width 15"),
         (lambda: linear(value=torch.zeros(5, 16)), ValueError, "an input has 2 axes"),
-        (lambda: linear(attention="longformer", key=torch.zeros(5, 2, 16)), UnsupportedError, "longformer attention cannot honour a key"),
+        (lambda: linear(attention="longformer", key=torch.zeros(5, 2, 16)), UnsupportedError, "longformer attention does not support a key"),
     ],
 )  # fmt: skip
 def test_wrong_calls_are_refused_in_one_sentence(call, error, message):

@@ -246,7 +246,7 @@ def test_it_shows_what_it_reads(fields):
     assert weights.shape == (3, 5, 7)
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 5, dtype=torch.float64))
     assert (weights[padding.unsqueeze(1).expand_as(weights)] == 0).all()
-    with pytest.raises(UnsupportedError, match="topk attention has no weights to show"):
+    with pytest.raises(UnsupportedError, match="topk attention does not compute weights"):
         make(cross_attention="topk").attend(source, shifted(targets, 11))
 
 

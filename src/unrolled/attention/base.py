@@ -2,7 +2,8 @@
 
 A mechanism is a class that derives from `MultiHeadAttention[State, Inputs]`. `State` is the type of its
 recurrent state. `Inputs` is a NamedTuple of what it computes from the input besides queries, keys, values,
-such as the logarithm of a decay. Each is None where there is none. CONTRIBUTING.md adds one step by step.
+such as the logarithm of a decay. Either is None if the mechanism has none. CONTRIBUTING.md shows how to add a
+mechanism, step by step.
 """
 
 from collections.abc import Sequence
@@ -28,21 +29,22 @@ State = TypeVar("State")
 
 
 class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
-    """Projects to heads, attends by the mechanism's own forms, and projects back.
+    """Projects to heads, attends as the mechanism defines it, and projects back.
 
-    A mechanism derives from this class, declares `supports` and defines `attend`. Where it applies:
+    A mechanism derives from this class, declares `supports` and defines `attend`. Depending on what it does,
+    it also defines:
 
-    - one that runs as a recurrence: `init_state`, `prefill_heads` and `step_heads`, and in `growing` which
-      fields of its state grow;
-    - one that computes more from its input than queries, keys and values: `read_input`;
-    - one whose output is normalised or gated: `merge_heads`;
-    - one with a single direction, or without rotary positions: `one_way` and `no_rotary`, the reason and
-      what to use instead.
+    - to run as a recurrence: `init_state`, `prefill_heads` and `step_heads`, and `growing`, which says which
+      fields of the state grow;
+    - to compute more from its input than queries, keys and values: `read_input`;
+    - to normalise or gate its output: `merge_heads`;
+    - if it is only causal, only bidirectional or without rotary positions: `one_way` and `no_rotary`, the
+      reason and what to use instead.
 
     Args:
         d_model: width of the inputs and of the output.
         n_heads: number of query heads H.
-        causal: position i reads positions up to i only.
+        causal: position i attends only to positions up to i.
         n_kv_heads: number of key and value heads G, a divisor of H (grouped-query attention); H by default.
         head_dim: width D of queries and keys per head; d_model / H by default.
         value_dim: width M of values per head; D by default.
@@ -50,7 +52,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         rotary: encode positions by rotating queries and keys; self-attention only.
 
     Raises:
-        ValueError: sizes that do not divide.
+        ValueError: a size is not a multiple of another as required, or below 1.
         UnsupportedError: the mechanism is not causal, only causal, or cannot use rotary positions.
     """
 
@@ -76,7 +78,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             direction = "causal" if causal else "bidirectional"
             raise UnsupportedError(f"{self.name} attention is not {direction}: {self.one_way}")
         if rotary and self.no_rotary is not None:
-            raise UnsupportedError(f"{self.name} attention has no rotary positions: {self.no_rotary}")
+            raise UnsupportedError(f"{self.name} attention cannot use rotary positions: {self.no_rotary}")
         if n_heads < 1 or (head_dim is None and d_model % n_heads):
             raise ValueError(f"d_model is {d_model}, but must be a multiple of n_heads = {n_heads}")
         self.d_model, self.n_heads, self.causal, self.rotary = d_model, n_heads, causal, rotary
@@ -111,11 +113,11 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         raise NotImplementedError
 
     def step_heads(self, heads: Heads[Inputs], state: State) -> tuple[Tensor, State]:
-        """Do the same for one token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `[B,H,M]`."""
+        """Attend to the state and to one new token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `[B,H,M]`."""
         raise NotImplementedError
 
     def read_input(self, x: Tensor) -> Inputs:
-        """Compute from the keys' input `[...,d_model]` what else the mechanism needs; nothing by default."""
+        """Compute what else the mechanism needs from the keys' input `[...,d_model]`; nothing by default."""
         return None  # type: ignore[return-value]
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     @classmethod
     def tie_layers(cls, layers: Sequence[Self]) -> None:
-        """Share parameters between the layers of one model, given in their order; by default none.
+        """Share parameters between the layers of one model, given in order; by default, share none.
 
         A shared parameter is in the `state_dict` once, under the name of the first layer.
         """
@@ -136,9 +138,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def pattern(self, length: int) -> Tensor:
         """Count how often query i of a sequence reads key j: `[H,length,length]`, int64, 0 = never.
 
-        A sparse mechanism is defined by it: softmax attention in which key j counts that often.
+        This defines a sparse mechanism: softmax attention in which key j counts that many times.
         """
-        raise UnsupportedError(f"{self.name} attention reads no fixed pattern of keys")
+        raise UnsupportedError(f"{self.name} attention has no fixed pattern of keys")
 
     # ---- what a user calls
 
@@ -165,7 +167,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
         Raises:
             ValueError: an argument of another shape or type.
-            UnsupportedError: a mask, or a second sequence, that this mechanism cannot honour.
+            UnsupportedError: the mechanism does not support a given mask, or cross-attention.
         """
         return self._forward(query, key, value, Masks(key_padding_mask, attn_mask, cu_seqlens))
 
@@ -185,8 +187,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     ) -> tuple[Tensor, State]:
         """Run over `x [B,T,d_model]` in parallel, continuing from `state`: `[B,T,d_model]` and the new state.
 
-        Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) leave the state of their row as
-        it was. `state` is not changed, and prefill may be called again on what follows.
+        Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) do not affect the state of their
+        row. `state` is not modified. To continue, call `prefill` or `step` with the new state.
         """
         self._check_recurrent()
         self._check_input("x", x)
@@ -198,7 +200,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         return self.merge_heads(o, x), state
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run one token `x_t [B,d_model]`: `[B,d_model]` and the new state. `state` is not changed."""
+        """Run one token `x_t [B,d_model]`: `[B,d_model]` and the new state. `state` is not modified."""
         self._check_recurrent()
         self._check_input("x_t", x_t, ("B",))
         check_state(self, state, x_t.shape[0], self.out_proj.weight)
@@ -217,7 +219,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
         Raises:
             ValueError: an argument of another shape or type.
-            UnsupportedError: what one query reads depends on other queries, or the attention is causal.
+            UnsupportedError: the output of one query depends on other queries, or the attention is causal.
         """
         k, v, key_padding_mask = self._read(memory, key_padding_mask)
         if key_padding_mask is None:
@@ -259,7 +261,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             UnsupportedError: the output is not a weighted mean of the values, or `memory` cannot be read.
         """
         self._check_has_weights()
-        self.refuse("cross", memory, "reading another sequence")
+        self.refuse("cross", memory, "cross-attention")
         self._check_input("query", query)
         self._check_input("memory", memory)
         masks = Masks(key_padding_mask)
@@ -301,14 +303,14 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         state: Any = None,
         **further: Tensor | None,
     ) -> Heads[Inputs]:
-        """Add positions, and what the mechanism computes from the input, to queries, keys and values.
+        """Combine queries, keys and values with positions and what the mechanism computes from the input.
 
         Args:
             projected: q, k and v, from `project` or from projections of another module.
             x: the input of the keys, `[B,S,d_model]`, or `[B,d_model]` in a step; 0 at padding.
             masks: as in `forward`, but not checked here.
-            cross: the queries are of another sequence, so that positions mean nothing.
-            state: what the sequence continues from; None at its beginning.
+            cross: the queries come from another sequence, so that positions are not used.
+            state: the state to continue from; None at the beginning of the sequence.
             further: other arguments of `read_input`.
         """
         positions = None
@@ -330,22 +332,22 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         return torch.arange(T, device=x.device).expand(B, T)
 
     def weights_of(self, heads: Heads[Inputs], masks: Masks) -> Tensor:
-        """Weights `[B,H,T,S]` by which the queries read the keys.
+        """Compute the attention weights `[B,H,T,S]`.
 
         Raises:
             UnsupportedError: the output is not a weighted mean of the values.
         """
         self._check_has_weights()
         k = heads.k
-        one_hot = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)  # the mean of these is the weights
+        one_hot = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)  # their weighted mean is the weights
         v = one_hot.unsqueeze(1).expand(*k.shape[:3], -1)
         return self.attend(heads._replace(v=v), masks).transpose(1, 2)
 
     def refuse(self, capability: str, given: Tensor | None, what: str) -> None:
-        """Raise UnsupportedError if an argument is given that the mechanism cannot honour."""
+        """Raise UnsupportedError if an argument is given that the mechanism does not support."""
         if given is not None and not getattr(self.supports, capability):
             raise UnsupportedError(
-                f"{self.name} attention cannot honour {what}; `unrolled list` shows which can"
+                f"{self.name} attention does not support {what}; `unrolled list` shows which do"
             )
 
     @property
@@ -355,7 +357,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """The type of the sums in a state: fp32, or fp64 for fp64 weights."""
+        """The dtype of the sums in a state: fp32, or fp64 for fp64 weights."""
         return accumulation_dtype(self.out_proj.weight.dtype)
 
     # ---- checks
@@ -365,10 +367,10 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Check the arguments of `forward`; return the inputs with zeros at padding."""
         self._check_input("query", query)
-        self.refuse("cross", key, "reading another sequence")
+        self.refuse("cross", key, "cross-attention")
         if key is None:
             if value is not None:
-                raise ValueError("value was given without key, but only a key says what the value belongs to")
+                raise ValueError("value was given without key, but must be given together with it")
             return self._without_padding(query, masks), None, None
         self._check_input("key", key)
         self._check_input("value", key if value is None else value)
@@ -377,7 +379,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         if value is not None and value.shape != key.shape:
             raise ValueError(f"value has shape {shape(value)}, but must be {shape(key)} like key")
         if self.rotary:
-            raise UnsupportedError("rotary positions mean nothing between two sequences; use rotary=False")
+            raise UnsupportedError("rotary positions are not defined between two sequences; use rotary=False")
         masked = self._without_padding(key, masks, query)
         if masks.key_padding_mask is not None and value is not None:
             value = masked if value is key else without_padding(value, masks.key_padding_mask)
@@ -386,7 +388,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def _without_padding(self, x: Tensor, masks: Masks, query: Tensor | None = None) -> Tensor:
         """Check all masks against the keys' input `x [B,S,d_model]`, and return it with zeros at padding.
 
-        The zeros come before any weight: the gradient of a weight would be 0 times NaN otherwise.
+        Padding is zeroed before it meets any weight; otherwise the gradient of a weight might be 0 times NaN.
         """
         query = x if query is None else query
         key_padding_mask, attn_mask, cu_seqlens = masks
@@ -396,7 +398,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         if cu_seqlens is not None:
             if key_padding_mask is not None:
                 raise ValueError(
-                    "key_padding_mask was given with cu_seqlens, but a pack has no padding: give one of them"
+                    "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
                 )
             check_cu_seqlens(cu_seqlens, query, x)
         if attn_mask is not None:
@@ -408,7 +410,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     def _read(self, memory: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Check a memory; return its keys, values and mask."""
-        self.refuse("cross", memory, "reading another sequence")
+        self.refuse("cross", memory, "cross-attention")
         if not self.supports.single_queries or self.causal or self.rotary:
             raise UnsupportedError(
                 f"{self.name} attention cannot read a memory query by query; use softmax or linear, with "
@@ -421,7 +423,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     def _check_has_weights(self) -> None:
         if not self.supports.weights:
-            raise UnsupportedError(f"{self.name} attention has no weights to show; softmax and linear have")
+            raise UnsupportedError(f"{self.name} attention does not compute weights; use softmax or linear")
 
     def _check_input(self, name: str, x: Tensor, axes: tuple[str, ...] = ("B", "T")) -> None:
         if not isinstance(x, Tensor) or x.dim() != len(axes) + 1 or x.shape[-1] != self.d_model:

@@ -12,7 +12,7 @@ Linear Attention", arXiv 2006.16236: eq. 4-7 (definition), 8-12 (causal), 16-20 
 Cost per head, with R features (R = D for elu), values M wide and chunks of C = 64 tokens: in training time
 O(T (R M + C (R+M))) and memory O(T (R+M)); per generated token time, memory and state O(R M).
 Cannot: honour an arbitrary `attn_mask`, or attend sharply: the weights have rank at most R. With the
-cosFormer map, which reads positions: attend to another sequence, or run beyond its `max_length`.
+cosFormer map, which uses positions: attend to another sequence, or run beyond its `max_length`.
 Equals softmax attention: never for a finite R. It is exact for its own kernel phi(q) . phi(k).
 
 With `rotary` the features are rotated in the numerator only, as in RoFormer (arXiv 2104.09864, eq. 19):
@@ -63,7 +63,7 @@ def rotary_linear_attention(
 ) -> tuple[Tensor, LinearState]:
     """o_i = sum_j (R_i q_i . R_j k_j) v_j / sum_j q_i . k_j for features `q [B,T,H,R]`, `k [B,T,G,R]`.
 
-    Both sums are taken in fp32 at least, since the first may overflow fp16.
+    Both sums are computed in at least fp32, since the first may overflow in fp16.
 
     Returns:
         `o [B,T,H,M]`, and the state: S of the rotated keys, z of the keys before rotation.
@@ -92,8 +92,9 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         d_model, n_heads, common: see `MultiHeadAttention`.
         feature_map: a name in `unrolled.ops.feature_maps.FEATURE_MAPS`, or a `FeatureMap` for this head
             width; a `QueryKeyMap` maps queries and keys differently.
-        feature_map_options: further arguments of the map of that name, such as `{"max_length": 4096}`.
-        normalizer: divisor of the numerator: "sum", the denominator, or "rms", its own root mean square.
+        feature_map_options: further arguments of the named map, such as `{"max_length": 4096}`.
+        normalizer: what the numerator is divided by: "sum", the denominator above, or "rms", its own root
+            mean square.
     """
 
     supports = GENERAL.but(weights=True)
@@ -115,7 +116,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
             sizes = (self.head_dim, self.n_heads, self.n_kv_heads)
             feature_map = make_feature_map(feature_map, *sizes, **(feature_map_options or {}))
         elif feature_map_options is not None:
-            raise ValueError("feature_map_options are for a feature_map given by name, not for an object")
+            raise ValueError("feature_map_options were given, but feature_map is an object; give it by name")
         if not isinstance(feature_map, FeatureMap):
             raise ValueError(f"feature_map is {feature_map!r}, but must be a name or a FeatureMap object")
         if feature_map.head_dim != self.head_dim:
@@ -124,14 +125,14 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
             )
         if self.rotary and feature_map.feature_dim % 2:
             raise ValueError(
-                f"feature_map has {feature_map.feature_dim} features, but must have an even number if rotary"
+                f"feature_map has {feature_map.feature_dim} features, but needs an even number with rotary"
             )
         self.feature_map = feature_map
         self.normalize = normalizer == "sum"
         if not self.normalize:
             self.supports = self.supports.but(weights=False)
             self.head_norm = HeadRMSNorm(n_heads, self.value_dim)
-        if feature_map.positional:  # there is no distance between tokens of two sequences
+        if feature_map.positional:  # positions of two sequences cannot be compared
             self.supports = self.supports.but(positions=True, cross=False, single_queries=False)
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
@@ -165,7 +166,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
             o, (kv, k_sum) = self._attend(token, LinearState(kv, k_sum), Masks(), causal=True)
             o = o.squeeze(1)
         else:
-            # As `linear_attention_step`, without the checks that the projections make redundant.
+            # Like `linear_attention_step`, but without the checks that the projections make redundant.
             sizes = (q.shape[0], self.n_kv_heads, self.feature_map.feature_dim, self.value_dim)
             check_state(state, sizes, accumulation_dtype(q.dtype))
             phi: FeatureMap | None = self.feature_map
@@ -176,14 +177,14 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         return o, LinearAttentionState(kv, k_sum, position + 1)
 
     def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> LinearState:
-        """Summarise `memory [B,S,d_model]` as S `[B,G,R,M]` and z `[B,G,R]`, all that queries need."""
+        """Reduce `memory [B,S,d_model]` to the sums that queries need: S `[B,G,R,M]` and z `[B,G,R]`."""
         k, v, key_padding_mask = self._read(memory, key_padding_mask)
         q = k.new_empty(k.shape[0], 0, self.n_heads, self.head_dim)
         heads: Heads[None] = Heads(q, k, v)
         return self._attend(heads, None, Masks(key_padding_mask), causal=False)[1]
 
     def recall_heads(self, q: Tensor, memory: LinearState) -> Tensor:
-        """Attend to the sums."""
+        """Attend to the memory through its sums."""
         k = q.new_empty(q.shape[0], 0, self.n_kv_heads, self.head_dim)
         v = q.new_empty(q.shape[0], 0, self.n_kv_heads, self.value_dim)
         return self._attend(Heads(q, k, v), memory, Masks(), causal=False)[0]

@@ -4,23 +4,25 @@ r"""Long-short attention (Transformer-LS): a window per query, and landmarks tha
     L_k = P^T K,  L_v = P^T V,  P = softmax over positions of X W_P     r landmarks, from the content
 
 K_i, V_i are a window around query i. Bidirectional: the sequence is cut into segments of w queries, which
-read their segment and w/2 keys on each side. Causal: the last w keys, i included, and the landmarks of
-finished chunks: each chunk of l tokens has its own P and r landmarks, which later chunks read.
+attend to the keys of their segment and w/2 keys on each side. Causal: each query attends to the last w keys,
+its own included, and to the landmarks of earlier chunks; each chunk of l tokens has its own P and its own r
+landmarks.
 
 DualLN: layer norms over all heads, one for the window's keys and values, one for those of landmarks. As in
-the authors' two programs, landmarks are pooled from normalised tokens if bidirectional, from raw ones if
-causal, and then normalised.
+the authors' two implementations, landmarks are pooled from normalised tokens if bidirectional, from raw ones
+if causal, and then normalised.
 
 Zhu, Ping, Xiao, Shoeybi, Goldstein, Anandkumar and Catanzaro 2021, "Long-Short Transformer: Efficient
-Transformers for Language and Vision", arXiv 2107.02192, section 3. As there, a token in the window is also
-read through its landmarks. Unlike there, nothing is read from before the beginning, and there are no relative
-positions: `rotary` rotates the queries and keys of the window.
+Transformers for Language and Vision", arXiv 2107.02192, section 3. As in the paper, tokens in the window also
+contribute through their landmarks. Unlike in the paper, nothing before the beginning of the sequence is
+attended to, and there are no relative positions: `rotary` rotates the queries and keys of the window.
 
 Cost per head: bidirectional, time O(T (2w + r) (D + M)); causal, time O(T (w + T r / l) (D + M)), and a state
-of O((w + l + T r / l) (D + M)), which is the time per generated token; memory of both O(T (D + M + r)).
+of O((w + l + T r / l) (D + M)), which is also the time per generated token; memory in both cases
+O(T (D + M + r)).
 Cannot: generate at a constant cost, since each chunk adds landmarks (it can with `rank=0`, without
-landmarks); honour an arbitrary `attn_mask`; be exported by `torch.export` for more than one length, which
-fixes the numbers of segments and chunks. Another sequence can only be read through landmarks, with
+landmarks); honour an arbitrary `attn_mask`; be exported by `torch.export` with a dynamic length, since the
+length determines the numbers of segments and chunks. Cross-attention is only possible through landmarks, with
 `window=None`.
 Equals softmax attention: with `rank=0`, `dual_norm=False` and a window that covers the sequence.
 """
@@ -49,10 +51,10 @@ Part = tuple[Tensor, Tensor]  # o and lse of one part of a softmax
 
 
 class LongShortState(NamedTuple):
-    """State of causal attention. The newest tokens are last; rows with fewer tokens lack the first.
+    """State of causal attention. The newest tokens come last; rows with few tokens begin with unused places.
 
-    Between l and 2l - 1 of the last tokens are kept unpooled. The number above l says when the next slot for
-    landmarks is added; one slot is always free.
+    The last l to 2l - 1 tokens are also kept unpooled. When there would be 2l, they are cut to l and a slot
+    for landmarks is added; one slot is always free.
     """
 
     landmark_k: Tensor  # [B,L,r,G,D]; row b has filled its first position[b] // l slots
@@ -68,9 +70,9 @@ class LongShortState(NamedTuple):
 def long_short_reference(
     q: Tensor, k: Tensor, v: Tensor, landmark_k: Tensor, landmark_v: Tensor, read: Tensor
 ) -> Tensor:
-    """One head by the equation: `q [T,D]`, `k [S,D]`, `landmark_k [L,D]`, values alike.
+    """One head by the equation: `q [T,D]`, `k [S,D]`, `landmark_k [L,D]`, values likewise.
 
-    `read [T,L+S]` says which landmarks and which keys a query reads (True).
+    `read [T,L+S]` is True for the landmarks and the keys that a query attends to.
     """
     scores = q @ torch.cat([landmark_k, k]).mT / math.sqrt(q.shape[-1])
     return scores.masked_fill(~read, -torch.inf).softmax(-1) @ torch.cat([landmark_v, v])
@@ -79,7 +81,7 @@ def long_short_reference(
 def pool(logits: Tensor, x: Tensor, padding: Tensor | None) -> Tensor:
     """Pool valid tokens, P^T x: `logits [...,S,G,r]`, `x [...,S,G,W]`, `padding [...,S]` to `[...,r,G,W]`.
 
-    Computed in fp32 at least; 0 where all tokens are padding.
+    Computed in at least fp32; 0 if all tokens are padding.
     """
     dtype = accumulation_dtype(logits.dtype, x.dtype)
     with without_autocast(x.device):
@@ -161,7 +163,7 @@ def _reorder(heads: Heads[Pooling], places: Tensor, padding: Tensor) -> Heads[Po
 
 
 def _normalised(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
-    """Normalise `x [...,G,W]` over all heads, in fp32 at least; without a norm, return it as it is."""
+    """Normalise `x [...,G,W]` over all heads, in at least fp32; without a norm, return it unchanged."""
     if norm is None:
         return x
     dtype = accumulation_dtype(x.dtype)
@@ -177,15 +179,15 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         d_model, n_heads, common: see `MultiHeadAttention`.
         window: w, the number of queries in a segment, which reads up to 2w keys (for 0, each query reads its
             own key only); if causal, the number of keys that a query reads, at least l with landmarks. None
-            for landmarks alone, which can read another sequence, but cannot be causal.
+            for landmarks alone, which support cross-attention, but not causal attention.
         rank: number of landmarks r of the sequence (32 by default), or of each chunk if causal (1).
         chunk: number l of tokens in a chunk of causal attention.
-        dual_norm: normalise keys and values, in window and landmarks; both must have one width.
+        dual_norm: normalise keys and values, of window and landmarks; both must then have the same width.
 
     With `rotary`, queries and keys are rotated in the window; landmarks have no position.
 
     Raises:
-        ValueError: sizes out of range, or that do not fit together.
+        ValueError: a size is out of range, or does not fit another.
     """
 
     supports = GENERAL.but(
@@ -235,10 +237,10 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
             if self.causal and rank and window < chunk:
                 raise ValueError(
                     f"window is {window}, but must be at least chunk = {chunk}, or some tokens of a chunk "
-                    "could not be read"
+                    "could not be attended to"
                 )
             if self.causal and window == 0:
-                raise ValueError("window is 0, but must be at least 1 where causal: the token itself")
+                raise ValueError("window is 0, but must be at least 1 with causal=True")
         if dual_norm and self.head_dim != self.value_dim:
             raise ValueError(
                 f"value_dim is {self.value_dim}, but must be head_dim = {self.head_dim} with dual_norm"
@@ -263,7 +265,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         return reorder(self._attend(moved, reorder(padding, places)), places.argsort(1))
 
     def _attend(self, heads: Heads[Pooling], padding: Tensor | None) -> Tensor:
-        """Attend in rows whose padding, if any, comes last."""
+        """Attend in rows whose padding, if any, is on the right."""
         assert self.window is not None
         q, k, v, _, (logits,) = heads
         near_q, near_k = self._window_heads(heads)
@@ -340,7 +342,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         padding, back = reorder(padding, places), places.argsort(1)
         q, k, v, logits = (x.to(dtype) for x in (q, k, v, logits))
 
-        # Window: that of the state precedes the new tokens.
+        # Window: the keys in the state precede the new ones.
         near_q, near_k = self._window_heads(Heads(q, k, v, positions))
         near_k = torch.cat([state.window_k, near_k], 1)
         near_v = torch.cat([state.window_v, _normalised(v, self.window_norm)], 1)
@@ -427,13 +429,13 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         )
 
     def _check_state(self, state: LongShortState) -> None:
-        """Require a chunk of the state to fit; `check_state` does not know the largest."""
+        """Require a valid number of unpooled tokens in the state, which `check_state` does not know."""
         least = self.chunk if self.rank else 0
         most = 2 * self.chunk - 1 if self.rank else 0
         for name in ("chunk_k", "chunk_v", "chunk_logits"):
             kept = getattr(state, name).shape[1]
             if not least <= kept <= most:
                 raise ValueError(
-                    f"state.{name} has {kept} tokens, but a module of chunk = {self.chunk} and "
+                    f"state.{name} has {kept} tokens, but a module with chunk = {self.chunk} and "
                     f"rank = {self.rank} keeps {least} to {most}"
                 )

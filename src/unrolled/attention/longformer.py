@@ -291,7 +291,7 @@ class LongformerAttention(SlidingWindow[Globals]):
     def _check_global_mask(self, mask: Tensor, x: Tensor) -> None:
         if self.global_proj is None:
             raise UnsupportedError(
-                "causal longformer attention cannot honour global_mask: it has no global tokens"
+                "causal longformer attention does not support global_mask: it has no global tokens"
             )
         if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
             raise ValueError(

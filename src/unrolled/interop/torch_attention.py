@@ -240,7 +240,7 @@ class MultiheadAttention(nn.Module):
             attn_mask = None
         if is_causal and attn_mask is not None and not mechanism.supports.attn_mask:
             raise UnsupportedError(
-                f"{mechanism.name} attention cannot honour attn_mask; make it with causal=True"
+                f"{mechanism.name} attention does not support attn_mask; construct it with causal=True"
             )
         mechanism.refuse("attn_mask", attn_mask, "attn_mask")
         if attn_mask is not None:

@@ -103,7 +103,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
             return y
         if key_padding_mask is not None:
             raise ValueError(
-                "key_padding_mask was given with cu_seqlens, but a pack has no padding: give one of them"
+                "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
             )
         check_cu_seqlens(cu_seqlens, x, x)
         rows, padding = pad_packed(x, cu_seqlens)

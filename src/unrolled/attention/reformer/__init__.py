@@ -14,21 +14,21 @@ Queries and keys share one projection. Token i is not in its own P_i; if P_i is 
 Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer", arXiv 2001.04451, section 2. Each
 round gives o_i^r and its log-sum-exp; a key that N_ij rounds read gets log N_ij subtracted in each (appendix
 A), so that merging the rounds is one softmax over the union. The paper's finite penalty of 1e5 for i itself
-is infinite here. There is no 1/sqrt(D), as in the authors' code; `scale` is 1.
+is infinite here. As in the authors' code, scores are not divided by sqrt(D): `scale` is 1.
 
-**Why the causal form differs from the paper's.** The paper masks the later keys of each chunk. No value of a
-later token then enters o_i, but later tokens shift the chunk boundaries, and so determine which *earlier*
-keys i reads. In each round the place of i in the order is the number of tokens in lower buckets, plus the
-earlier ones in its own. So o_i depends on the past, on the length, and on the number of later tokens in each
-bucket. Such a model is trained on information that it lacks during generation. `lsh_attention(causal=True)`
-is that form, for comparison; the module's sets depend on the past alone, so that running token by token gives
-the same outputs.
+**Why the causal form differs from the paper's.** The paper masks the later keys of each chunk. Then o_i
+contains no value of a later token, but later tokens shift the chunk boundaries, and so determine which
+*earlier* keys i attends to: in each round, the position of i after sorting is the number of tokens in lower
+buckets, plus that of the earlier tokens in its own. So o_i depends on the past, on the length, and on the
+number of later tokens in each bucket. Such a model is trained on information that it lacks during generation.
+`lsh_attention(causal=True)` computes that form, for comparison. In the module, the sets depend only on the
+past, so that running token by token gives the same outputs.
 
-Cost per head, for R rounds: time O(R T (log T + c (D+M+R))), memory O(R T (c+D+M)); short inputs take one
-masked softmax over the union in O(T^2). The state of causal attention grows to R n_buckets c tokens, all that
-later ones may read, and a step reads all of it. Bidirectional attention has no step: a later token moves
-every chunk.
-Cannot: attend to another sequence, since queries are keys, or honour an `attn_mask`.
+Cost per head, for R rounds: time O(R T (log T + c (D+M+R))), memory O(R T (c+D+M)); short inputs are computed
+as one masked softmax over the union in O(T^2). The state of causal attention grows up to R n_buckets c
+tokens, which are all that later tokens may attend to, and a step reads the whole state. Bidirectional
+attention has no step, since a new token may change every chunk.
+Cannot: attend to another sequence, since queries and keys share one projection, or honour an `attn_mask`.
 Equals softmax attention to the other tokens with unit keys: bidirectional, up to 2c tokens; causal, up to
 c + 1 tokens of one bucket. More rounds approximate it better.
 """
@@ -61,7 +61,7 @@ from unrolled.ops.replay import chosen
 
 
 class ReformerState(NamedTuple):
-    """The tokens that later ones may read: all up to R n_buckets c, then the last of each bucket."""
+    """The tokens that later ones may attend to: all up to R n_buckets c, then the last of each bucket."""
 
     k: Tensor  # [B,S,H,D]
     v: Tensor  # [B,S,H,M]
@@ -85,7 +85,7 @@ def causal_lsh_step(
 
 
 class HashQueries(NamedTuple):
-    """Queries in fp32 `[...,H,D]`, where the heads have half precision."""
+    """Queries in fp32 `[...,H,D]`, if the heads are in half precision."""
 
     q: Tensor
 
@@ -94,14 +94,15 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
     """Multi-head Reformer attention; the module docstring defines its causal form.
 
     Args:
-        d_model, n_heads, common: see `MultiHeadAttention`; n_kv_heads must be n_heads, since queries are
-            keys. The authors have no bias.
+        d_model, n_heads, common: see `MultiHeadAttention`; n_kv_heads must be n_heads, since queries and keys
+            share one projection. The authors use no bias.
         chunk: length c of the chunks, or the number of tokens of its bucket that a causal query reads.
-        n_buckets: an even number, or its even factors. The paper uses 2 T / c.
+        n_buckets: an even number, or a sequence of its even factors. The paper uses 2 T / c.
         n_rounds: number R of hash rounds.
-        same_bucket: read only the query's own bucket; causal attention always does.
+        same_bucket: attend only to the query's own bucket; causal attention always does.
         scale: factor of the scores.
-        seed: of the rotations; by default drawn like initial weights. `rotations.redraw()` draws new ones.
+        seed: seed of the random rotations; drawn like initial weights by default. `rotations.redraw()` draws
+            new ones.
     """
 
     supports = GENERAL.but(cross=False, recurrence="growing", single_queries=False, reads_input=True)
@@ -123,7 +124,8 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         super().__init__(d_model, n_heads, **common)
         if self.n_kv_heads != n_heads:
             raise ValueError(
-                f"n_kv_heads is {self.n_kv_heads}, but must be n_heads = {n_heads}, since queries are keys"
+                f"n_kv_heads is {self.n_kv_heads}, but must be n_heads = {n_heads}, since queries and keys "
+                "share one projection"
             )
         self.factors = tuple(n_buckets) if isinstance(n_buckets, Sequence) else (n_buckets,)
         if not self.factors or any(type(n) is not int or n < 2 or n % 2 for n in self.factors):
@@ -195,13 +197,13 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         return self.rotations.unless_redrawn(o, state.draw), self._readable(joined)
 
     def project(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Projected:
-        """Project to queries, which are the keys too, and values."""
+        """Project to queries, which also serve as keys, and to values."""
         q, v = self.qkv_proj(query).split_with_sizes(self.widths[1:], -1)
         q = q.unflatten(-1, (self.n_heads, self.head_dim))
         return q, q, v.unflatten(-1, (self.n_heads, self.value_dim))
 
     def _hashed(self, heads: Heads[HashQueries | None]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, in the accumulation type, and their buckets `[...,H,R]`."""
+        """Return queries and keys, in the accumulation dtype, and their buckets `[...,H,R]`."""
         q, positions = heads.q.to(accumulation_dtype(heads.q.dtype)), heads.positions
         wide = q if heads.inputs is None else heads.inputs.q
         if positions is not None:
@@ -236,7 +238,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         )
 
     def _readable(self, state: ReformerState) -> ReformerState:
-        """Drop the tokens that no later one can read, once there are more than R n_buckets c."""
+        """Drop the tokens that no later token can attend to, once there are more than R n_buckets c."""
         S, most = state.k.shape[1], self.n_rounds * self.n_buckets * self.chunk
         if most >= S:
             return state

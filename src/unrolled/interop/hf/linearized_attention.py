@@ -72,7 +72,7 @@ class LinearizedAttention(nn.Module):
         padding = padding_of(attention_mask, x.shape[1], causal=mechanism.causal)
         if padding is not None and not mechanism.supports.padding:
             raise UnsupportedError(
-                f"{mechanism.name} attention cannot honour padding: use rows of equal length"
+                f"{mechanism.name} attention does not support padding: use rows of equal length"
             )
         if padding is not None:
             x = without_padding(x, padding)
