@@ -220,7 +220,7 @@ def test_what_cannot_be_exported(tmp_path):
         export(make("linear"), tmp_path, sampling={"temprature": 1})
     with pytest.raises(ValueError, match=r"top_p is 5, but must be in \(0, 1\]"):
         export(make("linear"), tmp_path, sampling={"top_p": 5})
-    with pytest.raises(UnsupportedError, match="Linear is no recurrence: it has no init_state"):
+    with pytest.raises(UnsupportedError, match="Linear cannot be exported: it lacks init_state"):
         export(torch.nn.Linear(2, 2), tmp_path)
     with pytest.raises(UnsupportedError, match=r"depends on the number of tokens read; linear, window"):
         export(make("topk"), tmp_path)
@@ -232,7 +232,7 @@ def test_a_fused_graph_that_reads_otherwise_than_the_plain_one_is_refused(tmp_pa
         return Recurrence(model, length=1 if fused else "any"), b""
 
     monkeypatch.setattr(folder_module, "to_onnx", to_onnx)
-    with pytest.raises(UnsupportedError, match="reads 1 token a call where the plain one reads any"):
+    with pytest.raises(UnsupportedError, match="reads 1 token per call, but the plain one reads any"):
         export(make("linear"), tmp_path, fused=True)
     assert not list(tmp_path.iterdir())
 

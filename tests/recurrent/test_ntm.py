@@ -185,7 +185,7 @@ def test_a_trace_tells_where_the_heads_were():
     assert (trace.read.shape, trace.write.shape) == ((2, 6, 2, 5), (2, 6, 3, 5))
     _, state = layer.prefill(x, layer.init_state(2))
     torch.testing.assert_close(torch.cat([trace.read[:, -1], trace.write[:, -1]], 1), state.weights)
-    with pytest.raises(ValueError, match="x has length 0, but must have a step to trace"):
+    with pytest.raises(ValueError, match="x has length 0, but must have at least 1 step to trace"):
         layer.trace(x[:, :0])
 
 

@@ -59,7 +59,7 @@ class Alignment(ChecksOptions, nn.Module):
         return query
 
     def scores(self, query: Tensor, state: Any) -> Tensor:
-        """Compare projected queries `[B,T,...]` with the keys: `[B,T,S]`, in the type of the state."""
+        """Compare projected queries `[B,T,...]` with the keys: `[B,T,S]`, in the dtype of the state."""
         raise NotImplementedError
 
     def weigh(self, query: Tensor, state: Any) -> Tensor:
@@ -74,7 +74,7 @@ class Alignment(ChecksOptions, nn.Module):
             key_padding_mask: `[B,S]`, True = padding, on any side.
 
         Raises:
-            ValueError: an argument of another shape or type, or a memory of length 0.
+            ValueError: an argument of the wrong shape or type, or a memory of length 0.
         """
         self._check("memory", memory, ["B", "S", self.memory_dim])
         if memory.shape[1] == 0:
@@ -98,7 +98,7 @@ class Alignment(ChecksOptions, nn.Module):
             contexts `[B,T,memory_dim]`, weights `[B,T,S]` and the new state; `state` is not changed.
 
         Raises:
-            ValueError: an argument of another shape or type, or a state of other sizes.
+            ValueError: an argument of the wrong shape or type, or a state of other sizes.
         """
         self._check("query", query, ["B", "T", self.query_dim])
         weight = next(self.parameters(), query)

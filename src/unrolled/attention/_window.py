@@ -112,7 +112,7 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
     def prefill_heads(
         self, heads: Heads[Inputs], state: WindowState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, WindowState]:
-        """Attend in parallel, from a state to a state."""
+        """Attend in parallel, continuing from a state."""
         return window_prefill(
             *heads.rotated(),
             heads.v,

@@ -166,7 +166,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row.
 
         Raises:
-            ValueError: an argument of another shape or type.
+            ValueError: an argument of the wrong shape or type.
             UnsupportedError: the mechanism does not support a given mask, or cross-attention.
         """
         return self._forward(query, key, value, Masks(key_padding_mask, attn_mask, cu_seqlens))
@@ -218,7 +218,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             key_padding_mask: `[B,S]`, True = padding.
 
         Raises:
-            ValueError: an argument of another shape or type.
+            ValueError: an argument of the wrong shape or type.
             UnsupportedError: the output of one query depends on other queries, or the attention is causal.
         """
         k, v, key_padding_mask = self._read(memory, key_padding_mask)
@@ -257,7 +257,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             `[B,H,T,S]`.
 
         Raises:
-            ValueError: an argument of another shape or type.
+            ValueError: an argument of the wrong shape or type.
             UnsupportedError: the output is not a weighted mean of the values, or `memory` cannot be read.
         """
         self._check_has_weights()

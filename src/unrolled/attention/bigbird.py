@@ -170,7 +170,7 @@ def bigbird_attention(
         key_padding_mask: `[B,T]`, True = padding.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v)
     (B, T, H, _), S = q.shape, k.shape[1]

@@ -137,7 +137,7 @@ def clustered_attention(
         key_padding_mask: `[B,S]`, True = padding.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v)
     (B, T, H, D), (S, G, M) = q.shape, v.shape[1:]

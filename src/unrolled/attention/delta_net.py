@@ -142,7 +142,7 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         return o, DeltaNetState(kv, state.position + 1)
 
     def _rule(self, heads: Heads[Rates]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Compute the inputs of the rule: q and k of length 1, v in the accumulation type, and the rates."""
+        """Compute the inputs of the rule: q and k of length 1, v in the accumulation dtype, and the rates."""
         q, k, v, positions, (beta, log_decay) = heads
         q, k = _unit(q), _unit(k)
         if positions is not None:

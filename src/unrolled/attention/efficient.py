@@ -68,7 +68,7 @@ def efficient_attention(
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
 
     Returns:
-        `o [B,T,H,M]` in the type of `v`; 0 for a query that has nothing to attend to.
+        `o [B,T,H,M]` in the dtype of `v`; 0 for a query that has nothing to attend to.
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
@@ -105,7 +105,7 @@ def causal_efficient_attention(
         state: the state before the first key.
 
     Returns:
-        `o [B,T,H,M]` in the type of `v`, and the state after the last key.
+        `o [B,T,H,M]` in the dtype of `v`, and the state after the last key.
     """
     check_qkv(q, k, v, key_padding_mask)
     (B, T, H, D), (_, S, G, _) = q.shape, k.shape
@@ -228,7 +228,7 @@ class EfficientAttention(MultiHeadAttention[EfficientState, None]):
     def prefill_heads(
         self, heads: Heads[None], state: EfficientState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, EfficientState]:
-        """Attend in parallel, from a state to a state."""
+        """Attend in parallel, continuing from a state."""
         return causal_efficient_attention(*heads[:3], key_padding_mask=key_padding_mask, state=state)
 
     def step_heads(self, heads: Heads[None], state: EfficientState) -> tuple[Tensor, EfficientState]:

@@ -108,7 +108,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
     def prefill_heads(
         self, heads: Heads[Decay], state: GatedLinearState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, GatedLinearState]:
-        """Attend in parallel, from a state to a state."""
+        """Attend in parallel, continuing from a state."""
         q, k, v = self._scaled(heads)
         o, kv = diagonal_linear_attention(
             q,

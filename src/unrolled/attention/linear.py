@@ -149,7 +149,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
     def prefill_heads(
         self, heads: Heads[None], state: LinearAttentionState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, LinearAttentionState]:
-        """Attend in parallel, from a state to a state."""
+        """Attend in parallel, continuing from a state."""
         before = LinearState(state.kv, state.k_sum)
         o, after = self._attend(heads, before, Masks(key_padding_mask), causal=True)
         return o, LinearAttentionState(*after, advance(state.position, heads.q, key_padding_mask))

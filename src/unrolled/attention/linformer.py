@@ -193,7 +193,7 @@ def linformer_attention(
         key_padding_mask: `[B,S]`, True = padding.
 
     Raises:
-        ValueError: more keys than the projections take, or an argument of another shape or type.
+        ValueError: more keys than the projections take, or an argument of the wrong shape or type.
     """
     check_qkv(q, k, v)
     for projection in (project_k, project_v):

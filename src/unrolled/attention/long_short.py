@@ -330,7 +330,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
     def prefill_heads(
         self, heads: Heads[Pooling], state: LongShortState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, LongShortState]:
-        """Attend in parallel, from a state to a state."""
+        """Attend in parallel, continuing from a state."""
         self._check_state(state)
         assert self.window is not None
         (B, T), l, dtype = heads.q.shape[:2], self.chunk, state.window_k.dtype  # noqa: E741

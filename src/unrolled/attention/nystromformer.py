@@ -151,7 +151,7 @@ def nystrom_attention(
         self_attention: queries and keys are of the same tokens, so that the mask holds for queries too.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v)
     (_, T, H, _), (S, G) = q.shape, k.shape[1:3]

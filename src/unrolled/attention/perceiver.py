@@ -66,7 +66,7 @@ def perceiver_attention(
         `o [B,T,H,M]`; 0, with zero gradient, in a row that has nothing to read.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v)
     (B, _, H, D), M = q.shape, v.shape[-1]

@@ -392,7 +392,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
     def prefill_heads(
         self, heads: Heads[None], state: PerformerState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, PerformerState]:
-        """Attend in parallel, from a state to a state."""
+        """Attend in parallel, continuing from a state."""
         o, after = self._favor(heads, FavorState(*state[:3]), Masks(key_padding_mask))
         position = advance(state.position, heads.q, key_padding_mask)
         return self._unless_redrawn(o, state), PerformerState(*after, position, state.draw)

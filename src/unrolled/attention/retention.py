@@ -200,7 +200,7 @@ class Retention(MultiHeadAttention[RetentionState, None]):
     def prefill_heads(
         self, heads: Heads[None], state: RetentionState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, RetentionState]:
-        """Attend in parallel, from a state to a state."""
+        """Attend in parallel, continuing from a state."""
         o, kv = self._retain(heads, state.kv, Masks(key_padding_mask))
         return o, RetentionState(kv, advance(state.position, heads.q, key_padding_mask))
 

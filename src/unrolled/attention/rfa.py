@@ -389,7 +389,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
     def prefill_heads(
         self, heads: Heads[Gate | None], state: RfaState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, RfaState]:
-        """Attend in parallel, from a state to a state."""
+        """Attend in parallel, continuing from a state."""
         o, after = self._run(heads, RfaSums(*state[:3]), Masks(key_padding_mask))
         o = self.feature_map.projection.unless_redrawn(o, state.draw)
         return o, RfaState(*after, advance(state.position, heads.q, key_padding_mask), state.draw)

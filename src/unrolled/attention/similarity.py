@@ -139,10 +139,10 @@ def similarity_attention(
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
 
     Returns:
-        `o [B,T,H,M]`, in the type of `v`; 0, with zero gradient, for a query that has nothing to attend to.
+        `o [B,T,H,M]`, in the dtype of `v`; 0, with zero gradient, for a query that has nothing to attend to.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, T, H, _), (_, S, G, _) = q.shape, v.shape

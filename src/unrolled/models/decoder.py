@@ -23,14 +23,15 @@ Head = Literal["categorical", "logistic_mixture"]
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """A decoder's fields; see `TransformerConfig` for the rest.
+    """The config of a decoder; see `TransformerConfig` for the other fields.
 
     Attributes:
-        vocab_size: number of token ids, or of levels of a pixel.
+        vocab_size: number of token ids, or of pixel levels.
         inputs: "tokens" (a vector for each id) or "pixels" (the level as a number in [-1, 1]).
         head: "categorical" (a logit for each id) or "logistic_mixture" (see `LogisticMixture`).
         n_mixtures: number of logistic distributions in the mixture.
-        tie_embeddings: use the embedding table as the output matrix; for tokens and the categorical head.
+        tie_embeddings: use the embedding table as the output matrix; requires inputs "tokens" and head
+            "categorical".
         start_token: whether the id `vocab_size` is a learned start symbol, which is never predicted.
     """
 
@@ -56,14 +57,14 @@ class DecoderConfig(TransformerConfig):
 class DecoderState(NamedTuple):
     """The state of a decoder after the tokens it has read."""
 
-    position: Tensor  # [B] long, the valid tokens read so far
+    position: Tensor  # [B] long, the number of valid tokens read so far
     layers: States  # the state of each layer's attention
 
 
 class Decoder(LanguageModel[DecoderState]):
     """Embeddings, causal blocks, and a distribution over the next token at every position.
 
-    See `LanguageModel` for its methods. Weights start as in `unrolled.models.blocks.init_weights`.
+    See `LanguageModel` for its methods. `unrolled.models.blocks.init_weights` initialises the weights.
 
     Set `gradient_checkpointing` to True to keep only the input of each block for the backward pass.
     """
@@ -120,14 +121,14 @@ class Decoder(LanguageModel[DecoderState]):
     def read_some(
         self, tokens: Tensor, state: DecoderState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, DecoderState]:
-        """Read tokens `[B,T]` from a state: `[B,T,d_model]` and the new state."""
+        """Read tokens `[B,T]`, continuing from a state: `[B,T,d_model]` and the new state."""
         x = self.positions(self.embedding(tokens), start=state.position, key_padding_mask=key_padding_mask)
         hidden, layers = self.stack.prefill(self.dropout(x), state.layers, key_padding_mask=key_padding_mask)
         read = tokens.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
         return hidden, DecoderState(state.position + read, layers)
 
     def read_one(self, token: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
-        """Read a token `[B]` from a state: `[B,d_model]` and the new state."""
+        """Read a token `[B]`, continuing from a state: `[B,d_model]` and the new state."""
         x = self.positions.at(self.embedding(token), state.position)
         hidden, layers = self.stack.step(self.dropout(x), state.layers)
         return hidden, DecoderState(state.position + 1, layers)

@@ -88,7 +88,7 @@ class LuongSeq2Seq(Seq2Seq[LuongSeq2SeqState]):
         """Run the decoder over tokens; returns the attentional vectors."""
         y = self.dropout(self.target_embedding(tokens))
         dtype, kept = y.dtype, state.h.dtype
-        # The products of all tokens are computed before the loop, with weights in the type of the state.
+        # The products of all tokens are computed before the loop, with weights in the dtype of the state.
         (first, *others), width = cast("list[nn.LSTMCell]", list(self.cells)), y.shape[-1]
         of_token, fed = torch.split(first.weight_ih, [width, state.h.shape[-1]], 1)
         inputs = F.linear(y, of_token, first.bias_ih + first.bias_hh).to(kept)

@@ -102,7 +102,7 @@ class Seq2Seq(SavedModel, Generic[State]):
             `[B,T,vocab_size]`.
 
         Raises:
-            ValueError: an argument of another shape or type, an unknown id, or an empty source sentence.
+            ValueError: an argument of the wrong shape or type, an unknown id, or an empty source sentence.
         """
         return self.prefill(target, self.init_state(source, key_padding_mask=key_padding_mask))[0]
 

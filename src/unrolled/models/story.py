@@ -38,7 +38,7 @@ class StoryModel(SavedModel):
             key_padding_mask: of the same shape, True at padding; a sentence of padding only does not count.
 
         Raises:
-            ValueError: an argument of another shape or type, no sentence at all, or more than `memory_size`.
+            ValueError: an argument of the wrong shape or type, no sentence, or more than `memory_size`.
         """
         return self.answer(inputs, self.padding_of(inputs, key_padding_mask))
 

@@ -55,13 +55,13 @@ def block_sparse_attention(
         scale: factor of the scores, 1/sqrt(D) by default.
 
     Returns:
-        `o [B,T,H,M]` in the type of `v`, and the logarithm `lse [B,T,H]` of the softmax's divisor in fp32
+        `o [B,T,H,M]` in the dtype of `v`, and the logarithm `lse [B,T,H]` of the softmax's divisor in fp32
         (fp64 for fp64 inputs), which is also what the softmax is computed in. A query that has nothing to
         read gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k and v
         through both.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v, key_padding_mask)
     C, K = block_size

@@ -31,7 +31,7 @@ def cosine_weights(
         epsilon: added to the squared norms.
 
     Returns:
-        weights `[B,...,N]` that add up to 1, in the type of the key; 0 in rows of nothing but padding.
+        weights `[B,...,N]` that add up to 1, in the dtype of the key; 0 in rows of nothing but padding.
     """
     dtype = accumulation_dtype(key.dtype, memory.dtype)
     if key_padding_mask is not None:

@@ -90,7 +90,7 @@ class Bidirectional(RecurrentLayer[BidirectionalState]):
             `[B,T,hidden_size]`, and the last states of both layers.
 
         Raises:
-            ValueError: an argument of another shape or type.
+            ValueError: an argument of the wrong shape or type.
         """
         forth, last = _run(self.left_to_right, x, key_padding_mask)
         turned = None if key_padding_mask is None else key_padding_mask.flip(1)

@@ -53,7 +53,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         return self.input_proj(x)  # type: ignore[no-any-return]
 
     def advance(self, inputs: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run one step: `inputs [B,P]`, in the type of the state, to `[B,hidden_size]` and the new state."""
+        """Run one step: `inputs [B,P]`, in the dtype of the state, to `[B,hidden_size]` and the new state."""
         raise NotImplementedError
 
     def scan(self, inputs: Tensor, state: State, padding: Tensor | None) -> tuple[Tensor, State]:
@@ -90,7 +90,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
             cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row.
 
         Raises:
-            ValueError: an argument of another shape or type.
+            ValueError: an argument of the wrong shape or type.
             UnsupportedError: a second sequence, or an `attn_mask`.
         """
         if key is not None or value is not None or attn_mask is not None:
@@ -142,7 +142,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         return y.to(inputs.dtype), state
 
     def _zeros(self, batch_size: int) -> Tensor:
-        """Return zeros `[B,hidden_size]` in the type of the state."""
+        """Return zeros `[B,hidden_size]` in the dtype of the state."""
         return self._weight.new_zeros(batch_size, self.hidden_size, dtype=self._state_dtype)
 
     @property

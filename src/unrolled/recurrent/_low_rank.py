@@ -31,5 +31,5 @@ class LowRank(nn.Module):
         self.B = nn.Parameter(torch.empty(columns, rank).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[...,columns]` to `[...,rows]` in time O(rank (rows + columns)) per x, in the type of x."""
+        """Map `[...,columns]` to `[...,rows]` in time O(rank (rows + columns)) per x, in the dtype of x."""
         return F.linear(x @ self.B.to(x.dtype), self.A.to(x.dtype))

@@ -12,14 +12,15 @@ r"""Neural Turing Machine: a controller that reads and writes a memory of N rows
 Each head has its own k, beta >= 0, 0 < g < 1, s (a softmax) and gamma >= 1, and a write head its own e (a
 sigmoid) and a, all from a linear layer on c_t. Graves, Wayne and Danihelka 2014, "Neural Turing Machines",
 arXiv 1410.5401, eq. 2-9. The paper leaves the order within a step open: here all heads address and read the
-memory before it is written. Memory starts constant at 1e-6, which trains more reliably than random or learned
-contents (Collier and Beel 2018, arXiv 1807.08518), every head at row 0, and the last reads at 0.
+memory before it is written. The memory is initialised to the constant 1e-6, which trains more reliably than
+random or learned contents (Collier and Beel 2018, arXiv 1807.08518); every head starts at row 0, and r_0 = 0.
 
 No input can cause an overflow: beta and gamma are bounded, a is a tanh, norms have an epsilon inside their
 roots, and powers are computed as softmax(gamma log w).
 
-Cost, C = controller_size, H heads, memory N rows of W: time O(T (C (C + H W) + H N W)), one step after the
-other; the number of parameters does not depend on N; per generated token the same, state O(N W + H N + C).
+Cost, C = controller_size, H heads, memory N rows of W: time O(T (C (C + H W) + H N W)), sequentially; the
+number of parameters does not depend on N; per generated token, a T-th of that and a state of
+O(N W + H N + C).
 Cannot: run in parallel over the sequence.
 Equals softmax attention: a head with g = 1, s = delta_0 and gamma = 1 is softmax attention over the rows,
 with cosine scores of scale beta.
@@ -41,7 +42,7 @@ from unrolled.recurrent._lstm import lstm_step
 Controller = Literal["feedforward", "lstm"]
 
 INITIAL_MEMORY = 1e-6  # so small that its cosines are about 0: see `unrolled.ops.cosine.EPSILON`
-LARGEST_BETA = 50.0  # cosines differ by up to 2: with this a softmax is one-hot
+LARGEST_BETA = 50.0  # cosines differ by up to 2: enough for a nearly one-hot softmax
 LARGEST_GAMMA = 20.0
 TINY = 1e-16  # added to weights under a logarithm
 
@@ -72,7 +73,7 @@ def content(memory: Tensor, key: Tensor, beta: Tensor) -> Tensor:
 
 
 def interpolate(found: Tensor, before: Tensor, gate: Tensor) -> Tensor:
-    """Weigh `found [B,H,N]` against `before`, by `gate [B,H,1]` (eq. 7): g found + (1 - g) before."""
+    """Interpolate `found [B,H,N]` and `before` by `gate [B,H,1]` (eq. 7): g found + (1 - g) before."""
     return torch.lerp(before, found, gate)
 
 
@@ -110,7 +111,7 @@ def write(memory: Tensor, weights: Tensor, erase: Tensor, add: Tensor) -> Tensor
 
 
 def feedforward(inputs: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run a controller without a state: one layer."""
+    """Run a stateless controller: one layer."""
     return inputs.tanh(), ()
 
 
@@ -126,7 +127,7 @@ CONTROLLERS = {"feedforward": feedforward, "lstm": lstm}
 class NTM(RecurrentLayer[NTMState]):
     """A layer with a controller and a memory.
 
-    All weights are initialised as those of torch's linear layers.
+    All weights are initialised as in torch's linear layers.
 
     Args:
         input_size: width of the inputs.
@@ -139,7 +140,7 @@ class NTM(RecurrentLayer[NTMState]):
         reach: largest shift R of a head in one step, in rows.
 
     Raises:
-        ValueError: a size below 1, a `reach` below 0 or beyond the memory, or no such controller.
+        ValueError: a size below 1, a `reach` below 0 or beyond the memory, or an unknown controller.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class NTM(RecurrentLayer[NTMState]):
         nn.init.uniform_(self.recurrent, -1 / math.sqrt(n_carried), 1 / math.sqrt(n_carried))
 
     def init_state(self, batch_size: int) -> NTMState:
-        """Make constant memory, every head at row 0, and reads of 0."""
+        """Make the state before the first token: constant memory, every head at row 0, reads of 0."""
         zeros = partial(self.recurrent.new_zeros, dtype=self._state_dtype)
         weights = zeros(batch_size, self.read_heads + self.write_heads, self.memory_size)
         weights[..., 0] = 1
@@ -196,7 +197,7 @@ class NTM(RecurrentLayer[NTMState]):
         return self._output(both), state
 
     def scan(self, inputs: Tensor, state: NTMState, padding: Tensor | None) -> tuple[Tensor, NTMState]:
-        """Run all steps, and compute the outputs at once."""
+        """Run all steps, then compute the outputs of all in one product."""
         both = []
         for t, now in enumerate(inputs.unbind(1)):
             both_t, after = self._turn(now, state)
@@ -207,14 +208,14 @@ class NTM(RecurrentLayer[NTMState]):
         return self._output(torch.stack(both, 1)), state
 
     def trace(self, x: Tensor) -> NTMTrace:
-        """Run over `x [B,T,input_size]` from its beginning, and return the weights of all heads."""
+        """Run over `x [B,T,input_size]` from the initial state, and return the weights of all heads."""
         self._check_input("x", x, 3)
         state, places = self.init_state(x.shape[0]), []
         for x_t in x.unbind(1):
             _, state = self.step(x_t, state)
             places.append(state.weights)
         if not places:
-            raise ValueError("x has length 0, but must have a step to trace")
+            raise ValueError("x has length 0, but must have at least 1 step to trace")
         heads = torch.split(torch.stack(places, 1), [self.read_heads, self.write_heads], 2)
         return NTMTrace(*heads)
 

@@ -29,7 +29,7 @@ from unrolled.training.log import RunLog, open_log, progress_bar
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. Losses are in nats per token; None if it was ended before the first evaluation.
+    """How a run ended. Losses are in nats per token; None if the run ended before its first evaluation.
 
     `steps` is below `config.steps` if a signal ended the run; `signal` is then its number, such as
     `signal.SIGINT` for Ctrl-C, else None. `seconds` counts every process of the run.
@@ -63,12 +63,12 @@ def train(
 
     The folder holds the best weights so far (whatever `model.save` writes), `last.safetensors` to resume
     from, and `log.jsonl`. A run that is killed at any moment and started again ends with the same weights,
-    bit for bit, as one left alone: on a CPU with the same number of threads; on CUDA where the kernels are
-    deterministic. On Ctrl-C, SIGTERM and SIGHUP the run finishes its step, stops an evaluation, which is
-    repeated on resume, writes a checkpoint and returns; a second Ctrl-C stops immediately.
+    bit for bit, as an uninterrupted one: on a CPU, with the same number of threads; on CUDA, if the kernels
+    are deterministic. On Ctrl-C, SIGTERM and SIGHUP, the run finishes its step, writes a checkpoint and
+    returns. An evaluation in progress is aborted, and repeated on resume. A second Ctrl-C stops immediately.
 
-    No two processes train in one folder at a time. The model is trained in place on the device it is on, and
-    left with its last weights in eval mode.
+    Only one process can train in a folder at a time. The model is trained in place on the device it is on,
+    and left with its last weights in eval mode.
 
     Args:
         model: what to train, such as an `unrolled.models.Decoder`.
@@ -79,8 +79,8 @@ def train(
         progress: show a progress bar.
         tensorboard: also log to `run_dir/tensorboard`.
         metadata: plain JSON to keep in the checkpoint, such as the options of the data set.
-        on_start: called once, with whether the run resumes from a checkpoint, after all checks and before any
-            write: to add files to the folder.
+        on_start: called once, after all checks and before any write, with whether the run resumes from a
+            checkpoint; use it to add files to the folder.
 
     Raises:
         ValueError: the folder cannot be written to or another process trains there, or its checkpoint is
@@ -92,7 +92,7 @@ def train(
     run_dir = Path(run_dir)
     recompute_activations(model, config)
     with own_random_state(device_of(model)), cpu_threads(config.threads), interrupt_flag() as interrupted:
-        # draws a batch, so that a failing one creates no folder
+        # draws a batch first, so that a failure creates no folder
         identity = identity_of(model, dataset, config)
         _make_folder(run_dir)
         with held(run_dir):
@@ -133,7 +133,7 @@ class _Run:
             checkpoint.save(self.checkpoint, self.state, self.identity, self.metadata)
 
         if not resumed:
-            save_checkpoint()  # so that a run killed early starts again from these very weights
+            save_checkpoint()  # so that a run killed early restarts from the same weights
         after = p.step if resumed else None
         with (
             open_log(self.run_dir / "log.jsonl", after=after, tensorboard=tensorboard) as log,
@@ -153,7 +153,7 @@ class _Run:
                     save_checkpoint()
             save_checkpoint()
             if self.interrupted.is_set():
-                bar.console.print(f"Stopped after step {p.step}; train again in {self.run_dir} to go on.")
+                bar.console.print(f"Stopped after step {p.step}; train again in {self.run_dir} to resume.")
 
     def _step(self, log: RunLog) -> float:
         """Make one update and count it; return its loss."""
@@ -177,10 +177,10 @@ class _Run:
         try:
             p.last_val = evaluate(state.model, self.dataset, config, stop=self.interrupted.is_set)
         except EvaluationStoppedError:
-            return  # it is still due when the run goes on
+            return  # it is still due when the run resumes
         if not math.isfinite(p.last_val):
             raise FloatingPointError(f"the validation loss after step {p.step} is {p.last_val}: lower lr")
-        if p.step % config.eval_every == 0:  # not the one at the end, which a longer run would not have
+        if p.step % config.eval_every == 0:  # not the final one, which a longer run would not have
             state.schedule.observe(p.last_val)
         if p.best_val is None or p.last_val < p.best_val:
             p.best_val = p.last_val
@@ -191,10 +191,10 @@ class _Run:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder of a run, if there is none.
+    """Create the folder of a run, if it does not exist.
 
     Raises:
-        ValueError: it cannot be made.
+        ValueError: it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def lsh_attention(
         scale: factor of the scores.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, but must be at least 1")
@@ -121,7 +121,7 @@ def causal_lsh_attention(
         window: number of tokens c.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     if window < 1:
         raise ValueError(f"window is {window}, but must be at least 1")
@@ -142,7 +142,7 @@ def causal_lsh_attention(
 
 
 class Tokens(NamedTuple):
-    """The inputs as N = B*H rows, in the accumulation type, with zeros at padding."""
+    """The inputs as N = B*H rows, in the accumulation dtype, with zeros at padding."""
 
     q: Tensor  # [N,T,D]
     k: Tensor  # [N,T,D]

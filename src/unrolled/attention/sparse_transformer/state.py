@@ -37,7 +37,7 @@ STATE_GROWS = {"past_k": (1, "P"), "past_v": (1, "P"), "recent_k": (1, "W"), "re
 def empty_state(
     layout: Layout, batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor
 ) -> FactorizedState:
-    """Make the state before the first token, on the device and in the type of `like`."""
+    """Make the state before the first token, on the device and in the dtype of `like`."""
     slots, _ = _slot_sizes(layout)
     k = like.new_zeros(batch_size, slots, n_kv_heads, head_dim)
     v = like.new_zeros(batch_size, slots, n_kv_heads, value_dim)

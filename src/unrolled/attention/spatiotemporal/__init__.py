@@ -125,7 +125,7 @@ def spatiotemporal_attention(
         `o [B,T,H,M]`, computed in fp32 at least; 0, with zero gradient, for a place without anything to read.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v)
     (B, T), S = q.shape[:2], v.shape[1]

@@ -29,7 +29,7 @@ def weights_checksum(model: nn.Module) -> str:
 
 
 def is_export_of(folder: str | Path, model: nn.Module) -> bool:
-    """Whether `folder` holds an export of this very model."""
+    """Whether `folder` holds an export of `model` with its current weights."""
     try:
         return Manifest.load(Path(folder)).weights == weights_checksum(model)
     except ValueError:
@@ -57,32 +57,32 @@ def export(
         opset: version of ONNX's standard operators, 20 to 25.
         fused: also write `fused.onnx`, with ONNX Runtime's own operator for linear attention.
         int8: also write `int8.onnx`, with the matrices in 8 bits.
-        probes: let the graphs also output the features of the queries, for pictures.
-        vocabulary: a `vocabulary.json` to copy beside the graphs.
+        probes: make the graphs also output the features of the queries, for visualisation.
+        vocabulary: a `vocabulary.json` to copy into the folder.
         sampling: default arguments of `generation.generate`.
 
     Returns:
         The contents of the folder's `manifest.json`.
 
     Raises:
-        UnsupportedError: a mechanism that is no recurrence, an opset that cannot be written, a model that is
-            not fp32, or for which there is no fused graph.
+        UnsupportedError: a mechanism has no recurrent form, the opset is not supported, the model is not
+            fp32, or it has no fused graph.
         ValueError: `sampling` has an unknown argument, or one that is out of range.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """
     if unknown := set(sampling or {}) - set(_manifest.SAMPLING):
         raise ValueError(f"sampling has {sorted(unknown)}, but must have only {list(_manifest.SAMPLING)}")
-    recurrent = isinstance(model, Recurrent)  # in a variable, or mypy would see nothing but a Recurrent
+    recurrent = isinstance(model, Recurrent)  # in a variable, or mypy would narrow `model` to Recurrent
     if not recurrent:
         raise UnsupportedError(
-            f"{type(model).__name__} is no recurrence: it has no init_state, prefill and step"
+            f"{type(model).__name__} cannot be exported: it lacks init_state, prefill or step"
         )
-    generate(model, [], 0, **(sampling or {}))  # refuses arguments that it would refuse later
+    generate(model, [], 0, **(sampling or {}))  # raises now what it would raise later
     exported = deepcopy(model).cpu().eval()  # the caller's model keeps its mode and device
     recurrence, contents = _graphs(exported, opset=opset, fused=fused, int8=int8, probes=probes)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _manifest.FILE_NAME).unlink(missing_ok=True)  # first: it must never be beside other graphs
+    (folder / _manifest.FILE_NAME).unlink(missing_ok=True)  # first: it must never describe other graphs
     files: dict[str, FileEntry] = {}
     if vocabulary is not None:
         write_file(folder / VOCABULARY, Path(vocabulary).read_bytes())
@@ -102,14 +102,14 @@ def export(
 def _graphs(
     model: nn.Module, *, opset: int, fused: bool, int8: bool, probes: bool
 ) -> tuple[Recurrence, dict[str, bytes]]:
-    """Trace the graphs of a model, by their names, and return what was traced."""
+    """Trace the graphs of a model; return the traced module and the graphs by name."""
     recurrence, plain = to_onnx(model, opset=opset, probes=probes)
     contents = {"plain": plain}
     if fused:
         same, contents["fused"] = to_onnx(model, opset=opset, fused=True, probes=probes)
         if same.length != recurrence.length:  # one manifest describes both
             raise UnsupportedError(
-                f"the fused graph reads {same.length} token a call where the plain one reads "
+                f"the fused graph reads {same.length} token per call, but the plain one reads "
                 f"{recurrence.length}; export the plain graph alone"
             )
     if int8:

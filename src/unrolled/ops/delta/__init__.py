@@ -68,10 +68,10 @@ def delta_rule(
         state: S `[B,G,D,M]` before the first token, N rows with `cu_seqlens`; zeros by default.
 
     Returns:
-        `o [B,T,H,M]` in the type of `v`, and the state after the last token, in fp32 (fp64 for fp64 inputs).
+        `o [B,T,H,M]` in the dtype of `v`, and the state after the last token, in fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: an argument of another shape or type; on a CPU in eager mode, where reading values is
+        ValueError: an argument of the wrong shape or type; on a CPU in eager mode, where reading values is
             free, keys longer than 1 (for which the rule may diverge), rates outside [0, 2] and positive
             `log_decay`.
     """
@@ -100,7 +100,7 @@ def delta_rule_step(
         log_decay: `[B,G]`, at most 0.
 
     Returns:
-        `o [B,H,M]` in the type of `v`, and the new state.
+        `o [B,H,M]` in the dtype of `v`, and the new state.
     """
     check_step(q, k, v)
     _check_rule(q, k, v, beta, log_decay, state, k.shape[0])

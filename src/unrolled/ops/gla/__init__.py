@@ -77,12 +77,12 @@ def diagonal_linear_attention(
         return_state: also return S after the last key.
 
     Returns:
-        `o [B,T,H,M]` in the type of `v`, and with `return_state` the state. Sums are kept in fp32 (fp64 for
+        `o [B,T,H,M]` in the dtype of `v`, and with `return_state` the state. Sums are kept in fp32 (fp64 for
         fp64 inputs). They have no denominator: hand over `v` in fp32 where fp16 may have no room for them.
         Gradients of any order reach every input and pass through both states.
 
     Raises:
-        ValueError: an argument of another shape or type; offsets that do not rise; on a CPU and uncompiled,
+        ValueError: an argument of the wrong shape or type; offsets that do not rise; on a CPU and uncompiled,
             where reading values is free, a positive `log_decay`.
     """
     options: Options = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens, "state": state}
@@ -103,7 +103,7 @@ def diagonal_linear_attention_step(
         state: S `[B,G,R,M]`; it is not changed.
 
     Returns:
-        `o [B,H,M]` in the type of `v`, and the new state.
+        `o [B,H,M]` in the dtype of `v`, and the new state.
     """
     check_step(q, k, v)
     check_log_decay(log_decay, k, "[B, G, R]")

@@ -61,7 +61,7 @@ class Cut(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The inputs in chunks and in the accumulation type; see `ops.chunks`."""
+    """The inputs in chunks and in the accumulation dtype; see `ops.chunks`."""
 
     q: Tensor  # [X,n,P,C,R]
     k: Tensor  # [X,n,1,C,R]

@@ -1,6 +1,6 @@
 r"""Linear attention: the recurrence S_t = a_t S_{t-1} + k_t v_t^T in all its forms.
 
-With features q, k >= 0 (already through phi), gates a_t = exp(log_decay_t) and the state (S, z),
+With features q, k >= 0 (phi already applied), gates a_t = exp(log_decay_t) and the state (S, z),
 
     S_t = a_t S_{t-1} + k_t v_t^T        z_t = a_t z_{t-1} + k_t
     o_i = q_i^T S_p(i) / q_i^T z_p(i)
@@ -10,7 +10,7 @@ last key otherwise. Written out, the weight of key j for query i is q_i . k_j ex
 b = cumsum(log_decay), normalised over j.
 
 Katharopoulos et al. 2020, "Transformers are RNNs" (arXiv 2006.16236), eq. 8-12 and 16-20. The gate is that of
-RFA-Gate (Peng et al. 2021, arXiv 2103.02143), whose caller also scales the keys by 1 - a_t.
+RFA-Gate (Peng et al. 2021, arXiv 2103.02143), for which the caller also scales the keys by 1 - a_t.
 """
 
 from itertools import pairwise
@@ -29,7 +29,7 @@ from unrolled.ops.precision import accumulation_dtype, exact_dtype, promoted, wi
 
 
 class LinearState(NamedTuple):
-    """All that linear attention remembers of the past: `kv [B,G,R,M]` = S and `k_sum [B,G,R]` = z."""
+    """The state of linear attention: `kv [B,G,R,M]` = S and `k_sum [B,G,R]` = z."""
 
     kv: Tensor
     k_sum: Tensor
@@ -92,22 +92,23 @@ def linear_attention(
         k: key features `[B,S,G,R]`; H is a multiple of G, and query head h reads key head h // (H/G).
         v: values `[B,S,G,M]`.
         causal: query i reads keys up to i + S - T only; otherwise every query reads all keys.
-        log_decay: natural logarithm of the gates `[B,S,G]`, at most 0; minus infinity forgets everything.
-        key_padding_mask: `[B,S]`, True = padding: such a key adds nothing, and its gate is taken as 1.
+        log_decay: natural logarithm of the gates `[B,S,G]`, at most 0; minus infinity clears the state.
+        key_padding_mask: `[B,S]`, True = padding: a padded key does not change the state, and its gate counts
+            as 1.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
-        state: what came before the first key; N rows with `cu_seqlens`, else B.
+        state: the state before the first key, with N rows for `cu_seqlens`, else B.
         return_state: also return the state after the last key.
-        normalize: divide by q_i . z; a query whose divisor is 0 (nothing to attend to) gets 0. Without, the
-            output is a sum over all keys, which may leave the range of an fp16 `v`.
-        backend: "plain" for the PyTorch form; for tests and benchmarks, the default takes the fastest.
+        normalize: divide by q_i . z; a query whose divisor is 0 (nothing to attend to) gets 0. If False, the
+            output is a sum over all keys, which may overflow if `v` is fp16.
+        backend: "plain" for the PyTorch form, for tests and benchmarks; by default, the fastest available.
 
     Returns:
-        `o [B,T,H,M]` in the type of `v`, and with `return_state` the `LinearState`. Sums are kept in fp32
+        `o [B,T,H,M]` in the dtype of `v`, and with `return_state` the `LinearState`. Sums are kept in fp32
         (fp64 for fp64 inputs). Gradients of any order reach every input and pass through both states.
 
     Raises:
-        ValueError: an argument of another shape or type; offsets that do not rise; on a CPU in eager
-            mode, where reading values is free, a positive `log_decay`.
+        ValueError: an argument of the wrong shape or type; decreasing offsets; a positive `log_decay`, which
+            is only checked on a CPU in eager mode, where reading values is cheap.
     """
     check_booleans(causal=causal, normalize=normalize)
     k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state)
@@ -123,7 +124,7 @@ def linear_attention(
         _, kv, k_sum = kernels.linear_attention(inputs, Options(None, False, normalize), backend)
         log_decay = None if log_decay is None else log_decay[:, late]
         k, v = k[:, late], v[:, late]
-    elif causal and T > S:  # the queries before the first key read the given state alone
+    elif causal and T > S:  # the queries before the first key only read the given state
         inputs = Inputs(q[:, : T - S], k[:, :0], v[:, :0], None, kv, k_sum)
         before = [kernels.linear_attention(inputs, Options(None, False, normalize), backend)[0]]
         q = q[:, T - S :]
@@ -151,13 +152,13 @@ def linear_attention_step(
         q: query features `[B,H,R]`.
         k: key features `[B,G,R]`.
         v: value `[B,G,M]`.
-        state: `kv [B,G,R,M]`, `k_sum [B,G,R]`; it is not changed.
+        state: `kv [B,G,R,M]`, `k_sum [B,G,R]`; it is not modified.
         log_decay: `[B,G]`, at most 0.
         normalize: divide by q . z'.
-        feature_map: what makes features of q and k, which are then given before it, D wide.
+        feature_map: applied to q and k, which are then passed without features, D wide.
 
     Returns:
-        `o [B,H,M]` in the type of `v`, and the new state.
+        `o [B,H,M]` in the dtype of `v`, and the new state.
     """
     check_step(q, k, v)
     (B, G, D), M, R = k.shape, v.shape[2], k.shape[2]
@@ -210,7 +211,7 @@ def _reference(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, L
             kv, k_sum = _zero_state(q, k, v, B)
         if log_decay is None:
             log_decay = q.new_zeros(B, S, G)
-        # b[:, s] cumulates the gates of the first s keys, so that "no key read yet" is row 0.
+        # b[:, s] is the sum of the log gates of the first s keys; row 0 stands for "no key read yet".
         gates = log_decay.clamp(min=LOWEST_GATE).to(exact_dtype(q.device))
         b = torch.nn.functional.pad(gates.cumsum(1), (0, 0, 1, 0)).transpose(1, 2)
         keys_read = torch.arange(T, device=q.device) + (S - T + 1) if causal else q.new_full((T,), S).long()
@@ -249,7 +250,7 @@ def _check_and_mask(
     cu_seqlens: Tensor | None,
     state: LinearState | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check every argument, then take padding out of the keys, the values and the gates."""
+    """Check every argument, then set keys, values and log gates to 0 at padding."""
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, S, G]")
@@ -265,7 +266,7 @@ def _check_and_mask(
 
 
 def check_state(state: object, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Require a state with `kv` of `sizes` [B,G,R,M] and `k_sum` [B,G,R], of this type."""
+    """Require a state with `kv` of `sizes` [B,G,R,M] and `k_sum` [B,G,R], both of this dtype."""
     kv, k_sum = getattr(state, "kv", None), getattr(state, "k_sum", None)
     if kv is None or k_sum is None:
         raise ValueError(f"state is a {type(state).__name__}, but must be a LinearState")

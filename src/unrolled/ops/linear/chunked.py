@@ -1,25 +1,26 @@
 r"""Linear attention in plain PyTorch, chunk by chunk: the form that runs everywhere.
 
-The sequence is cut into chunks of C tokens. Inside a chunk attention is quadratic, between chunks the state
-passes: time O(T (C (R+M) + R M)), and nothing of size [T,R,M] or [T,T] is ever formed. With b the cumulated
-log gates of a chunk, D_ij = exp(b_i - b_j) for i >= j, and (S, z) the state before the chunk,
+The sequence is cut into chunks of C tokens. Attention is quadratic inside a chunk, and the state is passed
+between chunks: time O(T (C (R+M) + R M)), and no tensor of size [T,R,M] or [T,T] is materialised. With b the
+cumulative sum of the log gates of a chunk, D_ij = exp(b_i - b_j) for i >= j, and (S, z) the state before the
+chunk,
 
     P   = (Q K^T) * D
     num = P V + exp(b) Q S               den = P 1 + exp(b) Q z               o = num / den
     S'  = exp(b_C) S + (exp(b_C - b) K)^T V                    z' = exp(b_C) z + (exp(b_C - b) K)^T 1
 
-The backward pass recomputes the states and keeps none per token (arXiv 2006.16236, eq. 13-15, by chunk).
-With G = dO / den and the state gradient (S*, z*) arriving from later chunks,
+The backward pass recomputes the states, so that none is stored per token (arXiv 2006.16236, eq. 13-15, by
+chunk). With G = dO / den and the state gradient (S*, z*) arriving from later chunks,
 
     dQ' = ((G V^T) * D) K + exp(b) G S^T      dden_i = -(q_i . dQ'_i) / den_i  (as q . dQ' = num . G)
     dQ  = dQ' + dden z_i                        z_i = (D K)_i + exp(b_i) z
     dK  = ((G V^T + dden 1^T) * D)^T Q + exp(b_C - b) (V S*^T + 1 z*^T)
     dV  = P^T G + exp(b_C - b) K S*
 
-A gate t scales what passes from before it to t or later. The gradient of its logarithm adds up, over pairs
-i >= t > j of the chunk, P_ij dP_ij; over queries i >= t, what they read of (S, z); over keys j < t, what they
-give to (S', z'); and what of (S, z) reaches (S', z'). Each is a sum of its own: the shorter formula
-q_i . dQ_i - k_i . dK_i subtracts large equal parts and loses digits.
+Gate t scales what tokens before t contribute to t and later ones. The gradient of its logarithm is the sum of
+four parts: P_ij dP_ij over pairs i >= t > j of the chunk; what the queries i >= t read from (S, z); what the
+keys j < t contribute to (S', z'); and what (S, z) contributes to (S', z'). Each is summed separately: the
+shorter formula q_i . dQ_i - k_i . dK_i subtracts large, nearly equal terms and loses precision.
 
 Bidirectional attention is a single chunk whose queries all read S'.
 """
@@ -33,7 +34,7 @@ from torch import Tensor
 from unrolled.ops.chunks import join_chunks, scan, scan_back, split_chunks, sum_heads
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
 
-LOWEST_GATE = -1e4  # its exponential is 0 like that of -inf, but it may be subtracted from itself
+LOWEST_GATE = -1e4  # its exp is 0, like that of -inf, but its difference from itself is 0, not NaN
 
 
 class Inputs(NamedTuple):
@@ -56,7 +57,7 @@ class Options(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The outputs of linear attention, with the divisor that the backward pass needs."""
+    """The outputs of linear attention, with the denominator that the backward pass needs."""
 
     o: Tensor  # [B,T,H,M]
     kv: Tensor  # [B,G,R,M], the state after the last key
@@ -93,7 +94,7 @@ class Gates(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Inputs cut into n chunks, in the accumulation type. X = B*G; P = H/G query heads share a key head."""
+    """Inputs cut into n chunks, in the accumulation dtype. X = B*G; P = H/G query heads share a key head."""
 
     q: Tensor  # [X,n,P,C,R]
     k: Tensor  # [X,n,1,C,R]
@@ -106,7 +107,7 @@ class Chunks(NamedTuple):
 def forward(inputs: Inputs, causal: bool, normalize: bool) -> Outputs:
     """Compute the outputs of sequences that are not packed; `causal` requires T = S.
 
-    Every operation is differentiable, so higher derivatives go through this same code.
+    Every operation is differentiable, so higher derivatives are computed by the same code.
     """
     (B, T, _, R), (_, _, G, M) = inputs.q.shape, inputs.v.shape
     with without_autocast(inputs.q.device):
@@ -134,7 +135,7 @@ def forward(inputs: Inputs, causal: bool, normalize: bool) -> Outputs:
 def step(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `o [B,H,M]` and the new state from one token of each and the state before it."""
+    """Compute `o [B,H,M]` and the new state from q, k and v of one token and the previous state."""
     (B, H, R), (_, G, M), dtype = q.shape, v.shape, accumulation_dtype(q.dtype)
     with without_autocast(q.device):
         keys = k.to(dtype)
@@ -192,7 +193,7 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, causal: bool, 
 
 
 class Reads(NamedTuple):
-    """The gradients that come from the queries: of themselves, the keys of their chunk and all states."""
+    """Gradients through what queries read: of queries, keys and values of their chunk, and all states."""
 
     dq: Tensor  # [X,n,P,C,R]
     dk: Tensor  # [X,n,1,C,R]
@@ -254,10 +255,10 @@ def _bidirectional_reads(
 
 
 def safe_divide(num: Tensor, den: Tensor) -> Tensor:
-    """num / den, and 0 with zero gradient where den is 0 or too small to be divided by.
+    """num / den, or 0 with zero gradient where den is 0 or too small to divide by.
 
-    The gradient divides as well, numbers of any size and not just sums of which den is the whole: a margin of
-    1 / eps above the smallest normal number leaves it finite (1e-31 in fp32).
+    The backward pass also divides by den, and its numerators may be of any size, unlike num. To keep the
+    gradient finite, den must exceed the smallest normal number by a factor of 1 / eps (1e-31 in fp32).
     """
     kind = torch.finfo(den.dtype)
     nothing = den.abs() < kind.tiny / kind.eps
@@ -265,7 +266,7 @@ def safe_divide(num: Tensor, den: Tensor) -> Tensor:
 
 
 def decay_between(b_to: Tensor, b_from: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(b_to_i - b_from_j) where `allowed [i,j]`, else 0; masked before exp, which cannot overflow."""
+    """exp(b_to_i - b_from_j) where `allowed [i,j]`, else 0; masked first, so exp cannot overflow."""
     difference = b_to.unsqueeze(-1) - b_from.unsqueeze(-2)
     return difference.masked_fill(~allowed, -math.inf).to(dtype).exp()
 

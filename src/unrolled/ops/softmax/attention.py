@@ -56,7 +56,7 @@ def softmax_attention(
         `o [B,T,H,M]`; 0, with zero gradient, for a query that has nothing to attend to.
 
     Raises:
-        ValueError: an argument of another shape or type.
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     check_booleans(causal=causal)

@@ -52,7 +52,7 @@ class Options(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The inputs by key head, in the accumulation type. X = B*G; P = H/G query heads share a key head."""
+    """The inputs by key head, in the accumulation dtype. X = B*G; P = H/G query heads share a key head."""
 
     q: Tensor  # [X,P,T,D], scaled
     k: Tensor  # [X,S,D]
@@ -76,7 +76,7 @@ def supports(inputs: Inputs) -> bool:
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute `o [B,T,H,M]` in the type of `v` and `lse [B,T,H]` in the accumulation type.
+    """Compute `o [B,T,H,M]` in the dtype of `v` and `lse [B,T,H]` in the accumulation dtype.
 
     Every operation is differentiable, so higher derivatives go through this same code.
     """

@@ -50,7 +50,7 @@ def supports(inputs: Inputs) -> bool:
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute `o [B,T,H,M]` in the type of `v` and `lse [B,T,H]` in fp32."""
+    """Compute `o [B,T,H,M]` in the dtype of `v` and `lse [B,T,H]` in fp32."""
     q, k, v, padding = inputs
     cu_seqlens, window_size, scale = options
     T, S = q.shape[1], k.shape[1]

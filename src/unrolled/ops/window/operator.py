@@ -19,7 +19,7 @@ class Backend(Protocol):
         """Whether it can run these inputs."""
 
     def forward(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-        """Compute `o [B,T,H,M]` in the type of `v` and `lse [B,T,H]` in the accumulation type."""
+        """Compute `o [B,T,H,M]` in the dtype of `v` and `lse [B,T,H]` in the accumulation dtype."""
 
     def backward(
         self, grad_o: Tensor, grad_lse: Tensor, inputs: Inputs, lse: Tensor, options: Options
