@@ -275,7 +275,7 @@ def test_missing_files_are_named(tmp_path: Path, text_settings: list[str]) -> No
     assert not (tmp_path / "run").exists()
     assert error("train", "--config", missing) == f"{missing}: No such file or directory"
     assert (
-        error("generate", tmp_path) == f"{tmp_path} is no folder of unrolled train: it has no vocabulary.json"
+        error("generate", tmp_path) == f"{tmp_path} is not a run of unrolled train: it has no vocabulary.json"
     )
     assert f"{tmp_path} is not a model's folder" in error("info", tmp_path)
 

@@ -117,8 +117,10 @@ def test_wrong_requests_to_translate_get_one_sentence(trained: Path, digits: Pat
 
 
 def test_bytes_that_are_no_text_get_one_sentence(trained: Path) -> None:
-    assert "is no text: it has bytes that are not UTF-8" in error("translate", trained, "a \udcff dog")
-    assert "is no text: it has bytes that are not UTF-8" in error("attend", trained, "--text", "a \udcff dog")
+    assert "is not text: it has bytes that are not UTF-8" in error("translate", trained, "a \udcff dog")
+    assert "is not text: it has bytes that are not UTF-8" in error(
+        "attend", trained, "--text", "a \udcff dog"
+    )
 
 
 def test_line_n_of_the_translations_is_that_of_sentence_n(

@@ -86,7 +86,7 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
         ("train.step=2", "unknown key train.step: did you mean train.steps?"),
         ("modle.n_layers=2", "unknown key modle: did you mean model?"),
         ("zzz=2", "unknown key zzz: The keys are data, model, train, run_dir"),
-        ("data.lenght=2", "'lenght' is no option of the data set text, which takes path, level, length"),
+        ("data.lenght=2", "'lenght' is not an option of data set text, which takes path, level, length"),
         ("data.name=null", "data.name is missing: choose one of "),
         ("data.name=nope", "'nope', but the data sets are "),
         ("run_dir=", "run_dir is missing"),

@@ -126,7 +126,7 @@ def test_tests_can_be_had_by_task(folder):
 
 
 def test_a_task_without_a_training_file_cannot_be_asked_for(folder):
-    message = "task 3 has no training file here, the tasks that can be asked for are 1, 8; all 20 are in http"
+    message = "task 3 has no training file here; the available tasks are 1, 8; all 20 are in http"
     with pytest.raises(ValueError, match=message):
         BabiDataset([3], data_dir=folder)
 
@@ -166,7 +166,7 @@ def test_other_files_are_refused(folder):
     with pytest.raises(ValueError, match="is corrupt: it has no file such as en-10k/qa1"):
         BabiDataset(data_dir=folder)
     path.write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="is corrupt: it is no tar archive"):
+    with pytest.raises(ValueError, match="is corrupt: it is not a tar archive"):
         BabiDataset(data_dir=folder)
     path.unlink()
     with pytest.raises(ValueError, match=r"tasks_1-20_v1-2.tar.gz is neither at .* could not be downloaded"):

@@ -126,10 +126,10 @@ def test_other_reviews_are_refused(folder):
     with pytest.raises(ValueError, match="is corrupt: its 12 labelled reviews have the sha256"):
         ImdbDataset(data_dir=folder)
     path.write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="is corrupt: it is no tar archive"):
+    with pytest.raises(ValueError, match="is corrupt: it is not a tar archive"):
         ImdbDataset(data_dir=folder)
     path.write_bytes(archive(REVIEWS)[:-60])
-    with pytest.raises(ValueError, match="is corrupt: it is no tar archive"):
+    with pytest.raises(ValueError, match="is corrupt: it is not a tar archive"):
         ImdbDataset(data_dir=folder)
     with pytest.raises(ValueError, match="length is 0, but must be an integer of at least 1"):
         ImdbDataset(length=0, data_dir=folder)

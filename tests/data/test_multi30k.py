@@ -130,7 +130,7 @@ def test_long_pairs_are_left_out_of_training_only(files, dataset):
         ({"vocab_size": 256}, "vocab_size is 256, but must be an integer of at least 257"),
         ({"length": 1}, "length is 1, but must be an integer of at least 2"),
         ({"length": 2}, "length is 2, but every training pair has more tokens"),
-        ({"lenght": 2}, "'lenght' is no option of the data set multi30k, which takes direction, vocab_size"),
+        ({"lenght": 2}, "'lenght' is not an option of data set multi30k, which takes direction, vocab_size"),
     ],
 )
 def test_wrong_options_are_named(files, options, message):

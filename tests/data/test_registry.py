@@ -45,7 +45,7 @@ def test_only_data_sets_can_be_loaded(name):
 )
 def test_an_unknown_option_lists_the_known_ones(name, takes):
     with pytest.raises(
-        ValueError, match=f"'lenght' is no option of the data set {name}, which takes {takes}"
+        ValueError, match=f"'lenght' is not an option of data set {name}, which takes {takes}"
     ):
         data.load(name, lenght=3)
 

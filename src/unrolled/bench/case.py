@@ -125,9 +125,9 @@ class Case:
         name: what the user types.
         about: one sentence.
         axis: what the sizes are; "N" is a sequence length.
-        sizes, quick: where to measure, and where to try it with `quick`.
+        sizes, quick: the sizes to measure, and those for the setting `quick`.
         problem: what to do at a size.
-        memory: whether to measure peak memory, each contender in a process of its own.
+        memory: whether to measure peak memory, each contender in a separate process.
     """
 
     name: str
@@ -139,14 +139,14 @@ class Case:
     memory: bool = False
 
     def chosen_sizes(self, settings: Settings) -> tuple[int, ...]:
-        """Where to measure with these settings."""
+        """The sizes to measure with these settings."""
         if settings.lengths is not None and self.axis == "N":
             return settings.lengths
         return self.quick if settings.quick else self.sizes
 
 
 def tolerance(dtype: torch.dtype, terms: int) -> float:
-    """Bound the rounding error of sums of so many terms, made of numbers of this type.
+    """Bound the rounding error of sums of `terms` terms, computed from numbers of `dtype`.
 
     A sum of n rounded terms in fp32 is off by less than lambda sqrt(n) u with probability
     1 - 2 exp(-lambda^2 / 2) (Higham and Mary 2019, SIAM J. Sci. Comput. 41, theorem 2.4). In half precision

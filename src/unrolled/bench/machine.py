@@ -17,7 +17,7 @@ from unrolled.bench.measure import take_turns
 from unrolled.ops import native
 from unrolled.threads import cpu_threads
 
-BUFFER = 1 << 28  # bytes, far more than the last cache holds
+BUFFER = 1 << 28  # bytes, far more than the last-level cache holds
 PEERS = ("pytorch-fast-transformers", "fla-core", "onnxruntime", "triton", "numpy")
 
 
@@ -39,7 +39,7 @@ class Limits:
 
 
 def limits(settings: Settings) -> Limits:
-    """Measure the limits; the share of one thread in `flops` is that of each further one."""
+    """Measure the limits; `flops` is that of one thread times the number of threads."""
     try:
         flops, why = fma_peak() * settings.threads, ""
     except MissingError as error:
@@ -54,7 +54,7 @@ def limits(settings: Settings) -> Limits:
 
 
 def seconds_to_read(size: int, settings: Settings) -> float:
-    """Measure how long it takes to read so many bytes again: part of them may still be in a cache."""
+    """Measure how long it takes to reread `size` bytes, part of which may still be in a cache."""
     numbers = torch.ones(size // 4, device=settings.device)
     with torch.inference_mode(), cpu_threads(settings.threads):
         return _seconds(numbers.sum, settings)
@@ -64,7 +64,7 @@ def fma_peak() -> float:
     """Return operations per second of multiply-adds in registers on one thread.
 
     Raises:
-        MissingError: the native kernels, which have the loop, are not here.
+        MissingError: the native kernels, which contain the loop, are not available.
     """
     if why := native.missing():
         raise MissingError(why)

@@ -1,4 +1,4 @@
-"""The cost of a token in a decoder by position: time measured, memory counted."""
+"""The cost of a token in a decoder by position: measured time and counted bytes."""
 
 import gc
 import time
@@ -19,7 +19,7 @@ from unrolled.threads import cpu_threads
 
 Key = TypeVar("Key")
 
-WINDOW = 64  # tokens per timing of a stepping decoder, so that work that is due only now and then counts
+WINDOW = 64  # tokens per timing of a stepping decoder, so that work not done at every token is included
 
 
 class Cost(NamedTuple):
@@ -31,7 +31,7 @@ class Cost(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A decoder at some position: `run` makes `tokens` tokens, `nbytes` is what it needs to go on."""
+    """A decoder at some position: `run` generates `tokens` tokens, `nbytes` is what continuing needs."""
 
     run: Callable[[], object]
     tokens: int
@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 
 Contender = Callable[[int], Task]
-"""A way to decode: from a position to the task of going on from there."""
+"""A way to decode: maps a position to the task of continuing from there."""
 
 
 def linear_and_softmax(
@@ -122,7 +122,7 @@ def cost_per_token(
     Args:
         contenders: for each name, a way to decode and the positions to measure it at.
         repeats: timings per contender and position.
-        threads: CPU threads of torch meanwhile.
+        threads: CPU threads of torch during the measurement.
         on_run: called after each timing.
 
     Returns:
@@ -153,13 +153,12 @@ def take_turns(
 ) -> dict[Key, list[float]]:
     """Time `runs` interleaved, so that load on the machine affects all of them alike.
 
-    The garbage collector is off meanwhile.
+    The garbage collector is disabled during the measurement.
 
     Args:
         runs: what to time, by any key.
         least: rounds in which all take part.
-        budget: seconds, of which each has an equal share: after `least` rounds, it goes on until that is
-            spent.
+        budget: seconds, shared equally: after `least` rounds, each is timed until its share is spent.
         on_run: called after each timing.
 
     Returns:

@@ -234,7 +234,7 @@ def _axes(theme: Theme, inches: tuple[float, float] = (5.6, 3.5)) -> tuple[Figur
 
 
 def _name_lines(figure: Figure, axes: Axes, lines: Sequence[Line], colours: Sequence[str]) -> None:
-    """Write each name beside its line's end: on the right, moved up where names would overlap.
+    """Write each name next to the end of its line: on the right, moved up where names would overlap.
 
     A line that ends before the others is named above its end, where it is out of their way.
     """

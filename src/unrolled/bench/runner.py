@@ -18,7 +18,7 @@ from unrolled.bench.report import Row
 from unrolled.contract import UnsupportedError
 from unrolled.threads import cpu_threads
 
-LEAST = 3  # timings of each, however long one takes
+LEAST = 3  # minimum timings of each contender, however long one takes
 
 
 def run_case(
@@ -87,7 +87,7 @@ def _check(
     torch.set_num_threads(threads)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries that are not ours
+            warnings.simplefilter("ignore")  # of third-party libraries
             run = contender.prepare()
             found = [x.detach() for x in run()]
     except (MissingError, ImportError, UnsupportedError) as error:
@@ -147,7 +147,7 @@ def _timed(
         flops=flops,
         share_of_flops=None if flops is None or peak is None else flops / peak,
         bandwidth=nbytes,
-        # what more threads may copy was not measured
+        # copying was only measured with the threads of the settings
         share_of_copying=None if nbytes is None or threads != settings.threads else nbytes / limits.copying,
     )
 
@@ -155,7 +155,7 @@ def _timed(
 def _with_memory(
     case: Case, rows: Sequence[Row], settings: Settings, tell: Callable[[str], object]
 ) -> tuple[list[Row], list[str]]:
-    """Add peak memory to the rows that have a time; also return why that could not be."""
+    """Add peak memory to the rows that have a time; also return a remark for each failure."""
     found: dict[tuple[str, int], int] = {}
     unknown = []
     for name in dict.fromkeys(row.contender for row in rows if row.median is not None):

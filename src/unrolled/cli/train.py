@@ -34,7 +34,7 @@ def train(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
     force: Force = False,
 ) -> None:
-    """Train the kind of model that the data asks for. The same command again goes on where it stopped.
+    """Train the kind of model that the data asks for. Repeat the command to resume a run.
 
     By default that is a decoder for tokens, an encoder for labels and an encoder_decoder for translations.
     Questions about stories (babi) train a memory_network, tasks on bits an ntm and sums (adding) an

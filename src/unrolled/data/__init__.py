@@ -61,6 +61,6 @@ def load(name: str, **options: Any) -> BaseDataset:
     for option in options:
         if option not in valid:
             raise ValueError(
-                f"{option!r} is no option of the data set {name}, which takes {', '.join(valid) or 'none'}"
+                f"{option!r} is not an option of data set {name}, which takes {', '.join(valid) or 'none'}"
             )
     return kind(**options)

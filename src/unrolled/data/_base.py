@@ -58,7 +58,7 @@ class BaseDataset(Checked, ABC):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The meaning of the ids in its batches; by default they are plain numbers."""
+        """The meaning of the ids in its batches; by default, plain numbers."""
         return Vocabulary("ids", data=self.name)
 
     @abstractmethod

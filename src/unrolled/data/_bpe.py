@@ -93,7 +93,7 @@ class BytePairs:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"{text!r} is no text: it has bytes that are not UTF-8") from error
+                raise ValueError(f"{text!r} is not text: it has bytes that are not UTF-8") from error
         return [torch.tensor([*found.ids, END_ID]) for found in self._tokenizer.encode_batch(list(texts))]
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:

@@ -1,6 +1,6 @@
-"""Files of published data sets: found, or downloaded, and never used unverified.
+"""Files of published data sets: found or downloaded, and always verified.
 
-The folder to look in is `data_dir` where one is given, else `$UNROLLED_DATA`, else `~/.cache/unrolled`.
+The folder to look in is `data_dir` if given, else `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 """
 
 import gzip
@@ -30,7 +30,8 @@ class PublishedFile:
     Attributes:
         path: "folder/file" below the data folder; the file may also lie directly in the data folder.
         url: the official address.
-        sha256: of the content, uncompressed where the name ends in `.gz`: compressing again changes no data.
+        sha256: of the content, uncompressed if the name ends in `.gz`, since recompression does not change
+            it.
     """
 
     path: str
@@ -42,7 +43,7 @@ def folder(data_dir: str | Path | None = None) -> Path:
     """Return the folder to look in.
 
     Raises:
-        ValueError: `data_dir` is no name of a folder.
+        ValueError: `data_dir` is not the name of a folder.
     """
     if not isinstance(data_dir, str | Path | None):
         raise ValueError(f"data_dir is {data_dir!r}, but must be the name of a folder")
@@ -64,8 +65,8 @@ def load_published(
     """Return what `parse` makes of a published file, downloading it once if it is missing.
 
     Args:
-        paths: where it may lie, "folder/file" below the data folder, or the file directly in it; a download
-            is kept at the first.
+        paths: where it may be: "folder/file" below the data folder, or the file directly in it; a download is
+            stored at the first.
         url: its official address.
         parse: verifies and reads the bytes; it raises ValueError with what is wrong with them.
         data_dir: see `folder`.

@@ -70,7 +70,7 @@ class Vocabulary(Checked):
         """
         path = run_dir / FILE_NAME
         if not path.exists():
-            raise ValueError(f"{run_dir} is no folder of unrolled train: it has no {FILE_NAME}")
+            raise ValueError(f"{run_dir} is not a run of unrolled train: it has no {FILE_NAME}")
         try:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
@@ -90,7 +90,7 @@ class Vocabulary(Checked):
             size = len(self._byte_pairs)
         if size != vocab_size:
             raise ValueError(
-                f"{FILE_NAME} has {size} ids, but the model beside it {vocab_size}: not of one run"
+                f"{FILE_NAME} has {size} ids, but the model has {vocab_size}: they are not of one run"
             )
 
     def encode(self, text: str) -> list[int]:
@@ -124,7 +124,7 @@ class Vocabulary(Checked):
         return BytePairs.of_json(self.pieces or "")
 
     def reader(self) -> Callable[[int], str]:
-        """Return a function from one id after another to text; bytes appear once a character is complete."""
+        """Return a function that decodes one id at a time; bytes appear once their character is complete."""
         if self.kind == "ids":
             return lambda token: f" {token}"
         if self.characters is None:

@@ -36,7 +36,7 @@ URL = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
 PATHS = ["babi/tasks_1-20_v1-2.tar.gz", "babi/babi_en-10k_no-qa3train.tar.xz"]  # the second lacks one file
 FOLDER = Path("babi/tasks_1-20_v1-2/en-10k")
 FILE = re.compile(r"(?:.*/)?en-10k/qa(\d+)_[\w-]+_(train|test)\.txt")
-HELD_OUT = 10  # one story in so many is for validation: the last ones of each task
+HELD_OUT = 10  # the last tenth of the stories of each task is for validation
 
 SHA256 = {  # of the training and then the test file of each task; of task 3 the test file alone
     1: "f010667e5694cb120750d544cd532af3f0184fb7fa39fd9d10d20867187fb2d6",
@@ -116,7 +116,7 @@ class BabiDataset(BaseDataset):
     sentence is beyond `memory_size`.
 
     Attributes:
-        tasks: numbers of the tasks, learned jointly; "all" for those whose files are there.
+        tasks: numbers of the tasks, learned jointly; "all" for those whose files are found.
         memory_size: the number of sentences kept of a story, its last ones.
         data_dir: the folder that holds `babi/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
         supporting: F, the number of supporting sentences in the targets.
@@ -278,7 +278,7 @@ def unpack(archive: bytes) -> Files:
     """Read the files of a tar archive, however it is compressed.
 
     Raises:
-        ValueError: it is no such archive, or the files are not those that were published.
+        ValueError: it is not such an archive, or the files are not those that were published.
     """
     found: dict[str, bytes] = {}
     try:
@@ -287,7 +287,7 @@ def unpack(archive: bytes) -> Files:
                 if FILE.fullmatch(member.name) and (file := tar.extractfile(member)):
                     found[member.name] = file.read()
     except BAD_ARCHIVE as error:
-        raise ValueError(f"it is no tar archive ({error})") from error
+        raise ValueError(f"it is not a tar archive ({error})") from error
     return verified(found)
 
 
@@ -318,7 +318,7 @@ def chosen_tasks(tasks: Sequence[int] | Literal["all"], files: Files) -> list[in
     """Return the numbers of the tasks to read, each of which has both files.
 
     Raises:
-        ValueError: one is no task, is there twice, or has no files.
+        ValueError: a number is not a task, is given twice, or has no files.
     """
     there = sorted(task for task, part in files if part == "train" and (task, "test") in files)
     if tasks == "all":
@@ -329,7 +329,7 @@ def chosen_tasks(tasks: Sequence[int] | Literal["all"], files: Files) -> list[in
         if task not in there:
             missing = "training" if (task, "train") not in files else "test"
             raise ValueError(
-                f"task {task} has no {missing} file here, the tasks that can be asked for are "
+                f"task {task} has no {missing} file here; the available tasks are "
                 f"{', '.join(map(str, there))}; all 20 are in {URL}"
             )
     return [int(task) for task in tasks]

@@ -93,7 +93,7 @@ def read_reviews(archive: bytes) -> Reviews:
     """Read the labelled reviews of a tar archive, however it is compressed.
 
     Raises:
-        ValueError: it is no such archive, or the reviews are not those that were published.
+        ValueError: it is not such an archive, or the reviews are not those that were published.
     """
     found: dict[tuple[str, str, int], bytes] = {}
     try:
@@ -103,7 +103,7 @@ def read_reviews(archive: bytes) -> Reviews:
                 if match and (file := tar.extractfile(member)):
                     found[match[1], match[2], int(match[3])] = file.read()
     except BAD_ARCHIVE as error:
-        raise ValueError(f"it is no tar archive ({error})") from error
+        raise ValueError(f"it is not a tar archive ({error})") from error
     digest = hashlib.sha256()
     reviews: Reviews = {"train": [], "val": []}
     for key in sorted(found):

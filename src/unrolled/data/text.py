@@ -34,18 +34,19 @@ class TextDataset(BaseDataset):
     """One long text: windows drawn at random to train on, its end cut into consecutive windows to validate.
 
     As characters, a text must be UTF-8; a byte-order mark is dropped and every line end becomes a newline. As
-    bytes, a file is taken exactly as it is. `characters` has those of both parts in the order of their ids;
-    for bytes it is None.
+    bytes, a file is read unchanged. `characters` lists the characters of both splits in the order of their
+    ids; for bytes it is None.
 
     Attributes:
-        path: a file, uncompressed on the way if it ends in `.gz`, or the known name "tiny-shakespeare".
+        path: a file, decompressed if it ends in `.gz`, or the known name "tiny-shakespeare".
         level: "chars" or "bytes".
         length: tokens per window, T.
         val_fraction: the part at the end of the text that is kept for validation.
         data_dir: where known texts are kept; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
-        ValueError: an option is impossible, the file is missing, corrupt or no UTF-8, or a part is too short.
+        ValueError: an option is impossible, the file is missing, corrupt or not UTF-8, or a split is too
+            short.
     """
 
     path: str | Path = "tiny-shakespeare"
@@ -99,7 +100,7 @@ class TextDataset(BaseDataset):
         return -(-(len(self._ids[split]) - 1) // self.length)
 
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
-        """Return windows that start anywhere in the split, drawn with repetition from (seed, step)."""
+        """Return windows sampled with replacement from the split, determined by (seed, step)."""
         check_request(split, step, batch_size, seed)
         ids = self._ids[split]
         starts = np.random.default_rng((seed, step)).integers(len(ids) - self.length, size=(batch_size, 1))

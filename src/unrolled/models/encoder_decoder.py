@@ -248,7 +248,7 @@ class EncoderDecoder(SavedModel):
         """Weights of the source tokens in the last layer at each target token: [B, T, S], mean of the heads.
 
         Raises:
-            UnsupportedError: the cross-attention is no weighted mean; softmax and linear are.
+            UnsupportedError: the cross-attention does not compute weights; softmax and linear do.
         """
         memory = self.encode(source, key_padding_mask=key_padding_mask)
         x = self._embed(target, memory.shape[0])

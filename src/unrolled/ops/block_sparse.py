@@ -10,8 +10,8 @@ where a block that is listed twice counts twice. The keys of each list are gathe
 product, so time is O(T L K (D + M)) for lists of L blocks. Query blocks are processed in groups, and
 the backward pass recomputes them, so memory is that of the inputs, the outputs and one group.
 
-Zaheer et al. 2020, "Big Bird" (arXiv 2007.14062), appendix D, gathers blocks in this way. Parts over other
-keys join through lse (`ops/merge.py`).
+Zaheer et al. 2020, "Big Bird" (arXiv 2007.14062), appendix D, gathers blocks in this way. Attention to other
+keys can be merged through lse (`ops/merge.py`).
 """
 
 import math
@@ -46,8 +46,8 @@ def block_sparse_attention(
         q: queries `[B,T,H,D]`; the last block may be short.
         k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
         v: values `[B,S,G,M]`.
-        blocks: int64, broadcastable to `[B,H,N,L]` for the N = ceil(T/C) blocks of queries: the numbers of
-            the blocks of keys that each reads, below ceil(S/K); -1 for none.
+        blocks: int64, broadcastable to `[B,H,N,L]` for the N = ceil(T/C) blocks of queries: the indices of
+            the key blocks that each attends to, below ceil(S/K); -1 for none.
         block_size: (C, K), the lengths of a block of queries and of a block of keys.
         allowed: boolean, broadcastable to `[H,C,L K]`, True = attend: which keys of its list each query of a
             block reads, the same in every block; all by default.
@@ -55,10 +55,10 @@ def block_sparse_attention(
         scale: factor of the scores, 1/sqrt(D) by default.
 
     Returns:
-        `o [B,T,H,M]` in the dtype of `v`, and the logarithm `lse [B,T,H]` of the softmax's divisor in fp32
+        `o [B,T,H,M]` in the dtype of `v`, and the log `lse [B,T,H]` of the softmax's denominator in fp32
         (fp64 for fp64 inputs), which is also what the softmax is computed in. A query that has nothing to
-        read gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k and v
-        through both.
+        attend to gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k
+        and v through both.
 
     Raises:
         ValueError: an argument of the wrong shape or type.

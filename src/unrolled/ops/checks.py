@@ -107,7 +107,7 @@ def check_state_tensor(name: str, x: Tensor, sizes: Sequence[int], dtype: torch.
 def check_log_decay(log_decay: Tensor, k: Tensor, axes: str) -> None:
     """Require floating-point logarithms of gates on the device of `k`, at most 0 where values may be read.
 
-    Their shape is the first of the axes of `k`, as many as `axes` names.
+    Their shape is that of the leading axes of `k`, as many as `axes` names.
     """
     check_tensor("log_decay", log_decay)
     sizes = k.shape[: axes.count(",") + 1]
@@ -124,7 +124,7 @@ def check_log_decay(log_decay: Tensor, k: Tensor, axes: str) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
-    """Require int32 `[N+1]` offsets that rise from 0 to T (where they may be read), B = 1 and T = S."""
+    """Require non-decreasing int32 `[N+1]` offsets from 0 to T (if they may be read), B = 1 and T = S."""
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor of int32")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
@@ -142,13 +142,13 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
 
 
 def check_offsets(offsets: list[int], total: int) -> None:
-    """Require the values of `cu_seqlens` to rise from 0 to the number of tokens."""
+    """Require the values of `cu_seqlens` to go from 0 to the number of tokens without decreasing."""
     if offsets[0] != 0 or offsets[-1] != total or any(a > b for a, b in pairwise(offsets)):
         raise ValueError(f"cu_seqlens is {offsets}, but must rise from 0 to T = {total} without falling")
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether reading the values of `x` is free: on a CPU, neither traced nor transformed."""
+    """Whether values of `x` can be read at no cost: on a CPU, neither traced nor transformed."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
 
 

@@ -4,7 +4,7 @@ The outputs of softmaxes over several sets of keys combine into that of one soft
 
     lse = log sum_p exp(lse_p)        o = sum_p exp(lse_p - lse) o_p
 
-lse_p is the log of the divisor of part p. A key in several parts counts once for each.
+lse_p is the logarithm of the denominator of part p. A key in several parts counts once for each.
 """
 
 from collections.abc import Sequence

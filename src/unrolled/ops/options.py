@@ -72,7 +72,7 @@ class ChecksOptions:
 
     Raises:
         ValueError: an argument of another type.
-        TypeError: an unknown option; the message names those that there are.
+        TypeError: an unknown option; the message lists the known ones.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:

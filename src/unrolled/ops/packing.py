@@ -25,7 +25,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
 
 
 def pack_padded(x: Tensor, key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Take the padding (True) out of `x [B,T,...]`: `[1, tokens, ...]` and `cu_seqlens [B+1]`."""
+    """Remove the padding (True) from `x [B,T,...]`: `[1, tokens, ...]` and `cu_seqlens [B+1]`."""
     if x.dim() < 2:
         raise ValueError(f"x has shape {shape(x)}, but must be [B, T, ...]")
     check_key_padding_mask(key_padding_mask, x.shape[0], x.shape[1])
@@ -51,12 +51,12 @@ def valid_first(key_padding_mask: Tensor) -> Tensor:
 
 
 def reorder(x: Tensor, places: Tensor) -> Tensor:
-    """y[b, i] = x[b, places[b, i]] for `x [B,S,...]` and `places [B,N]`; of N = S, `places.argsort(1)` undoes
-    a new order.
+    """y[b, i] = x[b, places[b, i]] for `x [B,S,...]`, `places [B,N]`; `places.argsort(1)` undoes a
+    permutation.
     """
     B, S = x.shape[:2]
     row = torch.arange(B, device=places.device).unsqueeze(1)
-    # One flat selection of rows: its gradient is as fast as itself, unlike that of x[row, places].
+    # One flat selection of rows: its backward pass is as fast as forward, unlike that of x[row, places].
     return x.flatten(0, 1).index_select(0, (row * S + places).flatten()).reshape(*places.shape, *x.shape[2:])
 
 
@@ -66,8 +66,8 @@ def valid_tokens_first(
     """Close the gaps that padding (True) leaves in `x [B,S,...]`, so that distances count valid tokens only.
 
     Returns:
-        each x with its row's valid tokens first and zeros behind; the padding mask of that; and the function
-        that brings something of that order back into the given one.
+        each x with the valid tokens of each row first and zeros after them; their padding mask; and a
+        function that restores the original order.
     """
     places = valid_first(key_padding_mask)
     padding = key_padding_mask.gather(1, places)
@@ -79,7 +79,7 @@ def valid_tokens_first(
 
 
 def segment_ids(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Number of the sequence that each of the `total` packed tokens belongs to, `[total]`."""
+    """Index of the sequence that each of the `total` packed tokens belongs to, `[total]`."""
     place = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), place, right=True)
 
@@ -87,7 +87,7 @@ def segment_ids(cu_seqlens: Tensor, total: int) -> Tensor:
 def length_buckets(cu_seqlens: Tensor, total: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Group packed sequences by length, so that each group padded to its longest wastes less than half.
 
-    Yields, for each group of n sequences up to L long, their numbers `[n]`, the packed position of each of
+    Yields, for each group of n sequences up to L long, their indices `[n]`, the packed position of each of
     their tokens `[n,L]` and the padding mask `[n,L]` (True = no such token; its position is 0).
     """
     offsets = cu_seqlens.tolist()

@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Type that sums and states are kept in: fp64 for fp64 inputs, fp32 for all narrower ones."""
+    """The dtype of sums and states: fp64 for fp64 inputs, fp32 for all narrower ones."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def promoted(*xs: Tensor) -> tuple[Tensor, ...]:
-    """Convert tensors to the one type that holds them all."""
+    """Convert tensors to their common promoted dtype."""
     dtype = reduce(torch.promote_types, (x.dtype for x in xs))
     return tuple(x.to(dtype) for x in xs)
 

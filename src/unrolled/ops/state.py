@@ -67,7 +67,7 @@ def load(path: str | Path, like: State) -> State:
     Sizes may differ from those of `like` (another batch size, a longer cache); names and types may not.
 
     Raises:
-        ValueError: the file is no safetensors file, was changed after it was saved, or holds other tensors
+        ValueError: the file is not a safetensors file, was changed after it was saved, or holds other tensors
             than `like`.
     """
     found = load_tensors(path)

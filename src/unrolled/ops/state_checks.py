@@ -1,4 +1,4 @@
-"""One check of a state that is passed in: that it is one of this layer, and that all of its tensors fit."""
+"""The check of a state that is passed in: it must be of this layer, and all of its tensors must fit."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -9,9 +9,9 @@ from torch import Tensor
 from unrolled.ops.checks import shape
 
 Growing = Mapping[str, "tuple[int, str] | Growing"]
-"""The fields that get longer with more tokens: along which axis, and a letter for those of equal length.
+"""The fields that grow with the number of tokens: their axis, and a letter shared by those of equal length.
 
-For a field that is itself a state, the `Growing` of that state; without it, this one applies to it too.
+For a field that is itself a state, the `Growing` of that state; if missing, this one applies to it too.
 """
 
 CONSTANT: Growing = {}

@@ -58,7 +58,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class CellMaker(Maker):
-    """Builds a recurrent layer, `d_model` wide on both sides. Which way it reads is no option of it."""
+    """Builds a recurrent layer, `d_model` wide on both sides. Its direction is not an option."""
 
     def __call__(
         self, *, causal: bool, dtype: torch.dtype | None = None, seed: int = 0, **overrides: Any

@@ -203,7 +203,7 @@ def check_memory_state_is_a_value(make: AlignmentMaker) -> None:
 
 
 def check_memory_state_round_trip(make: AlignmentMaker) -> None:
-    """Rows of a state can be selected, and a saved state goes on identically in a twin module."""
+    """Rows of a state can be selected, and a saved state continues identically in a twin module."""
     module = make()
     query, memory = make.inputs()
     mask = paddings()["scattered"]

@@ -59,7 +59,7 @@ def check_rejects_wrong_input(make: Maker, supports: Supports) -> None:
         _check_forward_rejects(make, supports, causal)
         for variant, _ in claimed_variants(make, causal):
             if variant.startswith("n_kv_heads"):
-                what = "n_heads that is no multiple of n_kv_heads"
+                what = "n_heads that is not a multiple of n_kv_heads"
                 assert_raises(ValueError, what, make, "__call__", causal=causal, n_kv_heads=make.n_heads + 1)
     if recurrent(supports):
         _check_recurrence_rejects(make, supports)
@@ -126,7 +126,7 @@ def _wrong_masks(rows: int, columns: int) -> list[tuple[str, Tensor]]:
 
 
 def check_rejects_other_states(make: Maker, supports: Supports) -> None:
-    """What is no state of this layer raises ValueError, in `prefill` and `step`.
+    """Anything but a state of this layer raises ValueError, in `prefill` and `step`.
 
     That is None, a list or another tuple, and in any place of it no tensor, or one of another type, device,
     number of axes, size or number of rows.

@@ -38,7 +38,7 @@ class RunLog:
 
 @contextmanager
 def open_log(path: Path, *, after: int | None, tensorboard: bool = False) -> Iterator[RunLog]:
-    """Open the log of a run that goes on after step `after`, or of a new one (None).
+    """Open the log of a run that resumes after step `after`, or of a new one (None).
 
     Later lines of an earlier process are dropped, since those steps run again.
 

@@ -221,8 +221,8 @@ def test_names_of_both_libraries_are_the_same_field():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"atention": "linear"}, "atention is no field of UnrolledConfig: did you mean attention"),
-        ({"output": "masked"}, "output is no field of UnrolledConfig"),
+        ({"atention": "linear"}, "atention is not a field of UnrolledConfig: did you mean attention"),
+        ({"output": "masked"}, "output is not a field of UnrolledConfig"),
         ({"hidden_size": 32}, "hidden_size and d_model are the same field"),
         ({"n_layers": 0}, "n_layers is 0, but must be an integer of at least 1"),
         ({"num_attention_heads": 3, "n_heads": ...}, "d_model is 16, but must be a multiple of n_heads = 3"),

@@ -306,7 +306,7 @@ def gpt2():
     [
         (gpt2, UnsupportedError, "weights of 'gpt2' models cannot be imported; those of .*'bert'"),
         (lambda: hugging_face("Bert", "ForMultipleChoice"), UnsupportedError, "BertForMultipleChoice has no counterpart"),
-        (lambda: hugging_face("BigBird", "ForQuestionAnswering", num_labels=2), UnsupportedError, "has an output that is no linear layer"),
+        (lambda: hugging_face("BigBird", "ForQuestionAnswering", num_labels=2), UnsupportedError, "has an output that is not a linear layer"),
         (lambda: hugging_face("Bert", is_decoder=True), UnsupportedError, "BertModel is a decoder"),
         (lambda: hugging_face("Bert", hidden_act="silu"), UnsupportedError, "hidden_act is 'silu', but must be one of"),
         (lambda: perceiver("SequenceClassification", self_attention_widening_factor=2), UnsupportedError, r"hidden_act are \[1, 2\], True and"),

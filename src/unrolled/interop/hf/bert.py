@@ -132,7 +132,7 @@ def _output_of_tokens(model: Foreign) -> nn.Linear | None:
         return None
     if not isinstance(output := getattr(model, "qa_outputs", getattr(model, "classifier", None)), nn.Linear):
         raise UnsupportedError(
-            f"{type(model).__name__} has an output that is no linear layer; load it as a ...Model"
+            f"{type(model).__name__} has an output that is not a linear layer; load it as a ...Model"
         )
     return output
 

@@ -84,7 +84,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
                 near = get_close_matches(key, [*ours, *to_ours], n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(
-                    f"{key} is no field of UnrolledConfig: {hint}The fields are {', '.join(sorted(ours))}"
+                    f"{key} is not a field of UnrolledConfig: {hint}The fields are {', '.join(sorted(ours))}"
                 )
         common = {f.name for f in fields(TransformerConfig)}
         checked = TransformerConfig(**{name: values[name] for name in common})

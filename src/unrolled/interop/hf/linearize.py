@@ -280,7 +280,7 @@ def _folder(path: str | Path) -> Path:
         raise ValueError(f"{path} is neither a folder nor the name of a model on the hub") from error
     except Exception as error:  # of requests, the hub or the system: the model cannot be fetched
         raise ValueError(
-            f"{path} is no folder, and no model of that name could be fetched: {error}"
+            f"{path} is not a folder, and no model of that name could be fetched: {error}"
         ) from error
 
 

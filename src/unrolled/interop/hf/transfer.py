@@ -78,7 +78,7 @@ class AttentionTransfer(_Trained):
         if not new:
             raise ValueError(
                 "the linearized layers have no parameters of their own to train: choose a learned feature "
-                "map, such as feature_map='hedgehog', or go on to fine-tuning"
+                "map, such as feature_map='hedgehog', or continue with fine-tuning"
             )
         super().__init__(student, _stage("transfer", student))
         for name, parameter in student.named_parameters():
@@ -89,7 +89,7 @@ class AttentionTransfer(_Trained):
             raise ValueError(f"teacher has no module {missing[0]!r}, which was replaced in student")
         self.pairs = [(originals[name], layer) for name, layer in self.layers.items()]
         teacher.train(False)
-        self._teacher = (teacher,)  # in a tuple, so that it is no submodule
+        self._teacher = (teacher,)  # in a tuple, so that it is not a submodule
 
     def train(self, mode: bool = True) -> Self:
         """Stay in eval mode: the targets must not depend on dropout."""

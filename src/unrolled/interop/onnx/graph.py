@@ -54,7 +54,7 @@ class Recurrence(nn.Module):
         probes: also return the features of the queries `[B,T,H,R]` of each layer of linear attention.
 
     Raises:
-        UnsupportedError: the model is no recurrence, or its state does not have this form.
+        UnsupportedError: the model has no recurrent form, or its state does not have this form.
     """
 
     def __init__(self, model: Any, *, length: Length = "any", probes: bool = False) -> None:

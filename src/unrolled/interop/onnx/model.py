@@ -164,7 +164,7 @@ def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxM
         threads: threads per operator; one is fastest for a step of a small model.
 
     Raises:
-        ValueError: the folder is no export, lacks the graph, or holds a file that does not match its hash.
+        ValueError: the folder is not an export, lacks the graph, or has a file that does not match its hash.
         ImportError: onnxruntime is missing.
     """
     folder = Path(folder)

@@ -33,8 +33,8 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
     A graph reads any number of tokens if the mechanisms' parallel forms can be exported, else one.
 
     Raises:
-        UnsupportedError: the model is no recurrence or not fp32, the opset cannot be written, or no part of
-            the model is supported by the fused operator.
+        UnsupportedError: the model has no recurrent form or is not fp32, the opset cannot be written, or no
+            part of the model is supported by the fused operator.
     """
     if opset not in OPSETS:
         raise UnsupportedError(f"opset is {opset}, but must be from {OPSETS[0]} to {OPSETS[-1]}")

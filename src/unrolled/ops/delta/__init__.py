@@ -62,7 +62,7 @@ def delta_rule(
         k: keys `[B,T,G,D]` of length at most 1; query head h reads state h // (H/G).
         v: values `[B,T,G,M]`.
         beta: rates `[B,T,G]`, from 0 (write nothing) to 2; 1 replaces what a unit key held.
-        log_decay: natural logarithm of the gates a `[B,T,G]`, at most 0; minus infinity forgets everything.
+        log_decay: natural logarithm of the gates a `[B,T,G]`, at most 0; minus infinity clears the state.
         key_padding_mask: `[B,T]`, True = padding: such a token leaves the state unchanged.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
         state: S `[B,G,D,M]` before the first token, N rows with `cu_seqlens`; zeros by default.

@@ -8,7 +8,7 @@ where p(i) = i + S - T is the last key that query i may read (causal, bottom-rig
 weight of key j for query i is sum_r q_ir k_jr a_j+1,r ... a_p(i),r. There is no denominator.
 
 Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635),
-section 4. Where the gate is the same for all features of a head, `ops.linear` does this much faster.
+section 4. If the gate is the same for all features of a head, `ops.linear` is much faster.
 """
 
 from collections.abc import Callable
@@ -70,20 +70,21 @@ def diagonal_linear_attention(
         q: query features `[B,T,H,R]`.
         k: key features `[B,S,G,R]`; H is a multiple of G, and query head h reads key head h // (H/G).
         v: values `[B,S,G,M]`.
-        log_decay: natural logarithm of the gates `[B,S,G,R]`, at most 0; minus infinity forgets everything.
-        key_padding_mask: `[B,S]`, True = padding: such a key adds nothing, and its gates are taken as 1.
+        log_decay: natural logarithm of the gates `[B,S,G,R]`, at most 0; minus infinity clears the state.
+        key_padding_mask: `[B,S]`, True = padding: a padded key does not change the state, and its gates count
+            as 1.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
         state: S before the first key, `[B,G,R,M]`; N rows with `cu_seqlens`.
         return_state: also return S after the last key.
 
     Returns:
         `o [B,T,H,M]` in the dtype of `v`, and with `return_state` the state. Sums are kept in fp32 (fp64 for
-        fp64 inputs). They have no denominator: hand over `v` in fp32 where fp16 may have no room for them.
-        Gradients of any order reach every input and pass through both states.
+        fp64 inputs). There is no denominator: pass `v` in fp32 if the sums may overflow in fp16. Gradients of
+        any order reach every input and pass through both states.
 
     Raises:
-        ValueError: an argument of the wrong shape or type; offsets that do not rise; on a CPU and uncompiled,
-            where reading values is free, a positive `log_decay`.
+        ValueError: an argument of the wrong shape or type; decreasing offsets; a positive `log_decay`, which
+            is only checked on a CPU and uncompiled, where reading values is cheap.
     """
     options: Options = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens, "state": state}
     o, after = _run(operator, q, k, v, log_decay, **options)
@@ -100,7 +101,7 @@ def diagonal_linear_attention_step(
         k: key features `[B,G,R]`.
         v: value `[B,G,M]`.
         log_decay: `[B,G,R]`, at most 0.
-        state: S `[B,G,R,M]`; it is not changed.
+        state: S `[B,G,R,M]`; it is not modified.
 
     Returns:
         `o [B,H,M]` in the dtype of `v`, and the new state.

@@ -81,18 +81,18 @@ def window_attention(
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S). An unbounded side
             costs time proportional to each sequence in the C++ kernels, to the row in the other forms.
         scale: factor of the scores, 1/sqrt(D) by default.
-        return_lse: also return the logarithm of the sum that the softmax divides by.
+        return_lse: also return the logarithm of the softmax's denominator.
         backend: "plain" for the PyTorch form, "native" for the C++ kernels of a CPU (not in fp64),
             "flex" for torch's flex_attention on CUDA; for tests and benchmarks; None selects the fastest.
 
     Returns:
         `o [B,T,H,M]` in the dtype of `v`, and with `return_lse` the natural logarithm `lse [B,T,H]` in fp32
         (fp64 for fp64 inputs), which is also what the softmax is computed in. A query that has nothing to
-        read gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k and v
-        through both.
+        attend to gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k
+        and v through both.
 
     Raises:
-        ValueError: an argument of the wrong shape or type; offsets that do not rise; a window below -1.
+        ValueError: an argument of the wrong shape or type; decreasing offsets; a window below -1.
     """
     k, v = _check_and_mask(q, k, v, window_size, key_padding_mask, cu_seqlens)
     out_dtype = v.dtype
