@@ -95,7 +95,7 @@ class Alignment(ChecksOptions, nn.Module):
         """Attend with T queries `[B,T,query_dim]` that do not depend on each other, in parallel.
 
         Returns:
-            contexts `[B,T,memory_dim]`, weights `[B,T,S]` and the new state; `state` is not changed.
+            contexts `[B,T,memory_dim]`, weights `[B,T,S]` and the new state; `state` is not modified.
 
         Raises:
             ValueError: an argument of the wrong shape or type, or a state of other sizes.

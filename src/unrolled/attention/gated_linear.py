@@ -85,7 +85,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
         self.gate_proj = Linear(d_model, n_heads * self.value_dim, bias=self.qkv_proj.bias is not None)
 
     def read_input(self, x: Tensor) -> Decay:
-        """Compute log alpha `[...,G,D]`, in fp32 at least."""
+        """Compute log alpha `[...,G,D]`, in at least fp32."""
         z = self.decay_up(self.decay_down(x))
         log_alpha = logsigmoid(z.to(accumulation_dtype(z.dtype))) / self.temperature
         return Decay(log_alpha.reshape(*x.shape[:-1], self.n_kv_heads, self.head_dim))
@@ -128,6 +128,6 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
         return o, GatedLinearState(kv)
 
     def _scaled(self, heads: Heads[Decay]) -> tuple[Tensor, Tensor, Tensor]:
-        """Scale q, and convert to fp32 at least: a sum without a denominator may overflow fp16."""
+        """Scale q, and convert to at least fp32: a sum without a denominator may overflow fp16."""
         dtype = accumulation_dtype(heads.q.dtype)
         return heads.q.to(dtype) * self.head_dim**-0.5, heads.k.to(dtype), heads.v.to(dtype)

@@ -139,7 +139,7 @@ def nystrom_attention(
     key_padding_mask: Tensor | None = None,
     self_attention: bool = False,
 ) -> Tensor:
-    """Attend from `q [B,T,H,D]` to `k [B,S,G,D]` and `v [B,S,G,M]`: `[B,T,H,M]`, computed in fp32 at least.
+    """Attend from `q [B,T,H,D]` to `k [B,S,G,D]` and `v [B,S,G,M]`: `[B,T,H,M]`, computed in at least fp32.
 
     A row with up to m = `n_landmarks` valid keys, or m queries, gets softmax attention, which is cheap there.
 

@@ -63,7 +63,7 @@ def perceiver_attention(
         key_padding_mask: `[B,S]`, True = padding.
 
     Returns:
-        `o [B,T,H,M]`; 0, with zero gradient, in a row that has nothing to read.
+        `o [B,T,H,M]`; 0, with zero gradient, in a row that has nothing to attend to.
 
     Raises:
         ValueError: an argument of the wrong shape or type.

@@ -190,7 +190,7 @@ class FavorMap(nn.Module):
         return KINDS[self.features]
 
     def forward(self, x: Tensor) -> Features:
-        """Return phi(x), in fp32 at least."""
+        """Return phi(x), in at least fp32."""
         with without_autocast(x.device):
             x = x.to(accumulation_dtype(x.dtype))
             return self.kind.features(x, (lambda x: x) if self.projection is None else self.projection)

@@ -285,7 +285,7 @@ class RfaMap(nn.Module):
         return KERNELS[self.features]
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return phi(x) `[...,H,R]`, in fp32 at least; a vector of zeros, without a direction, stays zero.
+        """Return phi(x) `[...,H,R]`, in at least fp32; a vector of zeros, without a direction, stays zero.
 
         Rotated by positions, `[B,T]` for `x [B,T,H,D]` or `[B]` for `x [B,H,D]`, if they are given.
         """

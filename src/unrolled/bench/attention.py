@@ -69,13 +69,13 @@ def contender(
     Args:
         name: see `Contender`.
         load: imports the function.
-        inputs: what it gets.
+        inputs: the arguments of the function.
         gradients: whether the job is forward and backward.
         definition: see `Contender`.
         ours: see `Contender`.
         heads_first: whether the function takes `[B,H,N,D]`.
         threads: see `Contender`.
-        device: "cpu" or "cuda" where it runs on that only.
+        device: "cpu" or "cuda" if it only runs there.
     """
 
     def prepare() -> Callable[[], Sequence[Tensor]]:
@@ -121,7 +121,7 @@ def define(
 ) -> Definition:
     """Define attention of `inputs`; the options are those of `definitions.attention`, `operations` of a head.
 
-    Its cost in fp64 is quadratic, so of long sequences it has the first and the last head only.
+    Its cost in fp64 is quadratic, so for long sequences it covers only the first and the last head.
     """
     length = inputs.q.shape[1]
     heads = slice(None, None, HEADS - 1 if length > COMPARE_ALL_UP_TO else None)

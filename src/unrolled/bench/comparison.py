@@ -22,7 +22,7 @@ class Settings:
         d_model, n_heads, causal: of every layer.
         spread: standard deviation of the numbers in queries and keys: the sharper softmax is, the harder it
             is to approximate.
-        batch: sequences at once.
+        batch: number of sequences.
         seconds: the time that all layers share at one length, for each of forward and forward with backward.
         options: further arguments by the name of the mechanism.
     """
@@ -42,11 +42,11 @@ class Row:
     """One mechanism at one length.
 
     Attributes:
-        mechanism, length: which.
+        mechanism, length: what was measured.
         error: |y - y*| / |y*| over all numbers of the output y; y* is the output of the other mechanism with
             the same projections. None where the projections have other shapes.
         forward, training: median seconds without gradients, and with those of the input and all weights.
-        memory: the most bytes that the tensors of a training pass take at once.
+        memory: peak bytes of the tensors of a training pass.
         refused: why nothing was measured.
     """
 

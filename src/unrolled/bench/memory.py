@@ -19,16 +19,16 @@ from unrolled.bench import cases
 from unrolled.bench.case import Case, Settings
 from unrolled.training.memory import process_bytes
 
-WARM_UP = 64  # the length of a first run, which brings in what is loaded once
+WARM_UP = 64  # the length of a first run, which loads what is loaded only once
 CLEAR = Path("/proc/self/clear_refs")
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc would keep blocks of up to 32 MiB for later
 
 
 def peaks(case: Case, contender: str, sizes: Sequence[int], settings: Settings) -> dict[int, int]:
-    """Return bytes by size; nothing where the system does not tell: on a CPU, other systems than Linux.
+    """Return bytes by size; nothing if the system cannot measure it: on a CPU, any system but Linux.
 
     Raises:
-        RuntimeError: the process ended with an error, or for want of memory.
+        RuntimeError: the process ended with an error, or ran out of memory.
     """
     if settings.device == "cpu" and not CLEAR.exists():
         return {}
@@ -42,7 +42,7 @@ def peaks(case: Case, contender: str, sizes: Sequence[int], settings: Settings) 
 
 
 def peak(run: Callable[[], object], device: str = "cpu") -> int:
-    """Return the bytes that `run` adds at most to what this process holds."""
+    """Return the peak bytes that `run` adds to the memory of this process."""
     gc.collect()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)

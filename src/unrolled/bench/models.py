@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {
     "n_layers": 8,
     "n_heads": 8,
     "d_ff": 1024,
-    "norm": "post",  # as the authors' library has it, so that it can run the same weights
+    "norm": "post",  # as in the authors' library, so that it can run the same weights
     "positions": "none",
 }
 TINY = {"vocab_size": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32}  # of a quick run

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from unrolled.bench.fits import exponent
 from unrolled.bench.units import brief_time, size
 
-UNDISTURBED = 0.97  # of the time; less, and a reader is warned
+UNDISTURBED = 0.97  # of the CPU time; the report warns if it was less
 
 Status = Literal["ok", "wrong", "missing", "not measured", "failed"]
 

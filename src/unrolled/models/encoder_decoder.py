@@ -218,7 +218,7 @@ class EncoderDecoder(SavedModel):
     def prefill(self, tokens: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
         """Read several tokens of the target [B, T], the start symbol first; logits [B, T, V] and the state.
 
-        `state` is not changed.
+        `state` is not modified.
         """
         check_ids("tokens", tokens, self.config.vocab_size + 1, self.embedding.weight)
         self._check_state(state, tokens.shape[0])

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 
 def split_chunks(x: Tensor, n: int, C: int, G: int) -> Tensor:
-    """[B,T,H,D] -> [B*G,n,H/G,C,D], with zeros behind the last token."""
+    """[B,T,H,D] -> [B*G,n,H/G,C,D], with zeros after the last token."""
     B, T, H, D = x.shape
     if n * C != T:
         x = pad(x, (0, 0, 0, 0, 0, n * C - T))
@@ -24,7 +24,7 @@ def join_chunks(x: Tensor, B: int, T: int, G: int) -> Tensor:
 
 
 def sum_heads(x: Tensor) -> Tensor:
-    """Add up what the P query heads of a group give to their common key head."""
+    """Sum the contributions of the P query heads of a group to their common key head."""
     return x.sum(2, keepdim=True) if x.shape[2] > 1 else x
 
 

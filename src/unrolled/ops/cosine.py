@@ -31,7 +31,7 @@ def cosine_weights(
         epsilon: added to the squared norms.
 
     Returns:
-        weights `[B,...,N]` that add up to 1, in the dtype of the key; 0 in rows of nothing but padding.
+        weights `[B,...,N]` that add up to 1, in the dtype of the key; 0 in rows that are all padding.
     """
     dtype = accumulation_dtype(key.dtype, memory.dtype)
     if key_padding_mask is not None:
@@ -52,5 +52,5 @@ def unit(x: Tensor, epsilon: float = EPSILON) -> Tensor:
 
 
 def _inverse_norm(x: Tensor, epsilon: float) -> Tensor:
-    """1 / sqrt(|x|^2 + epsilon) over the last axis, which stays."""
+    """1 / sqrt(|x|^2 + epsilon) over the last axis, which is kept."""
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + epsilon)

@@ -12,7 +12,7 @@ class HeadRMSNorm(nn.Module):
     """y_h = w_h * x_h / sqrt(mean(x_h^2) + eps): RMS normalisation (arXiv 1910.07467, eq. 4) of each head.
 
     A sum over the keys without a denominator grows with the length; normalised, it has the scale of w.
-    Computed in fp32 at least; pass such a sum in fp32, since it may overflow fp16.
+    Computed in at least fp32; pass such a sum in fp32, since it may overflow in fp16.
 
     Args:
         n_heads: number of heads H.
@@ -32,7 +32,7 @@ class HeadRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(n_heads, head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `[..., H, M]`; the result is of the type of the weight."""
+        """Normalise `[..., H, M]`; the result has the dtype of the weight."""
         if x.shape[-2:] != self.weight.shape:
             raise ValueError(
                 f"x has shape {shape(x)}, but must be [..., {', '.join(map(str, self.weight.shape))}]"

@@ -77,7 +77,7 @@ def call(name: str, *structs: bytes) -> None:
     """Run a kernel on the instruction set in use.
 
     Raises:
-        MemoryError: the kernel could not allocate its workspace. What it has written so far means nothing.
+        MemoryError: the kernel could not allocate its workspace. What it has written so far is invalid.
     """
     if _function(name, instruction_set())(*structs) != _SUCCESS:
         raise MemoryError(f"the CPU kernel {name} could not allocate its workspace")

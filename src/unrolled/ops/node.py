@@ -1,4 +1,4 @@
-"""Functions that `torch.export` keeps as one operator where the length is not fixed.
+"""Functions that `torch.export` keeps as one operator if the length is dynamic.
 
 A graph with a dynamic length cannot loop over chunks or branch on their number. A function that does becomes
 one operator in such a graph, which runs its Python code; everywhere else it is called directly.
@@ -32,7 +32,7 @@ def one_node(result: Callable[..., Result]) -> Callable[[Callable[P, Result]], C
     """Make a function of tensors, numbers, strings and dataclasses one operator in a graph of dynamic length.
 
     The operator is `unrolled::` and the name of the function. It has no gradient: such a graph is for
-    inference. A process that loads one has to have imported the file of the function.
+    inference. A process that loads one must first import the module of the function.
 
     Args:
         result: returns empty results of the right shapes and dtypes for the same arguments. The length is
@@ -77,5 +77,5 @@ def one_node(result: Callable[..., Result]) -> Callable[[Callable[P, Result]], C
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """An operator's results are contiguous, and none of its inputs."""
+    """Make a result contiguous and distinct from all inputs, as an operator requires."""
     return x.clone(memory_format=torch.contiguous_format)

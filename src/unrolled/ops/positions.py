@@ -11,7 +11,7 @@ from unrolled.ops.precision import exact_dtype
 
 
 def positions_from_padding(key_padding_mask: Tensor) -> Tensor:
-    """Number of valid tokens before each token, `[B,T]`, so padding on either side shifts no position."""
+    """Number of valid tokens before each token, `[B,T]`, so that padding does not shift positions."""
     valid = (~key_padding_mask).long()
     return (valid.cumsum(1) - valid).clamp(min=0)
 
@@ -52,10 +52,10 @@ def fourier_features(
         positions: coordinates of points on A axes, such as `grid_positions` makes.
         n_bands: number K of frequencies.
         resolution: mu of each axis.
-        dtype: of the result; the angles are computed in fp64 where the device has it.
+        dtype: dtype of the result; the angles are computed in fp64 if the device supports it.
 
     Raises:
-        ValueError: another number of axes, or no band.
+        ValueError: the wrong number of axes, or `n_bands` below 1.
     """
     axes = positions.shape[-1] if positions.dim() else 0
     if axes != len(resolution):

@@ -44,12 +44,12 @@ def draw_rows(n: int, dim: int, rows: Rows, generator: torch.Generator) -> Tenso
 
 
 class Projection(nn.Module):
-    """The random rows of a layer: drawn when it is made, and again only by `redraw`.
+    """The random rows of a layer, drawn on construction and again only by `redraw`.
 
     Seed, number of redraws and rows are buffers: a state_dict holds them, and equal seeds redraw equally.
 
     Args:
-        n_heads: how many heads have rows of their own; 1 to share them.
+        n_heads: how many heads have separate rows; 1 to share them.
         n_features: number of rows per head.
         dim: width of the rows.
         rows: see `draw_rows`.
@@ -77,16 +77,16 @@ class Projection(nn.Module):
         self._draw(seed, 0)
 
     def redraw(self) -> None:
-        """Draw other rows; which ones follows from the seed and the number of redraws."""
+        """Draw new rows, determined by the seed and the number of redraws."""
         self.redraws += 1
         self._draw(int(self.seed), int(self.redraws))
 
     def unless_redrawn(self, o: Tensor, draw: Tensor) -> Tensor:
-        """Return `o [B,...]`, read from states of features of `draw [B]`, if the rows still are of that draw.
+        """Return `o [B,...]`, computed from states of `draw [B]`, if the rows are still of that draw.
 
         Raises:
-            ValueError: they are not. Where values cannot be looked at for free (compiled, or on a GPU), the
-                rows in question of `o` become NaN instead.
+            ValueError: they are not. Where reading values has a cost (compiled, or on a GPU), the affected
+                rows of `o` become NaN instead.
         """
         same = draw == self.redraws
         if not may_read(draw):
@@ -127,12 +127,13 @@ def signed_linear_attention(
     weight: Tensor | None = None,
     **keys: Unpack[Keys],
 ) -> tuple[Tensor, LinearState]:
-    """Compute what `linear_attention` does, with features that may be negative but are about 1 long.
+    """Compute `linear_attention` with features that may be negative, and have a norm of about 1.
 
-    The divisor d = q_i . z_i estimates a positive number, and may yet be small or negative. It is replaced by
-    sign(d) max(|d|, 1e-6 w_i), so that the sign stays that of the weights' sum. w is 1, or for keys that were
-    scaled, by 1 - a_t say, `weight [B,T,H]`: what the factors of all keys that query i reads add up to.
-    Other arguments and results are those of `linear_attention` with `return_state`.
+    The denominator d = q_i . z_i estimates a positive number, but may itself be small or negative. It is
+    replaced by sign(d) max(|d|, 1e-6 w_i), so that the sign is still that of the sum of the weights. w is 1
+    or, if the keys were scaled (by 1 - a_t, for example), `weight [B,T,H]`: the sum of the factors of all
+    keys that query i attends to. Other arguments and results are those of `linear_attention` with
+    `return_state`.
     """
     o, after = linear_attention(
         q,
@@ -155,7 +156,7 @@ def signed_linear_attention_step(
     log_decay: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """One token of `signed_linear_attention`, with `weight [B,H]`; else it is as `linear_attention_step`."""
+    """One token of `signed_linear_attention`, with `weight [B,H]`; otherwise as `linear_attention_step`."""
     o, after = linear_attention_step(
         q, k, _with_ones(v), _joined(state, q, k, v), log_decay=log_decay, normalize=False
     )
@@ -163,7 +164,7 @@ def signed_linear_attention_step(
 
 
 def _with_ones(v: Tensor) -> Tensor:
-    """Append a value of 1, whose sum of weights is the divisor, in a type that has room for sums."""
+    """Append a value of 1, whose weighted sum is the denominator, in the accumulation dtype."""
     v = v.to(accumulation_dtype(v.dtype))
     return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
 

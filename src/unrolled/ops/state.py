@@ -1,7 +1,7 @@
 """Operations on states, which are values.
 
 A state is a `NamedTuple` of tensors, batch first; its fields may be tuples of further states. No function
-here changes its argument.
+here modifies its argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def to(state: State, device: torch.device | str) -> State:
 
 
 def detach(state: State) -> State:
-    """Detach a state from its graph, as truncated back-propagation through time does."""
+    """Detach a state from its autograd graph, for truncated back-propagation through time."""
     return map_tensors(Tensor.detach, state)
 
 
@@ -64,7 +64,7 @@ def save(state: Parts, path: str | Path) -> None:
 def load(path: str | Path, like: State) -> State:
     """Read a state written by `save` into the structure of `like`, for example `model.init_state(1)`.
 
-    Sizes may differ from those of `like` (another batch size, a longer cache); names and types may not.
+    Sizes may differ from those of `like` (another batch size, a longer cache); names and dtypes may not.
 
     Raises:
         ValueError: the file is not a safetensors file, was changed after it was saved, or holds other tensors

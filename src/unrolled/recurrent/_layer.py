@@ -116,8 +116,8 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
     ) -> tuple[Tensor, State]:
         """Run over `x [B,T,input_size]` from `state`: `[B,T,hidden_size]` and the new state.
 
-        Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) leave the state of their row as
-        it was. `state` is not changed, and prefill may be called again on what follows.
+        Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) do not affect the state of their
+        row. `state` is not modified. To continue, call `prefill` or `step` with the new state.
         """
         self._check_input("x", x, 3)
         check_state(self, state, x.shape[0], self._weight)
@@ -133,7 +133,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         return y.to(inputs.dtype), state
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run one token `x_t [B,input_size]`: `[B,hidden_size]` and the new state. `state` is not changed."""
+        """Run one token `x_t [B,input_size]`: `[B,hidden_size]` and the new state; `state` stays as it is."""
         self._check_input("x_t", x_t, 2)
         check_state(self, state, x_t.shape[0], self._weight)
         inputs = self.project(x_t)

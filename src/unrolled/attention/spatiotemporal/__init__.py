@@ -122,7 +122,7 @@ def spatiotemporal_attention(
             at least the size of the axis.
 
     Returns:
-        `o [B,T,H,M]`, computed in fp32 at least; 0, with zero gradient, for a place without anything to read.
+        `o [B,T,H,M]`, computed in at least fp32; 0, with zero gradient, for a place without anything to read.
 
     Raises:
         ValueError: an argument of the wrong shape or type.

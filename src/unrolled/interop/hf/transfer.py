@@ -67,7 +67,7 @@ class AttentionTransfer(_Trained):
 
     Args:
         student: a linearized model; all but its new parameters are frozen.
-        teacher: the model before; it is not changed.
+        teacher: the model before; it is not modified.
 
     Raises:
         ValueError: the student has no new parameters, or the models differ otherwise.

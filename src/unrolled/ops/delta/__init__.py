@@ -96,7 +96,7 @@ def delta_rule_step(
         k: key `[B,G,D]` of length at most 1.
         v: value `[B,G,M]`.
         beta: rate `[B,G]`.
-        state: S `[B,G,D,M]`; it is not changed.
+        state: S `[B,G,D,M]`; it is not modified.
         log_decay: `[B,G]`, at most 0.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Feature maps phi, whose products phi(q) . phi(k) take the place of exp(q . k).
+"""Feature maps phi, whose products phi(q) . phi(k) replace exp(q . k).
 
 A map acts on the last axis, from the head width D to `feature_dim`. Queries and keys may be mapped
 differently. All of these are non-negative except the linear terms of the polynomials, whose kernel is.
-Features of half-precision inputs are fp32: fp16 has no room for squares, nor for exp(-20).
+Features of half-precision inputs are fp32: fp16 can represent neither large squares nor exp(-20).
 """
 
 from typing import Any

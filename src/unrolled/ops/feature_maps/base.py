@@ -11,8 +11,8 @@ class FeatureMap(nn.Module):
     """phi for one head width. A map that is the same for queries and keys overrides `phi` alone.
 
     Attributes:
-        head_dim: width D of the queries and keys that it takes.
-        feature_dim: width R of the features that it gives.
+        head_dim: width D of the queries and keys.
+        feature_dim: width R of the features.
         positional: whether `phi_q` and `phi_k` need positions; other maps ignore them.
     """
 
@@ -54,8 +54,8 @@ class QueryKeyMap(FeatureMap):
     """Queries are mapped by one map, and keys by another of the same widths.
 
     Args:
-        queries: gives the features of queries by its `phi_q`.
-        keys: gives the features of keys by its `phi_k`. Where both are positive, so are the weights.
+        queries: its `phi_q` maps the queries.
+        keys: its `phi_k` maps the keys. If the features of both are positive, so are the weights.
     """
 
     def __init__(self, queries: FeatureMap, keys: FeatureMap):

@@ -13,8 +13,8 @@ class Elu(FeatureMap):
     """phi(x) = elu(x) + 1, everywhere positive (arXiv 2006.16236, eq. 7).
 
     Computed as relu(x) + exp(min(x, 0)): the literal elu(x) + 1 is exactly 0 below -16.6 in fp32.
-    This form is 0 below -103. Where every q_r + k_r is below about -71, no weight is large enough in fp32 to
-    be divided by, and the query gets 0.
+    This form is 0 below -103. If every q_r + k_r is below about -71, the weights are too small in fp32 to
+    divide by, and the query gets 0.
     """
 
     def phi(self, x: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ class SquaredRelu(FeatureMap):
 class Exp(FeatureMap):
     """phi(x) = exp(x): the kernel is sum_r exp(q_r + k_r), positive and sharp.
 
-    A query loses its largest coordinate first, a factor that the division takes out again. For a key there is
-    no such factor; its coordinates are clamped at 60.
+    The largest coordinate of a query is subtracted first, a factor that cancels in the division. For keys no
+    such factor cancels; their coordinates are clamped at 60.
     """
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -55,7 +55,7 @@ class Exp(FeatureMap):
 
 
 def exp_of_query(x: Tensor) -> Tensor:
-    """exp(x - max x) over the last axis: at most 1, and a common factor away from exp(x)."""
+    """exp(x - max x) over the last axis: at most 1, and exp(x) up to a common factor."""
     return (x - x.amax(-1, keepdim=True)).exp()
 
 
@@ -72,7 +72,7 @@ class Dpfp(FeatureMap):
 
     Args:
         head_dim: D.
-        nu: how many neighbours each coordinate meets, at most 2D - 1.
+        nu: how many neighbours each coordinate is multiplied by, at most 2D - 1.
     """
 
     def __init__(self, head_dim: int, nu: int = 1):

@@ -1,7 +1,7 @@
 """Learned feature maps, with separate weights per head.
 
-One of these maps queries or keys. Both together take two of them in a `QueryKeyMap`, which is what
-`make_feature_map` gives, as keys have separate weights and may have fewer heads.
+Each of these maps either queries or keys. `make_feature_map` combines two of them in a `QueryKeyMap`, as keys
+have separate weights and may have fewer heads.
 """
 
 import torch
@@ -14,7 +14,7 @@ from unrolled.ops.precision import without_autocast
 
 
 class PerHeadMap(FeatureMap):
-    """A layer y_h = W_h x_h + b_h for each head h, which a map derived from this one makes features of."""
+    """A layer y_h = W_h x_h + b_h for each head h, from which derived maps compute features."""
 
     def __init__(self, head_dim: int, n_heads: int, layer_dim: int, feature_dim: int):
         super().__init__(head_dim, feature_dim)
@@ -26,7 +26,7 @@ class PerHeadMap(FeatureMap):
         self.bias = nn.Parameter(torch.zeros(n_heads, layer_dim))
 
     def layer(self, x: Tensor) -> Tensor:
-        """Apply the layer in fp32 at least: `[...,H,D]` -> `[...,H,layer_dim]`."""
+        """Apply the layer in at least fp32: `[...,H,D]` -> `[...,H,layer_dim]`."""
         x = self._wide("x", x)
         check_device("x", x, self.weight)
         if x.shape[-2] != self.weight.shape[0]:
@@ -42,8 +42,8 @@ class PerHeadMap(FeatureMap):
 class T2R(PerHeadMap):
     """phi(x) = relu(W x + b), with W drawn as in `torch.nn.Linear`.
 
-    T2R turns a trained transformer into an RNN by it (arXiv 2103.13076). A query or a key may map to 0, as
-    with `Relu`.
+    T2R uses it to turn a trained transformer into an RNN (arXiv 2103.13076). A query or a key may map to 0,
+    as with `Relu`.
 
     Args:
         head_dim: D.
@@ -89,8 +89,8 @@ class Hedgehog(PerHeadMap):
 class HedgehogSoftmax(Hedgehog):
     """phi(x) = [softmax(Wx + b), softmax(-Wx - b)]: Hedgehog with each half turned into probabilities.
 
-    As LoLCATs (arXiv 2410.10254) has it. The divisors differ from key to key, so this is another kernel than
-    `Hedgehog`'s: a long key weighs no more than a short one. One softmax over both halves is a third kernel.
+    As in LoLCATs (arXiv 2410.10254). The denominators differ between keys, so the kernel is not that of
+    `Hedgehog`: a long key weighs no more than a short one. One softmax over both halves is a third kernel.
     """
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:

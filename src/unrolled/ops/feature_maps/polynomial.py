@@ -1,4 +1,4 @@
-"""Maps whose kernel is a polynomial of the product q . k, packed: each pair of coordinates is there once."""
+"""Maps whose kernel is a polynomial of the product q . k, packed: each pair of coordinates occurs once."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ class Polynomial(FeatureMap):
 
     Packed: [offset, sqrt(2 offset) x_i, x_i^2, sqrt(2) x_i x_j for i < j], so R = 1 + D + D(D+1)/2 rather
     than 1 + D + D^2. Cheaper than softmax only where the length exceeds R. The kernel is 0 at
-    q . k = -offset: a query with all its products close to that divides two small numbers and loses digits.
+    q . k = -offset: a query whose products are all close to that divides two small numbers and loses
+    precision.
     """
 
     def __init__(self, head_dim: int, offset: float = 1.0):

@@ -15,14 +15,13 @@ class CosFormer(FeatureMap):
     """phi(x, i) = [relu(x) cos(pi i / 2M), relu(x) sin(pi i / 2M)] for a token at position i, R = 2D.
 
     The kernel is relu(q) . relu(k) cos(pi (i - j) / 2M): nearer keys weigh more, and those within M positions
-    never less than 0. cosFormer (arXiv 2202.08791), but for M, which is the length of the sequence
-    there. Then what a token sees changes with what follows it, and no recurrence can follow; here M
-    is fixed.
+    never less than 0. From cosFormer (arXiv 2202.08791), where M is the length of the sequence. Then the
+    output at a token depends on the number of later tokens, which rules out a recurrence; here M is fixed.
 
     Args:
         head_dim: D.
-        max_length: M. Positions from 0 to M are valid; others raise a ValueError where reading values is
-            free, on a CPU in eager mode.
+        max_length: M. Positions from 0 to M are valid; others raise a ValueError, on a CPU in eager mode,
+            where reading values is cheap.
     """
 
     positional = True

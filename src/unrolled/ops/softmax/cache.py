@@ -14,7 +14,7 @@ RECENT = 64  # tokens collected before they are joined to the past
 
 
 class KVCache(NamedTuple):
-    """All keys and values seen so far. It is a value: no function here writes to a cache it is passed.
+    """All keys and values seen so far. No function here modifies a cache passed to it.
 
     New tokens are appended to the short `recent` part; when that has 64 tokens, it is appended to `past`. So
     on average a step copies 1/64 of the cache, and two continuations can share a past.

@@ -63,7 +63,7 @@ def dilated_window_attention(
         dilation: d of each of the H query heads.
 
     Raises:
-        ValueError: an argument of the wrong shape or type; offsets that do not rise.
+        ValueError: an argument of the wrong shape or type; decreasing offsets.
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     parts = [
