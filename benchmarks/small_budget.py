@@ -21,6 +21,7 @@ import torch
 from matplotlib.figure import Figure
 
 from unrolled import attention, data
+from unrolled.bench import plots
 from unrolled.bench.report import table
 from unrolled.bench.units import brief_time
 from unrolled.contract import UnsupportedError
@@ -136,9 +137,7 @@ def draw(found: dict[str, dict[str, dict[str, float]]]) -> Figure:
         order = sorted(scores, key=scores.__getitem__, reverse=task == "shakespeare")
         axes = figure.add_subplot(1, 2, place + 1)
         axes.plot([scores[name] for name in order], order, "o", color="#0072b2")
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(color="#d8dee4", linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
+        plots.decorate(axes, title)
     return figure
 
 
