@@ -89,7 +89,7 @@ def run(task: str, mechanism: str, dataset: Any) -> None:
 
 @torch.inference_mode()
 def right(model: Encoder, dataset: Any) -> float:
-    """Return the part of `JUDGED` reviews, the same ones for all, that the model judges rightly."""
+    """Return the accuracy on `JUDGED` reviews, the same ones for all models."""
     batches = islice(dataset.eval_batches(50), JUDGED // 50)
     judged = [
         model(batch.inputs, key_padding_mask=batch.key_padding_mask).argmax(-1) == batch.targets
@@ -111,7 +111,7 @@ def tell() -> None:
         for mechanism, results in found.items()
     ]
     header = ["contender"]
-    for task, score in {"IMDb": "judged rightly", "Shakespeare": "bits per character"}.items():
+    for task, score in {"IMDb": "accuracy", "Shakespeare": "bits per character"}.items():
         header += [f"{task}: {score}", "parameters", "a step"]
     text = table(header, lines)
     print(text)
@@ -131,7 +131,7 @@ def cells(result: dict[str, float] | None, score: str) -> list[str]:
 def draw(found: dict[str, dict[str, dict[str, float]]]) -> Figure:
     """Draw the scores of every mechanism in each task, the best on top."""
     figure = Figure(figsize=(9, 1.2 + 0.24 * len(found)), layout="constrained")
-    titles = {"imdb": "IMDb: part judged rightly", "shakespeare": "Shakespeare: bits per character"}
+    titles = {"imdb": "IMDb: accuracy", "shakespeare": "Shakespeare: bits per character"}
     for place, (task, title) in enumerate(titles.items()):
         scores = {name: results[task]["score"] for name, results in found.items() if task in results}
         order = sorted(scores, key=scores.__getitem__, reverse=task == "shakespeare")
