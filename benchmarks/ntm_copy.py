@@ -18,6 +18,7 @@ import torch
 from matplotlib.figure import Figure
 
 from unrolled import models
+from unrolled.bench import plots
 from unrolled.bench.report import table
 from unrolled.data import Batch
 from unrolled.data.copy_bits import CopyBitsDataset
@@ -111,8 +112,7 @@ def draw_curve(wrong: dict[int, float]) -> Figure:
     bits.axvline(20, color="#8b949e", linewidth=0.8, linestyle=":")
     bits.set(xlabel="vectors to copy (trained on 1 to 20)", ylabel="wrong bits per sequence", ylim=(0, None))
     for axes in (losses, bits):
-        axes.grid(color="#d8dee4", linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
+        plots.decorate(axes)
     return figure
 
 

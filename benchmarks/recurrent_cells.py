@@ -22,6 +22,7 @@ import torch
 from matplotlib.figure import Figure
 
 from unrolled import data, recurrent
+from unrolled.bench import plots
 from unrolled.bench.report import table
 from unrolled.bench.units import brief_time
 from unrolled.models import RecurrentLM, RecurrentLMConfig
@@ -153,9 +154,7 @@ def draw(found: dict[str, dict[str, dict[str, Any]]]) -> Figure:
         axes.set_xscale("symlog", linthresh=10)  # linear_attention has none
         axes.set_xlim(-2, 1e6)
         axes.set_xlabel("parameters that multiply the state")
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(color="#d8dee4", linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
+        plots.decorate(axes, title)
     return figure
 
 

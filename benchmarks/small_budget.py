@@ -21,6 +21,7 @@ import torch
 from matplotlib.figure import Figure
 
 from unrolled import attention, data
+from unrolled.bench import plots
 from unrolled.bench.report import table
 from unrolled.bench.units import brief_time
 from unrolled.contract import UnsupportedError
@@ -88,7 +89,7 @@ def run(task: str, mechanism: str, dataset: Any) -> None:
 
 @torch.inference_mode()
 def right(model: Encoder, dataset: Any) -> float:
-    """Return the part of `JUDGED` reviews, the same ones for all, that the model judges rightly."""
+    """Return the accuracy on `JUDGED` reviews, the same ones for all models."""
     batches = islice(dataset.eval_batches(50), JUDGED // 50)
     judged = [
         model(batch.inputs, key_padding_mask=batch.key_padding_mask).argmax(-1) == batch.targets
@@ -110,7 +111,7 @@ def tell() -> None:
         for mechanism, results in found.items()
     ]
     header = ["contender"]
-    for task, score in {"IMDb": "judged rightly", "Shakespeare": "bits per character"}.items():
+    for task, score in {"IMDb": "accuracy", "Shakespeare": "bits per character"}.items():
         header += [f"{task}: {score}", "parameters", "a step"]
     text = table(header, lines)
     print(text)
@@ -130,15 +131,13 @@ def cells(result: dict[str, float] | None, score: str) -> list[str]:
 def draw(found: dict[str, dict[str, dict[str, float]]]) -> Figure:
     """Draw the scores of every mechanism in each task, the best on top."""
     figure = Figure(figsize=(9, 1.2 + 0.24 * len(found)), layout="constrained")
-    titles = {"imdb": "IMDb: part judged rightly", "shakespeare": "Shakespeare: bits per character"}
+    titles = {"imdb": "IMDb: accuracy", "shakespeare": "Shakespeare: bits per character"}
     for place, (task, title) in enumerate(titles.items()):
         scores = {name: results[task]["score"] for name, results in found.items() if task in results}
         order = sorted(scores, key=scores.__getitem__, reverse=task == "shakespeare")
         axes = figure.add_subplot(1, 2, place + 1)
         axes.plot([scores[name] for name in order], order, "o", color="#0072b2")
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(color="#d8dee4", linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
+        plots.decorate(axes, title)
     return figure
 
 

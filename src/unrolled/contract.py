@@ -34,8 +34,8 @@ class Supports:
         global_mask: `forward` takes a mask of global tokens, which attend to all and are attended to by all.
         dynamic_length: `torch.export` of `forward` takes a length that is not fixed, from 8 tokens on, and
             the graph agrees at each; without masks, and for inference.
-        weights: an output is a weighted mean of the values, and `weights(query, memory)` returns the weights,
-            which needs `cross`.
+        weights: an output is a weighted mean of the values, and `weights(query, memory)` returns the weights
+            where `cross` is claimed.
         single_queries: the output of a query does not depend on other queries, so `read` and `recall` work
             one query at a time.
         max_length: the constructor takes `max_length`, and longer sequences raise ValueError.

@@ -1,8 +1,11 @@
 """What a mechanism says of itself besides: weights, queries one by one, a largest length, inputs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from unrolled.attention.base import Masks
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.state import select
 from unrolled.testing._kit import Maker, assert_close, assert_raises, directions, require, with_gradients
@@ -18,20 +21,36 @@ def _paddings(rows: int, length: int) -> list[Tensor | None]:
 
 def check_weights(make: Maker, supports: Supports) -> None:
     """The weights add up to 1, or are 0 where a query reads nothing; the output is the mean by them."""
-    require(supports.cross, "weights are those of a query for another sequence, but cross is not claimed")
-    module = make(causal=directions(supports)[-1])
-    query, memory = make.input(2, 5, grad=False), make.input(2, 7, seed=1, grad=False)
-    for mask in _paddings(2, 7):
-        weights = module.weights(query, memory, key_padding_mask=mask)
-        reads = weights.ne(0).any(-1).to(weights.dtype)
-        assert_close(weights.sum(-1), reads, "the weights of each query, added up")
-        if mask is not None:
-            require(not weights[mask[:, None, None].expand_as(weights)].any(), "padding has weights")
-        v = module.project(query, memory)[2]
-        v = v.repeat_interleave(module.n_heads // module.n_kv_heads, 2)
-        mean = module.merge_heads(torch.einsum("bhts,bshm->bthm", weights, v), query)
-        expected = module(query, memory, key_padding_mask=mask)
-        assert_close(mean, expected, "the mean of the values by the weights against the output")
+    for causal in directions(supports):
+        module = make(causal=causal)
+        x = make.input(2, 7, grad=False)
+        for mask in _paddings(2, 7):
+            masks = Masks(mask)
+            known = x if mask is None else x.masked_fill(mask[..., None], 0)
+            heads = module.heads_of(module.project(known), known, masks)
+            weights = module.weights_of(heads, masks)
+            _check_mean(module, weights, heads.v, x, mask, module(x, key_padding_mask=mask))
+            if supports.cross:
+                query = make.input(2, 5, seed=1, grad=False)
+                weights = module.weights(query, x, key_padding_mask=mask)
+                v = module.project(query, known)[2]
+                _check_mean(module, weights, v, query, mask, module(query, x, key_padding_mask=mask))
+
+
+def _check_mean(
+    module: Any, weights: Tensor, v: Tensor, query: Tensor, mask: Tensor | None, expected: Tensor
+) -> None:
+    """Compare an output with the mean of the values by the weights `[B,H,T,S]`."""
+    reads = weights.ne(0).any(-1).to(weights.dtype)
+    assert_close(weights.sum(-1), reads, "the weights of each query, added up")
+    if mask is not None:
+        require(not weights[mask[:, None, None].expand_as(weights)].any(), "padding has weights")
+    v = v.repeat_interleave(module.n_heads // module.n_kv_heads, 2)
+    mean = module.merge_heads(torch.einsum("bhts,bshm->bthm", weights, v), query)
+    valid = torch.ones(expected.shape[:2], dtype=torch.bool)
+    if mask is not None and mask.shape == valid.shape:
+        valid = ~mask
+    assert_close(mean[valid], expected[valid], "the mean of the values by the weights against the output")
 
 
 def check_single_queries(make: Maker, supports: Supports) -> None:
