@@ -42,7 +42,7 @@ def test_what_cannot_be_read_so_is_refused():
         make("window", window=2).read(memory)
     with pytest.raises(UnsupportedError, match="topk attention does not compute weights"):
         make("topk").weights(memory, memory)
-    with pytest.raises(UnsupportedError, match="linear attention has no weights"):
+    with pytest.raises(UnsupportedError, match="linear attention does not compute weights"):
         LinearAttention(8, 4, normalizer="rms").double().weights(memory, memory)
     for name in ("softmax", "linear"):
         module = make(name)
