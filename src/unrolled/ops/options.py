@@ -85,8 +85,8 @@ class ChecksOptions:
 
 
 def _checking(init: Callable[..., None]) -> Callable[..., None]:
-    parameters = inspect.signature(init).parameters
-    names = list(parameters)
+    parameters = list(inspect.signature(init).parameters.values())[1:]  # without self
+    names = [parameter.name for parameter in parameters]
 
     @functools.cache
     def kinds() -> dict[str, tuple[type, ...]]:  # late, when all annotated names are defined
@@ -99,14 +99,16 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
     @functools.cache
     def options() -> list[str] | None:
         """The names of all options; None if any are accepted."""
-        known = [name for name, x in parameters.items() if x.kind is not inspect.Parameter.VAR_KEYWORD]
-        for name in names[1:]:
-            if name not in known:  # `**common: Unpack[SomeOptions]`
-                hint = get_type_hints(init).get(name)
-                if get_origin(hint) is not Unpack:
-                    return None
-                known += get_type_hints(*get_args(hint))
-        return known[1:]
+        known: list[str] = []
+        for parameter in parameters:
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                known.append(parameter.name)
+                continue
+            hint, *_ = kinds().get(parameter.name, (None,))
+            if get_origin(hint) is not Unpack:  # not `**common: Unpack[SomeOptions]`
+                return None
+            known += get_type_hints(*get_args(hint))
+        return known
 
     @functools.wraps(init)
     def check(self: object, *args: object, **kwargs: object) -> None:
@@ -115,7 +117,7 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
             raise TypeError(
                 f"{type(self).__name__} has no option {unknown[0]!r}; its options are {', '.join(known)}"
             )
-        for name, value in [*zip(names[1:], args, strict=False), *kwargs.items()]:
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             _check_kind(name, value, kinds().get(name, ()))
         init(self, *args, **kwargs)
 
