@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unrolled.ops.checks import check_offsets
 from unrolled.ops.structs import Layout, layouts
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -97,6 +98,18 @@ def view(x: Tensor) -> View:
 def readable(x: Tensor) -> Tensor:
     """Copy a tensor whose last axis is not contiguous; the other axes may have any strides."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def sequences(cu_seqlens: Tensor | None, rows: int, total: int) -> tuple[int, Tensor | None]:
+    """Return the number of sequences, and their offsets if they are packed.
+
+    Raises:
+        ValueError: offsets with which a kernel would read and write out of bounds.
+    """
+    if cu_seqlens is None:
+        return rows, None
+    check_offsets(cu_seqlens.tolist(), total)
+    return cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
 
 
 def address(x: Tensor | None) -> int:

@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import native
-from unrolled.ops.checks import check_offsets
 from unrolled.ops.feature_maps import Elu, FeatureMap, Relu, SquaredRelu
 from unrolled.ops.linear import packed
 from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
-from unrolled.ops.native import TYPES, View, address, readable, struct, view
+from unrolled.ops.native import TYPES, View, address, readable, sequences, struct, view
 
 # Feature maps that the step can apply to q and k, with the values of the enum in C++.
 FEATURE_MAPS: dict[type[FeatureMap | None], int] = {type(None): 0, Elu: 1, Relu: 2, SquaredRelu: 3}
@@ -108,10 +107,7 @@ def _problem(inputs: Inputs, options: Options) -> tuple[bytes, tuple[Tensor | No
     q, k, v, log_decay, kv, k_sum = inputs
     cu_seqlens, causal, normalize = options
     (B, T, H, R), (_, S, G, M) = q.shape, v.shape
-    N = B
-    if cu_seqlens is not None:
-        check_offsets(cu_seqlens.tolist(), T)  # wrong offsets would read and write out of bounds
-        N, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
+    N, cu_seqlens = sequences(cu_seqlens, B, T)
     q, k, v = readable(q), readable(k), readable(v)
     log_decay, kv, k_sum = (
         None if x is None else x.to(dtype).contiguous()

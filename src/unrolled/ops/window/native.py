@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import native
-from unrolled.ops.checks import check_offsets
-from unrolled.ops.native import TYPES, address, readable, struct, view
+from unrolled.ops.native import TYPES, address, readable, sequences, struct, view
 from unrolled.ops.window.blocks import Inputs, Options, bounded
 
 
@@ -51,10 +50,7 @@ def _problem(inputs: Inputs, options: Options) -> tuple[bytes, tuple[Tensor | No
     q, k, v, padding = inputs
     cu_seqlens, window_size, scale = options
     (B, T, H, D), (_, S, G, M) = q.shape, v.shape
-    N = B
-    if cu_seqlens is not None:
-        check_offsets(cu_seqlens.tolist(), T)  # wrong offsets would read and write out of bounds
-        N, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
+    N, cu_seqlens = sequences(cu_seqlens, B, T)
     q, k, v = readable(q), readable(k), readable(v)
     padding = None if padding is None else padding.contiguous()
     left, right = bounded(window_size, T, S)
