@@ -18,19 +18,20 @@ struct Tensor {
 
 // Linear attention over sequences. Causal attention has as many queries as keys. With `offsets [sequences +
 // 1]` the sequences are packed into a batch of one. All arrays but q, k, v and their gradients are
-// contiguous.
+// contiguous. With `rates` it is the delta rule, which is causal and has no divisor.
 struct Linear {
     int64_t sequences, queries, keys, heads, groups, features, values;
     int32_t type, causal, normalize, threads;
     const int32_t* offsets;
     Tensor q, k, v;
     const double* log_decay;  // [batch, keys, groups], or null
+    const float* rates;       // [batch, keys, groups], or null
     const float *kv, *k_sum;  // initial state: [sequences, groups, features, values] and without values
 };
 
 struct LinearOutputs {
     void* o;            // [batch, queries, heads, values]
-    float *kv, *k_sum;  // final state
+    float *kv, *k_sum;  // final state; no k_sum with rates
     float* divisor;     // [batch, queries, heads], or null
 };
 
@@ -40,9 +41,11 @@ struct LinearGradients {
     const float* divisor;                 // of the forward pass
     void *d_q, *d_k, *d_v;                // results, contiguous, in the type of the inputs
     double* d_log_decay;                  // only with gates
+    float* d_rates;                       // only with rates
     float *d_kv, *d_k_sum;                // gradients of the initial state
     float *d_divisor, *d_log_from_start;  // scratch [batch, queries, heads]; the second only with gates
-    float* states;                        // scratch of `linear_saved_floats` floats, only with gates
+    float* states;                        // scratch of `linear_saved_floats` floats, with gates or rates
+    float* residuals;                     // scratch [batch, keys, groups, values], only with rates
 };
 
 // Applied to q and k by `linear_step`.
@@ -53,7 +56,8 @@ struct LinearStep {
     int32_t type, normalize, threads, feature_map;
     Tensor q, k, v;           // [batch, heads, width], without an axis of tokens
     const double* log_decay;  // [batch, groups], or null
-    const float *kv, *k_sum;  // state before
+    const float* rates;       // [batch, groups], or null
+    const float *kv, *k_sum;  // state before; k_sum is null without a divisor
     void* o;                  // [batch, heads, values]
     float *kv_after, *k_sum_after;
 };

@@ -1,6 +1,7 @@
 // Linear attention, backward: one pass forwards for the queries, one backwards for the keys, values and
 // gates. Scores are recomputed. The gradients of gates need the state before every chunk, which the first
-// pass keeps for them; without gates nothing is kept. With G = dO / den and the letters of `linear_chunk.h`:
+// pass keeps for them, as the delta rule does too; otherwise nothing is kept. With G = dO / den and the
+// letters of `linear_chunk.h`:
 //
 // 1. Compute the states before the segments, where there are any (`linear_plan.h`).
 // Forwards, for each chunk and each query head:
@@ -13,10 +14,14 @@
 // For each query head, if causal:
 // 7. Inside the chunk: dK += dP^T Q and dV += P^T G with dP = D * (G V^T + dden), and the gates between.
 // 8. Gradient of the state before the chunk: dS' = exp(b_C) dS + (exp(b) Q)^T G, dz' alike with dden.
+// And with the delta rule, whose corrections N take the place of V:
+// 9. From dN to dV and the gradients of the rates. The keys are queries too: they read the state and the
+//    earlier keys of the chunk, and -dV is the gradient of what they read.
 // At the end:
-// 9. The gradient of the initial state is that before the first chunk.
+// 10. The gradient of the initial state is that before the first chunk.
 //
 // Bidirectional queries all read the final state: phases 2, 3 without scores, then 4, 5, 6.
+#include "delta_chunk.h"
 #include "kernels.h"
 #include "linear_plan.h"
 
@@ -38,9 +43,13 @@ float* saved_state(const Linear& x, const LinearGradients& out, const Sequence& 
 }
 
 void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, HeadChunk i, State state) {
-    if (x.log_decay)
+    if (x.log_decay || x.rates)
         std::memcpy(saved_state(x, out, s, i), state.kv.data,
                     (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
+}
+
+float* residual_row(const Linear& x, const LinearGradients& out, Int batch, Int token, Int group) {
+    return out.residuals + ((batch * x.keys + token) * x.groups + group) * x.values;
 }
 
 // G = dO / den, padded to whole vectors. Dividing first keeps products of extreme inputs in range: keys of
@@ -164,6 +173,7 @@ Status causal_query_task(const Linear& x, const LinearGradients& out, const Line
                          const States& states) {
     Workspace memory;
     KeyChunk chunk(x, true, true, memory);
+    Corrections corrections(x, memory);
     QueryGradients queries(x, out, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
@@ -179,6 +189,12 @@ Status causal_query_task(const Linear& x, const LinearGradients& out, const Line
                    const State state = states.of(s.index, task.segment, i.group);
                    save_state(x, out, s, i, state);
                    chunk.read(s, s.first_key + i.token, i.n, i.group);
+                   if (x.rates) {
+                       corrections.solve(s, chunk, i.group, state, Layout::TRANSPOSED, prefetcher);
+                       for (Int j = 0; j < i.n; ++j)
+                           write_row(FLOAT32, row(corrections.residuals, j), x.values,
+                                     residual_row(x, out, s.batch, chunk.token + j, i.group));
+                   }
                    for_heads(x, i.group, [&](Int head) {
                        queries.compute(s, chunk.token, i.n, head, state, &chunk, prefetcher);
                    });
@@ -251,13 +267,14 @@ class QueryChunk {
     HeadRows rows_;
 };
 
-// Phases 5 to 8 for one chunk of one key head: dK, dV and the gradients of the gates.
+// Phases 5 to 9 for one chunk of one key head: dK, dV and the gradients of the gates and rates.
 class KeyGradients {
   public:
     KeyGradients(const Linear& x, const LinearGradients& out, Workspace& memory)
-        : chunk(x, false, false, memory),
+        : chunk(x, false, x.rates, memory),
           x_(x),
           out_(out),
+          corrections_(x, memory),
           queries_(x, out, memory),
           gradient_T_{memory.zeros(round_up(x.values) * round_up(x.features)), round_up(x.features)},
           values_T_(memory.rows(round_up(x.values), chunk.longest)),
@@ -270,12 +287,18 @@ class KeyGradients {
           d_v_(memory.rows(chunk.longest, round_up(x.values))),
           decay_(memory.floats(chunk.longest)),
           pairs_(memory.floats(chunk.longest)),
-          d_gates_((double*)memory.floats(2 * chunk.longest)) {}
+          d_gates_((double*)memory.floats(2 * chunk.longest)) {
+        if (!x.rates) return;
+        d_read_ = memory.rows(chunk.longest, chunk.longest);
+        d_read_keys_ = memory.rows(chunk.longest, round_up(x.features));
+        d_rates_ = memory.floats(chunk.longest);
+    }
 
     // `gradient` is that of the state after the chunk, and is replaced by that of the state before it.
     void compute(const Sequence& s, HeadChunk i, State gradient, Prefetcher& prefetcher) {
         const Int n = i.n, group = i.group;
         chunk.read(s, s.first_key + i.token, n, group);
+        if (x_.rates) read_corrections(s, group, prefetcher);
         if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
         compute_through_state(gradient, prefetcher);
         if (x_.log_decay) {
@@ -289,6 +312,7 @@ class KeyGradients {
                 if (x_.log_decay) add_query_gate_gradients(s, h);
                 queries_.accumulate(gradient, chunk.gates.from_start, prefetcher);
             });
+        if (x_.rates) pass_corrections(s, i, gradient, prefetcher);
         write(s, group);
     }
 
@@ -364,7 +388,7 @@ class KeyGradients {
         }
     }
 
-    // Row j of P^T and dP^T. Key j and query i contribute P dP to the gradients of the gates j < t <= i.
+    // Row j of P^T and dP^T; each pair of key j and a query contributes P dP to the gradients of gates.
     void mask(Int j, Int from, float* scores, float* d_scores) {
         const bool gated = chunk.gates.from_start;
         if (gated) chunk.gates.column(j, chunk.n, decay_);
@@ -378,11 +402,78 @@ class KeyGradients {
             store(scores + i, keep(j, chunk.n, i, p));
             store(d_scores + i, keep(j, chunk.n, i, d_p));
         }
+        if (gated) add_pairs(j);
+    }
+
+    // Key j and a later token i contribute their pair to the gradients of the gates j < t <= i.
+    void add_pairs(Int j) {
         double pairs = 0;
-        for (Int i = chunk.n - 1; gated && i > j; --i) {
+        for (Int i = chunk.n - 1; i > j; --i) {
             pairs += pairs_[i];
             d_gates_[i] += pairs;
         }
+    }
+
+    // N takes the place of V.
+    void read_corrections(const Sequence& s, Int group, Prefetcher& prefetcher) {
+        for (Int j = 0; j < chunk.n; ++j)
+            read_row(FLOAT32, residual_row(x_, out_, s.batch, chunk.token + j, group), x_.values,
+                     row(corrections_.residuals, j));
+        corrections_.restore(s, chunk, group, prefetcher);
+    }
+
+    // 9. Key i reads exp(b_i) S^T k_i + sum_{j < i} D_ij (k_i . k_j) n_j.
+    void pass_corrections(const Sequence& s, HeadChunk i, State gradient, Prefetcher& prefetcher) {
+        const Int n = chunk.n, R = x_.features, M = x_.values;
+        const Rows keys = chunk.keys, g = queries_.g;
+        const float* from_start = chunk.gates.from_start;
+        corrections_.solve_back(chunk, d_v_, d_rates_);
+        for (Int a = 0; a < n; ++a)  // G = -dV
+            for (Int m = 0; m < M; m += WIDTH) store(row(g, a) + m, -load(row(d_v_, a) + m));
+        // Inside the chunk, as the queries in phase 7.
+        transpose(n, M, g.data, g.row, g_T_);
+        for (Int j = 0; j < n; j += TILE_ROWS) {
+            const Int rows = min(TILE_ROWS, n - j), from = j / WIDTH * WIDTH;
+            const Rows d_scores = {row(d_read_, j), d_read_.row};
+            multiply_few_rows(rows, n - from, M, {row(chunk.values, j), chunk.values.row, 1},
+                              {g_T_.data + from, g_T_.row}, {d_scores.data + from, d_scores.row}, false);
+            for (Int a = 0; a < rows; ++a)
+                mask_reads(j + a, from, row(corrections_.scores_T, j + a), row(d_scores, a));
+            multiply_few_rows(rows, R, n - j, {d_scores.data + j, d_scores.row, 1}, {row(keys, j), keys.row},
+                              {row(d_k_, j), d_k_.row}, true);
+        }
+        for (Int a = 0; a < n; a += TILE_ROWS) {
+            const Int rows = min(TILE_ROWS, n - a);
+            multiply_few_rows(rows, R, a + rows, {d_read_.data + a, 1, d_read_.row}, keys,
+                              {row(d_k_, a), d_k_.row}, true);
+        }
+        // From the state: dK += exp(b) G S^T, and dS += (exp(b) K)^T G.
+        for (Int a = 0; from_start && a < n; ++a) scale_row(row(g, a), M, from_start[a]);
+        const float* saved = saved_state(x_, out_, s, i);
+        const State state = state_at(x_, Layout::TRANSPOSED, const_cast<float*>(saved));
+        multiply(n, R, M, {g.data, g.row, 1}, state.kv, d_read_keys_, false, prefetcher);
+        double read = 0;
+        for (Int a = n - 1; a >= 0; --a) {
+            float *d_key = row(d_k_, a), *d_read = row(d_read_keys_, a);
+            if (from_start) d_gates_[a] += read += dot(row(keys, a), d_read, R);
+            for (Int r = 0; r < R; r += WIDTH) store(d_key + r, load(d_key + r) + load(d_read + r));
+        }
+        multiply(R, M, n, {keys.data, 1, keys.row}, g, gradient.kv, true, prefetcher);
+    }
+
+    // Row j of the gradients of what later keys read from key j.
+    void mask_reads(Int j, Int from, const float* scores, float* d_scores) {
+        const bool gated = chunk.gates.from_start;
+        if (gated) chunk.gates.column(j, chunk.n, decay_);
+        for (Int i = from; i < chunk.n; i += WIDTH) {
+            Vec d_score = load(d_scores + i);
+            if (gated) {
+                store(pairs_ + i, load(scores + i) * d_score);
+                d_score *= load(decay_ + i);
+            }
+            store(d_scores + i, keep(j + 1, chunk.n, i, d_score));
+        }
+        if (gated) add_pairs(j);
     }
 
     void write(const Sequence& s, Int group) const {
@@ -392,16 +483,21 @@ class KeyGradients {
                       (char*)out_.d_k + row * x_.features * size_of(x_.type));
             write_row(x_.type, d_v_.data + j * d_v_.row, x_.values,
                       (char*)out_.d_v + row * x_.values * size_of(x_.type));
+            if (x_.rates) out_.d_rates[row] = d_rates_[j];
             if (x_.log_decay) out_.d_log_decay[row] = x_.log_decay[row] < LOWEST_GATE ? 0 : d_gates_[j];
         }
     }
 
     const Linear& x_;
     const LinearGradients& out_;
+    Corrections corrections_;
     QueryChunk queries_;
     Rows gradient_T_, values_T_, d_k_T_, q_T_, g_T_, scores_, d_scores_, d_k_, d_v_;
+    Rows d_read_{},
+        d_read_keys_{};  // with the delta rule: gradients of what keys read from keys, and of keys
     float *decay_, *pairs_;
     double* d_gates_;
+    float* d_rates_ = nullptr;
 };
 
 // 4. Accumulates the gradient of the state that a segment's queries read: the one before the segment if
@@ -491,7 +587,7 @@ Status key_task(const Linear& x, const LinearGradients& out, const LinearTask& t
                [&](HeadChunk i) {
                    keys.compute(s, i, gradients.of(s.index, task.segment + 1, i.group), prefetcher);
                });
-    // 9. Gradient of the initial state.
+    // 10. Gradient of the initial state.
     if (task.first)
         for (Int g = task.first_head; g < task.last_head; ++g)
             write_state(x, gradients.of(s.index, 1, g), s.index * x.groups + g, out.d_kv, out.d_k_sum);
@@ -504,7 +600,7 @@ Status run(const Linear& x, const LinearGradients& out) {
     advise_huge_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
     // 1. States before the segments.
-    const Plan plan(x, x.causal || !x.log_decay);
+    const Plan plan(x, !x.rates && (x.causal || !x.log_decay));
     const States states(x, plan, Layout::TRANSPOSED, memory), gradients(x, plan, Layout::PLAIN, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     Status status =
@@ -522,7 +618,7 @@ Status run(const Linear& x, const LinearGradients& out) {
     // 4. Gradients of the states.
     status = compute_state_gradients(x, out, plan, gradients);
     if (status != SUCCESS) return status;
-    // 5 to 9. Keys, values and gates.
+    // 5 to 10. Keys, values, gates and rates.
     return parallel_for(plan.tasks(x), plan.threads,
                         [&](Int i) { return key_task(x, out, LinearTask(x, plan, i), gradients); });
 }

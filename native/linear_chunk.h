@@ -59,12 +59,12 @@ inline void read_state(const Linear& x, Layout layout, const float* kv, const fl
     if (k_sum) read_row(FLOAT32, k_sum + head * R, R, to.k_sum);
 }
 
-// Writes a state of the plain layout.
+// Writes a state of the plain layout, z only where there is an array for it.
 inline void write_state(const Linear& x, State from, Int head, float* kv, float* k_sum) {
     const Int R = x.features, M = x.values;
     for (Int r = 0; r < R; ++r)
         write_row(FLOAT32, from.kv.data + r * from.kv.row, M, kv + (head * R + r) * M);
-    write_row(FLOAT32, from.k_sum, R, k_sum + head * R);
+    if (k_sum) write_row(FLOAT32, from.k_sum, R, k_sum + head * R);
 }
 
 constexpr double LOWEST_GATE = -1e4;  // exp of it is 0, and unlike -infinity it may be subtracted from itself

@@ -3,7 +3,7 @@
 //
 // 1. Compute the states before the segments, where there are any (`linear_plan.h`).
 // For each chunk of a segment and each key head, with its state kept from chunk to chunk:
-// 2. Read the keys, values and gates.
+// 2. Read the keys, values and gates. With the delta rule the values are replaced (`delta_chunk.h`).
 // For each query head that reads them:
 // 3. Read and transpose the queries, and compute the scores P^T.
 // 4. Compute the divisors den = P 1 + exp(b) Q z.
@@ -14,6 +14,7 @@
 // 7. Write the final state.
 //
 // Bidirectional attention has the final state after phase 1, and runs phases 3, 4, 5 without scores.
+#include "delta_chunk.h"
 #include "kernels.h"
 #include "linear_plan.h"
 
@@ -129,7 +130,8 @@ Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearOutput
 
 Status causal_task(const Linear& x, const LinearOutputs& out, const LinearTask& task, const States& states) {
     Workspace memory;
-    KeyChunk chunk(x, false, x.log_decay, memory);
+    KeyChunk chunk(x, false, x.log_decay || x.rates, memory);
+    Corrections corrections(x, memory);
     Queries queries(x, out, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
@@ -145,6 +147,7 @@ Status causal_task(const Linear& x, const LinearOutputs& out, const LinearTask& 
                    const State state = states.of(s.index, task.segment, i.group);
                    // 2. Keys, values and gates.
                    chunk.read(s, s.first_key + i.token, i.n, i.group);
+                   if (x.rates) corrections.solve(s, chunk, i.group, state, Layout::PLAIN, prefetcher);
                    for_heads(x, i.group, [&](Int head) {
                        queries.attend(s, chunk.token, i.n, head, state, &chunk, prefetcher);
                    });
@@ -178,7 +181,7 @@ Status run(const Linear& x, const LinearOutputs& out) {
     advise_huge_pages(x, out.o, x.queries, x.heads, x.values);
     Workspace memory;
     // 1. States before the segments.
-    const Plan plan(x, true);
+    const Plan plan(x, !x.rates);
     const States states(x, plan, Layout::PLAIN, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Status computed =

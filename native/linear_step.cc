@@ -3,7 +3,8 @@
 //
 // For each key head, in parallel where the states are large:
 // 1. Read the key, the value and the queries, and apply the feature map.
-// 2. S' = a S + k v^T, and o = S'^T q for the first query head.
+// 2. S' = a S + k v^T, and o = S'^T q for the first query head. With the delta rule and its rate r, the value
+//    is replaced by r (v - a S^T k).
 // 3. o = S'^T q for the other query heads, from the columns of S' just written.
 // 4. z' = a z + k.
 // 5. o is divided by q . z'.
@@ -45,11 +46,16 @@ void map_features(Int map, Int n, float* at) {
 void step_head(const LinearStep& x, Int head, float gate, const float* key, const float* value, Rows queries,
                Rows o) {
     const Int R = x.features, M = x.values, P = x.heads / x.groups;
-    const float *kv = x.kv + head * R * M, *k_sum = x.k_sum + head * R;
-    float *kv_after = x.kv_after + head * R * M, *k_sum_after = x.k_sum_after + head * R;
+    const float* kv = x.kv + head * R * M;
+    float* kv_after = x.kv_after + head * R * M;
     // 2. S' = a S + k v^T, and the output of the first query.
     for (Int m = 0; m < M; m += WIDTH) {
-        const Vec v = load(value + m);
+        Vec v = load(value + m);
+        if (x.rates) {
+            Vec held{};
+            for (Int r = 0; r < R; ++r) held += load_first(kv + r * M + m, M - m) * broadcast(key[r]);
+            v = (v - held * broadcast(gate)) * broadcast(x.rates[head]);
+        }
         Vec total{};
         for (Int r = 0; r < R; ++r) {
             const Vec s = load_first(kv + r * M + m, M - m) * broadcast(gate) + v * broadcast(key[r]);
@@ -67,6 +73,9 @@ void step_head(const LinearStep& x, Int head, float gate, const float* key, cons
         }
     }
     // 4. z' = a z + k.
+    if (!x.k_sum) return;
+    const float* k_sum = x.k_sum + head * R;
+    float* k_sum_after = x.k_sum_after + head * R;
     for (Int r = 0; r < R; ++r) k_sum_after[r] = k_sum[r] * gate + key[r];
     // 5. Division by q . z'.
     for (Int p = 0; p < P && x.normalize; ++p) {

@@ -32,6 +32,8 @@ struct Rows {
     int64_t row;
 };
 
+inline float* row(Rows x, int64_t i) { return x.data + i * x.row; }
+
 // 1. A tile of C in registers.
 template <int ROWS, int VECS>
 struct Tile {
@@ -73,6 +75,16 @@ struct Tile {
             for (int j = 0; j < VECS; ++j) {
                 float* out = c + i * c_row + j * WIDTH;
                 store(out, load(out) + sums[i][j]);
+            }
+    }
+
+    void subtract_from(float* c, int64_t c_row) const {
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < VECS; ++j) {
+                float* out = c + i * c_row + j * WIDTH;
+                store(out, load(out) - sums[i][j]);
             }
     }
 };

@@ -89,6 +89,7 @@ Status attend(const TransformerBlock& b, const Token& t, const float* x, float* 
                           {qkv + wide, row, 0, b.features},
                           {qkv + wide + narrow, row, 0, b.values},
                           nullptr,
+                          nullptr,
                           t.kv,
                           t.k_sum,
                           o,

@@ -45,7 +45,7 @@ class Workspace {
     bool failed() const { return failed_; }
 
   private:
-    static constexpr int MAX_ARRAYS = 32;  // no kernel has more arrays, whatever the sizes
+    static constexpr int MAX_ARRAYS = 40;  // no kernel has more arrays, whatever the sizes
     void* arrays_[MAX_ARRAYS];
     int n_ = 0;
     bool failed_ = false;

@@ -172,6 +172,7 @@ void check_sequence(const Case& c) {
                       view(p.k, c.S, c.G, c.R),
                       view(p.v, c.S, c.G, c.M),
                       c.gated ? p.log_decay.data() : nullptr,
+                      nullptr,
                       p.kv.data(),
                       p.k_sum.data()};
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
@@ -193,11 +194,13 @@ void check_sequence(const Case& c) {
                                        d_k.data(),
                                        d_v.data(),
                                        d_log_decay.data(),
+                                       nullptr,
                                        d_kv.data(),
                                        d_k_sum.data(),
                                        d_divisor.data(),
                                        read.data(),
-                                       states.data()};
+                                       states.data(),
+                                       nullptr};
     report.run([&] { return EXPORTED(linear_backward)(&x, &gradients); });
     report.compare("d_q", d_q, expected.d_q);
     report.compare("d_k", d_k, expected.d_k);
@@ -227,6 +230,7 @@ void check_step(const Case& c) {
                           view(p.k, 1, c.G, c.R),
                           view(p.v, 1, c.G, c.M),
                           c.gated ? p.log_decay.data() : nullptr,
+                          nullptr,
                           p.kv.data(),
                           p.k_sum.data(),
                           o.data(),

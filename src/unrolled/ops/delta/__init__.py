@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, may_read, shape
-from unrolled.ops.delta import chunked
+from unrolled.ops.delta import chunked, operator
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import one_node
-from unrolled.ops.packing import length_buckets
-from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.precision import accumulation_dtype
 
 
 class Options(TypedDict, total=False):
@@ -75,15 +74,9 @@ def delta_rule(
             free, keys longer than 1 (for which the rule may diverge), rates outside [0, 2] and positive
             `log_decay`.
     """
-    inputs, state = _prepare(Inputs(q, k, v, beta, log_decay), state, key_padding_mask, cu_seqlens)
-    if cu_seqlens is None:
-        return chunked.forward(inputs, state)
-    o, after = v.new_zeros(*q.shape[:3], v.shape[3]), torch.zeros_like(state)
-    for rows, tokens, padding in length_buckets(cu_seqlens, q.shape[1]):
-        part = (None if x is None else without_padding(x[0, tokens], padding) for x in inputs)
-        o_part, after[rows] = chunked.forward(Inputs._make(part), state[rows])
-        o[0, tokens[~padding]] = o_part[~padding]
-    return o, after
+    inputs = _prepare(q, k, v, beta, log_decay, key_padding_mask, cu_seqlens, state)
+    o, state = operator.delta_rule(inputs, cu_seqlens)
+    return o.to(v.dtype), state
 
 
 def delta_rule_step(
@@ -104,24 +97,18 @@ def delta_rule_step(
     """
     check_step(q, k, v)
     _check_rule(q, k, v, beta, log_decay, state, k.shape[0])
-    (B, H, D), (_, G, M), dtype = q.shape, v.shape, state.dtype
-    with without_autocast(q.device):
-        if log_decay is not None:
-            state = state * log_decay.to(dtype).exp()[..., None, None]
-        key = k.to(dtype).unsqueeze(-2)
-        correction = beta.to(dtype)[..., None, None] * (v.to(dtype).unsqueeze(-2) - key @ state)
-        state = state + key.mT * correction
-        o = q.to(dtype).reshape(B, G, H // G, D) @ state
-        return o.reshape(B, H, M).to(v.dtype), state
+    o, state = operator.delta_rule_step(q, k, v, beta, state, log_decay)
+    return o.to(v.dtype), state
 
 
 def delta_rule_reference(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """Compute what `delta_rule` does by its definition, token by token, with the same arguments."""
-    inputs = Inputs(q, k, v, beta, options.get("log_decay"))
-    cu_seqlens = options.get("cu_seqlens")
-    inputs, state = _prepare(inputs, options.get("state"), options.get("key_padding_mask"), cu_seqlens)
+    cu_seqlens, padding = options.get("cu_seqlens"), options.get("key_padding_mask")
+    q, k, v, beta, log_decay, state = _prepare(
+        q, k, v, beta, options.get("log_decay"), padding, cu_seqlens, options.get("state")
+    )
     B, T = q.shape[:2]
     # Each sequence: its row in the inputs, and where it begins and ends there.
     spans = (
@@ -133,21 +120,27 @@ def delta_rule_reference(
     for n, (b, start, end) in enumerate(spans):
         S = state[n : n + 1]
         for t in range(start, end):
-            q_t, k_t, v_t, beta_t = (x[b : b + 1, t] for x in (inputs.q, inputs.k, inputs.v, inputs.beta))
-            gate = None if inputs.log_decay is None else inputs.log_decay[b : b + 1, t]
-            o[b, t], S = delta_rule_step(q_t, k_t, v_t, beta_t, S, log_decay=gate)
+            q_t, k_t, v_t, beta_t = (x[b : b + 1, t] for x in (q, k, v, beta))
+            gate = None if log_decay is None else log_decay[b : b + 1, t]
+            o[b, t], S = chunked.step(q_t, k_t, v_t, beta_t, S, gate)
         states.append(S)
     return o, torch.cat([state[:0], *states])
 
 
 def _prepare(
-    inputs: Inputs, state: Tensor | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Inputs, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+) -> Inputs:
     """Check every argument, start from a state of zeros by default, and mask padding.
 
     A padded token then neither writes to the state nor decays it.
     """
-    q, k, v, beta, log_decay = inputs
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, T), (_, _, G, D), M = q.shape[:2], k.shape, v.shape[3]
     if k.shape[1] != T:
@@ -162,7 +155,7 @@ def _prepare(
         if log_decay is not None and log_decay.shape[:2] == (B, T):
             log_decay = without_padding(log_decay, key_padding_mask)
     _check_rule(q, k, v, beta, log_decay, state, N)
-    return Inputs(q, k, v, beta, log_decay), state
+    return Inputs(q, k, v, beta, log_decay, state)
 
 
 def _check_rule(
@@ -180,13 +173,12 @@ def _check_rule(
         check_log_decay(log_decay, k, "[B, G]" if k.dim() == 3 else "[B, T, G]")
     if not may_read(k) or k.numel() == 0:
         return
-    longest = k.detach().to(dtype).square().sum(-1).max().sqrt().item()
+    longest = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=dtype).max().item()
     if longest > 1.01:  # tolerates keys normalised in bf16; NaN passes and reaches the output
         raise ValueError(
             f"k has a key of length {longest:g}, but its keys must have length at most 1: "
             "normalise them, as torch.nn.functional.normalize(k, dim=-1) does"
         )
-    if bool(((beta < 0) | (beta > 2)).any()):
-        raise ValueError(
-            f"beta is from {beta.min().item():g} to {beta.max().item():g}, but must be in [0, 2]"
-        )
+    lowest, highest = (x.item() for x in beta.detach().aminmax())
+    if lowest < 0 or highest > 2:
+        raise ValueError(f"beta is from {lowest:g} to {highest:g}, but must be in [0, 2]")

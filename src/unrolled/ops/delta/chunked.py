@@ -24,18 +24,19 @@ from unrolled.ops.precision import exact_dtype, without_autocast
 
 
 class Inputs(NamedTuple):
-    """The inputs of the delta rule, except the state."""
+    """The inputs of the delta rule."""
 
     q: Tensor  # [B,T,H,D]
     k: Tensor  # [B,T,G,D]
     v: Tensor  # [B,T,G,M]
     beta: Tensor  # [B,T,G]
     log_decay: Tensor | None  # [B,T,G]
+    state: Tensor  # [B,G,D,M], in the accumulation dtype
 
 
-def forward(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Compute `o [B,T,H,M]` and the state `[B,G,D,M]` after the last token."""
-    q, k, v, beta, log_decay = inputs
+    q, k, v, beta, log_decay, state = inputs
     (B, T, _, D), (G, M), dtype, exact = q.shape, v.shape[2:], state.dtype, exact_dtype(q.device)
     n = max(1, math.ceil(T / (32 if max(D, M) <= 64 else 64)))  # wider states are read less often
     C = max(1, math.ceil(T / n))
@@ -68,3 +69,18 @@ def forward(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         S = torch.stack(states[:-1], dim=1).unsqueeze(2)
         o = (from_start * qs) @ S + (qs @ ks.mT * within) @ (U - W @ S)
         return join_chunks(o, B, T, G).to(v.dtype), states[-1].reshape(B, G, D, M)
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `o [B,H,M]` and the new state from one token of each."""
+    (B, H, D), (_, G, M), dtype = q.shape, v.shape, state.dtype
+    with without_autocast(q.device):
+        if log_decay is not None:
+            state = state * log_decay.to(dtype).exp()[..., None, None]
+        key = k.to(dtype).unsqueeze(-2)
+        correction = beta.to(dtype)[..., None, None] * (v.to(dtype).unsqueeze(-2) - key @ state)
+        state = state + key.mT * correction
+        o = q.to(dtype).reshape(B, G, H // G, D) @ state
+        return o.reshape(B, H, M).to(v.dtype), state

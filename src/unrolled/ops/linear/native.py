@@ -20,7 +20,7 @@ def supports(q: Tensor, v: Tensor) -> bool:
 
 def forward(inputs: Inputs, options: Options) -> Outputs:
     """Compute what `packed.forward` does."""
-    problem, _kept = _problem(inputs, options)
+    problem, _kept = described(inputs, options)
     outputs = packed.like_outputs(inputs, options)
     o, kv, k_sum, divisor = map(address, outputs)
     native.call("linear_forward", problem, struct("LinearOutputs")(o=o, kv=kv, k_sum=k_sum, divisor=divisor))
@@ -29,7 +29,7 @@ def forward(inputs: Inputs, options: Options) -> Outputs:
 
 def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
     """Compute what `packed.backward` does."""
-    problem, _kept = _problem(inputs, options)
+    problem, _kept = described(inputs, options)
     grad_o, grad_kv, grad_k_sum = readable(grads.o), grads.kv.contiguous(), grads.k_sum.contiguous()
     found = packed.like_gradients(grads, inputs)
     gated = inputs.log_decay is not None
@@ -46,11 +46,13 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Optio
         d_k=address(found.k),
         d_v=address(found.v),
         d_log_decay=address(d_gates),
+        d_rates=0,
         d_kv=address(found.kv),
         d_k_sum=address(found.k_sum),
         d_divisor=address(d_divisor),
         d_log_from_start=address(d_log_from_start),
         states=address(states),
+        residuals=0,
     )
     native.call("linear_backward", problem, gradients)
     return found if d_gates is None else found._replace(log_decay=d_gates.to(found.log_decay.dtype))
@@ -65,11 +67,16 @@ def step(
     log_decay: Tensor | None,
     normalize: bool,
     feature_map: FeatureMap | None = None,
+    rates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `o [B,H,M]` and the new state from one token of each and the state `kv`, `k_sum`."""
+    """Compute `o [B,H,M]` and the new state from one token of each and the state `kv`, `k_sum`.
+
+    With `rates` it is a step of the delta rule, without `normalize` and with an empty `k_sum`.
+    """
     (B, H, R), (_, G, M) = q.shape, v.shape
     q, k, v, kv, k_sum = readable(q), readable(k), readable(v), kv.contiguous(), k_sum.contiguous()
     log_decay = None if log_decay is None else log_decay.double().contiguous()
+    rates = None if rates is None else rates.float().contiguous()
     o = v.new_empty(B, H, M)
     kv_after, k_sum_after = torch.empty_like(kv), torch.empty_like(k_sum)
     step = struct("LinearStep")(
@@ -86,6 +93,7 @@ def step(
         k=_token(k),
         v=_token(v),
         log_decay=address(log_decay),
+        rates=address(rates),
         kv=address(kv),
         k_sum=address(k_sum),
         o=address(o),
@@ -102,17 +110,17 @@ def _token(x: Tensor) -> View:
     return address(x), batch, 0, head
 
 
-def _problem(inputs: Inputs, options: Options) -> tuple[bytes, tuple[Tensor | None, ...]]:
+def described(
+    inputs: Inputs, options: Options, rates: Tensor | None = None
+) -> tuple[bytes, tuple[Tensor | None, ...]]:
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     q, k, v, log_decay, kv, k_sum = inputs
     cu_seqlens, causal, normalize = options
     (B, T, H, R), (_, S, G, M) = q.shape, v.shape
     N, cu_seqlens = sequences(cu_seqlens, B, T)
     q, k, v = readable(q), readable(k), readable(v)
-    log_decay, kv, k_sum = (
-        None if x is None else x.to(dtype).contiguous()
-        for x, dtype in ((log_decay, torch.double), (kv, torch.float32), (k_sum, torch.float32))
-    )
+    log_decay = None if log_decay is None else log_decay.double().contiguous()
+    rates, kv, k_sum = (None if x is None else x.float().contiguous() for x in (rates, kv, k_sum))
     problem = struct("Linear")(
         sequences=N,
         queries=T,
@@ -130,7 +138,8 @@ def _problem(inputs: Inputs, options: Options) -> tuple[bytes, tuple[Tensor | No
         k=view(k),
         v=view(v),
         log_decay=address(log_decay),
+        rates=address(rates),
         kv=address(kv),
         k_sum=address(k_sum),
     )
-    return problem, (cu_seqlens, q, k, v, log_decay, kv, k_sum)
+    return problem, (cu_seqlens, q, k, v, log_decay, rates, kv, k_sum)

@@ -1,0 +1,67 @@
+"""The delta rule on a CPU: the C++ kernels of linear attention, with rates."""
+
+import torch
+from torch import Tensor
+
+from unrolled.ops import native
+from unrolled.ops.delta.chunked import Inputs
+from unrolled.ops.linear import chunked as linear
+from unrolled.ops.linear.native import described, supports
+from unrolled.ops.linear.native import step as linear_step
+from unrolled.ops.native import address, readable, struct, view
+
+__all__ = ["backward", "forward", "step", "supports"]
+
+
+def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute what `packed.forward` does."""
+    problem, _kept = _described(inputs, cu_seqlens)
+    o, state = inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3]), torch.empty_like(inputs.state)
+    outputs = struct("LinearOutputs")(o=address(o), kv=address(state), k_sum=0, divisor=0)
+    native.call("linear_forward", problem, outputs)
+    return o, state
+
+
+def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Tensor | None) -> list[Tensor]:
+    """Compute the gradients of the inputs; that of absent gates is empty."""
+    problem, _kept = _described(inputs, cu_seqlens)
+    (q, k, v, beta, log_decay, state), gates = inputs, inputs.log_decay
+    grad_o, grad_state = readable(grad_o), grad_state.contiguous()
+    d_q, d_k, d_v, d_state = (x.new_empty(x.shape) for x in (q, k, v, state))
+    d_rates, d_gates = torch.empty(beta.shape), torch.empty(0 if gates is None else gates.shape).double()
+    d_log_from_start = torch.empty(0 if gates is None else q.shape[:3])
+    states, residuals = torch.empty(native.linear_saved_floats(problem)), torch.empty(v.shape)
+    gradients = struct("LinearGradients")(
+        o=view(grad_o),
+        kv=address(grad_state),
+        k_sum=0,
+        divisor=0,
+        d_q=address(d_q),
+        d_k=address(d_k),
+        d_v=address(d_v),
+        d_log_decay=address(d_gates),
+        d_rates=address(d_rates),
+        d_kv=address(d_state),
+        d_k_sum=0,
+        d_divisor=0,
+        d_log_from_start=address(d_log_from_start),
+        states=address(states),
+        residuals=address(residuals),
+    )
+    native.call("linear_backward", problem, gradients)
+    d_log_decay = d_gates if log_decay is None else d_gates.to(log_decay.dtype)
+    return [d_q, d_k, d_v, d_rates.to(beta.dtype), d_log_decay, d_state]
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `o [B,H,M]` and the new state from one token of each."""
+    o, state, _ = linear_step(q, k, v, state, state.new_empty(0), log_decay, normalize=False, rates=beta)
+    return o, state
+
+
+def _described(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[bytes, tuple[Tensor | None, ...]]:
+    q, k, v, beta, log_decay, state = inputs
+    options = linear.Options(cu_seqlens, causal=True, normalize=False)
+    return described(linear.Inputs(q, k, v, log_decay, state, None), options, beta)

@@ -1,0 +1,23 @@
+"""The delta rule in plain PyTorch, for packed sequences too: buckets of similar lengths run padded."""
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.delta import chunked
+from unrolled.ops.delta.chunked import Inputs
+from unrolled.ops.masks import without_padding
+from unrolled.ops.packing import length_buckets
+
+
+def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute what `chunked.forward` does for each sequence; the state has one row per sequence."""
+    if cu_seqlens is None:
+        return chunked.forward(inputs)
+    *tokenwise, state = inputs
+    o = inputs.v.new_zeros(*inputs.q.shape[:3], inputs.v.shape[3])
+    after = torch.zeros_like(state)
+    for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
+        part = (None if x is None else without_padding(x[0, tokens], padding) for x in tokenwise)
+        o_part, after[rows] = chunked.forward(Inputs._make((*part, state[rows])))
+        o[0, tokens[~padding]] = o_part[~padding]
+    return o, after

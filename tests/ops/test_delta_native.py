@@ -1,0 +1,146 @@
+"""The C++ kernels of the delta rule, on every instruction set that this machine can run."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import normalize
+
+from unrolled.ops import native
+from unrolled.ops.delta import delta_rule, delta_rule_reference, delta_rule_step
+from unrolled.ops.dispatch import prefer
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("instruction_set", "poisoned_memory")
+
+NAMES = ["o", "state", "dq", "dk", "dv", "dbeta", "dlog_decay", "dstate"]
+
+
+def inputs(sizes, dtype, seed, max_beta=2.0, rows=None):
+    """Queries, keys of length 1, values, rates, log gates and a state, in the type of the case."""
+    (B, T, G, P, D, M), generator = sizes, torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    keys, rates = normalize(normal(B, T, G, D), dim=-1), max_beta * normal(B, T, G).sigmoid()
+    found = [normal(B, T, G * P, D), keys, normal(B, T, G, M), rates, -0.3 * normal(B, T, G).square()]
+    return [*(x.to(dtype) for x in found), normal(B if rows is None else rows, G, D, M)]
+
+
+def results(form, given, cu_seqlens=None, gated=True, exact=False):
+    """Outputs, and the gradients of a sum of both that weighs every element differently."""
+    given = [(x.double() if exact else x).requires_grad_() for x in (x.detach() for x in given)]
+    q, k, v, beta, log_decay, state = given
+    options = {"log_decay": log_decay if gated else None, "cu_seqlens": cu_seqlens}
+    outputs = form(q, k, v, beta, state=state, **options)
+    generator = torch.Generator().manual_seed(0)
+    loss = sum(
+        (x.double() * torch.randn(x.shape, generator=generator, dtype=torch.double)).sum() for x in outputs
+    )
+    loss = loss + 0 * sum(x.sum() for x in given)  # a pack of no sequences has a gradient too
+    return [
+        *(x.detach() for x in outputs),
+        *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True),
+    ]
+
+
+def plain(*args, **options):
+    with prefer("plain"):
+        return delta_rule(*args, **options)
+
+
+def assert_as_exact(draw, **options):
+    """The error against the definition in fp64, in the mean over draws, is at most twice that of plain forms."""
+    total = {
+        form: torch.zeros(len(NAMES), dtype=torch.double)
+        for form in (delta_rule, plain, delta_rule_reference)
+    }
+    for seed in range(4):
+        given = draw(seed)
+        exact = results(delta_rule_reference, given, exact=True, **options)
+        for form, sums in total.items():
+            for i, (x, z) in enumerate(zip(results(form, given, **options), exact, strict=True)):
+                sums[i] += (x.double() - z).norm() / max(float(z.norm()), 1e-6)
+    ours, *others = total.values()
+    allowed = 2 * torch.stack(others).amax(0).clamp(min=4 * torch.finfo(torch.float32).eps)
+    assert (ours <= allowed).all(), dict(
+        zip(NAMES, zip(ours.tolist(), allowed.tolist(), strict=True), strict=True)
+    )
+
+
+widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 70),
+    st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
+    widths,
+    widths,
+    st.booleans(),
+    st.sampled_from([1.0, 2.0]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_is_as_exact_as_the_plain_form(T, heads, D, M, gated, max_beta, dtype):
+    assert_as_exact(lambda seed: inputs((2, T, *heads, D, M), dtype, seed, max_beta), gated=gated)
+
+
+@pytest.mark.parametrize(("D", "M"), [(128, 64), (64, 130)])
+def test_wide_heads(D, M):
+    assert_as_exact(lambda seed: inputs((1, 90, 1, 1, D, M), torch.float32, seed))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 40]), max_size=5), widths)
+def test_packed_sequences_are_as_exact_as_the_plain_form(lengths, M):
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    sizes = (1, sum(lengths), 2, 1, 9, M)
+    assert_as_exact(lambda seed: inputs(sizes, torch.float32, seed, rows=len(lengths)), cu_seqlens=cu_seqlens)
+
+
+def test_threads_share_the_heads(threads):
+    given = inputs((2, 200, 3, 1, 64, 64), torch.float32, 0)
+    threads(1)
+    alone = results(delta_rule, given)
+    threads(3)
+    for ours, theirs in zip(results(delta_rule, given), alone, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_is_a_sequence_of_one_token(gated, dtype):
+    q, k, v, beta, log_decay, state = inputs((300, 1, 2, 3, 33, 20), dtype, 0)
+    log_decay = log_decay if gated else None
+    before = state.clone()
+    expected = delta_rule_reference(q, k, v, beta, log_decay=log_decay, state=state)
+    token = [x[:, 0] for x in (q, k, v, beta)]
+    o, S = delta_rule_step(*token, state, log_decay=None if log_decay is None else log_decay[:, 0])
+    assert torch.equal(state, before)
+    torch.testing.assert_close(o.unsqueeze(1), expected[0])
+    torch.testing.assert_close(S, expected[1])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_it_is_a_sound_torch_operator(gated):
+    given = [x.requires_grad_() for x in inputs((1, 20, 1, 2, 5, 3), torch.float32, 0)]
+    given[4] = given[4] if gated else None
+    torch.library.opcheck(torch.ops.unrolled.native_delta_rule.default, (*given, None))
+
+
+def test_second_derivatives_are_those_of_the_plain_form():
+    given = [x.requires_grad_() for x in inputs((1, 20, 1, 2, 5, 3), torch.float32, 0)]
+
+    def second(form):
+        q, k, v, beta, log_decay, state = given
+        o, _ = form(q, k, v, beta, log_decay=log_decay, state=state)
+        (first,) = torch.autograd.grad(o.square().sum(), k, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), given)
+
+    for ours, theirs in zip(second(delta_rule), second(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
