@@ -84,6 +84,30 @@ struct WindowGradients {
     void *d_q, *d_k, *d_v;     // results, contiguous; rows of d_k and d_v that no query reads are not written
 };
 
+// Causal convolution of every channel with its own taps: y_t = sum_l weight_l * x_(t-l). The inputs before the
+// first token are those of the state. `offsets` as in `Linear`.
+struct Conv {
+    int64_t sequences, tokens, channels, taps;
+    int32_t type, threads;
+    const int32_t* offsets;
+    Tensor x;             // [batch, tokens, channels], without an axis of heads
+    const float* weight;  // [taps, channels], the current token's first
+    const float* state;   // [sequences, taps - 1, channels], the latest input last
+};
+
+struct ConvOutputs {
+    void* y;       // [batch, tokens, channels]
+    float* state;  // after the last token
+};
+
+struct ConvGradients {
+    Tensor y;  // gradient of the output
+    const float* state;
+    void* d_x;
+    float* d_weight;
+    float* d_state;  // gradient of the initial state
+};
+
 // Linear layer y = x W^T + b. All arrays are contiguous.
 struct Dense {
     int64_t rows, inputs, outputs;

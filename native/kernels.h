@@ -15,6 +15,8 @@ int64_t EXPORTED(linear_saved_floats)(const Linear*);
 Status EXPORTED(linear_step)(const LinearStep*);
 Status EXPORTED(window_forward)(const Window*, const WindowOutputs*);
 Status EXPORTED(window_backward)(const Window*, const WindowGradients*);
+Status EXPORTED(conv_forward)(const Conv*, const ConvOutputs*);
+Status EXPORTED(conv_backward)(const Conv*, const ConvGradients*);
 Status EXPORTED(dense)(const Dense*);
 Status EXPORTED(stack_step)(const StackStep*);
 double EXPORTED(fma_peak)(double seconds);

@@ -1,4 +1,4 @@
-"""The delta rule: dispatches to the native form, which is one torch operator, or to the plain form."""
+"""The delta rule: dispatches to the native form, one torch operator, or to the plain form."""
 
 from typing import Any
 

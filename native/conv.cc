@@ -1,0 +1,196 @@
+// Causal depthwise convolution, forward and backward. It is bound by memory: whole rows of channels are
+// streamed, and the rows that a token shares with its neighbours are kept as floats in a ring.
+//
+// For each segment of a sequence, forward:
+// 1. Read the inputs before the segment, from the state where the sequence begins.
+// 2. For each token: read its row, y_t = sum_l weight_l * x_(t-l), and write it.
+// 3. Write the last inputs of the sequence as its state.
+// Backward, for each input, those of the state included:
+// 4. dx_t = sum_l weight_l * dy_(t+l), and what the gradient of the final state adds.
+// 5. dweight_l += dy_(t+l) * x_t, summed in single precision over a few tokens only.
+#include "kernels.h"
+#include "rows.h"
+
+namespace UNROLLED_ISA {
+namespace {
+
+constexpr Int SEGMENT = 512;  // tokens of a task
+constexpr Int SUMMED = 64;    // tokens whose sum is kept in single precision
+
+// The tokens [from, to) of a sequence of `length` that begins at token `first` of the batch's row.
+struct Segment {
+    Int index, batch, first, length, from, to;
+};
+
+class Segments {
+  public:
+    explicit Segments(const Conv& x) : x_(x) {
+        for (Int i = 0; i < x.sequences; ++i) longest_ = max(longest_, sequence(i).length);
+        per_sequence_ = max(1, ceil_div(longest_, SEGMENT));
+    }
+    Int count() const { return x_.sequences * per_sequence_; }
+    Int threads() const {
+        return threads_for((double)count() * SEGMENT * (double)(x_.channels * x_.taps), x_.threads);
+    }
+
+    // Empty where the sequence is shorter than the longest one.
+    Segment at(Int i) const {
+        Segment s = sequence(i / per_sequence_);
+        s.from = min(s.length, i % per_sequence_ * SEGMENT);
+        s.to = min(s.length, s.from + SEGMENT);
+        return s;
+    }
+
+  private:
+    Segment sequence(Int i) const {
+        if (!x_.offsets) return {i, i, 0, x_.tokens, 0, 0};
+        return {i, 0, x_.offsets[i], x_.offsets[i + 1] - x_.offsets[i], 0, 0};
+    }
+
+    const Conv& x_;
+    Int longest_ = 0, per_sequence_;
+};
+
+const float* state_row(const Conv& x, const float* state, const Segment& s, Int token) {
+    return state + ((s.index + 1) * (x.taps - 1) + token) * x.channels;
+}
+
+// Input `token` of a sequence, which is one of the state if negative.
+void read_input(const Conv& x, const Segment& s, Int token, float* to) {
+    if (token < 0) read_row(FLOAT32, state_row(x, x.state, s, token), x.channels, to);
+    else read_row(x.type, address(x.x, x.type, s.batch, s.first + token, 0), x.channels, to);
+}
+
+// The rows of the latest tokens, by their number.
+class Ring {
+  public:
+    Ring(Int taps, Int channels, Workspace& memory)
+        : taps_(taps), rows_(memory.rows(taps, round_up(channels))) {}
+    float* operator[](Int token) const { return row(rows_, (token + taps_) % taps_); }
+
+  private:
+    Int taps_;
+    Rows rows_;
+};
+
+// The taps as rows of whole vectors.
+Rows read_weight(const Conv& x, Workspace& memory) {
+    const Rows weight = memory.rows(x.taps, round_up(x.channels));
+    for (Int l = 0; l < x.taps && !memory.failed(); ++l)
+        read_row(FLOAT32, x.weight + l * x.channels, x.channels, row(weight, l));
+    return weight;
+}
+
+Status forward(const Conv& x, const ConvOutputs& out, const Segment& s) {
+    if (s.from && s.from == s.to) return SUCCESS;
+    Workspace memory;
+    const Rows weight = read_weight(x, memory);
+    const Ring inputs(x.taps, x.channels, memory);
+    float* y = memory.floats(round_up(x.channels));
+    if (memory.failed()) return OUT_OF_MEMORY;
+    // 1. The inputs before the segment.
+    for (Int t = s.from - x.taps + 1; t < s.from; ++t) read_input(x, s, t, inputs[t]);
+    // 2. Tokens.
+    for (Int t = s.from; t < s.to; ++t) {
+        read_input(x, s, t, inputs[t]);
+        std::memset(y, 0, (size_t)weight.row * 4);
+        for (Int l = 0; l < x.taps; ++l) {
+            const float *taps = row(weight, l), *from = inputs[t - l];
+            for (Int c = 0; c < x.channels; c += WIDTH)
+                store(y + c, load(y + c) + load(taps + c) * load(from + c));
+        }
+        write_row(x.type, y, x.channels,
+                  (char*)out.y + (s.batch * x.tokens + s.first + t) * x.channels * size_of(x.type));
+    }
+    // 3. The state, which may reach back into the one before.
+    if (s.from == 0)
+        for (Int t = s.length - x.taps + 1; t < s.length; ++t) {
+            read_input(x, s, t, y);
+            write_row(FLOAT32, y, x.channels, (float*)state_row(x, out.state, s, t - s.length));
+        }
+    return SUCCESS;
+}
+
+// The result, as large as x.
+void advise_huge_pages(const Conv& x, const void* result) {
+    const Int batches = x.offsets ? 1 : x.sequences;
+    UNROLLED_ISA::advise_huge_pages(result, batches * x.tokens * x.channels * size_of(x.type));
+}
+
+// `d_weight [taps, channels]` is that of this segment.
+Status backward(const Conv& x, const ConvGradients& out, const Segment& s, double* d_weight) {
+    if (s.from && s.from == s.to) return SUCCESS;
+    Workspace memory;
+    const Int width = round_up(x.channels);
+    const Rows weight = read_weight(x, memory);
+    const Ring gradients(x.taps, x.channels, memory);
+    float *input = memory.floats(width), *d_x = memory.floats(width);
+    const Rows sums = {memory.zeros(x.taps * width), width};
+    if (memory.failed()) return OUT_OF_MEMORY;
+    const auto read_gradient = [&](Int t) {
+        if (t < 0 || t >= s.length) std::memset(gradients[t], 0, (size_t)width * 4);
+        else read_row(x.type, address(out.y, x.type, s.batch, s.first + t, 0), x.channels, gradients[t]);
+    };
+    const auto add_sums = [&] {
+        for (Int l = 0; l < x.taps; ++l)
+            for (Int c = 0; c < x.channels; ++c) d_weight[l * x.channels + c] += row(sums, l)[c];
+        std::memset(sums.data, 0, (size_t)(x.taps * width) * 4);
+    };
+    const Int from = s.from == 0 ? 1 - x.taps : s.from;
+    for (Int t = from; t < from + x.taps - 1; ++t) read_gradient(t);
+    for (Int t = from; t < s.to; ++t) {
+        read_gradient(t + x.taps - 1);
+        read_input(x, s, t, input);
+        // 4. Gradient of the input.
+        if (t < s.length - x.taps + 1) std::memset(d_x, 0, (size_t)width * 4);
+        else read_row(FLOAT32, state_row(x, out.state, s, t - s.length), x.channels, d_x);
+        for (Int l = 0; l < x.taps; ++l) {
+            const float *taps = row(weight, l), *from = gradients[t + l];
+            float* sum = row(sums, l);
+            for (Int c = 0; c < x.channels; c += WIDTH) {
+                const Vec gradient = load(from + c);
+                store(d_x + c, load(d_x + c) + load(taps + c) * gradient);
+                // 5. Gradient of the taps.
+                store(sum + c, load(sum + c) + gradient * load(input + c));
+            }
+        }
+        if (t < 0) write_row(FLOAT32, d_x, x.channels, (float*)state_row(x, out.d_state, s, t));
+        else
+            write_row(x.type, d_x, x.channels,
+                      (char*)out.d_x + (s.batch * x.tokens + s.first + t) * x.channels * size_of(x.type));
+        if ((t - from) % SUMMED == SUMMED - 1) add_sums();
+    }
+    add_sums();
+    return SUCCESS;
+}
+
+}  // namespace
+}  // namespace UNROLLED_ISA
+
+using namespace UNROLLED_ISA;
+
+Status EXPORTED(conv_forward)(const Conv* x, const ConvOutputs* out) {
+    advise_huge_pages(*x, out->y);
+    const Segments segments(*x);
+    return parallel_for(segments.count(), segments.threads(),
+                        [&](Int i) { return forward(*x, *out, segments.at(i)); });
+}
+
+Status EXPORTED(conv_backward)(const Conv* x, const ConvGradients* out) {
+    advise_huge_pages(*x, out->d_x);
+    const Segments segments(*x);
+    const Int n = x->taps * x->channels;
+    Workspace memory;
+    double* parts = (double*)memory.zeros(2 * segments.count() * n);
+    if (memory.failed()) return OUT_OF_MEMORY;
+    const Status status = parallel_for(segments.count(), segments.threads(), [&](Int i) {
+        return backward(*x, *out, segments.at(i), parts + i * n);
+    });
+    if (status != SUCCESS) return status;
+    for (Int j = 0; j < n; ++j) {
+        double total = 0;
+        for (Int i = 0; i < segments.count(); ++i) total += parts[i * n + j];
+        out->d_weight[j] = (float)total;
+    }
+    return SUCCESS;
+}

@@ -1,0 +1,140 @@
+r"""Short causal convolution: every channel is filtered over the last W tokens with taps of its own.
+
+    y_tc = sum_{l < W} w_cl x_t+l-W+1,c
+
+The last tap is that of the current token, as in `torch.nn.functional.conv1d`. The inputs before the first
+token are those of the state, zeros by default. One token at a time, the last W - 1 inputs are the state.
+
+With W = 4 on queries, keys and values: Yang et al. 2024 (arXiv 2406.06484), section 3.3; Dao and Gu 2024
+(arXiv 2405.21060), section 7. A recurrence compares a token with its neighbours poorly, as Fu et al. 2022
+show (arXiv 2212.14052, section 3).
+
+Time O(T C W), memory O(T C), state O(C W).
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import (
+    check_cu_seqlens,
+    check_device,
+    check_key_padding_mask,
+    check_state_tensor,
+    check_tensor,
+    shape,
+)
+from unrolled.ops.conv import operator, plain
+from unrolled.ops.packing import valid_tokens_first
+from unrolled.ops.precision import accumulation_dtype
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Filter whole sequences (equation above).
+
+    Args:
+        x: `[B,T,C]`.
+        weight: taps `[C,W]`, the last one for the current token.
+        key_padding_mask: `[B,T]`, True = padding: such a token is left out, so that those on both sides of it
+            are neighbours. The output there is 0.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
+        state: inputs before the first token `[B,W-1,C]`, the latest last; N rows with `cu_seqlens`; zeros by
+            default.
+
+    Returns:
+        `y [B,T,C]` in the dtype of `x`, and the state after the last token, in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: an argument of the wrong shape or type.
+    """
+    state = _check(x, weight, key_padding_mask, cu_seqlens, state)
+    if key_padding_mask is None:
+        return operator.causal_conv(x, weight, state, cu_seqlens)
+    (x,), padding, restore = valid_tokens_first(key_padding_mask, x)
+    y, _ = operator.causal_conv(x, weight, state, None)
+    past = torch.cat([state, x.to(state.dtype)], dim=1)
+    last = (~padding).sum(1, keepdim=True) + torch.arange(state.shape[1], device=x.device)
+    after = past.gather(1, last.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    return restore(y.masked_fill(padding.unsqueeze(-1), 0)), after
+
+
+def causal_conv_step(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Filter one token.
+
+    Args:
+        x: `[B,C]`.
+        weight: taps `[C,W]`.
+        state: `[B,W-1,C]`; it is not modified.
+
+    Returns:
+        `y [B,C]` in the dtype of `x`, and the new state.
+    """
+    _check(x.unsqueeze(1), weight, None, None, state)
+    y, after = plain.forward(x.unsqueeze(1), weight, state)
+    return y.squeeze(1), after
+
+
+def causal_conv_reference(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `causal_conv` does by its definition, token by token, with the same arguments."""
+    state = _check(x, weight, key_padding_mask, cu_seqlens, state)
+    spans = (
+        [(b, 0, x.shape[1]) for b in range(x.shape[0])]
+        if cu_seqlens is None
+        else [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
+    )
+    y, states = torch.zeros_like(x), []
+    for n, (b, start, end) in enumerate(spans):
+        past = state[n : n + 1]
+        for t in range(start, end):
+            if key_padding_mask is None or not key_padding_mask[b, t]:
+                y[b, t], past = plain.forward(x[b : b + 1, t : t + 1], weight, past)
+        states.append(past)
+    return y, torch.cat([state[:0], *states])
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+) -> Tensor:
+    """Check every argument; return the state, zeros by default."""
+    for name, y, n_axes, axes in (("x", x, 3, "[B, T, C]"), ("weight", weight, 2, "[C, W]")):
+        check_tensor(name, y)
+        if y.dim() != n_axes or not y.is_floating_point():
+            raise ValueError(f"{name} is {y.dtype} of shape {shape(y)}, but must be floating point {axes}")
+    (B, T, C), W = x.shape, weight.shape[1]
+    if weight.shape[0] != C or W < 1:
+        raise ValueError(f"weight has shape {shape(weight)}, but must be [{C}, W] for x {shape(x)}")
+    check_device("weight", weight, x, "x is")
+    if key_padding_mask is not None:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
+            )
+        check_key_padding_mask(key_padding_mask, B, T)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, x, x)
+    sizes = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, W - 1, C)
+    dtype = accumulation_dtype(x.dtype, weight.dtype)
+    if state is None:
+        return x.new_zeros(sizes, dtype=dtype)
+    check_state_tensor("state", state, sizes, dtype)
+    check_device("state", state, x, "x is")
+    return state

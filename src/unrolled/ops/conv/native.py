@@ -1,0 +1,66 @@
+"""The causal convolution on a CPU: passes the tensors to the C++ kernels."""
+
+import torch
+from torch import Tensor
+
+from unrolled.ops import native
+from unrolled.ops.native import TYPES, View, address, readable, sequences, struct
+
+
+def supports(x: Tensor) -> bool:
+    """Whether the kernels can run inputs of this type, on this device."""
+    return x.is_cpu and x.dtype in TYPES and native.available()
+
+
+def forward(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute what `plain.forward` does."""
+    problem, _kept = _problem(x, weight, state, cu_seqlens)
+    y, after = x.new_empty(x.shape), state.new_empty(state.shape)
+    native.call("conv_forward", problem, struct("ConvOutputs")(y=address(y), state=address(after)))
+    return y, after
+
+
+def backward(
+    grad_y: Tensor, grad_state: Tensor, x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    """Compute the gradients of `x`, `weight` and `state`."""
+    problem, _kept = _problem(x, weight, state, cu_seqlens)
+    grad_y, grad_state = readable(grad_y), grad_state.contiguous()
+    d_x, d_state, d_taps = x.new_empty(x.shape), state.new_empty(state.shape), torch.empty(weight.shape[::-1])
+    gradients = struct("ConvGradients")(
+        y=_view(grad_y),
+        state=address(grad_state),
+        d_x=address(d_x),
+        d_weight=address(d_taps),
+        d_state=address(d_state),
+    )
+    native.call("conv_backward", problem, gradients)
+    return [d_x, d_taps.flip(0).T.to(weight.dtype).contiguous(), d_state]
+
+
+def _view(x: Tensor) -> View:
+    """Describe `[batch, tokens, channels]`, a tensor without an axis of heads."""
+    batch, token, _ = x.stride()
+    return address(x), batch, token, 0
+
+
+def _problem(
+    x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None
+) -> tuple[bytes, tuple[Tensor | None, ...]]:
+    """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
+    B, T, C = x.shape
+    N, cu_seqlens = sequences(cu_seqlens, B, T)
+    x, state, taps = readable(x), state.contiguous(), weight.float().T.flip(0).contiguous()
+    problem = struct("Conv")(
+        sequences=N,
+        tokens=T,
+        channels=C,
+        taps=weight.shape[1],
+        type=TYPES[x.dtype],
+        threads=torch.get_num_threads(),
+        offsets=address(cu_seqlens),
+        x=_view(x),
+        weight=address(taps),
+        state=address(state),
+    )
+    return problem, (cu_seqlens, x, state, taps)
