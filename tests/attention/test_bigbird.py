@@ -16,10 +16,7 @@ from unrolled.testing import check_mechanism
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"block_size": 4},
-        {"block_size": 3, "global_tokens": 3, "global_blocks": (0, 1), "random_blocks": 2},
-    ],
+    [{"block_size": 4}, {"block_size": 3, "global_tokens": 3, "global_blocks": (0, 1), "random_blocks": 2}],
     ids=["ITC", "ETC"],
 )
 def test_it_keeps_the_contract_in_small_blocks(options):

@@ -169,10 +169,7 @@ def test_it_sees_no_more_than_how_many_later_tokens_fall_into_each_bucket(now, s
     q, v, buckets = random_inputs(40, H=1, B=1, n_buckets=6, seed=seed)
     other_q, other_v, _ = random_inputs(40, H=1, B=1, seed=seed + 100)
     shuffled = torch.cat(
-        [
-            torch.arange(now),
-            now + torch.randperm(40 - now, generator=torch.Generator().manual_seed(seed)),
-        ]
+        [torch.arange(now), now + torch.randperm(40 - now, generator=torch.Generator().manual_seed(seed))]
     )
     found = published(
         torch.cat([q[:, :now], 12 * other_q[:, now:]], 1),

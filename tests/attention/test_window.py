@@ -101,11 +101,7 @@ def test_a_window_of_one_key_reads_its_own_value():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"window": 4, "dilation": [1, 3, 3, 2]},
-        {"window": (3, 0), "dilation": [2, 1, 2, 1]},
-    ],
+    "options", [{"window": 4, "dilation": [1, 3, 3, 2]}, {"window": (3, 0), "dilation": [2, 1, 2, 1]}]
 )
 def test_it_keeps_the_contract_with_windows_shorter_than_sequences(options):
     make = Maker(WindowAttention, options)

@@ -205,11 +205,7 @@ def test_dropout_acts_between_layers_in_training_alone():
 def test_what_reads_both_ways_has_no_recurrence():
     x = torch.randn(2, 5, 4)
     for module in (Both(4, 8), Deep(4, 8), Stacked([Both(4, 8), LSTM(8, 3)])):
-        for call in (
-            lambda m: m.init_state(2),
-            lambda m: m.prefill(x, ()),
-            lambda m: m.step(x[:, 0], ()),
-        ):
+        for call in (lambda m: m.init_state(2), lambda m: m.prefill(x, ()), lambda m: m.step(x[:, 0], ())):
             with pytest.raises(UnsupportedError, match=r"bidirectional .* use forward"):
                 call(module)
 

@@ -152,13 +152,7 @@ def bigbird_pattern(layout: Layout, drawn: Tensor, length: int) -> Tensor:
 
 
 def bigbird_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    drawn: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, drawn: Tensor, *, key_padding_mask: Tensor | None = None
 ) -> Tensor:
     """Attend from `q [B,T,H,D]` to `k [B,T,G,D]`, `v [B,T,G,M]`: `[B,T,H,M]`.
 

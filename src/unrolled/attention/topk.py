@@ -167,13 +167,7 @@ def _read(kept: Tensor, v: Tensor, chunk: Chunk) -> Tensor:
 
 
 def topk_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
-    n_keys: int,
-    *,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, n_keys: int, *, key_padding_mask: Tensor | None = None
 ) -> tuple[Tensor, KVCache]:
     """Causal top-k attention of `q [B,T,H,D]` to the cache and to keys and values of the same tokens."""
     return attend_to_cache(partial(topk_attention, n_keys=n_keys), q, k, v, cache, key_padding_mask)

@@ -43,9 +43,7 @@ class AlignmentMaker:
     def __call__(self, *, dtype: torch.dtype | None = None, seed: int = 0) -> Any:
         """Construct it in evaluation mode."""
         return noisy(
-            lambda: self.mechanism(self.query_dim, self.memory_dim, **self.options),
-            dtype or self.dtype,
-            seed,
+            lambda: self.mechanism(self.query_dim, self.memory_dim, **self.options), dtype or self.dtype, seed
         )
 
     def inputs(
