@@ -5,6 +5,7 @@ from typing import Unpack
 
 from torch import Tensor
 
+from unrolled.attention._heads import KeyMasks
 from unrolled.attention.base import CommonOptions, Heads, Inputs, MultiHeadAttention
 from unrolled.ops.window.dilated import dilated_window_attention
 from unrolled.ops.window.state import WindowState, empty_window, window_prefill, window_step
@@ -81,25 +82,10 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         self.window_size = window_sides(window, causal=self.causal)
         self.dilation = dilation_per_head(dilation, n_heads)
 
-    def near(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def near(self, q: Tensor, k: Tensor, v: Tensor, **masks: Unpack[KeyMasks]) -> tuple[Tensor, Tensor]:
         """Attend to the window: `o [B,T,H,M]` and `lse [B,T,H]`. A padded key keeps its position."""
-        return dilated_window_attention(
-            q,
-            k,
-            v,
-            window_size=self.window_size,
-            dilation=self.dilation,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-        )
+        window_size, dilation = self.window_size, self.dilation
+        return dilated_window_attention(q, k, v, window_size=window_size, dilation=dilation, **masks)
 
     def init_state(self, batch_size: int) -> WindowState:
         """Make the state of `batch_size` sequences before their first token: an empty window."""
@@ -113,13 +99,9 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         self, heads: Heads[Inputs], state: WindowState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, WindowState]:
         """Attend in parallel, continuing from a state."""
+        (q, k), left, padding = heads.rotated(), self.window_size[0], key_padding_mask
         return window_prefill(
-            *heads.rotated(),
-            heads.v,
-            state,
-            left=self.window_size[0],
-            dilation=self.dilation,
-            key_padding_mask=key_padding_mask,
+            q, k, heads.v, state, left=left, dilation=self.dilation, key_padding_mask=padding
         )
 
     def step_heads(self, heads: Heads[Inputs], state: WindowState) -> tuple[Tensor, WindowState]:

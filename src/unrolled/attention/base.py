@@ -7,6 +7,7 @@ mechanism, step by step.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -176,10 +177,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     ) -> Tensor:
         """Implement `forward`; a mechanism's own `forward` passes `further` on to its `read_input`."""
         query, key, value = self._checked(query, key, value, masks)
-        projected = self.project(query, key, value)
-        heads = self.heads_of(
-            projected, query if key is None else key, masks, cross=key is not None, **further
-        )
+        x, cross = (query, False) if key is None else (key, True)
+        heads = self.heads_of(self.project(query, key, value), x, masks, cross=cross, **further)
         return self.merge_heads(self.attend(heads, masks), query)
 
     def prefill(
@@ -233,15 +232,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """
         self._check_input("query", query)
         weight = self.out_proj.weight
-        check_state(
-            self,
-            memory,
-            query.shape[0],
-            weight,
-            lambda: self.read(weight.new_empty(0, 0, self.d_model)),
-            name="memory",
-            growing=MEMORY_GROWS,
-        )
+        empty = partial(self.read, weight.new_empty(0, 0, self.d_model))
+        check_state(self, memory, query.shape[0], weight, empty, name="memory", growing=MEMORY_GROWS)
         q, _, _ = self.project(query, query[:, :0])
         return self.merge_heads(self.recall_heads(q, memory), query)
 
