@@ -238,16 +238,10 @@ class ClusteredAttention(MultiHeadAttention[None, None]):
         q, k = heads.rotated() if self.rotary else (heads.q, heads.k)
         if not any_length(q) and (self.n_clusters >= q.shape[1] or self.n_keys >= k.shape[1]):
             return softmax_attention(q, k, heads.v, key_padding_mask=padding)
-        q_padding = padding if itself else None
+        q_padding, C, n_keys = padding if itself else None, self.n_clusters, self.n_keys
+        cluster = chosen(lambda: self.cluster(q, q_padding), max(C, q.shape[1]))
         return clustered_attention(
-            q,
-            k,
-            heads.v,
-            chosen(lambda: self.cluster(q, q_padding), max(self.n_clusters, q.shape[1])),
-            self.n_clusters,
-            self.n_keys,
-            q_padding=q_padding,
-            key_padding_mask=padding,
+            q, k, heads.v, cluster, C, n_keys, q_padding=q_padding, key_padding_mask=padding
         )
 
     @torch.no_grad()

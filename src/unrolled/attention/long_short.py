@@ -37,6 +37,7 @@ from torch.nn.functional import layer_norm, pad
 
 from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
+from unrolled.attention._parts import Part, attend_to_all
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
@@ -46,8 +47,6 @@ from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing
 from unrolled.ops.window import window_attention
-
-Part = tuple[Tensor, Tensor]  # o and lse of one part of a softmax
 
 
 class LongShortState(NamedTuple):
@@ -110,7 +109,7 @@ def segment_window(q: Tensor, k: Tensor, v: Tensor, window: int, padding: Tensor
         x.index_select(1, place).reshape(B * n, width + 2 * beside, *x.shape[2:])
         for x in (*(_pad(x, beside, n * width - T + beside) for x in (k, v)), padding)
     )
-    o, lse = window_attention(q, k, v, window_size=(-1, -1), key_padding_mask=padding, return_lse=True)
+    o, lse = attend_to_all(q, k, v, padding)
     return tuple(x.reshape(B, n * width, *x.shape[2:])[:, :T] for x in (o, lse))  # type: ignore[return-value]
 
 
@@ -294,14 +293,10 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         """Attend to the landmarks of a whole sequence."""
         if padding is None:
             padding = k.new_zeros(k.shape[:2], dtype=torch.bool)
-        pooled = (
-            _normalised(pool(logits, _normalised(x, self.window_norm), padding), self.landmark_norm).to(
-                v.dtype
-            )
-            for x in (k, v)
-        )
+        pooled = (pool(logits, _normalised(x, self.window_norm), padding) for x in (k, v))
+        landmark_k, landmark_v = (_normalised(x, self.landmark_norm).to(v.dtype) for x in pooled)
         nothing = padding.all(1, keepdim=True).expand(-1, self.rank)
-        return window_attention(q, *pooled, window_size=(-1, -1), key_padding_mask=nothing, return_lse=True)
+        return attend_to_all(q, landmark_k, landmark_v, nothing)
 
     def _chunk_landmarks(self, tokens: Sequence[Tensor], padding: Tensor | None) -> tuple[Tensor, ...]:
         """Make the landmarks `[B,n,r,G,D]` of all chunks of `k, v, logits`; unfinished ones are not used."""
@@ -346,13 +341,11 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         near_q, near_k = self._window_heads(Heads(q, k, v, positions))
         near_k = torch.cat([state.window_k, near_k], 1)
         near_v = torch.cat([state.window_v, _normalised(v, self.window_norm)], 1)
-        hidden = torch.cat([_missing(state.position, self.window), padding], 1)
-        size = (self.window - 1, 0)
-        parts = [
-            window_attention(
-                near_q, near_k, near_v, window_size=size, key_padding_mask=hidden, return_lse=True
-            )
-        ]
+        hidden, size = torch.cat([_missing(state.position, self.window), padding], 1), (self.window - 1, 0)
+        near = window_attention(
+            near_q, near_k, near_v, window_size=size, key_padding_mask=hidden, return_lse=True
+        )
+        parts = [near]
 
         # Landmarks: the unfinished chunk of the state precedes the new tokens.
         seen = (~padding).sum(1)
@@ -387,12 +380,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         near_k = torch.cat([state.window_k[:, 1:], near_k], 1)
         near_v = torch.cat([state.window_v[:, 1:], _normalised(v, self.window_norm)], 1)
         position = state.position + 1
-        hidden = _missing(position, self.window)
-        parts = [
-            window_attention(
-                near_q, near_k, near_v, window_size=(-1, -1), key_padding_mask=hidden, return_lse=True
-            )
-        ]
+        parts = [attend_to_all(near_q, near_k, near_v, _missing(position, self.window))]
         slots: Sequence[Tensor] = (state.landmark_k, state.landmark_v)
         chunk: Sequence[Tensor] = (state.chunk_k, state.chunk_v, state.chunk_logits)
         if self.rank:
@@ -410,7 +398,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         slot = torch.arange(state.landmark_k.shape[1], device=q.device)
         empty = (slot >= (state.position // self.chunk).unsqueeze(1)).repeat_interleave(self.rank, 1)
         k, v = state.landmark_k.flatten(1, 2), state.landmark_v.flatten(1, 2)
-        return window_attention(q, k, v, window_size=(-1, -1), key_padding_mask=empty, return_lse=True)
+        return attend_to_all(q, k, v, empty)
 
     def _fill_slots(
         self, state: LongShortState, landmarks: tuple[Tensor, ...], position: Tensor, n: int

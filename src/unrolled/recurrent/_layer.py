@@ -107,9 +107,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
             )
         check_cu_seqlens(cu_seqlens, x, x)
         rows, padding = pad_packed(x, cu_seqlens)
-        return self.forward(rows)[~padding].unsqueeze(
-            0
-        )  # padding on the right has no effect on earlier tokens
+        return self.forward(rows)[~padding].unsqueeze(0)  # padding on the right has no effect
 
     def prefill(
         self, x: Tensor, state: State, *, key_padding_mask: Tensor | None = None

@@ -197,10 +197,8 @@ def _by_token(o: Tensor, batch: int) -> Tensor:
 
 def _sort(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Sort by bucket, then position, with padding last: the token at each place, and the inverse."""
-    buckets = tokens.buckets
-    order = buckets.masked_fill(buckets == ABSENT, torch.iinfo(buckets.dtype).max).argsort(
-        dim=-1, stable=True
-    )
+    buckets, last = tokens.buckets, torch.iinfo(tokens.buckets.dtype).max
+    order = buckets.masked_fill(buckets == ABSENT, last).argsort(dim=-1, stable=True)
     return order, _scatter(order, torch.arange(order.shape[-1], device=order.device), order.shape[-1])
 
 
