@@ -157,12 +157,6 @@ def test_the_first_length_that_is_not_covered_is_not_computed_as_softmax_attenti
     assert not module.pattern(29).all()
 
 
-def test_the_window_alone():
-    layout = Layout(3, global_blocks=(0, 0), random_blocks=0)
-    block = torch.arange(20) // 3
-    assert torch.equal(module_of(layout).pattern(20)[0], ((block[:, None] - block).abs() <= 1).long())
-
-
 def test_a_block_that_is_drawn_although_it_is_read_anyway_counts_once():
     layout = Layout(2, random_blocks=4)
     q, k, v = (draw(1, 20, 1, 3, seed=i) for i in range(3))

@@ -258,11 +258,6 @@ def test_the_skip_has_no_place_between_two_sequences():
         module(torch.zeros(1, 3, 8), torch.zeros(1, 4, 8))
 
 
-def test_causal_attention_is_refused_with_the_alternatives():
-    with pytest.raises(UnsupportedError, match=r"a mean over past and future; use linear .* Perceiver AR"):
-        NystromformerAttention(8, 2, causal=True)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

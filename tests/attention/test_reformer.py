@@ -185,22 +185,6 @@ def test_no_gradient_of_the_published_form_reaches_the_future():
     assert float(q.grad[:, 17:].abs().max()) == float(v.grad[:, 17:].abs().max()) == 0
 
 
-@pytest.mark.parametrize("T", [30, 300])
-def test_ours_keeps_the_past_bit_for_bit(T):
-    """In the dense form for short inputs, and in the blocks of long ones, where later tokens move the blocks."""
-    q, v, buckets = random_inputs(T, n_buckets=8)
-    other = random_inputs(T, n_buckets=8, seed=1)
-    now = T // 2
-    options = {"n_buckets": 8, "window": 5}
-    expected = causal_lsh_attention(q, unit_keys(q), v, buckets, **options)[:, :now]
-    joined = [
-        torch.cat([a[:, :now], (12 * b if b.is_floating_point() else b)[:, now:]], 1)
-        for a, b in zip((q, v, buckets), other, strict=True)
-    ]
-    found = causal_lsh_attention(joined[0], unit_keys(joined[0]), joined[1], joined[2], **options)[:, :now]
-    assert torch.equal(found, expected)
-
-
 # The module.
 
 
@@ -269,15 +253,6 @@ def test_rotations_are_drawn_from_the_seed_and_stay():
     assert not torch.equal(a(x), b(x))
     b.rotations.redraw()
     assert torch.equal(a(x), b(x))
-
-
-def test_a_state_from_before_a_redraw_is_refused():
-    attention = module(causal=True)
-    x = torch.randn(1, 5, 12, dtype=F64)
-    _, state = attention.prefill(x, attention.init_state(1))
-    attention.rotations.redraw()
-    with pytest.raises(ValueError, match="state was made before a redraw"):
-        attention.step(x[:, 0], state)
 
 
 def test_rounding_to_half_precision_moves_no_token_to_another_bucket():

@@ -78,12 +78,6 @@ def test_equals_the_definition(layout, length, grouped, padded):
             assert_same([found[row : row + 1, keep]], [o], [q, k, v])
 
 
-@settings(max_examples=50, deadline=None)
-@given(layout=layouts(), length=st.integers(1, 40))
-def test_every_query_reads_itself(layout, length):
-    assert factorized_pattern(layout, length).diagonal(dim1=1, dim2=2).all()
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "options",

@@ -7,11 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from unrolled.attention.spatiotemporal import SpatiotemporalAttention, spatiotemporal_attention
 from unrolled.attention.spatiotemporal.grid import Part, grouped, read_by_groups, ungrouped
-from unrolled.contract import UnsupportedError
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import check_mechanism
 
@@ -81,18 +79,6 @@ def test_it_is_a_softmax_over_the_places_that_the_definition_names(
         assert_same(found, right)
 
 
-@pytest.mark.parametrize("size", [(1, 1, 7), (1, 7, 1), (7, 1, 1)])
-def test_a_grid_with_one_long_axis_is_full_attention(size):
-    q, k, v = normal(2, 7, 4, 4), normal(2, 7, 2, 4, seed=1), normal(2, 7, 2, 4, seed=2)
-    assert_same(spatiotemporal_attention(q, k, v, *size[1:]), softmax_attention(q, k, v))
-
-
-@pytest.mark.parametrize("options", [{"radius": (2, 3, 4)}, {"radius": (9, 9, 9)}, {"radius": (0, 0, 0), "stride": (1, 1, 1)}], ids=str)  # fmt: skip
-def test_a_cube_that_holds_the_grid_is_full_attention(options):
-    q, k, v = (normal(2, 60, 2, 4, seed=seed) for seed in range(3))
-    assert_same(spatiotemporal_attention(q, k, v, 4, 5, **options), softmax_attention(q, k, v))
-
-
 @pytest.mark.parametrize("options", [{}, {"radius": 1}, {"radius": [0, 1, 2], "stride": [1, 2, 3]}], ids=str)
 def test_the_pattern_is_what_is_read(options):
     module = SpatiotemporalAttention(8, 2, shape=(3, 3, 4), **options).double()
@@ -103,11 +89,6 @@ def test_the_pattern_is_what_is_read(options):
     for i in (0, 17, 33):
         (read,) = torch.autograd.grad(module(x)[0, i].sum(), x)
         assert torch.equal(read[0].abs().sum(-1) > 0, pattern[0, i] > 0)
-
-
-def test_a_place_reads_as_many_keys_as_the_paper_says():
-    counts = SpatiotemporalAttention(8, 2, shape=(3, 4, 5)).pattern(60).sum(-1)
-    assert torch.equal(counts, torch.full_like(counts, 3 + 4 + 5 - 2))
 
 
 def test_embeddings_of_one_axis_for_each_pair_are_the_same_if_those_of_no_difference_are():
@@ -123,16 +104,6 @@ def test_embeddings_of_one_axis_for_each_pair_are_the_same_if_those_of_no_differ
     allowed = SpatiotemporalAttention(4, 1, shape=size).pattern(24)[0] > 0
     expected = softmax_attention(q, k, v, attn_mask=bias.masked_fill(~allowed, -torch.inf), scale=1)
     assert_same(spatiotemporal_attention(q, k, v, 3, 4, scale=1, relative=tables), expected)
-
-
-def test_padded_frames_are_not_part_of_the_video():
-    module = SpatiotemporalAttention(8, 2, shape=(4, 2, 3), relative=True).double()
-    for table in module.relative:
-        nn.init.normal_(table)
-    video, padding = normal(1, 24, 8), torch.zeros(1, 24, dtype=torch.bool)
-    padding[:, 6:12] = True
-    alone = module(torch.cat([video[:, :6], video[:, 12:]], 1))
-    assert_same(module(video, key_padding_mask=padding)[:, ~padding[0]], alone)
 
 
 def test_it_keeps_the_contract_with_every_option():
@@ -201,16 +172,15 @@ def test_wrong_options_are_named(options, message):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "message"),
     [
-        (lambda: SpatiotemporalAttention(8, 2, causal=True), UnsupportedError, "not causal: .* use sparse_tr"),
-        (lambda: SpatiotemporalAttention(8, 2, rotary=True), UnsupportedError, "use relative=True"),
-        (lambda: SpatiotemporalAttention(8, 2, shape=(2, 2, 2), relative=True)(torch.zeros(1, 9, 8)), ValueError, "has time 3, but must have at most 2"),
-        (lambda: attend(n_keys=3), ValueError, "k has length 3, but must have 4 like q"),
-        (lambda: attend(stride=(2, 2, 2)), ValueError, r"radius is None, but must be given with stride = \(2, 2, 2\)"),
-        (lambda: attend(relative=[torch.zeros(4, 2)] * 3), ValueError, r"relative has \[4, 2\] for time"),
+
+        (lambda: SpatiotemporalAttention(8, 2, shape=(2, 2, 2), relative=True)(torch.zeros(1, 9, 8)), "has time 3, but must have at most 2"),
+        (lambda: attend(n_keys=3), "k has length 3, but must have 4 like q"),
+        (lambda: attend(stride=(2, 2, 2)), r"radius is None, but must be given with stride = \(2, 2, 2\)"),
+        (lambda: attend(relative=[torch.zeros(4, 2)] * 3), r"relative has \[4, 2\] for time"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_do_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call()

@@ -94,12 +94,6 @@ def test_a_wide_dilated_window_is_softmax_attention_of_each_residue_class():
         torch.testing.assert_close(window(x)[:, i::3], softmax(x[:, i::3]), rtol=1e-12, atol=1e-12)
 
 
-def test_a_window_of_one_key_reads_its_own_value():
-    window = module(causal=True, window=1, dilation=[1, 2, 3, 4])
-    x = normal(2, 5, 16)
-    torch.testing.assert_close(window(x), window.out_proj(window.qkv_proj(x)[..., 32:]))
-
-
 @pytest.mark.parametrize(
     "options", [{"window": 4, "dilation": [1, 3, 3, 2]}, {"window": (3, 0), "dilation": [2, 1, 2, 1]}]
 )

@@ -67,17 +67,6 @@ def test_a_tape_of_length_1_is_the_lstm_of_torch():
     torch.testing.assert_close(ours(x), theirs(x)[0], rtol=0, atol=1e-12)
 
 
-def test_a_tape_longer_than_the_sequence_has_no_bound():
-    free, bounded = LSTMN(3, 4).double(), LSTMN(3, 4, tape_length=10).double()
-    bounded.load_state_dict(free.state_dict())
-    x = drawn(2, 9, 3)
-    torch.testing.assert_close(bounded(x), free(x), rtol=0, atol=1e-12)
-    padding = torch.zeros(2, 9, dtype=torch.bool)
-    padding[0, [0, 3, 4]] = padding[1, 7:] = True
-    found, expected = (layer(x, key_padding_mask=padding)[~padding] for layer in (bounded, free))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 def test_a_bounded_tape_keeps_the_contract():
     make = CellMaker(LSTMN, {"tape_length": 3})
     assert make.supports.recurrence == "constant"

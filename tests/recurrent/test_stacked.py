@@ -171,19 +171,6 @@ def test_both_directions_end_where_torchs_do(cell):
             torch.testing.assert_close(part, end[i], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [Both, Deep, Three, Nested])
-def test_padding_may_stand_on_any_side(kind):
-    torch.manual_seed(0)
-    module = kind(4, 12).double().eval()
-    x = torch.randn(2, 7, 4, dtype=torch.float64)
-    padding = torch.tensor([[1, 0, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0, 0]]).bool()
-    x[padding] = torch.nan
-    found = module(x, key_padding_mask=padding)
-    for row in range(2):
-        alone = module(x[row, ~padding[row]].unsqueeze(0))[0]
-        torch.testing.assert_close(found[row, ~padding[row]], alone, rtol=0, atol=1e-12)
-
-
 def test_dropout_acts_between_layers_in_training_alone():
     torch.manual_seed(0)
     first, second = LSTM(3, 4), GRU(4, 5)
