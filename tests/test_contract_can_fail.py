@@ -515,7 +515,7 @@ def test_silence_about_what_is_not_claimed_is_found(field, asked):
 
 def test_a_dynamic_length_that_is_not_claimed_is_found():
     supports = replace(ALL, dynamic_length=False)
-    with pytest.raises(AssertionError, match="works, but dynamic_length is not claimed"):
+    with pytest.raises(AssertionError, match="works, but is not claimed"):
         check_dynamic_length(Maker(PlainLinear), supports)
 
 

@@ -192,8 +192,8 @@ def test_the_rank_of_the_theorem():
         ({"projection": "median"}, "projection is 'median', but must be one of linear, mean, max, convolution"),
         ({"sharing": "all"}, "sharing is 'all', but must be one of none, headwise, key-value, layerwise"),
         ({"projection": LinearProjection(4, 8)}, "sharing is 'headwise', but must be 'layerwise' for a projection object"),
-        ({"projection": LinearProjection(4, 8), "sharing": "layerwise", "rank": 5}, "rank is 5, but the given projection has 4"),
-        ({"projection": LinearProjection(4, 8), "sharing": "layerwise", "max_length": 9}, "max_length is 9, but the given projection has 8"),
+        ({"projection": LinearProjection(4, 8), "sharing": "layerwise", "rank": 5}, "rank is 5, but the projection has 4"),
+        ({"projection": LinearProjection(4, 8), "sharing": "layerwise", "max_length": 9}, "max_length is 9, but the projection has 8"),
         ({"projection": LinearProjection(4, 8, 4), "sharing": "layerwise"}, "projection is for 4 heads, but keys and values have 2"),
     ],
 )  # fmt: skip

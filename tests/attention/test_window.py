@@ -199,7 +199,7 @@ def test_windows_that_grow_with_depth_step_as_they_train():
         ({"dilation": [1, 2, 1, 2.0]}, "dilation is [1, 2, 1, 2.0], but must be an integer, or one"),
         ({"dilation": 0}, "dilation is 0, but must be at least 1"),
         ({"dilation": [1, 2, 0, 1]}, "dilation is [1, 2, 0, 1], but must be at least 1"),
-        ({"dilation": [1, 2]}, "dilation has 2 values, but must have one for each of n_heads = 4"),
+        ({"dilation": [1, 2]}, "dilation has 2 values, but must have n_heads = 4"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -106,10 +106,7 @@ def test_parameters_no_longer_grow_with_the_square_of_the_state():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: LowRankLSTM(3, 5, rank=6),
-            "rank is 6, but must be a whole number from 1 to hidden_size = 5",
-        ),
+        (lambda: LowRankLSTM(3, 5, rank=6), "rank is 6, but must be an integer from 1 to hidden_size = 5"),
         (lambda: LowRankLSTM(3, 5, rank=0), "rank is 0"),
         (
             lambda: KroneckerLSTM(3, 6, factors=[2, 2]),

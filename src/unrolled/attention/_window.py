@@ -46,9 +46,7 @@ def dilation_per_head(dilation: int | Sequence[int], n_heads: int) -> tuple[int,
     if any(type(d) is not int for d in given):
         raise ValueError(f"dilation is {dilation!r}, but must be an integer, or one for each head")
     if len(given) != n_heads:
-        raise ValueError(
-            f"dilation has {len(given)} values, but must have one for each of n_heads = {n_heads}"
-        )
+        raise ValueError(f"dilation has {len(given)} values, but must have n_heads = {n_heads}")
     if not all(d >= 1 for d in given):
         raise ValueError(f"dilation is {dilation}, but must be at least 1")
     return tuple(given)
@@ -99,10 +97,8 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         self, heads: Heads[Inputs], state: WindowState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, WindowState]:
         """Attend in parallel, continuing from a state."""
-        (q, k), left, padding = heads.rotated(), self.window_size[0], key_padding_mask
-        return window_prefill(
-            q, k, heads.v, state, left=left, dilation=self.dilation, key_padding_mask=padding
-        )
+        (q, k), left, gap, padding = heads.rotated(), self.window_size[0], self.dilation, key_padding_mask
+        return window_prefill(q, k, heads.v, state, left=left, dilation=gap, key_padding_mask=padding)
 
     def step_heads(self, heads: Heads[Inputs], state: WindowState) -> tuple[Tensor, WindowState]:
         """Attend from one token to the window before it."""

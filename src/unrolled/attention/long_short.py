@@ -123,9 +123,8 @@ def earlier_chunks(q: Tensor, landmark_k: Tensor, landmark_v: Tensor) -> Part:
     chunk = T // n
     heads = q.reshape(B, n, chunk, G, H // G, D).permute(0, 1, 3, 4, 2, 5).reshape(B, n, H * chunk, D)[:, 1:]
     before = [(landmark_k[:, :-1, i], landmark_v[:, :-1, i]) for i in range(r)]
-    o, lse = merge_softmax(
-        [window_attention(heads, k, v, window_size=(-1, 0), return_lse=True) for k, v in before]
-    )
+    parts = [window_attention(heads, k, v, window_size=(-1, 0), return_lse=True) for k, v in before]
+    o, lse = merge_softmax(parts)
     o = o.reshape(B, n - 1, G, H // G, chunk, M).permute(0, 1, 4, 2, 3, 5).reshape(B, T - chunk, H, M)
     lse = lse.reshape(B, n - 1, H, chunk).transpose(2, 3).reshape(B, T - chunk, H)
     return _pad(o, chunk, 0), pad(lse, (0, 0, chunk, 0), value=-torch.inf)
@@ -224,14 +223,11 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         window, rank, chunk = self.window, self.rank, self.chunk
         check_integers(0, rank=rank)
         check_integers(1, chunk=chunk)
-        if window is None:
-            if rank == 0:
-                raise ValueError("rank is 0, but must be at least 1 without a window")
-            if self.rotary:
-                raise ValueError(
-                    "rotary is True, but must be False with window=None: landmarks have no position"
-                )
-        else:
+        if window is None and rank == 0:
+            raise ValueError("rank is 0, but must be at least 1 without a window")
+        if window is None and self.rotary:
+            raise ValueError("rotary is True, but must be False with window=None: landmarks have no position")
+        if window is not None:
             check_integers(0, window=window)
             if self.causal and rank and window < chunk:
                 raise ValueError(
@@ -240,10 +236,9 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
                 )
             if self.causal and window == 0:
                 raise ValueError("window is 0, but must be at least 1 with causal=True")
-        if dual_norm and self.head_dim != self.value_dim:
-            raise ValueError(
-                f"value_dim is {self.value_dim}, but must be head_dim = {self.head_dim} with dual_norm"
-            )
+        D, M = self.head_dim, self.value_dim
+        if dual_norm and D != M:
+            raise ValueError(f"value_dim is {M}, but must be head_dim = {D} with dual_norm")
 
     def read_input(self, x: Tensor) -> Pooling:
         """Compute the logits of P, `[...,G,r]`."""
@@ -256,7 +251,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
             return attend_packed(self.attend, heads, masks.cu_seqlens)
         padding = masks.key_padding_mask
         if self.window is None:
-            return self._read_landmarks(heads.q, heads.k, heads.v, heads.inputs.logits, padding)[0]
+            return self._landmarks(heads.q, heads.k, heads.v, heads.inputs.logits, padding)[0]
         if padding is None:
             return self._attend(heads, None)
         places = valid_first(padding)
@@ -272,7 +267,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         if not self.causal:
             parts = [segment_window(near_q, near_k, near_v, self.window, padding)]
             if self.rank:
-                parts.append(self._read_landmarks(q, k, v, logits, padding))
+                parts.append(self._landmarks(q, k, v, logits, padding))
             return merge_softmax(parts)[0]
         parts = [window_attention(near_q, near_k, near_v, window_size=(self.window - 1, 0), return_lse=True)]
         if self.rank and q.shape[1] > self.chunk:
@@ -287,9 +282,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         """Return queries and keys for the window: the keys normalised, then both rotated."""
         return heads._replace(k=_normalised(heads.k, self.window_norm)).rotated()
 
-    def _read_landmarks(
-        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, padding: Tensor | None
-    ) -> Part:
+    def _landmarks(self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, padding: Tensor | None) -> Part:
         """Attend to the landmarks of a whole sequence."""
         if padding is None:
             padding = k.new_zeros(k.shape[:2], dtype=torch.bool)
@@ -359,10 +352,9 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
             landmarks = self._chunk_landmarks([reorder(x, order) for x in recent], reorder(hidden, order))
             parts.append(self._read_filled_slots(q, state))
             queries = _pad(reorder(_pad(q, l, 0), order), 0, -(T + l) % l)
-            far = (
-                reorder(x[:, : T + l], order.argsort(1))[:, l:] for x in earlier_chunks(queries, *landmarks)
-            )
-            parts.append(tuple(far))  # type: ignore[arg-type]
+            o, lse = earlier_chunks(queries, *landmarks)
+            far_o, far_lse = (reorder(x[:, : T + l], order.argsort(1))[:, l:] for x in (o, lse))
+            parts.append((far_o, far_lse))
             fed = (state.landmark_k.shape[1] - 1) * l + state.chunk_k.shape[1] - l + T
             slots = self._fill_slots(state, landmarks, state.position + seen, fed // l + 1)
             chunk = [_pad(_last(x, l + seen, l), fed % l, 0) for x in recent]

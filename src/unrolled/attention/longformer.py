@@ -283,9 +283,7 @@ class LongformerAttention(SlidingWindow[Globals]):
 
     def _check_global_mask(self, mask: Tensor, x: Tensor) -> None:
         if self.global_proj is None:
-            raise UnsupportedError(
-                "causal longformer attention does not support global_mask: it has no global tokens"
-            )
+            raise UnsupportedError("causal longformer attention does not support global_mask")
         if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
             raise ValueError(
                 f"global_mask is {mask.dtype} of shape {shape(mask)}, but must be torch.bool "

@@ -44,13 +44,7 @@ def latent_read(latents: Tensor, k: Tensor, v: Tensor, *, key_padding_mask: Tens
 
 
 def perceiver_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    latents: Tensor,
-    weight: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, latents: Tensor, weight: Tensor, key_padding_mask: Tensor | None = None
 ) -> Tensor:
     """Perceiver attention in time linear in the lengths (equations above).
 

@@ -346,18 +346,14 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
             n_draws = self.n_kv_heads if per_head else 1
             projection = Projection(n_draws, n_features, self.head_dim, rows, seed)
         elif features in SOFTMAX:
-            raise ValueError(
-                f"rows is 'identity', but must be random for {features} features, as 'orthogonal'"
-            )
+            raise ValueError(f"rows is 'identity', but must be random for {features} features")
         elif n_features not in (None, self.head_dim) or per_head or seed is not None:
             raise ValueError(
                 f"n_features is {n_features}, per_head {per_head} and seed {seed}, but must be "
                 f"{self.head_dim} or None, False and None for rows = 'identity'"
             )
         elif self.rotary:
-            raise UnsupportedError(
-                "identity rows cannot express rotary positions; use random rows, as 'orthogonal'"
-            )
+            raise UnsupportedError("identity rows cannot express rotary positions; use random rows")
         self.feature_map = FavorMap(self.head_dim, features, projection)
 
     def redraw(self) -> None:

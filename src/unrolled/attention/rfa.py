@@ -166,7 +166,7 @@ def rfa_attention_step(
     q: Tensor, k: Tensor, v: Tensor, state: RfaSums, *, gate_logits: Tensor | None = None
 ) -> tuple[Tensor, RfaSums]:
     """Run one token of `rfa_attention`: `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]`, `gate_logits [B,G]`."""
-    keys, log_decay, total = _gated_step(k, state, gate_logits)
+    keys, log_decay, total = _gate_step(k, state, gate_logits)
     o, after = linear_attention_step(q, keys, v, LinearState(*state[:2]), log_decay=log_decay)
     return o, RfaSums(*after, total)
 
@@ -175,15 +175,13 @@ def signed_rfa_attention_step(
     q: Tensor, k: Tensor, v: Tensor, state: RfaSums, *, gate_logits: Tensor | None = None
 ) -> tuple[Tensor, RfaSums]:
     """Run one token of `signed_rfa_attention`; shapes as in `rfa_attention_step`."""
-    keys, log_decay, total = _gated_step(k, state, gate_logits)
+    keys, log_decay, total = _gate_step(k, state, gate_logits)
     weight, before = total.repeat_interleave(q.shape[1] // k.shape[1], -1), LinearState(*state[:2])
     o, after = signed_linear_attention_step(q, keys, v, before, log_decay=log_decay, weight=weight)
     return o, RfaSums(*after, total)
 
 
-def _gated_step(
-    k: Tensor, state: RfaSums, gate_logits: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _gate_step(k: Tensor, state: RfaSums, gate_logits: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return (1 - g) phi(k), log g, and the new sum of factors."""
     total = state.weight
     if gate_logits is not None:
@@ -332,9 +330,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         if gate:
             self.supports = self.supports.but(bidirectional=False, cross=False)
             if not self.causal:
-                raise UnsupportedError(
-                    "the gate of rfa forgets in one direction: use causal=True or gate=False"
-                )
+                raise UnsupportedError("the gate of rfa is causal: use causal=True or gate=False")
         self.feature_map = RfaMap(self.n_kv_heads, self.head_dim, features, n_features, rows, seed)
         self.gate_proj = Linear(d_model, self.n_kv_heads) if gate else None
         if self.gate_proj is not None:
@@ -394,7 +390,5 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
     def refuse(self, capability: str, given: Tensor | None, what: str) -> None:
         """Refuse another sequence if there is a gate, with advice."""
         if self.gate_proj is not None and capability == "cross" and given is not None:
-            raise UnsupportedError(
-                f"the gate of rfa is computed from one sequence; use gate=False for {what}"
-            )
+            raise UnsupportedError(f"the gate of rfa reads a single sequence; use gate=False for {what}")
         super().refuse(capability, given, what)

@@ -110,6 +110,5 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
-    return F.layer_norm(
-        x, layer.normalized_shape, layer.weight.to(x.dtype), layer.bias.to(x.dtype), layer.eps
-    )
+    weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
+    return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)

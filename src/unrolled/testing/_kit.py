@@ -117,16 +117,14 @@ def recurrent(supports: Supports) -> bool:
 P = ParamSpec("P")
 
 
-def run_all(
-    checks: Iterable[Callable[P, None]], mechanism: type, *args: P.args, **kwargs: P.kwargs
-) -> list[str]:
+def run_all(checks: Iterable[Callable[P, None]], kind: type, *args: P.args, **kwargs: P.kwargs) -> list[str]:
     """Run each check with these arguments and return their names; a note on exceptions names the check."""
     ran = []
     for check in checks:
         try:
             check(*args, **kwargs)
         except Exception as error:
-            error.add_note(f"in {check.__name__} of {mechanism.__name__}")
+            error.add_note(f"in {check.__name__} of {kind.__name__}")
             raise
         ran.append(check.__name__)
     return ran
@@ -225,12 +223,10 @@ def assert_finite(found: Compared, what: str) -> None:
             raise AssertionError(f"{what}: {name} is not finite, first at {first}")
 
 
-def assert_raises(
-    kind: type[Exception], what: str, target: Any, verb: str, *args: Any, **kwargs: Any
-) -> None:
-    """Fail unless `target.verb(*args, **kwargs)` raises `kind` with a message."""
+def assert_raises(kind: type[Exception], what: str, target: Any, verb: str, *args: Any, **masks: Any) -> None:
+    """Fail unless `target.verb(*args, **masks)` raises `kind` with a message."""
     try:
-        getattr(target, verb)(*args, **kwargs)
+        getattr(target, verb)(*args, **masks)
     except kind as error:
         if not str(error):
             raise AssertionError(f"{what}: {kind.__name__} came without a message") from error

@@ -45,9 +45,8 @@ class AlignmentMaker:
 
     def __call__(self, *, dtype: torch.dtype | None = None, seed: int = 0) -> Any:
         """Construct it in evaluation mode."""
-        return noisy(
-            lambda: self.mechanism(self.query_dim, self.memory_dim, **self.options), dtype or self.dtype, seed
-        )
+        sizes = (self.query_dim, self.memory_dim)
+        return noisy(lambda: self.mechanism(*sizes, **self.options), dtype or self.dtype, seed)
 
     def inputs(
         self, batch: int = B, queries: int = T, length: int = S, *, seed: int = 0, dtype: Any = None

@@ -88,9 +88,7 @@ def check_packing(make: Maker, supports: Supports) -> None:
             what_changed = f"{what}, tokens {start}..{end} changed, other sequences"
             assert_identical(changed[:, rest], packed[:, rest], what_changed)
         if supports.padding:
-            _check_padded_pack(
-                module, x.detach(), cu_seqlens, f"{variant}, causal={causal}: padding in a pack"
-            )
+            _check_padded_pack(module, x.detach(), cu_seqlens, f"{what}, with padding")
         nothing = module(x[:, :0], cu_seqlens=torch.zeros(3, dtype=torch.int32))
         require(nothing.shape == (1, 0, make.d_model), f"a pack of two empty sequences gives {nothing.shape}")
 

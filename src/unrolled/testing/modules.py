@@ -140,9 +140,7 @@ def check_dynamic_length(make: Maker, supports: Supports) -> None:
             if not supports.dynamic_length:
                 return
             raise AssertionError(f"causal={causal}, {variant}: torch.export with a dynamic length: {error}")
-    require(
-        supports.dynamic_length, "torch.export with a dynamic length works, but dynamic_length is not claimed"
-    )
+    require(supports.dynamic_length, "torch.export with a dynamic length works, but is not claimed")
 
 
 def _export_error(module: Any, make: Maker, longest: int) -> str | None:

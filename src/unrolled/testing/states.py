@@ -99,9 +99,7 @@ def require_batched(state: Any, rows: int, dtype: torch.dtype, what: str) -> Non
     """Fail unless all tensors of a state have `rows` rows, and fp32 or fp64 for a module of `dtype`."""
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     for name, x in leaves(state).items():
-        require(
-            x.shape[:1] == (rows,), f"{what}: {name} has shape {list(x.shape)}, should begin with {rows} rows"
-        )
+        require(x.shape[:1] == (rows,), f"{what}: {name} has shape {list(x.shape)}, should have {rows} rows")
         right = not x.is_floating_point() or x.dtype == expected
         require(right, f"{what}: {name} is {x.dtype}, should be {expected}")
 

@@ -227,10 +227,8 @@ def with_old(k: Tensor, v: Tensor, old: OldSums) -> tuple[Tensor, Tensor]:
     num, den = old.sums.unbind(-2)
     total = den[..., : k.shape[-1]]
     k_old = old.k_max + total.clamp(min=torch.finfo(total.dtype).tiny).log()
-    return (
-        torch.cat([k_old.unsqueeze(1), k], dim=1),
-        torch.cat([safe_divide(num, den).unsqueeze(1), v], dim=1),
-    )
+    v = torch.cat([safe_divide(num, den).unsqueeze(1), v], dim=1)
+    return torch.cat([k_old.unsqueeze(1), k], dim=1), v
 
 
 def _prepared(keys: Keys) -> tuple[Keys, Tensor, Tensor]:

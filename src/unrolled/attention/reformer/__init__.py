@@ -212,14 +212,12 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
 
         return q, unit_keys(q), chosen(choose, self.n_buckets)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, key_padding_mask: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, padding: Tensor | None) -> Tensor:
         if not self.causal:
             attend = partial(lsh_attention, chunk=self.chunk, same_bucket=self.same_bucket)
         else:
             attend = partial(causal_lsh_attention, n_buckets=self.n_buckets, window=self.chunk)
-        return attend(q, k, v, buckets, key_padding_mask=key_padding_mask, scale=self.scale)
+        return attend(q, k, v, buckets, key_padding_mask=padding, scale=self.scale)
 
     def _joined(
         self, state: ReformerState, k: Tensor, v: Tensor, buckets: Tensor, new: Tensor | int

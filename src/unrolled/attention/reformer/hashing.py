@@ -183,10 +183,8 @@ def _tokens(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, key_padding_mask: 
         buckets = buckets.masked_fill(key_padding_mask[:, :, None, None], ABSENT)
     buckets = buckets.permute(0, 2, 3, 1).flatten(0, 1)
     present = buckets[:, 0] != ABSENT
-    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    q, k, v = (
-        x.transpose(1, 2).flatten(0, 1).to(dtype).masked_fill(~present.unsqueeze(-1), 0) for x in (q, k, v)
-    )
+    dtype, absent = accumulation_dtype(q.dtype, k.dtype, v.dtype), ~present.unsqueeze(-1)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).to(dtype).masked_fill(absent, 0) for x in (q, k, v))
     return Tokens(q, k, v, buckets, present)
 
 

@@ -53,10 +53,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name, options in (("kind", KINDS), ("reads", READS)):
-            if getattr(self, name) not in options:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(options)}"
-                )
+            if (value := getattr(self, name)) not in options:
+                raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(options)}")
         check_integers(1, stride=self.stride)
         check_integers_only(window=self.window, summary=self.summary, subblocks=self.subblocks)
         if self.kind == "strided" and self.window < self.stride - 1:
@@ -73,9 +71,7 @@ class Layout:
             )
 
         if self.reads == "split" and self.n_heads < 2:
-            raise ValueError(
-                "n_heads is 1, but must be at least 2 for reads = 'split': one head for the far keys"
-            )
+            raise ValueError("n_heads is 1, but must be at least 2 for reads = 'split'")
 
     def groups(self) -> list[tuple[range, bool, bool]]:
         """Group the heads that read the same keys, with whether they read near and far ones."""
@@ -186,9 +182,7 @@ def _residues(
 
     def back(o: Tensor, lse: Tensor, before: int, after: int) -> Part:
         o, lse = pad(o, (0, 0, 0, 0, before, after)), pad(lse, (0, 0, before, after), value=-math.inf)
-        o, lse = (
-            x.reshape(B, stride, N, *x.shape[2:]).transpose(1, 2).flatten(1, 2)[:, :T] for x in (o, lse)
-        )
+        o, lse = (torch.unflatten(x, 0, (B, stride)).transpose(1, 2).flatten(1, 2)[:, :T] for x in (o, lse))
         return o, lse
 
     if gap == 0:

@@ -177,12 +177,10 @@ def _check_state(layout: Layout, state: FactorizedState, k: Tensor, v: Tensor) -
     """
     (B, _, G, D), M = k.shape, v.shape[3]
     for part in ("past", "recent"):
-        for name, width in (("k", D), ("v", M)):
+        for name, W in (("k", D), ("v", M)):
             x = getattr(state, f"{part}_{name}")
-            if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, G, width):
-                raise ValueError(
-                    f"state.{part}_{name} has shape {shape(x)}, but must be [{B}, X, {G}, {width}]"
-                )
+            if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, G, W):
+                raise ValueError(f"state.{part}_{name} has shape {shape(x)}, but must be [{B}, X, {G}, {W}]")
     for name in ("k", "v"):
         slots, recent = (getattr(state, f"{part}_{name}").shape[1] for part in ("past", "recent"))
         first, per_block = _slot_sizes(layout)
