@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from agreement import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from monte_carlo import assert_mean, assert_monte_carlo_rate
@@ -19,7 +20,7 @@ from unrolled.attention.performer import (
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.random_features import Projection
-from unrolled.testing import Maker, check_mechanism, checks
+from unrolled.testing import Maker, check_compiles, check_mechanism, checks
 
 KINDS = (*SOFTMAX, *GENERALISED)
 
@@ -59,7 +60,8 @@ class SmallScores(Maker):
 def test_trigonometric_features_keep_the_contract():
     make = SmallScores(PerformerAttention, {"features": "trigonometric", "per_head": True})
     for check in checks(make.supports):
-        check(make, make.supports)
+        if check is not check_compiles:  # slow; `rfa` compiles the same attention
+            check(make, make.supports)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -70,10 +72,7 @@ def test_shifting_changes_nothing(features, causal):
     phi = feature_map(features)
     found, _ = favor_attention(q, k, v, phi, causal=causal)
     expected = favor_attention_reference(q, k, v, phi, causal=causal)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    loss = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
-    found, expected = (torch.autograd.grad((o * loss).sum(), (q, k, v)) for o in (found, expected))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    assert_same(found, expected, (q, k, v))
 
 
 @given(

@@ -215,7 +215,7 @@ def test_cost_grows_as_the_pairs_that_are_read():
         ({"kind": "strided", "stride": 8, "window": 6}, "window is 6, but must be at least stride - 1 = 7"),
         (
             {"kind": "strided", "summary": 2},
-            "summary is 2 and subblocks 1, but must be left out for the strided kind",
+            "summary is 2 and subblocks 1, but must be left out for the strided",
         ),
         ({"window": 3}, "window is 3, but must be None for fixed blocks, whose length is stride = 128"),
         ({"stride": 8, "summary": 3}, "summary is 3, but must divide stride = 8"),

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from counted import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,11 +13,6 @@ from unrolled.attention.spatiotemporal import SpatiotemporalAttention, spatiotem
 from unrolled.attention.spatiotemporal.grid import Part, grouped, read_by_groups, ungrouped
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import check_mechanism
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
 def assert_same(found, expected):
@@ -68,13 +64,13 @@ def test_it_is_a_softmax_over_the_places_that_the_definition_names(
 ):
     frame = size[1] * size[2]
     length = (size[0] - 1) * frame + 1 + int(end * (frame - 1))  # the last frame may end early
-    q, k, v = normal(2, length, 2, 4), normal(2, length, 2, 4, seed=1), normal(2, length, 2, 3, seed=2)
-    tables = [normal(2 * n + 1, 4, seed=3 + n) for n in size] if relative else None  # one more than needed
+    q, k, v = draw(2, length, 2, 4), draw(2, length, 2, 4, seed=1), draw(2, length, 2, 3, seed=2)
+    tables = [draw(2 * n + 1, 4, seed=3 + n) for n in size] if relative else None  # one more than needed
     options = {"radius": radius, "stride": stride if radius else None, "scale": scale, "relative": tables}
     o = spatiotemporal_attention(q, k, v, *size[1:], **options)
     expected = definition(q, k, v, size, **options)
     assert_same(o, expected)
-    inputs, weights = [q, k, v, *(tables or [])], normal(*o.shape, seed=9).detach()
+    inputs, weights = [q, k, v, *(tables or [])], draw(*o.shape, seed=9).detach()
     for found, right in zip(*(gradients((y * weights).sum(), inputs) for y in (o, expected)), strict=True):
         assert_same(found, right)
 
@@ -82,7 +78,7 @@ def test_it_is_a_softmax_over_the_places_that_the_definition_names(
 @pytest.mark.parametrize("options", [{}, {"radius": 1}, {"radius": [0, 1, 2], "stride": [1, 2, 3]}], ids=str)
 def test_the_pattern_is_what_is_read(options):
     module = SpatiotemporalAttention(8, 2, shape=(3, 3, 4), **options).double()
-    x = normal(1, 34, 8)
+    x = draw(1, 34, 8)
     pattern = module.pattern(34)
     assert pattern.shape == (2, 34, 34)
     assert pattern.dtype == torch.int64
@@ -93,8 +89,8 @@ def test_the_pattern_is_what_is_read(options):
 
 def test_embeddings_of_one_axis_for_each_pair_are_the_same_if_those_of_no_difference_are():
     size = (2, 3, 4)
-    q, k, v = (normal(1, 24, 1, 4, seed=seed) for seed in range(3))
-    tables = [normal(2 * n - 1, 4, seed=n).detach() for n in size]
+    q, k, v = (draw(1, 24, 1, 4, seed=seed) for seed in range(3))
+    tables = [draw(2 * n - 1, 4, seed=n).detach() for n in size]
     for table in tables[:2]:
         table[len(table) // 2] = tables[2][3]
     bias = torch.zeros(24, 24, dtype=torch.float64)
@@ -125,7 +121,7 @@ def test_the_memory_follows_the_pairs(options):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            y = module(normal(1, time * 64, 4))
+            y = module(draw(1, time * 64, 4))
         assert y.requires_grad
         return sum(sizes.values()) / int(module.pattern(time * 64).sum())
 

@@ -139,18 +139,15 @@ def test_the_state_holds_the_reach_of_the_window_and_not_the_prompt():
     assert after.k.untyped_storage().nbytes() == nbytes((after.k,))
 
 
-def test_what_is_beyond_the_windows_of_all_layers_is_forgotten():
-    config = DecoderConfig(
-        vocab_size=5,
-        d_model=8,
-        n_heads=2,
-        n_layers=3,
-        positions="none",
-        attention="window",
-        layer_options={"window": {"window": [2, 3, 3], "dilation": [1, 1, [1, 4]]}},
-    )
+def decoder(**per_layer):
     torch.manual_seed(0)
-    model = Decoder(config).double().eval()
+    sizes = {"vocab_size": 5, "d_model": 8, "n_heads": 2, "n_layers": 3}
+    options = {"attention": "window", "positions": "none", "layer_options": {"window": per_layer}}
+    return Decoder(DecoderConfig(**sizes, **options)).double().eval()
+
+
+def test_what_is_beyond_the_windows_of_all_layers_is_forgotten():
+    model = decoder(window=[2, 3, 3], dilation=[1, 1, [1, 4]])
     reach = 1 + 2 + 2 * 4
     tokens = torch.randint(5, (1, 30), generator=torch.Generator().manual_seed(1))
     other = tokens.clone()
@@ -160,16 +157,7 @@ def test_what_is_beyond_the_windows_of_all_layers_is_forgotten():
 
 
 def test_windows_that_grow_with_depth_step_as_they_train():
-    config = DecoderConfig(
-        vocab_size=5,
-        d_model=8,
-        n_heads=2,
-        n_layers=3,
-        attention="window",
-        layer_options={"window": {"window": [2, 4, 8]}},
-    )
-    torch.manual_seed(0)
-    model = Decoder(config).double().eval()
+    model = decoder(window=[2, 4, 8])
     tokens = torch.randint(5, (2, 21), generator=torch.Generator().manual_seed(1))
     first, state = model.prefill(tokens[:, :13], model.init_state(2))
     outputs = list(first.unbind(1))
