@@ -1,4 +1,4 @@
-"""What makes AFT itself: its formula in four variants, and averages that never leave the range of their type."""
+"""What is specific to AFT: its formula in four variants, and averages that never leave the range of their type."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What makes BigBird itself: its pattern, what it draws, and where it is exact."""
+"""What is specific to BigBird: its pattern, what it draws, and where it is exact."""
 
 import pytest
 import torch

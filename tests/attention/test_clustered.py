@@ -1,4 +1,4 @@
-"""What makes clustered attention itself, beyond the contract: its clusters, and what queries share in them."""
+"""What is specific to clustered attention: its clusters, and what queries share in them."""
 
 import pytest
 import torch
@@ -139,8 +139,8 @@ def test_clusters_depend_on_no_other_row_no_other_head_and_no_padding():
         for h in range(2):
             alone = module.cluster(q[b : b + 1, ~padding[b], h : h + 1])
             assert torch.equal(alone[0, :, 0], cluster[b, ~padding[b], h])
-    loud = torch.where(padding[..., None, None], 1e4 * normal(3, 30, 2, 8, seed=1), q)
-    assert torch.equal(module.cluster(loud, padding)[~padding], cluster[~padding])
+    extreme = torch.where(padding[..., None, None], 1e4 * normal(3, 30, 2, 8, seed=1), q)
+    assert torch.equal(module.cluster(extreme, padding)[~padding], cluster[~padding])
 
 
 def test_lloyd_finds_clusters_that_are_far_apart():
@@ -156,10 +156,10 @@ def test_lloyd_finds_clusters_that_are_far_apart():
 
 
 def test_more_updates_bring_hashes_no_further_from_the_majority_of_their_cluster():
-    codes, nobody = signs(2, 80, 16), torch.zeros(2, 80, dtype=torch.bool)
+    codes, no_padding = signs(2, 80, 16), torch.zeros(2, 80, dtype=torch.bool)
 
     def distance(iterations):
-        cluster = sign_clusters(codes, 6, iterations, nobody)
+        cluster = sign_clusters(codes, 6, iterations, no_padding)
         total = 0
         for row, numbers in zip(codes, cluster, strict=True):
             for c in numbers.unique():

@@ -1,4 +1,4 @@
-"""What makes efficient attention itself, beyond the contract: its two softmaxes, and their causal form."""
+"""What is specific to efficient attention: its two softmaxes, and their causal form."""
 
 import pytest
 import torch

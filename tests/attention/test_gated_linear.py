@@ -1,4 +1,4 @@
-"""What makes gated linear attention itself, beyond the contract: a gate for every feature, read from the input."""
+"""What is specific to gated linear attention: a gate for every feature, read from the input."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What makes linear attention itself, beyond the contract: its kernel, its feature maps, its rotation."""
+"""What is specific to linear attention: its kernel, its feature maps, its rotation."""
 
 import copy
 

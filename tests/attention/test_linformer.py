@@ -1,4 +1,4 @@
-"""What makes Linformer itself, beyond the contract: what it projects, what is shared, how short inputs fare."""
+"""What is specific to Linformer: what it projects, what is shared, how short inputs fare."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""What makes long-short attention itself, beyond the contract: one softmax over a window and landmarks."""
+"""What is specific to long-short attention: one softmax over a window and landmarks."""
 
 import pytest
 import torch

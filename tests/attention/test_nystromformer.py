@@ -1,4 +1,4 @@
-"""What makes Nyströmformer itself, beyond the contract: its landmarks, its inverse, and where it is exact."""
+"""What is specific to Nyströmformer: its landmarks, its inverse, and where it is exact."""
 
 import numpy as np
 import pytest

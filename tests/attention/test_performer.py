@@ -1,4 +1,4 @@
-"""What makes Performer itself: its kernels, its errors, and a stabiliser that does not leak."""
+"""What is specific to Performer: its kernels, its errors, and a stabiliser that does not leak."""
 
 import math
 

@@ -165,7 +165,7 @@ def test_it_changes_most_of_the_past():
 @given(now=st.integers(1, 39), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
 def test_it_sees_no_more_than_how_many_later_tokens_fall_into_each_bucket(now, seed):
-    """Whatever the later values and queries are, and in whatever order their buckets come."""
+    """Later values, queries and the order of their buckets have no effect."""
     q, v, buckets = random_inputs(40, H=1, B=1, n_buckets=6, seed=seed)
     other_q, other_v, _ = random_inputs(40, H=1, B=1, seed=seed + 100)
     shuffled = torch.cat(
@@ -217,7 +217,7 @@ def test_its_blocks_compile_whole(causal):
     torch.testing.assert_close(compiled(x), attention(x))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor wants a C++ compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
 def test_inductor_takes_a_causal_training_step():
     attention, x = module(causal=True, chunk=2, n_buckets=4, n_rounds=1), torch.randn(1, 40, 12, dtype=F64)

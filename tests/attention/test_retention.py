@@ -1,4 +1,4 @@
-"""What makes retention itself, beyond the contract: its rates, its rotation, and what it comes from."""
+"""What is specific to retention: its rates, its rotation, and what it comes from."""
 
 import pytest
 import torch

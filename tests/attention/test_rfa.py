@@ -1,4 +1,4 @@
-"""What makes random feature attention itself: the kernels of directions, the learned scale, the gate."""
+"""What is specific to random feature attention: the kernels of directions, the learned scale, the gate."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What makes the Sparse Transformer itself: its patterns, two hops, and the keys that a state keeps."""
+"""What is specific to the Sparse Transformer: its patterns, two hops, and the keys that a state keeps."""
 
 import pytest
 import torch

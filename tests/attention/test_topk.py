@@ -1,4 +1,4 @@
-"""What makes top-k attention itself, beyond the contract: which keys are kept, and what memory that takes."""
+"""What is specific to top-k attention: which keys are kept, and what memory that takes."""
 
 import pytest
 import torch

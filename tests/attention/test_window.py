@@ -1,4 +1,4 @@
-"""What makes window attention itself, beyond the contract: its windows, dilations, and the window that slides."""
+"""What is specific to window attention: its windows, dilations, and the window that slides."""
 
 import re
 

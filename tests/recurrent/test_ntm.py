@@ -37,10 +37,10 @@ def as_written(layer: NTM, x: torch.Tensor) -> torch.Tensor:
             i, f, g, o = sums.chunk(4)
             c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
             h = torch.sigmoid(o) * torch.tanh(c)
-        told = layer.head_proj(h)
+        head_outputs = layer.head_proj(h)
         now = []
         for head in range(heads):
-            key, (beta, gate, gamma), s = told[head * (W + 3 + K) :][: W + 3 + K].split([W, 3, K])
+            key, (beta, gate, gamma), s = head_outputs[head * (W + 3 + K) :][: W + 3 + K].split([W, 3, K])
             lengths = (memory.square().sum(1) + 1e-8).sqrt() * (key.square().sum() + 1e-8).sqrt()
             w = torch.softmax(F.softplus(beta) * (memory @ key) / lengths, 0)
             w = torch.sigmoid(gate) * w + (1 - torch.sigmoid(gate)) * weights[head]
@@ -50,7 +50,7 @@ def as_written(layer: NTM, x: torch.Tensor) -> torch.Tensor:
             now.append(w / w.sum())
         weights = now
         reads = torch.cat([weights[head] @ memory for head in range(R)])
-        writing = told[heads * (W + 3 + K) :].reshape(layer.write_heads, 2, W)
+        writing = head_outputs[heads * (W + 3 + K) :].reshape(layer.write_heads, 2, W)
         for w, (erase, _) in zip(weights[R:], writing, strict=True):
             memory = memory * (1 - torch.outer(w, torch.sigmoid(erase)))
         for w, (_, add) in zip(weights[R:], writing, strict=True):

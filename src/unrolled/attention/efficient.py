@@ -3,8 +3,8 @@ r"""Efficient attention: queries are a softmax over their features, keys a softm
     o_i = sum_c softmax(q_i)_c G_c        G_c = sum_j softmax_j(k_jc) v_j        (c runs over the D features)
 
 Each feature of the keys weighs the positions and averages the values by these weights; each query mixes the D
-averages. The implied weights, sum_c softmax(q_i)_c softmax_j(k_jc), are positive and
-sum to 1 without a denominator. There is no 1/sqrt(D).
+averages. The implied weights, sum_c softmax(q_i)_c softmax_j(k_jc), are positive and sum to 1 without a
+denominator. There is no 1/sqrt(D).
 
 Causal attention, which is not in the paper, takes the softmax of query i over the positions j <= i. With m_t
 the running maximum of each feature, which cancels and so needs no gradient, it is a recurrence:

@@ -77,8 +77,8 @@ class Bidirectional(RecurrentLayer[BidirectionalState]):
             ValueError: an argument of the wrong shape or type.
         """
         forth, last = _run(self.left_to_right, x, key_padding_mask)
-        turned = None if key_padding_mask is None else key_padding_mask.flip(1)
-        back, first = _run(self.right_to_left, x.flip(1), turned)
+        mirrored = None if key_padding_mask is None else key_padding_mask.flip(1)
+        back, first = _run(self.right_to_left, x.flip(1), mirrored)
         return torch.cat([forth, back.flip(1)], -1), BidirectionalState(last, first)
 
     def init_state(self, batch_size: int) -> NoReturn:

@@ -189,7 +189,7 @@ def check_memory_state_is_a_value(make: AlignmentMaker) -> None:
             ask(module, other_query, module.read(other_memory), (2, 1, 1))
             assert_identical(leaves(state), leaves(before), "the state that was passed in")
             again, _ = ask(module, query, state, (1, 3))
-            assert_identical(again, expected, "the same state asked a second time")
+            assert_identical(again, expected, "the same state queried a second time")
 
 
 def check_memory_state_round_trip(make: AlignmentMaker) -> None:

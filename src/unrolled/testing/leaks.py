@@ -21,7 +21,7 @@ from unrolled.testing._kit import (
 )
 from unrolled.testing.forms import LONG
 
-LOUD = 12.0
+LARGE = 12.0
 """Perturbations are this much larger than the data, since small ones do not show a leak through a maximum."""
 
 
@@ -31,7 +31,7 @@ def check_no_future_leak(make: Maker, supports: Supports) -> None:
         for length, now in ((9, 1), (9, 5), (LONG, 66)):
             x = make.input(2, length, grad=False)
             other = x.clone()
-            other[:, now:] = LOUD * make.input(2, length - now, seed=1, grad=False)
+            other[:, now:] = LARGE * make.input(2, length - now, seed=1, grad=False)
             what = f"{variant}: tokens {now}.. of {length} changed, outputs before"
             assert_identical(module(other)[:, :now], module(x)[:, :now], f"forward, {what}")
             if recurrent(supports):
@@ -53,7 +53,7 @@ def check_batch_independence(make: Maker, supports: Supports) -> None:
     """A row gives the same alone and in a batch, and other rows do not change one bit of it."""
     x = make.input(3, 9, grad=False)
     other = x.clone()
-    other[1:] = LOUD * make.input(2, 9, seed=1, grad=False)
+    other[1:] = LARGE * make.input(2, 9, seed=1, grad=False)
     for causal, module in make.each_direction(supports):
         what = f"causal={causal}, forward"
         assert_close(module(x[:1]), module(x)[:1], f"{what} of a row alone against the same row in a batch")
@@ -82,7 +82,7 @@ def check_packing(make: Maker, supports: Supports) -> None:
         packed = packed.detach()
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
             other = x.detach().clone()
-            other[:, start:end] = LOUD * normal(1, end - start, make.d_model, seed=1)
+            other[:, start:end] = LARGE * normal(1, end - start, make.d_model, seed=1)
             changed = module(other, cu_seqlens=cu_seqlens)
             rest = [*range(start), *range(end, total)]
             what_changed = f"{what}, tokens {start}..{end} changed, other sequences"

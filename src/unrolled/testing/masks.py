@@ -16,7 +16,7 @@ from unrolled.testing._kit import (
     require,
     with_gradients,
 )
-from unrolled.testing.leaks import LOUD
+from unrolled.testing.leaks import LARGE
 
 
 def check_cross_attention(make: Maker, supports: Supports) -> None:
@@ -61,7 +61,7 @@ def check_attn_mask(make: Maker, supports: Supports) -> None:
         masked = module(x, attn_mask=lower)
         for t in range(5):
             other = x.detach().clone()
-            other[:, t + 1 :] *= -LOUD
+            other[:, t + 1 :] *= -LARGE
             found = module(other, attn_mask=lower)[:, : t + 1]
             assert_identical(found, masked[:, : t + 1], f"{what}, masked keys change")
         per_row = torch.stack([lower, torch.ones_like(lower)])[:, None]

@@ -81,8 +81,8 @@ def _check_content(run: Run, module: Any, x: Tensor, contents: list[float], what
     at_padding = expected["gradient of x"][PADDING]
     require(not at_padding.any(), f"{what}: the gradient at padding is not 0")
     for value in contents:
-        loud = torch.where(PADDING[..., None], signs.detach().sign() * value, x.detach()).requires_grad_()
-        assert_identical(run(module, loud, other), expected, f"{what}, where padding holds {value:g}")
+        extreme = torch.where(PADDING[..., None], signs.detach().sign() * value, x.detach()).requires_grad_()
+        assert_identical(run(module, extreme, other), expected, f"{what}, where padding holds {value:g}")
 
 
 def _forward(module: Any, x: Tensor, other: Tensor) -> dict[str, Tensor]:
