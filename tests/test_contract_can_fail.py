@@ -490,7 +490,7 @@ def test_defect_is_found_by_its_check_alone(mechanism, noticed):
 
 
 @pytest.mark.parametrize(
-    ("field", "asked"),
+    ("field", "feature"),
     [
         ("causal", "causal=True"),
         ("bidirectional", "causal=False"),
@@ -501,21 +501,21 @@ def test_defect_is_found_by_its_check_alone(mechanism, noticed):
         ("recurrence", "init_state"),
     ],
 )
-def test_silence_about_what_is_not_claimed_is_found(field, asked):
+def test_an_accepted_feature_that_is_not_claimed_is_found(field, feature):
     class Silent(PlainLinear):
         supports = replace(ALL, **{field: "none" if field == "recurrence" else False})
 
-        def refuse(self, **asked):
-            super().refuse(**{name: expected for name, expected in asked.items() if name != field})
+        def refuse(self, **used):
+            super().refuse(**{name: expected for name, expected in used.items() if name != field})
 
     with pytest.raises(AssertionError) as failure:
         check_refuses_unclaimed(Maker(Silent), Silent.supports)
-    assert str(failure.value) == f"{asked} (not claimed): was accepted, should raise UnsupportedError"
+    assert str(failure.value) == f"{feature} (not claimed): was accepted, should raise UnsupportedError"
 
 
 def test_a_dynamic_length_that_is_not_claimed_is_found():
     supports = replace(ALL, dynamic_length=False)
-    with pytest.raises(AssertionError, match="works, but dynamic_length is not claimed"):
+    with pytest.raises(AssertionError, match="works, but is not claimed"):
         check_dynamic_length(Maker(PlainLinear), supports)
 
 

@@ -1,4 +1,4 @@
-"""NaN, infinity and huge numbers at padded keys reach nothing, in any function that takes a padding mask."""
+"""NaN, infinity and huge values at padded keys affect no result of any function with a padding mask."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def factorized_twice(q, k, v, **mask):
     return o, factorized_state.factorized_step(*q[:, :3].unbind(1), LAYOUT, state)[0]
 
 
-# Outputs `[B,T,...]` come first, then what else is computed. Gates, as k is, are of the padded tokens.
+# Each returns outputs `[B,T,...]` first, then other results. Gates are computed from k, so they are padded too.
 FUNCTIONS = {
     "softmax": softmax.softmax_attention,
     "causal softmax": lambda *x, **m: softmax.softmax_attention(*x, causal=True, **m),
@@ -115,7 +115,7 @@ FUNCTIONS = {
 
 
 def run(function, q, k, v):
-    """Everything computed: outputs of valid queries, the rest, and gradients of q, k and v."""
+    """Return all results: outputs of valid queries, other results, and gradients of q, k and v."""
     with torch.random.fork_rng():
         torch.manual_seed(0)  # of the projections that are made in the call
         found = function(q, k, v, key_padding_mask=PADDING)
@@ -131,10 +131,10 @@ def run(function, q, k, v):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max])
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_what_stands_at_padded_keys_reaches_nothing(function, value):
+def test_padded_keys_affect_nothing(function, value):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, T, H, D, generator=generator, requires_grad=True) for _ in range(3))
     expected = run(function, q, k, v)
-    loud = (x.detach().masked_fill(PADDING[..., None, None], value).requires_grad_() for x in (k, v))
-    for found, right in zip(run(function, q, *loud), expected, strict=True):
+    extreme = (x.detach().masked_fill(PADDING[..., None, None], value).requires_grad_() for x in (k, v))
+    for found, right in zip(run(function, q, *extreme), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=False)

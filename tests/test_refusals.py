@@ -21,11 +21,11 @@ OWNERS = [
     *((cell, name) for name in recurrent.names()),
     *((model, kind) for kind in FIELDS),
 ]
-SAYS_WHAT_IT_MUST_BE = re.compile(r"\b(must|wants?|wanted|convert one|move one)\b")
+SAYS_WHAT_IT_MUST_BE = re.compile(r"\b(must|convert one|move one)\b")
 
 
 def wrong(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """What may not stand where `x` does."""
+    """Yield values that are invalid in place of `x`, with a description."""
     if not isinstance(x, Tensor):
         if name == "batch_size":
             yield from (("-1", -1), ("a list", [2]), ("a text", "2"), ("a fraction", 2.5))
@@ -57,7 +57,7 @@ def test_a_wrong_argument_is_refused_by_name(make: Any, name: str) -> None:
                 function(**arguments, no_such_option=1)
             continue
         if function is generate:
-            continue  # of another room; its lists of prompts are right
+            continue  # tested with generation, where lists of prompts are valid
         with torch.no_grad():
             function(**arguments)
         has_weights = any(True for _ in getattr(function, "__self__", function).parameters())
@@ -66,7 +66,7 @@ def test_a_wrong_argument_is_refused_by_name(make: Any, name: str) -> None:
                 if value is None and optional(function, argument):
                     continue
                 if what == "on meta" and not has_weights:
-                    continue  # which may compute there
+                    continue  # it may run on meta tensors
                 case = f"{label}: {argument} is {what}"
                 try:
                     with torch.no_grad():

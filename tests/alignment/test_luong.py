@@ -6,10 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 from unrolled import alignment
-from unrolled.alignment.bahdanau import BahdanauAttention
 from unrolled.alignment.luong import (
     SCORES,
     FlooredPredictiveAttention,
@@ -167,28 +165,6 @@ def test_a_window_of_the_whole_sentence_without_a_gaussian_is_global_attention(s
         local = made(kind, Q, score=score, window=window, **options)
         local.load_state_dict(whole.state_dict(), strict=False)
         compared(local, whole, *inputs())
-
-
-def test_dot_is_torchs_attention_with_scale_1():
-    query, memory = inputs()
-
-    def theirs(q, m, key_padding_mask):
-        return scaled_dot_product_attention(q, m, m, attn_mask=~key_padding_mask.unsqueeze(1), scale=1.0)
-
-    compared(made(LuongAttention, Q, score="dot"), theirs, query, memory)
-
-
-def test_dot_is_general_with_the_identity():
-    general = made(LuongAttention, Q, score="general")
-    general.score.key_proj.weight.data = torch.eye(Q, dtype=torch.float64)
-    compared(general, made(LuongAttention, Q, score="dot"), *inputs())
-
-
-def test_concat_is_additive_attention():
-    concat = made(LuongAttention, Q, 6, score="concat", attention_dim=7)
-    additive = made(BahdanauAttention, Q, 6, attention_dim=7, bias=False)
-    additive.load_state_dict({k.removeprefix("score."): x for k, x in concat.state_dict().items()})
-    compared(concat, additive, *inputs(6))
 
 
 def test_a_predicted_place_learns_through_the_gaussian_alone():

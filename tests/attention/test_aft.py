@@ -1,4 +1,4 @@
-"""What makes AFT itself: its formula in four variants, and averages that never leave the range of their type."""
+"""What is specific to AFT: its formula in four variants, and averages that never leave the range of their type."""
 
 import math
 
@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unrolled.attention.aft import AFT
-from unrolled.attention.aft.averages import linear_scan
 from unrolled.contract import UnsupportedError
 from unrolled.testing import check_mechanism
 
@@ -117,33 +116,10 @@ def test_full_takes_any_mask():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_without_biases_all_variants_are_simple(causal):
-    """What the variants begin as: conv exactly, the others but for factors of 0.01."""
-    x = torch.randn(1, 20, 6).double()
-    simple = made("simple", causal=causal)
-    for kind in ("full", "local"):
-        module = made(kind, causal=causal, scale=0.0)
-        module.load_state_dict(simple.state_dict(), strict=False)
-        torch.testing.assert_close(module(x), simple(x))
-    torch.manual_seed(0)
-    conv = AFT(6, 2, causal=causal, position_bias="conv").double()
-    q, k, v = conv.qkv_proj(x).split([6, 2, 6], dim=-1)
-    weights = k.exp().unsqueeze(-1)
-    sums = (weights * v.unflatten(-1, (2, 3))).cumsum(1), weights.cumsum(1)
-    average = sums[0] / sums[1] if causal else sums[0][:, -1:] / sums[1][:, -1:]
-    expected = conv.out_proj((q.sigmoid().unflatten(-1, (2, 3)) * average).flatten(2))
-    torch.testing.assert_close(conv(x), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("causal", [True, False])
-def test_constant_values_give_their_gate(kind, causal):
-    module = made(kind, causal=causal)
-    with torch.no_grad():
-        module.qkv_proj.weight[-6:] = 0
-        module.qkv_proj.bias[-6:] = 1
-    x = torch.randn(2, 30, 6).double()
-    torch.testing.assert_close(module(x), module.out_proj(module.qkv_proj(x)[..., :6].sigmoid()))
+def test_conv_begins_without_biases(causal):
+    module, x = AFT(6, 2, causal=causal, position_bias="conv").double(), torch.randn(1, 20, 6).double()
+    assert not biases(module, 20, 20).any()
+    torch.testing.assert_close(module(x), definition(module, x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,27 +190,6 @@ def test_long_sequences_compile():
     padding = torch.arange(20) < torch.tensor([[3], [0]])
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, key_padding_mask=padding), module(x, key_padding_mask=padding))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 40), st.integers(1, 2))
-def test_a_scan_is_its_recurrence(T, B):
-    a = torch.rand(B, T, 3, 1, dtype=torch.float64, requires_grad=True)
-    b = torch.randn(B, T, 3, 2, dtype=torch.float64, requires_grad=True)
-    x, steps = b.new_zeros(B, 3, 2), []
-    for t in range(T):
-        x = a[:, t] * x + b[:, t]
-        steps.append(x)
-    expected = torch.stack(steps, 1) if steps else b
-    found = linear_scan(a, b)
-    torch.testing.assert_close(found, expected)
-    if T > 1:
-        for ours, theirs in zip(
-            torch.autograd.grad(found.square().sum(), (a, b)),
-            torch.autograd.grad(expected.square().sum(), (a, b)),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(

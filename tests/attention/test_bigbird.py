@@ -1,4 +1,4 @@
-"""What makes BigBird itself: its pattern, what it draws, and where it is exact."""
+"""What is specific to BigBird: its pattern, what it draws, and where it is exact."""
 
 import pytest
 import torch
@@ -16,10 +16,7 @@ from unrolled.testing import check_mechanism
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"block_size": 4},
-        {"block_size": 3, "global_tokens": 3, "global_blocks": (0, 1), "random_blocks": 2},
-    ],
+    [{"block_size": 4}, {"block_size": 3, "global_tokens": 3, "global_blocks": (0, 1), "random_blocks": 2}],
     ids=["ITC", "ETC"],
 )
 def test_it_keeps_the_contract_in_small_blocks(options):
@@ -158,12 +155,6 @@ def test_the_first_length_that_is_not_covered_is_not_computed_as_softmax_attenti
     module = module_of(layout)
     assert module.pattern(28).all()
     assert not module.pattern(29).all()
-
-
-def test_the_window_alone():
-    layout = Layout(3, global_blocks=(0, 0), random_blocks=0)
-    block = torch.arange(20) // 3
-    assert torch.equal(module_of(layout).pattern(20)[0], ((block[:, None] - block).abs() <= 1).long())
 
 
 def test_a_block_that_is_drawn_although_it_is_read_anyway_counts_once():

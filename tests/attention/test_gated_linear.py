@@ -1,4 +1,4 @@
-"""What makes gated linear attention itself, beyond the contract: a gate for every feature, read from the input."""
+"""What is specific to gated linear attention: a gate for every feature, read from the input."""
 
 import math
 
@@ -8,7 +8,6 @@ from agreement import assert_same
 
 from unrolled.attention.gated_linear import GatedLinearAttention
 from unrolled.attention.retention import Retention
-from unrolled.contract import UnsupportedError
 from unrolled.testing import check_mechanism
 
 
@@ -63,11 +62,8 @@ def test_equal_constant_gates_give_retention():
     torch.testing.assert_close(module(x), retention(x))
 
 
-def test_what_it_cannot_do_is_refused():
-    with pytest.raises(UnsupportedError, match="is not bidirectional: it forgets the past; run it over the"):
-        GatedLinearAttention(8, 2)
-    with pytest.raises(UnsupportedError, match="use retention, which has one rate per head"):
-        GatedLinearAttention(8, 2, causal=True, rotary=True)
+def test_wrong_options_are_refused():
+
     with pytest.raises(ValueError, match="gate_rank is 0, but must be at least 1"):
         GatedLinearAttention(8, 2, causal=True, gate_rank=0)
     with pytest.raises(ValueError, match="temperature is 0"):

@@ -1,4 +1,4 @@
-"""What makes linear attention itself, beyond the contract: its kernel, its feature maps, its rotation."""
+"""What is specific to linear attention: its kernel, its feature maps, its rotation."""
 
 import copy
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from unrolled.attention.linear import LinearAttention, rotary_linear_attention
-from unrolled.contract import UnsupportedError
 from unrolled.ops.feature_maps import FEATURE_MAPS, Elu, Exp, QueryKeyMap
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary
@@ -139,12 +138,6 @@ def test_cosformer_ends_at_its_longest_position():
             module.prefill(x[:, :2], state)
 
 
-def test_cosformer_knows_no_distance_between_two_sequences():
-    module = LinearAttention(8, 2, feature_map="cosformer")
-    with pytest.raises(UnsupportedError, match="does not support cross-attention"):
-        module(torch.zeros(1, 2, 8), torch.zeros(1, 3, 8))
-
-
 def test_queries_and_keys_may_be_mapped_differently():
     class Mixed(LinearAttention):
         def __init__(self, d_model, n_heads, **shared):
@@ -182,20 +175,3 @@ def test_rotation_touches_the_numerator_only():
     plain = torch.einsum("bthr,bshr->bhts", q, k) * earlier
     expected = torch.einsum("bhts,bshm->bthm", turned / plain.sum(-1, keepdim=True), v)
     torch.testing.assert_close(found, expected)
-
-
-def test_rotary_attention_depends_on_distances_only():
-    q, k, v = heads()
-    positions = torch.arange(9).expand(2, 9)
-    here, _ = rotary_linear_attention(q, k, v, positions, causal=True)
-    there, _ = rotary_linear_attention(q, k, v, positions + 1000, causal=True)
-    torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-9)
-
-
-def test_the_state_does_not_grow():
-    module = LinearAttention(16, 4, causal=True).eval()
-    with torch.inference_mode():
-        _, short = module.prefill(torch.randn(1, 1, 16), module.init_state(1))
-        _, long = module.prefill(torch.randn(1, 1000, 16), module.init_state(1))
-    assert [x.shape for x in short] == [x.shape for x in long]
-    assert long.position.item() == 1000

@@ -1,4 +1,4 @@
-"""What makes long-short attention itself, beyond the contract: one softmax over a window and landmarks."""
+"""What is specific to long-short attention: one softmax over a window and landmarks."""
 
 import pytest
 import torch
@@ -45,17 +45,16 @@ def defined(module, x):
             beside = max(module.window // 2, 1) if module.window else 0
             window = range(max(0, begin - beside), min(T, begin + max(module.window, 1) + beside))
             groups, sources = [range(T)], near
-        keys, values = (
-            torch.cat(
-                [*(norm(pooled(list(g), y), module.landmark_norm) for g in groups if r), z[list(window)]]
-            )
-            for y, z in zip(sources, near, strict=True)
+        far_k, far_v = (
+            torch.cat([y[:0], *(norm(pooled(list(g), y), module.landmark_norm) for g in groups if r)])
+            for y in sources
         )
+        read = torch.ones(1, len(far_k) + len(window), dtype=torch.bool)
         heads = []
-        for h in range(H):
-            head = slice(h * D, (h + 1) * D)
-            scores = keys[:, head] @ q[i, head] / D**0.5
-            heads.append(scores.softmax(0) @ values[:, head])
+        for head in (slice(h * D, (h + 1) * D) for h in range(H)):
+            near_k, near_v = (z[list(window), head] for z in near)
+            o = long_short_reference(q[i : i + 1, head], near_k, near_v, far_k[:, head], far_v[:, head], read)
+            heads.append(o[0])
         rows.append(torch.cat(heads))
     return module.out_proj(torch.stack(rows))
 
@@ -77,23 +76,6 @@ def test_it_is_one_softmax_over_window_and_landmarks(T, window, rank, dual_norm,
     found, expected = module(x), torch.stack([defined(module, row) for row in x])
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     assert_same_gradients(found, expected, [x, *module.parameters()], rtol=1e-9)
-
-
-def test_the_reference_of_one_head_is_the_same_softmax():
-    module = make(n_heads=1, window=3, chunk=3, causal=True)
-    x = normal(1, 8, 8)
-    q, k, v = module.qkv_proj(x)[0].chunk(3, dim=-1)
-    norms = module.window_norm, module.landmark_norm
-    near_k, near_v = (norms[0](y) for y in (k, v))
-    logits = module.pool_proj(x)[0]
-    far_k, far_v = (
-        norms[1](torch.stack([logits[c : c + 3].softmax(0)[:, 0] @ y[c : c + 3] for c in (0, 3)]))
-        for y in (k, v)
-    )
-    i, j = torch.arange(8)[:, None], torch.arange(8)
-    read = torch.cat([i // 3 > torch.arange(2), (j <= i) & (j > i - 3)], 1)
-    expected = module.out_proj(long_short_reference(q, near_k, near_v, far_k, far_v, read))
-    torch.testing.assert_close(module(x)[0], expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])

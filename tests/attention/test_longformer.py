@@ -1,4 +1,4 @@
-"""What makes Longformer itself, beyond the contract: its global tokens, their projections, their positions."""
+"""What is specific to Longformer: its global tokens, their projections, their positions."""
 
 import re
 
@@ -174,7 +174,7 @@ def test_a_classifier_reads_the_whole_text_through_its_first_token():
     tokens = torch.randint(7, (1, 40), generator=torch.Generator().manual_seed(1))
     other = tokens.clone()
     other[:, -1] = (tokens[:, -1] + 1) % 7
-    for global_tokens, hears in ((1, True), (0, False)):
+    for global_tokens, differs in ((1, True), (0, False)):
         options = {"longformer": {"global_tokens": global_tokens}}
         per_layer = {"longformer": {"window": [2, 4]}}
         torch.manual_seed(0)
@@ -182,7 +182,7 @@ def test_a_classifier_reads_the_whole_text_through_its_first_token():
             7, attention="longformer", attention_options=options, layer_options=per_layer, **fields
         )
         model = Encoder(config).eval()
-        assert bool((model(tokens) != model(other)).any()) == hears
+        assert bool((model(tokens) != model(other)).any()) == differs
 
 
 def test_what_cannot_be_is_refused():

@@ -1,9 +1,10 @@
-"""What makes Performer itself: its kernels, its errors, and a stabiliser that does not leak."""
+"""What is specific to Performer: its kernels, its errors, and a stabiliser that does not leak."""
 
 import math
 
 import pytest
 import torch
+from agreement import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from monte_carlo import assert_mean, assert_monte_carlo_rate
@@ -19,7 +20,7 @@ from unrolled.attention.performer import (
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.random_features import Projection
-from unrolled.testing import Maker, check_mechanism, checks
+from unrolled.testing import Maker, check_compiles, check_mechanism, checks
 
 KINDS = (*SOFTMAX, *GENERALISED)
 
@@ -59,7 +60,8 @@ class SmallScores(Maker):
 def test_trigonometric_features_keep_the_contract():
     make = SmallScores(PerformerAttention, {"features": "trigonometric", "per_head": True})
     for check in checks(make.supports):
-        check(make, make.supports)
+        if check is not check_compiles:  # slow; `rfa` compiles the same attention
+            check(make, make.supports)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -70,10 +72,7 @@ def test_shifting_changes_nothing(features, causal):
     phi = feature_map(features)
     found, _ = favor_attention(q, k, v, phi, causal=causal)
     expected = favor_attention_reference(q, k, v, phi, causal=causal)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    loss = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
-    found, expected = (torch.autograd.grad((o * loss).sum(), (q, k, v)) for o in (found, expected))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    assert_same(found, expected, (q, k, v))
 
 
 @given(
@@ -169,18 +168,6 @@ def test_what_the_docstring_says_of_its_error(std, n_features, low, high):
     assert low < sum(errors) / 5 < high
 
 
-@pytest.mark.parametrize("features", SOFTMAX)
-def test_a_loud_last_key_changes_nothing_before_it(features):
-    """Where one maximum is taken over the whole sequence, outputs of the past change by a half."""
-    q, k, v = (x.float() for x in inputs(T=256, D=32, std=1.0))
-    phi = feature_map(features, 128, 32).float()
-    loud = k.clone()
-    loud[:, -1] *= 12
-    before, after = (favor_attention(q, keys, v, phi, causal=True)[0] for keys in (k, loud))
-    assert torch.equal(before[:, :-1], after[:, :-1])
-    assert not torch.equal(before[:, -1], after[:, -1])
-
-
 def test_exponents_that_no_float_holds():
     """Keys of norm 60: exp(-|y|^2/2) is 0 in fp32, and every unshifted weight with it."""
     q, k, v = inputs(T=40, D=8, std=1.0)
@@ -246,17 +233,6 @@ def test_only_redraw_changes_the_features():
     assert torch.equal(twin(x), redrawn)
 
 
-def test_a_state_of_other_features_is_refused():
-    module = PerformerAttention(16, 4, causal=True).eval()
-    x = torch.randn(2, 9, 16)
-    _, state = module.prefill(x[:, :5], module.init_state(2))
-    module.redraw()
-    for call in (lambda: module.step(x[:, 5], state), lambda: module.prefill(x[:, 5:], state)):
-        with pytest.raises(ValueError, match="state was made before a redraw"):
-            call()
-    module.step(x[:, 5], module.init_state(2))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -288,10 +264,3 @@ def test_identity_rows_are_the_definition():
     weights = torch.einsum("bthd,bshd->bhts", q.relu() + 1e-3, k.relu() + 1e-3)
     expected = torch.einsum("bhts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
     torch.testing.assert_close(favor_attention(q, k, v, FavorMap(8, "relu", None))[0], expected)
-
-
-def test_constant_values_come_out_as_they_are():
-    q, k, _ = inputs()
-    for features in KINDS:
-        o, _ = favor_attention(q, k, torch.full_like(k, math.pi), feature_map(features))
-        torch.testing.assert_close(o, torch.full_like(o, math.pi))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from agreement import normal
 
 from unrolled import attention
 from unrolled.attention.linear import LinearAttention
@@ -17,23 +18,18 @@ def make(name: str, **options) -> torch.nn.Module:
     return module
 
 
-def draw(*sizes: int, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*sizes, dtype=torch.float64, generator=generator)
-
-
 def test_linear_attention_keeps_a_sum_of_constant_size():
     module = make("linear")
-    assert nbytes(module.read(draw(2, 3, 8))) == nbytes(module.read(draw(2, 300, 8)))
+    assert nbytes(module.read(normal(2, 3, 8))) == nbytes(module.read(normal(2, 300, 8)))
     for options in ({"normalizer": "rms"}, {"feature_map": "hedgehog"}):
-        module, query, memory = make("linear", **options), draw(2, 3, 8), draw(2, 6, 8, seed=2)
+        module, query, memory = make("linear", **options), normal(2, 3, 8), normal(2, 6, 8, seed=2)
         torch.testing.assert_close(
             module.recall(query, module.read(memory)), module(query, memory), atol=1e-10, rtol=0
         )
 
 
 def test_what_cannot_be_read_so_is_refused():
-    memory = draw(1, 4, 8)
+    memory = normal(1, 4, 8)
     with pytest.raises(UnsupportedError, match="nystromformer attention cannot read a memory query by query"):
         make("nystromformer").read(memory)
     with pytest.raises(UnsupportedError, match="linear attention cannot read a memory query by query"):

@@ -165,14 +165,11 @@ def test_it_changes_most_of_the_past():
 @given(now=st.integers(1, 39), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
 def test_it_sees_no_more_than_how_many_later_tokens_fall_into_each_bucket(now, seed):
-    """Whatever the later values and queries are, and in whatever order their buckets come."""
+    """Later values, queries and the order of their buckets have no effect."""
     q, v, buckets = random_inputs(40, H=1, B=1, n_buckets=6, seed=seed)
     other_q, other_v, _ = random_inputs(40, H=1, B=1, seed=seed + 100)
     shuffled = torch.cat(
-        [
-            torch.arange(now),
-            now + torch.randperm(40 - now, generator=torch.Generator().manual_seed(seed)),
-        ]
+        [torch.arange(now), now + torch.randperm(40 - now, generator=torch.Generator().manual_seed(seed))]
     )
     found = published(
         torch.cat([q[:, :now], 12 * other_q[:, now:]], 1),
@@ -186,22 +183,6 @@ def test_no_gradient_of_the_published_form_reaches_the_future():
     q, v, buckets = random_inputs(40, H=1, B=1, n_buckets=6)
     published(q, v, buckets)[:, :17].sum().backward()
     assert float(q.grad[:, 17:].abs().max()) == float(v.grad[:, 17:].abs().max()) == 0
-
-
-@pytest.mark.parametrize("T", [30, 300])
-def test_ours_keeps_the_past_bit_for_bit(T):
-    """In the dense form for short inputs, and in the blocks of long ones, where later tokens move the blocks."""
-    q, v, buckets = random_inputs(T, n_buckets=8)
-    other = random_inputs(T, n_buckets=8, seed=1)
-    now = T // 2
-    options = {"n_buckets": 8, "window": 5}
-    expected = causal_lsh_attention(q, unit_keys(q), v, buckets, **options)[:, :now]
-    joined = [
-        torch.cat([a[:, :now], (12 * b if b.is_floating_point() else b)[:, now:]], 1)
-        for a, b in zip((q, v, buckets), other, strict=True)
-    ]
-    found = causal_lsh_attention(joined[0], unit_keys(joined[0]), joined[1], joined[2], **options)[:, :now]
-    assert torch.equal(found, expected)
 
 
 # The module.
@@ -236,7 +217,7 @@ def test_its_blocks_compile_whole(causal):
     torch.testing.assert_close(compiled(x), attention(x))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor wants a C++ compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
 def test_inductor_takes_a_causal_training_step():
     attention, x = module(causal=True, chunk=2, n_buckets=4, n_rounds=1), torch.randn(1, 40, 12, dtype=F64)
@@ -272,15 +253,6 @@ def test_rotations_are_drawn_from_the_seed_and_stay():
     assert not torch.equal(a(x), b(x))
     b.rotations.redraw()
     assert torch.equal(a(x), b(x))
-
-
-def test_a_state_from_before_a_redraw_is_refused():
-    attention = module(causal=True)
-    x = torch.randn(1, 5, 12, dtype=F64)
-    _, state = attention.prefill(x, attention.init_state(1))
-    attention.rotations.redraw()
-    with pytest.raises(ValueError, match="state was made before a redraw"):
-        attention.step(x[:, 0], state)
 
 
 def test_rounding_to_half_precision_moves_no_token_to_another_bucket():

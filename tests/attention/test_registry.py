@@ -8,6 +8,7 @@ from torch import nn
 
 from unrolled import alignment, attention, recurrent
 from unrolled.attention.linear import LinearAttention
+from unrolled.contract import UnsupportedError
 
 
 def test_every_file_is_a_mechanism_by_its_name():
@@ -36,6 +37,19 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name):
 def test_sizes_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         attention.load("softmax")(**{"d_model": 16, "n_heads": 4} | arguments)
+
+
+@pytest.mark.parametrize("name", attention.names())
+def test_a_missing_direction_or_rotation_is_refused_with_its_reason(name):
+    mechanism = attention.load(name)
+    supports = mechanism.supports
+    wrong = {True: supports.causal, False: supports.bidirectional}
+    refused = [({"causal": causal}, mechanism.one_way) for causal, claimed in wrong.items() if not claimed]
+    if mechanism.no_rotary is not None:
+        refused.append(({"causal": supports.causal, "rotary": True}, mechanism.no_rotary))
+    for options, reason in refused:
+        with pytest.raises(UnsupportedError, match=re.escape(reason)):
+            mechanism(8, 2, **options)
 
 
 @pytest.mark.parametrize("registry", [alignment, attention, recurrent])

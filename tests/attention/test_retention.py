@@ -1,11 +1,10 @@
-"""What makes retention itself, beyond the contract: its rates, its rotation, and what it comes from."""
+"""What is specific to retention: its rates, its rotation, and what it comes from."""
 
 import pytest
 import torch
 from agreement import assert_same
 
 from unrolled.attention.retention import Retention, log_gamma, retention, retention_reference, retention_step
-from unrolled.contract import UnsupportedError
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary
 from unrolled.testing import check_mechanism
@@ -55,14 +54,6 @@ def test_without_decay_and_rotation_it_is_unnormalised_linear_attention():
     q, k, v = heads()
     found, _ = retention(q, k, v, torch.zeros(2, dtype=torch.float64))
     torch.testing.assert_close(found, linear_attention(q, k, v, causal=True, normalize=False) / 6**0.5)
-
-
-def test_only_distances_matter():
-    q, k, v = heads()
-    positions = torch.arange(70).expand(2, 70)
-    here, _ = retention(q, k, v, log_gamma(2), positions)
-    there, _ = retention(q, k, v, log_gamma(2), positions + 1000)
-    torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-9)
 
 
 def test_the_layer_normalises_and_gates_each_head():
@@ -121,9 +112,8 @@ def test_sums_that_fp16_has_no_room_for():
     assert o[0, -1, 0, 0] == 2000 * 4 * 10**3 / 2  # 4 million; fp16 ends at 65504
 
 
-def test_what_it_cannot_do_is_refused():
-    with pytest.raises(UnsupportedError, match="is not bidirectional: it forgets the past; run it over the"):
-        Retention(8, 2)
+def test_wrong_arguments_are_refused():
+
     with pytest.raises(ValueError, match="angles is 'xpos', but must be 'rotary' or 'closed'"):
         Retention(8, 2, causal=True, angles="xpos")
     with pytest.raises(ValueError, match="eps is 0, but must be above 0"):

@@ -1,4 +1,4 @@
-"""What makes random feature attention itself: the kernels of directions, the learned scale, the gate."""
+"""What is specific to random feature attention: the kernels of directions, the learned scale, the gate."""
 
 import warnings
 
@@ -11,14 +11,11 @@ from monte_carlo import assert_mean, assert_monte_carlo_rate
 from unrolled.attention.rfa import (
     RandomFeatureAttention,
     RfaMap,
-    RfaSums,
     rfa_attention,
     rfa_attention_reference,
     signed_rfa_attention,
-    signed_rfa_attention_step,
 )
 from unrolled.contract import UnsupportedError
-from unrolled.ops.state import detach
 from unrolled.testing import check_mechanism
 
 
@@ -91,14 +88,6 @@ def test_it_tends_to_the_gaussian_kernel_at_the_monte_carlo_rate(causal):
 
     with torch.no_grad():
         assert_monte_carlo_rate(estimate, expected)
-
-
-def test_with_equal_scales_that_kernel_is_softmax_of_directions():
-    q, k, _ = inputs()
-    distances = 1.5 * (unit(q).unsqueeze(2) - unit(k).unsqueeze(1))
-    gaussian = (-distances.square().sum(-1) / 2).exp()
-    softmax = (1.5**2 * torch.einsum("bthd,bshd->btsh", unit(q), unit(k))).softmax(2)
-    torch.testing.assert_close(gaussian / gaussian.sum(2, keepdim=True), softmax)
 
 
 @pytest.mark.parametrize("features", ["fourier", "arccos"])
@@ -225,35 +214,6 @@ def test_gated_it_is_causal_only():
         RandomFeatureAttention(16, 4, gate=True)
 
 
-@pytest.mark.parametrize("gate", [True, False])
-def test_stateful_across_segments(gate):
-    """Outputs are those of one long sequence; gradients stay inside the segment."""
-    module = RandomFeatureAttention(16, 4, causal=True, gate=gate, seed=0).double()
-    x = torch.randn(
-        2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    ).requires_grad_()
-    state, outputs = module.init_state(2), []
-    for segment in torch.split(x, 4, dim=1):
-        y, state = module.prefill(segment, detach(state))
-        outputs.append(y)
-    torch.testing.assert_close(torch.cat(outputs, 1), module(x))
-    (gradient,) = torch.autograd.grad(outputs[-1].sum(), x)
-    assert (gradient[:, :8] == 0).all()
-    assert (gradient[:, 8:] != 0).all()
-
-
-def test_a_step_is_a_prefill_of_one():
-    q, k, v = inputs(T=1)
-    phi, sizes = feature_map(), [(2, 2, 32, 8), (2, 2, 32), (2, 2)]
-    before = RfaSums(*(torch.rand(size, dtype=torch.float64) for size in sizes))
-    logits = torch.randn(2, 1, 2, dtype=torch.float64)
-    expected, end = signed_rfa_attention(phi(q), phi(k), v, gate_logits=logits, causal=True, state=before)
-    token = (x[:, 0] for x in (phi(q), phi(k), v))
-    found, after = signed_rfa_attention_step(*token, before, gate_logits=logits[:, 0])
-    torch.testing.assert_close(found, expected[:, 0])
-    torch.testing.assert_close(tuple(after), tuple(end))
-
-
 def negative_divisors(scale, n_features):
     """Fraction of divisors that are not positive, over 64 random keys of width 64."""
     signs = []
@@ -298,19 +258,6 @@ def test_compiled_code_does_not_look_at_the_scale():
         warnings.simplefilter("error")
         torch.compile(module, fullgraph=True, backend="eager")(torch.randn(2, 5, 16))
     assert not module.feature_map._warned
-
-
-def test_a_state_of_other_features_is_refused():
-    module = RandomFeatureAttention(16, 4, causal=True).eval()
-    x = torch.randn(2, 9, 16)
-    y = module(x)
-    assert torch.equal(module(x), y)
-    _, state = module.prefill(x[:, :5], module.init_state(2))
-    module.redraw()
-    assert not torch.equal(module(x), y)
-    for call in (lambda: module.step(x[:, 5], state), lambda: module.prefill(x[:, 5:], state)):
-        with pytest.raises(ValueError, match="state was made before a redraw"):
-            call()
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,14 @@ import re
 
 import pytest
 import torch
+from counted import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from unrolled.attention.spatiotemporal import SpatiotemporalAttention, spatiotemporal_attention
 from unrolled.attention.spatiotemporal.grid import Part, grouped, read_by_groups, ungrouped
-from unrolled.contract import UnsupportedError
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import check_mechanism
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
 def assert_same(found, expected):
@@ -70,33 +64,21 @@ def test_it_is_a_softmax_over_the_places_that_the_definition_names(
 ):
     frame = size[1] * size[2]
     length = (size[0] - 1) * frame + 1 + int(end * (frame - 1))  # the last frame may end early
-    q, k, v = normal(2, length, 2, 4), normal(2, length, 2, 4, seed=1), normal(2, length, 2, 3, seed=2)
-    tables = [normal(2 * n + 1, 4, seed=3 + n) for n in size] if relative else None  # one more than needed
+    q, k, v = draw(2, length, 2, 4), draw(2, length, 2, 4, seed=1), draw(2, length, 2, 3, seed=2)
+    tables = [draw(2 * n + 1, 4, seed=3 + n) for n in size] if relative else None  # one more than needed
     options = {"radius": radius, "stride": stride if radius else None, "scale": scale, "relative": tables}
     o = spatiotemporal_attention(q, k, v, *size[1:], **options)
     expected = definition(q, k, v, size, **options)
     assert_same(o, expected)
-    inputs, weights = [q, k, v, *(tables or [])], normal(*o.shape, seed=9).detach()
+    inputs, weights = [q, k, v, *(tables or [])], draw(*o.shape, seed=9).detach()
     for found, right in zip(*(gradients((y * weights).sum(), inputs) for y in (o, expected)), strict=True):
         assert_same(found, right)
-
-
-@pytest.mark.parametrize("size", [(1, 1, 7), (1, 7, 1), (7, 1, 1)])
-def test_a_grid_with_one_long_axis_is_full_attention(size):
-    q, k, v = normal(2, 7, 4, 4), normal(2, 7, 2, 4, seed=1), normal(2, 7, 2, 4, seed=2)
-    assert_same(spatiotemporal_attention(q, k, v, *size[1:]), softmax_attention(q, k, v))
-
-
-@pytest.mark.parametrize("options", [{"radius": (2, 3, 4)}, {"radius": (9, 9, 9)}, {"radius": (0, 0, 0), "stride": (1, 1, 1)}], ids=str)  # fmt: skip
-def test_a_cube_that_holds_the_grid_is_full_attention(options):
-    q, k, v = (normal(2, 60, 2, 4, seed=seed) for seed in range(3))
-    assert_same(spatiotemporal_attention(q, k, v, 4, 5, **options), softmax_attention(q, k, v))
 
 
 @pytest.mark.parametrize("options", [{}, {"radius": 1}, {"radius": [0, 1, 2], "stride": [1, 2, 3]}], ids=str)
 def test_the_pattern_is_what_is_read(options):
     module = SpatiotemporalAttention(8, 2, shape=(3, 3, 4), **options).double()
-    x = normal(1, 34, 8)
+    x = draw(1, 34, 8)
     pattern = module.pattern(34)
     assert pattern.shape == (2, 34, 34)
     assert pattern.dtype == torch.int64
@@ -105,15 +87,10 @@ def test_the_pattern_is_what_is_read(options):
         assert torch.equal(read[0].abs().sum(-1) > 0, pattern[0, i] > 0)
 
 
-def test_a_place_reads_as_many_keys_as_the_paper_says():
-    counts = SpatiotemporalAttention(8, 2, shape=(3, 4, 5)).pattern(60).sum(-1)
-    assert torch.equal(counts, torch.full_like(counts, 3 + 4 + 5 - 2))
-
-
 def test_embeddings_of_one_axis_for_each_pair_are_the_same_if_those_of_no_difference_are():
     size = (2, 3, 4)
-    q, k, v = (normal(1, 24, 1, 4, seed=seed) for seed in range(3))
-    tables = [normal(2 * n - 1, 4, seed=n).detach() for n in size]
+    q, k, v = (draw(1, 24, 1, 4, seed=seed) for seed in range(3))
+    tables = [draw(2 * n - 1, 4, seed=n).detach() for n in size]
     for table in tables[:2]:
         table[len(table) // 2] = tables[2][3]
     bias = torch.zeros(24, 24, dtype=torch.float64)
@@ -123,16 +100,6 @@ def test_embeddings_of_one_axis_for_each_pair_are_the_same_if_those_of_no_differ
     allowed = SpatiotemporalAttention(4, 1, shape=size).pattern(24)[0] > 0
     expected = softmax_attention(q, k, v, attn_mask=bias.masked_fill(~allowed, -torch.inf), scale=1)
     assert_same(spatiotemporal_attention(q, k, v, 3, 4, scale=1, relative=tables), expected)
-
-
-def test_padded_frames_are_not_part_of_the_video():
-    module = SpatiotemporalAttention(8, 2, shape=(4, 2, 3), relative=True).double()
-    for table in module.relative:
-        nn.init.normal_(table)
-    video, padding = normal(1, 24, 8), torch.zeros(1, 24, dtype=torch.bool)
-    padding[:, 6:12] = True
-    alone = module(torch.cat([video[:, :6], video[:, 12:]], 1))
-    assert_same(module(video, key_padding_mask=padding)[:, ~padding[0]], alone)
 
 
 def test_it_keeps_the_contract_with_every_option():
@@ -154,7 +121,7 @@ def test_the_memory_follows_the_pairs(options):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            y = module(normal(1, time * 64, 4))
+            y = module(draw(1, time * 64, 4))
         assert y.requires_grad
         return sum(sizes.values()) / int(module.pattern(time * 64).sum())
 
@@ -201,16 +168,15 @@ def test_wrong_options_are_named(options, message):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "message"),
     [
-        (lambda: SpatiotemporalAttention(8, 2, causal=True), UnsupportedError, "not causal: .* use sparse_tr"),
-        (lambda: SpatiotemporalAttention(8, 2, rotary=True), UnsupportedError, "use relative=True"),
-        (lambda: SpatiotemporalAttention(8, 2, shape=(2, 2, 2), relative=True)(torch.zeros(1, 9, 8)), ValueError, "has time 3, but must have at most 2"),
-        (lambda: attend(n_keys=3), ValueError, "k has length 3, but must have 4 like q"),
-        (lambda: attend(stride=(2, 2, 2)), ValueError, r"radius is None, but must be given with stride = \(2, 2, 2\)"),
-        (lambda: attend(relative=[torch.zeros(4, 2)] * 3), ValueError, r"relative has \[4, 2\] for time"),
+
+        (lambda: SpatiotemporalAttention(8, 2, shape=(2, 2, 2), relative=True)(torch.zeros(1, 9, 8)), "has time 3, but must have at most 2"),
+        (lambda: attend(n_keys=3), "k has length 3, but must have 4 like q"),
+        (lambda: attend(stride=(2, 2, 2)), r"radius is None, but must be given with stride = \(2, 2, 2\)"),
+        (lambda: attend(relative=[torch.zeros(4, 2)] * 3), r"relative has \[4, 2\] for time"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_do_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call()

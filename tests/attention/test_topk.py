@@ -1,4 +1,4 @@
-"""What makes top-k attention itself, beyond the contract: which keys are kept, and what memory that takes."""
+"""What is specific to top-k attention: which keys are kept, and what memory that takes."""
 
 import pytest
 import torch
@@ -101,22 +101,6 @@ def test_with_as_many_keys_kept_as_there_are_it_is_softmax_attention(causal):
     assert (module(longer) - softmax(longer)).abs().max() > 1e-4
 
 
-def test_one_key_is_that_of_the_largest_score():
-    q, k, v = heads(6, 9, H=1, G=1)
-    best = torch.einsum("bthd,bshd->bts", q, k).argmax(-1)
-    expected = v[torch.arange(2)[:, None], best]
-    torch.testing.assert_close(topk_attention(q, k, v, 1), expected)
-
-
-def test_a_key_that_is_not_kept_may_change_without_effect():
-    q, k, v = (x.detach() for x in heads(6, 9, H=1, G=1, B=1))
-    q = q[:, :1] + 0.01 * q
-    k[:, 4] = -100 * q[:, 0]  # of the smallest score for every query, as they are nearly alike
-    other = v.clone()
-    other[:, 4] = 1e6
-    assert torch.equal(topk_attention(q, k, other, 3), topk_attention(q, k, v, 3))
-
-
 def test_scores_are_not_kept_for_the_gradient():
     kept = []
 
@@ -148,10 +132,7 @@ def test_what_is_hidden_is_not_kept_for_the_gradient():
     o.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("n_keys", "expected"),
-    [(0, "at least 1"), (2.5, "an integer"), (True, "an integer"), (None, "an integer")],
-)
+@pytest.mark.parametrize(("n_keys", "expected"), [(0, "at least 1"), (None, "an integer")])
 def test_wrong_numbers_of_keys_are_named(n_keys, expected):
     with pytest.raises(ValueError, match=f"n_keys is {n_keys}, but must be {expected}"):
         TopkAttention(8, 2, n_keys=n_keys)

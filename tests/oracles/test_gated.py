@@ -1,4 +1,4 @@
-"""Agreement of the recurrences with gates with implementations that nobody here wrote. Opt-in, see `test_linear`.
+"""Agreement of the recurrences with gates with independent implementations. Opt-in, see `test_linear`.
 
 Theirs compute in fp32.
 """

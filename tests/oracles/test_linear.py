@@ -1,4 +1,4 @@
-"""Agreement with implementations that nobody here wrote. Opt-in: `make test-oracles` installs them.
+"""Agreement with independent implementations. Opt-in: `make test-oracles` installs them.
 
 Both are run in fp32, the only type that the first one knows.
 """

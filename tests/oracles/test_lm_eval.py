@@ -77,7 +77,7 @@ def results(folder):
     path, _ = folder
     return lm_eval.simple_evaluate(
         model="hf",
-        # What stands before a text that has nothing before it: the tokenizer has none that the model knows.
+        # The token before an empty context: the tokenizer has none that the model knows.
         model_args={"pretrained": str(path / "model"), "prefix_token_id": CHARACTERS.index("\n")},
         tasks=list(TASKS),
         task_manager=TaskManager(include_path=str(path), include_defaults=False),

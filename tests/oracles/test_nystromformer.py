@@ -98,7 +98,7 @@ def test_their_mask_lets_the_padding_through():
 
 def test_their_wrong_length_mixes_the_rows_of_a_batch():
     ours, theirs = hugging_face(length=8, n_landmarks=2)
-    x = torch.randn(2, 4, 8)  # half the length that theirs was told
+    x = torch.randn(2, 4, 8)  # half the length in their config
     other = torch.cat([x[:1], torch.randn(1, 4, 8)])
     assert (theirs(other)[0] - theirs(x)[0])[0].abs().max() > 1e-3
     assert (ours(other) - ours(x))[0].abs().max() == 0

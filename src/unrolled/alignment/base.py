@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unrolled.ops.checks import check_device, check_key_padding_mask, shape
+from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.inputs import check_input
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.softmax import softmax_or_zero
@@ -126,18 +127,7 @@ class Alignment(ChecksOptions, nn.Module):
         return accumulation_dtype(like.dtype if weight is None else weight.dtype)
 
     def _check(self, name: str, x: Tensor, axes: list[str | int]) -> None:
-        sizes = f"[{', '.join(map(str, axes))}]"
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {sizes}")
-        if x.dim() != len(axes) or x.shape[-1] != axes[-1]:
-            raise ValueError(f"{name} has shape {shape(x)}, but must be {sizes}")
-        weight = next(self.parameters(), None)
-        if weight is not None:
-            check_device(name, x, weight)
-        wrong = not x.is_floating_point() if weight is None else x.dtype != weight.dtype
-        if wrong and not torch.is_autocast_enabled(x.device.type):
-            other = "no floating-point type" if weight is None else f"but the weights are {weight.dtype}"
-            raise ValueError(f"{name} is {x.dtype}, {other}: convert one, or use autocast")
+        check_input(name, x, axes, next(self.parameters(), None))
 
 
 def softmax_inside(scores: Tensor, allowed: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ class Score(nn.Module):
         return query
 
     def forward(self, query: Tensor, state: MemoryState) -> Tensor:
-        """Score projected queries `[B,T,K]`: `[B,T,S]`."""
-        raise NotImplementedError
+        """Score projected queries `[B,T,K]`: `[B,T,S]`; by default their products with the keys."""
+        return query @ state.keys.mT
 
 
 class DotScore(Score):
@@ -62,10 +62,6 @@ class DotScore(Score):
                 "'dot': use 'general'"
             )
 
-    def forward(self, query: Tensor, state: MemoryState) -> Tensor:
-        """Return the products."""
-        return query @ state.keys.mT
-
 
 class GeneralScore(Score):
     """h . W_a m, with W_a m computed once."""
@@ -77,10 +73,6 @@ class GeneralScore(Score):
     def project_memory(self, memory: Tensor) -> Tensor:
         """Return W_a m."""
         return self.key_proj(memory)  # type: ignore[no-any-return]
-
-    def forward(self, query: Tensor, state: MemoryState) -> Tensor:
-        """Return the products."""
-        return query @ state.keys.mT
 
 
 class ConcatScore(Score):

@@ -21,20 +21,15 @@ class CachedAttention(MultiHeadAttention[KVCache, None]):
 
 
 def attend_to_cache(
-    attend: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
-    key_padding_mask: Tensor | None,
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cache: KVCache, padding: Tensor | None
 ) -> tuple[Tensor, KVCache]:
     """Append `k [B,T,G,D]` and `v [B,T,G,M]` to the cache and attend to it causally: `[B,T,H,M]`, the cache.
 
-    `attend` takes q, k and v, `causal` and `key_padding_mask`.
+    `attend` takes q, k and v, `causal` and `key_padding_mask`; `padding [B,T]` is True at padded new tokens.
     """
     check_qkv(q, k, v)
-    anything_padded = key_padding_mask is not None or cached_length(cache) > 0
-    cache = extend_cache(cache, k, v, key_padding_mask)
+    any_padding = padding is not None or cached_length(cache) > 0
+    cache = extend_cache(cache, k, v, padding)
     keys, values = cache.past_k.transpose(1, 2), cache.past_v.transpose(1, 2)
-    padding = cache.past_padding if anything_padded else None
-    return attend(q, keys, values, causal=True, key_padding_mask=padding).to(v.dtype), cache
+    mask = cache.past_padding if any_padding else None
+    return attend(q, keys, values, causal=True, key_padding_mask=mask).to(v.dtype), cache

@@ -1,4 +1,4 @@
-"""What the projections hand to a mechanism: queries, keys and values, the masks, and a memory to read."""
+"""Inputs of a mechanism: queries, keys and values, the masks, and a memory to read."""
 
 from typing import Generic, NamedTuple, TypedDict, TypeVar
 
@@ -44,8 +44,8 @@ class Masks(NamedTuple):
         return {"key_padding_mask": self.key_padding_mask, "cu_seqlens": self.cu_seqlens}
 
 
-class KeyMasks(TypedDict):
-    """Masks that say nothing about single pairs of queries and keys."""
+class KeyMasks(TypedDict, total=False):
+    """Masks of keys, the same for all queries of a sequence."""
 
     key_padding_mask: Tensor | None
     cu_seqlens: Tensor | None

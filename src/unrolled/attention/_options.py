@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from unrolled.contract import Supports
+from unrolled.contract import CAUSAL_RECURRENCE
 
 
 class HeadOptions(TypedDict, total=False):
@@ -21,16 +21,8 @@ class CommonOptions(HeadOptions, total=False):
     rotary: bool
 
 
-GENERAL = Supports(
-    causal=True,
-    bidirectional=True,
-    cross=True,
-    padding=True,
-    packing=True,
-    recurrence="constant",
-    single_queries=True,
-)
-"""Claims of linear attention; other mechanisms state how theirs differ."""
+GENERAL = CAUSAL_RECURRENCE.but(bidirectional=True, cross=True, single_queries=True)
+"""Claims of linear attention; other mechanisms declare the differences."""
 
 BIDIRECTIONAL_ONLY = GENERAL.but(causal=False, packing=False, recurrence="none", single_queries=False)
 """Claims of attention through summaries of the whole sequence."""

@@ -5,6 +5,7 @@ from typing import Unpack
 
 from torch import Tensor
 
+from unrolled.attention._heads import KeyMasks
 from unrolled.attention.base import CommonOptions, Heads, Inputs, MultiHeadAttention
 from unrolled.ops.window.dilated import dilated_window_attention
 from unrolled.ops.window.state import WindowState, empty_window, window_prefill, window_step
@@ -45,9 +46,7 @@ def dilation_per_head(dilation: int | Sequence[int], n_heads: int) -> tuple[int,
     if any(type(d) is not int for d in given):
         raise ValueError(f"dilation is {dilation!r}, but must be an integer, or one for each head")
     if len(given) != n_heads:
-        raise ValueError(
-            f"dilation has {len(given)} values, but must have one for each of n_heads = {n_heads}"
-        )
+        raise ValueError(f"dilation has {len(given)} values, but must have n_heads = {n_heads}")
     if not all(d >= 1 for d in given):
         raise ValueError(f"dilation is {dilation}, but must be at least 1")
     return tuple(given)
@@ -81,25 +80,10 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         self.window_size = window_sides(window, causal=self.causal)
         self.dilation = dilation_per_head(dilation, n_heads)
 
-    def near(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def near(self, q: Tensor, k: Tensor, v: Tensor, **masks: Unpack[KeyMasks]) -> tuple[Tensor, Tensor]:
         """Attend to the window: `o [B,T,H,M]` and `lse [B,T,H]`. A padded key keeps its position."""
-        return dilated_window_attention(
-            q,
-            k,
-            v,
-            window_size=self.window_size,
-            dilation=self.dilation,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-        )
+        window_size, dilation = self.window_size, self.dilation
+        return dilated_window_attention(q, k, v, window_size=window_size, dilation=dilation, **masks)
 
     def init_state(self, batch_size: int) -> WindowState:
         """Make the state of `batch_size` sequences before their first token: an empty window."""
@@ -113,14 +97,8 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         self, heads: Heads[Inputs], state: WindowState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, WindowState]:
         """Attend in parallel, continuing from a state."""
-        return window_prefill(
-            *heads.rotated(),
-            heads.v,
-            state,
-            left=self.window_size[0],
-            dilation=self.dilation,
-            key_padding_mask=key_padding_mask,
-        )
+        (q, k), left, gap, padding = heads.rotated(), self.window_size[0], self.dilation, key_padding_mask
+        return window_prefill(q, k, heads.v, state, left=left, dilation=gap, key_padding_mask=padding)
 
     def step_heads(self, heads: Heads[Inputs], state: WindowState) -> tuple[Tensor, WindowState]:
         """Attend from one token to the window before it."""

@@ -7,6 +7,7 @@ mechanism, step by step.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from unrolled.attention._heads import MEMORY_GROWS, NO_MASKS, Heads, Inputs, Masks, Memory, Projected
 from unrolled.attention._options import CommonOptions
 from unrolled.contract import Supports, UnsupportedError
-from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_device, check_key_padding_mask, shape
+from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
+from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import ChecksOptions
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding
@@ -176,10 +178,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     ) -> Tensor:
         """Implement `forward`; a mechanism's own `forward` passes `further` on to its `read_input`."""
         query, key, value = self._checked(query, key, value, masks)
-        projected = self.project(query, key, value)
-        heads = self.heads_of(
-            projected, query if key is None else key, masks, cross=key is not None, **further
-        )
+        x, cross = (query, False) if key is None else (key, True)
+        heads = self.heads_of(self.project(query, key, value), x, masks, cross=cross, **further)
         return self.merge_heads(self.attend(heads, masks), query)
 
     def prefill(
@@ -233,15 +233,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """
         self._check_input("query", query)
         weight = self.out_proj.weight
-        check_state(
-            self,
-            memory,
-            query.shape[0],
-            weight,
-            lambda: self.read(weight.new_empty(0, 0, self.d_model)),
-            name="memory",
-            growing=MEMORY_GROWS,
-        )
+        empty = partial(self.read, weight.new_empty(0, 0, self.d_model))
+        check_state(self, memory, query.shape[0], weight, empty, name="memory", growing=MEMORY_GROWS)
         q, _, _ = self.project(query, query[:, :0])
         return self.merge_heads(self.recall_heads(q, memory), query)
 
@@ -283,10 +276,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             bias = self.qkv_proj.bias
             matrices = torch.split(self.qkv_proj.weight, self.widths)
             biases = [None] * 3 if bias is None else torch.split(bias, self.widths)
-            inputs = (query, key, key if value is None else value)
-            q, k, v = (
-                nn.functional.linear(x, w, b) for x, w, b in zip(inputs, matrices, biases, strict=True)
-            )
+            xs = (query, key, key if value is None else value)
+            q, k, v = (nn.functional.linear(x, w, b) for x, w, b in zip(xs, matrices, biases, strict=True))
         return (
             q.unflatten(-1, (self.n_heads, widths[0])),
             k.unflatten(-1, (self.n_kv_heads, widths[1])),
@@ -346,9 +337,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def refuse(self, capability: str, given: Tensor | None, what: str) -> None:
         """Raise UnsupportedError if an argument is given that the mechanism does not support."""
         if given is not None and not getattr(self.supports, capability):
-            raise UnsupportedError(
-                f"{self.name} attention does not support {what}; `unrolled list` shows which do"
-            )
+            raise UnsupportedError(f"{self.name} attention does not support {what}; see `unrolled list`")
 
     @property
     def name(self) -> str:
@@ -395,11 +384,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         self.refuse("padding", key_padding_mask, "key_padding_mask")
         self.refuse("packing", cu_seqlens, "cu_seqlens")
         self.refuse("attn_mask", attn_mask, "attn_mask")
+        if cu_seqlens is not None and key_padding_mask is not None:
+            raise ValueError("key_padding_mask was given with cu_seqlens: packed sequences have no padding")
         if cu_seqlens is not None:
-            if key_padding_mask is not None:
-                raise ValueError(
-                    "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
-                )
             check_cu_seqlens(cu_seqlens, query, x)
         if attn_mask is not None:
             check_attn_mask(attn_mask, (x.shape[0], self.n_heads, query.shape[1], x.shape[1]))
@@ -426,20 +413,10 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             raise UnsupportedError(f"{self.name} attention does not compute weights; use softmax or linear")
 
     def _check_input(self, name: str, x: Tensor, axes: tuple[str, ...] = ("B", "T")) -> None:
-        if not isinstance(x, Tensor) or x.dim() != len(axes) + 1 or x.shape[-1] != self.d_model:
-            found = f"has shape {shape(x)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
-            raise ValueError(f"{name} {found}, but must be [{', '.join(axes)}, {self.d_model}]")
-        check_device(name, x, self.qkv_proj.weight)
-        dtype = self.qkv_proj.weight.dtype
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(
-                f"{name} is {x.dtype}, but the weights are {dtype}: convert one, or use autocast"
-            )
+        check_input(name, x, [*axes, self.d_model], self.qkv_proj.weight)
 
     def _check_recurrent(self) -> None:
         if self.supports.recurrence == "none":
             raise UnsupportedError(f"{self.name} attention has no recurrent form; call forward instead")
         if not self.causal:
-            raise UnsupportedError(
-                "only causal attention runs as a recurrence; construct it with causal=True"
-            )
+            raise UnsupportedError("only causal attention runs as a recurrence; use causal=True")

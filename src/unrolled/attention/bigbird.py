@@ -32,6 +32,7 @@ from torch.nn.functional import pad
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention._packed import attend_packed
 from unrolled.attention._padding import zero_padding
+from unrolled.attention._parts import attend_to_all
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
@@ -40,7 +41,6 @@ from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.softmax import softmax_attention
-from unrolled.ops.window import window_attention
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,7 @@ def bigbird_pattern(layout: Layout, drawn: Tensor, length: int) -> Tensor:
 
 
 def bigbird_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    drawn: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, drawn: Tensor, *, key_padding_mask: Tensor | None = None
 ) -> Tensor:
     """Attend from `q [B,T,H,D]` to `k [B,T,G,D]`, `v [B,T,G,M]`: `[B,T,H,M]`.
 
@@ -190,24 +184,14 @@ def bigbird_attention(
         q, k, v, padding = (reorder(x, places) for x in (q, k, v, key_padding_mask))
     n_blocks = layout.count_blocks(n)
     # Blocks that are not global, then the global tokens, the first blocks and the last ones.
-    o, lse = block_sparse_attention(
-        q[:, g:],
-        k[:, g:],
-        v[:, g:],
-        block_lists(layout, drawn, n_blocks),
-        block_size=(b, b),
-        key_padding_mask=None if padding is None else padding[:, g:],
+    blocks, masked = block_lists(layout, drawn, n_blocks), None if padding is None else padding[:, g:]
+    part = block_sparse_attention(
+        q[:, g:], k[:, g:], v[:, g:], blocks, block_size=(b, b), key_padding_mask=masked
     )
+    o = part[0]
     if g > 0:
-        part = window_attention(
-            q[:, g:],
-            k[:, :g],
-            v[:, :g],
-            window_size=(-1, -1),
-            key_padding_mask=None if padding is None else padding[:, :g],
-            return_lse=True,
-        )
-        o, _ = merge_softmax([(o, lse), part])
+        masked = None if padding is None else padding[:, :g]
+        o, _ = merge_softmax([part, attend_to_all(q[:, g:], k[:, :g], v[:, :g], masked)])
     if g + f > 0:
         begin = softmax_attention(q[:, : g + f * b], k, v, key_padding_mask=padding)
         o = torch.cat([begin, o[:, f * b :]], 1)
@@ -224,14 +208,7 @@ def bigbird_attention(
 
 @one_node(like_attention)
 def seeded_bigbird_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    seed: Tensor,
-    redraws: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, seed: Tensor, *, key_padding_mask: Tensor | None = None
 ) -> Tensor:
     """Draw the random blocks as `draw_blocks` does, and attend as `bigbird_attention` does.
 
@@ -245,7 +222,7 @@ def seeded_bigbird_attention(
         check_key_padding_mask(padding, B, T)
         n = (~padding).sum(1)
     n_rows = -(-max(0, T - layout.global_tokens) // layout.block_size)
-    drawn = draw_blocks(layout, torch.stack([seed, redraws]), H, layout.count_blocks(n), n_rows)
+    drawn = draw_blocks(layout, seed, H, layout.count_blocks(n), n_rows)
     return bigbird_attention(q, k, v, layout, drawn, key_padding_mask=padding)
 
 
@@ -298,11 +275,8 @@ class BigBirdAttention(MultiHeadAttention[None, None]):
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)
-        (q, k), v = heads.rotated(), heads.v
-        padding = masks.key_padding_mask
-        return seeded_bigbird_attention(
-            q, k, v, self.layout, self.seed, self.redraws, key_padding_mask=padding
-        )
+        (q, k), seed, padding = heads.rotated(), self._seeds(), masks.key_padding_mask
+        return seeded_bigbird_attention(q, k, heads.v, self.layout, seed, key_padding_mask=padding)
 
     def redraw(self) -> None:
         """Draw new blocks, determined by the seed and the number of redraws."""
@@ -311,10 +285,11 @@ class BigBirdAttention(MultiHeadAttention[None, None]):
     def pattern(self, length: int) -> Tensor:
         """Count how often query i reads key j: `[H,length,length]`, 0 or 1."""
         n_blocks = self.layout.count_blocks(torch.full((1,), length, device=self.seed.device))
-        drawn = draw_blocks(
-            self.layout, torch.stack([self.seed, self.redraws]), self.n_heads, n_blocks, int(n_blocks)
-        )
+        drawn = draw_blocks(self.layout, self._seeds(), self.n_heads, n_blocks, int(n_blocks))
         return bigbird_pattern(self.layout, drawn[0], length).long()
+
+    def _seeds(self) -> Tensor:
+        return torch.stack([self.seed, self.redraws])
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""

@@ -143,15 +143,15 @@ def clustered_attention(
     (B, T, H, D), (S, G, M) = q.shape, v.shape[1:]
     out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype, k.dtype, v.dtype)
     k, v = zero_padding(key_padding_mask, k, v)
-    nobody = q.new_zeros(B, T, dtype=torch.bool) if q_padding is None else q_padding
-    nobody = nobody.unsqueeze(1).expand(B, H, T).reshape(B * H, T)
+    absent = q.new_zeros(B, T, dtype=torch.bool) if q_padding is None else q_padding
+    absent = absent.unsqueeze(1).expand(B, H, T).reshape(B * H, T)
     cluster = cluster.transpose(1, 2).reshape(B * H, T)
     with without_autocast(q.device):
         # Mean queries. X = B*H rows of queries, C clusters each; P = H/G query heads read one key head.
         q = q.to(dtype).transpose(1, 2).reshape(B * H, T, D) * D**-0.5
         k, v = (x.to(dtype).transpose(1, 2) for x in (k, v))
         size = -(-T // n_clusters)
-        members, place, of_block = group(cluster, n_clusters, size, nobody)
+        members, place, of_block = group(cluster, n_clusters, size, absent)
         n_blocks = of_block.shape[1]
         blocks = q.new_zeros(B * H, n_blocks * size + 1, D)
         blocks = blocks.scatter(1, place.unsqueeze(-1).expand(-1, -1, D), q)[:, :-1]
@@ -238,16 +238,10 @@ class ClusteredAttention(MultiHeadAttention[None, None]):
         q, k = heads.rotated() if self.rotary else (heads.q, heads.k)
         if not any_length(q) and (self.n_clusters >= q.shape[1] or self.n_keys >= k.shape[1]):
             return softmax_attention(q, k, heads.v, key_padding_mask=padding)
-        q_padding = padding if itself else None
+        q_padding, C, n_keys = padding if itself else None, self.n_clusters, self.n_keys
+        cluster = chosen(lambda: self.cluster(q, q_padding), max(C, q.shape[1]))
         return clustered_attention(
-            q,
-            k,
-            heads.v,
-            chosen(lambda: self.cluster(q, q_padding), max(self.n_clusters, q.shape[1])),
-            self.n_clusters,
-            self.n_keys,
-            q_padding=q_padding,
-            key_padding_mask=padding,
+            q, k, heads.v, cluster, C, n_keys, q_padding=q_padding, key_padding_mask=padding
         )
 
     @torch.no_grad()

@@ -66,8 +66,8 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
     """DeltaNet and Gated DeltaNet.
 
     Args:
-        d_model, n_heads, common: see `MultiHeadAttention`;
-            must be causal. Each of the G key and value heads has a state, a rate and a decay.
+        d_model, n_heads, common: see `MultiHeadAttention`; must be causal. Each of the G key and value heads
+            has a state, a rate and a decay.
         gated: let the state decay, and gate the output.
         max_beta: largest rate, in (0, 2]; above 1 the state may change sign along a key.
     """

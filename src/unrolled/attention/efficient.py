@@ -3,8 +3,8 @@ r"""Efficient attention: queries are a softmax over their features, keys a softm
     o_i = sum_c softmax(q_i)_c G_c        G_c = sum_j softmax_j(k_jc) v_j        (c runs over the D features)
 
 Each feature of the keys weighs the positions and averages the values by these weights; each query mixes the D
-averages. The implied weights, sum_c softmax(q_i)_c softmax_j(k_jc), are positive and
-sum to 1 without a denominator. There is no 1/sqrt(D).
+averages. The implied weights, sum_c softmax(q_i)_c softmax_j(k_jc), are positive and sum to 1 without a
+denominator. There is no 1/sqrt(D).
 
 Causal attention, which is not in the paper, takes the softmax of query i over the positions j <= i. With m_t
 the running maximum of each feature, which cancels and so needs no gradient, it is a recurrence:
@@ -24,12 +24,13 @@ Cannot: honour an arbitrary `attn_mask`. The softmax over features makes queries
 Equals softmax attention: never.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from unrolled.attention._heads import KeyMasks
 from unrolled.attention._options import GENERAL
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.ops.checks import check_qkv, check_step, shape
@@ -50,26 +51,20 @@ class EfficientState(NamedTuple):
     k_max: Tensor
 
 
-def efficient_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, **masks: Unpack[KeyMasks]) -> Tensor:
     """Bidirectional efficient attention, in time and memory linear in the lengths (equations above).
 
     Args:
         q: queries `[B,T,H,D]`.
         k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
         v: values `[B,S,G,M]`.
-        key_padding_mask: `[B,S]`, True = padding.
-        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
+        masks: `key_padding_mask [B,S]`, True = padding; or `cu_seqlens`, int32 `[N+1]` offsets of N sequences
+            packed into one row (B = 1, T = S).
 
     Returns:
         `o [B,T,H,M]` in the dtype of `v`; 0 for a query that has nothing to attend to.
     """
+    key_padding_mask, cu_seqlens = masks.get("key_padding_mask"), masks.get("cu_seqlens")
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     maps = k.to(dtype)
@@ -80,14 +75,7 @@ def efficient_attention(
         maps = maps.softmax(1)
     else:
         maps = _softmax_in_segments(maps[0], segment_ids(cu_seqlens, k.shape[1]), len(cu_seqlens) - 1)
-    return linear_attention(
-        q.to(dtype).softmax(-1),
-        maps,
-        v,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        normalize=False,
-    )
+    return linear_attention(q.to(dtype).softmax(-1), maps, v, normalize=False, **masks)
 
 
 def causal_efficient_attention(
@@ -127,9 +115,8 @@ def causal_efficient_attention(
     read = sums[:, -T:] if T else sums[:, :0]
     q = safe_divide(q.to(dtype).softmax(-1), read.repeat_interleave(H // G, 2))
     o, kv = diagonal_linear_attention(q, k, v, log_decay, state=kv, return_state=True)
-    return o, EfficientState(
-        kv, sums[:, -1].clone(), maxima[:, -1].clone()
-    )  # views would keep the whole tensors alive
+    # Copies, since views would keep the whole tensors alive.
+    return o, EfficientState(kv, sums[:, -1].clone(), maxima[:, -1].clone())
 
 
 def packed_causal_efficient_attention(

@@ -92,8 +92,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
 
     def attend(self, heads: Heads[Decay], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k, v = self._scaled(heads)
-        return diagonal_linear_attention(q, k, v, heads.inputs.log_alpha, **masks.of_keys())
+        return diagonal_linear_attention(*self._rule(heads), **masks.of_keys())
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, gate it, and project."""
@@ -109,25 +108,18 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
         self, heads: Heads[Decay], state: GatedLinearState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, GatedLinearState]:
         """Attend in parallel, continuing from a state."""
-        q, k, v = self._scaled(heads)
         o, kv = diagonal_linear_attention(
-            q,
-            k,
-            v,
-            heads.inputs.log_alpha,
-            key_padding_mask=key_padding_mask,
-            state=state.kv,
-            return_state=True,
+            *self._rule(heads), key_padding_mask=key_padding_mask, state=state.kv, return_state=True
         )
         return o, GatedLinearState(kv)
 
     def step_heads(self, heads: Heads[Decay], state: GatedLinearState) -> tuple[Tensor, GatedLinearState]:
         """Run one step of the recurrence."""
-        q, k, v = self._scaled(heads)
-        o, kv = diagonal_linear_attention_step(q, k, v, heads.inputs.log_alpha, state.kv)
+        o, kv = diagonal_linear_attention_step(*self._rule(heads), state.kv)
         return o, GatedLinearState(kv)
 
-    def _scaled(self, heads: Heads[Decay]) -> tuple[Tensor, Tensor, Tensor]:
-        """Scale q, and convert to at least fp32: a sum without a denominator may overflow fp16."""
+    def _rule(self, heads: Heads[Decay]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return scaled q, k, v and log alpha in at least fp32: sums without a denominator may be large."""
         dtype = accumulation_dtype(heads.q.dtype)
-        return heads.q.to(dtype) * self.head_dim**-0.5, heads.k.to(dtype), heads.v.to(dtype)
+        q, k, v = (x.to(dtype) for x in heads[:3])
+        return q * self.head_dim**-0.5, k, v, heads.inputs.log_alpha

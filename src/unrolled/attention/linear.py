@@ -35,7 +35,7 @@ from unrolled.attention._state import advance
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.feature_maps import FeatureMap, make_feature_map
 from unrolled.ops.head_norm import HeadRMSNorm
-from unrolled.ops.linear import LinearState, check_state, linear_attention
+from unrolled.ops.linear import LinearOptions, LinearState, check_state, linear_attention
 from unrolled.ops.linear import operator as kernels
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.positions import rotary
@@ -51,33 +51,21 @@ class LinearAttentionState(NamedTuple):
 
 
 def rotary_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    *,
-    causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: LinearState | None = None,
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, LinearState]:
     """o_i = sum_j (R_i q_i . R_j k_j) v_j / sum_j q_i . k_j for features `q [B,T,H,R]`, `k [B,T,G,R]`.
 
-    Both sums are computed in at least fp32, since the first may overflow in fp16.
+    `options` are those of `linear_attention`. Both sums are computed in at least fp32, since the first may
+    overflow in fp16.
 
     Returns:
         `o [B,T,H,M]`, and the state: S of the rotated keys, z of the keys before rotation.
     """
+    state = options.pop("state", None)
     dtype, out_dtype = accumulation_dtype(v.dtype), v.dtype
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    sums = partial(
-        linear_attention,
-        causal=causal,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        return_state=True,
-        normalize=False,
-    )
+    options["normalize"] = False
+    sums = partial(linear_attention, return_state=True, **options)
     num, numerator_state = sums(rotary(q, positions), rotary(k, positions), v, state=state)
     ones = v.new_ones(*v.shape[:3], 1)
     before = None if state is None else LinearState(state.k_sum.unsqueeze(-1), state.k_sum)

@@ -284,11 +284,9 @@ class LinformerAttention(MultiHeadAttention[None, None]):
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = heads.rotated()
+        (q, k), padding = heads.rotated(), masks.key_padding_mask
         project_v = self.projection if self.value_projection is None else self.value_projection
-        return linformer_attention(
-            q, k, heads.v, self.projection, project_v, key_padding_mask=masks.key_padding_mask
-        )
+        return linformer_attention(q, k, heads.v, self.projection, project_v, key_padding_mask=padding)
 
     def _check_given(self, projection: Projection, rank: int | None, max_length: int | None) -> None:
         if self.sharing != "layerwise":
@@ -298,9 +296,7 @@ class LinformerAttention(MultiHeadAttention[None, None]):
             )
         for name, given in (("rank", rank), ("max_length", max_length)):
             if given not in (None, getattr(projection, name)):
-                raise ValueError(
-                    f"{name} is {given}, but the given projection has {getattr(projection, name)}"
-                )
+                raise ValueError(f"{name} is {given}, but the projection has {getattr(projection, name)}")
         if projection.n_heads not in (None, self.n_kv_heads):
             raise ValueError(
                 f"projection is for {projection.n_heads} heads, but keys and values have {self.n_kv_heads}"

@@ -37,6 +37,7 @@ from torch.nn.functional import layer_norm, pad
 
 from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
+from unrolled.attention._parts import Part, attend_to_all
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
@@ -46,8 +47,6 @@ from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing
 from unrolled.ops.window import window_attention
-
-Part = tuple[Tensor, Tensor]  # o and lse of one part of a softmax
 
 
 class LongShortState(NamedTuple):
@@ -110,7 +109,7 @@ def segment_window(q: Tensor, k: Tensor, v: Tensor, window: int, padding: Tensor
         x.index_select(1, place).reshape(B * n, width + 2 * beside, *x.shape[2:])
         for x in (*(_pad(x, beside, n * width - T + beside) for x in (k, v)), padding)
     )
-    o, lse = window_attention(q, k, v, window_size=(-1, -1), key_padding_mask=padding, return_lse=True)
+    o, lse = attend_to_all(q, k, v, padding)
     return tuple(x.reshape(B, n * width, *x.shape[2:])[:, :T] for x in (o, lse))  # type: ignore[return-value]
 
 
@@ -124,9 +123,8 @@ def earlier_chunks(q: Tensor, landmark_k: Tensor, landmark_v: Tensor) -> Part:
     chunk = T // n
     heads = q.reshape(B, n, chunk, G, H // G, D).permute(0, 1, 3, 4, 2, 5).reshape(B, n, H * chunk, D)[:, 1:]
     before = [(landmark_k[:, :-1, i], landmark_v[:, :-1, i]) for i in range(r)]
-    o, lse = merge_softmax(
-        [window_attention(heads, k, v, window_size=(-1, 0), return_lse=True) for k, v in before]
-    )
+    parts = [window_attention(heads, k, v, window_size=(-1, 0), return_lse=True) for k, v in before]
+    o, lse = merge_softmax(parts)
     o = o.reshape(B, n - 1, G, H // G, chunk, M).permute(0, 1, 4, 2, 3, 5).reshape(B, T - chunk, H, M)
     lse = lse.reshape(B, n - 1, H, chunk).transpose(2, 3).reshape(B, T - chunk, H)
     return _pad(o, chunk, 0), pad(lse, (0, 0, chunk, 0), value=-torch.inf)
@@ -225,14 +223,11 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         window, rank, chunk = self.window, self.rank, self.chunk
         check_integers(0, rank=rank)
         check_integers(1, chunk=chunk)
-        if window is None:
-            if rank == 0:
-                raise ValueError("rank is 0, but must be at least 1 without a window")
-            if self.rotary:
-                raise ValueError(
-                    "rotary is True, but must be False with window=None: landmarks have no position"
-                )
-        else:
+        if window is None and rank == 0:
+            raise ValueError("rank is 0, but must be at least 1 without a window")
+        if window is None and self.rotary:
+            raise ValueError("rotary is True, but must be False with window=None: landmarks have no position")
+        if window is not None:
             check_integers(0, window=window)
             if self.causal and rank and window < chunk:
                 raise ValueError(
@@ -241,10 +236,9 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
                 )
             if self.causal and window == 0:
                 raise ValueError("window is 0, but must be at least 1 with causal=True")
-        if dual_norm and self.head_dim != self.value_dim:
-            raise ValueError(
-                f"value_dim is {self.value_dim}, but must be head_dim = {self.head_dim} with dual_norm"
-            )
+        D, M = self.head_dim, self.value_dim
+        if dual_norm and D != M:
+            raise ValueError(f"value_dim is {M}, but must be head_dim = {D} with dual_norm")
 
     def read_input(self, x: Tensor) -> Pooling:
         """Compute the logits of P, `[...,G,r]`."""
@@ -257,7 +251,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
             return attend_packed(self.attend, heads, masks.cu_seqlens)
         padding = masks.key_padding_mask
         if self.window is None:
-            return self._read_landmarks(heads.q, heads.k, heads.v, heads.inputs.logits, padding)[0]
+            return self._landmarks(heads.q, heads.k, heads.v, heads.inputs.logits, padding)[0]
         if padding is None:
             return self._attend(heads, None)
         places = valid_first(padding)
@@ -273,7 +267,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         if not self.causal:
             parts = [segment_window(near_q, near_k, near_v, self.window, padding)]
             if self.rank:
-                parts.append(self._read_landmarks(q, k, v, logits, padding))
+                parts.append(self._landmarks(q, k, v, logits, padding))
             return merge_softmax(parts)[0]
         parts = [window_attention(near_q, near_k, near_v, window_size=(self.window - 1, 0), return_lse=True)]
         if self.rank and q.shape[1] > self.chunk:
@@ -288,20 +282,14 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         """Return queries and keys for the window: the keys normalised, then both rotated."""
         return heads._replace(k=_normalised(heads.k, self.window_norm)).rotated()
 
-    def _read_landmarks(
-        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, padding: Tensor | None
-    ) -> Part:
+    def _landmarks(self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, padding: Tensor | None) -> Part:
         """Attend to the landmarks of a whole sequence."""
         if padding is None:
             padding = k.new_zeros(k.shape[:2], dtype=torch.bool)
-        pooled = (
-            _normalised(pool(logits, _normalised(x, self.window_norm), padding), self.landmark_norm).to(
-                v.dtype
-            )
-            for x in (k, v)
-        )
+        pooled = (pool(logits, _normalised(x, self.window_norm), padding) for x in (k, v))
+        landmark_k, landmark_v = (_normalised(x, self.landmark_norm).to(v.dtype) for x in pooled)
         nothing = padding.all(1, keepdim=True).expand(-1, self.rank)
-        return window_attention(q, *pooled, window_size=(-1, -1), key_padding_mask=nothing, return_lse=True)
+        return attend_to_all(q, landmark_k, landmark_v, nothing)
 
     def _chunk_landmarks(self, tokens: Sequence[Tensor], padding: Tensor | None) -> tuple[Tensor, ...]:
         """Make the landmarks `[B,n,r,G,D]` of all chunks of `k, v, logits`; unfinished ones are not used."""
@@ -346,13 +334,11 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         near_q, near_k = self._window_heads(Heads(q, k, v, positions))
         near_k = torch.cat([state.window_k, near_k], 1)
         near_v = torch.cat([state.window_v, _normalised(v, self.window_norm)], 1)
-        hidden = torch.cat([_missing(state.position, self.window), padding], 1)
-        size = (self.window - 1, 0)
-        parts = [
-            window_attention(
-                near_q, near_k, near_v, window_size=size, key_padding_mask=hidden, return_lse=True
-            )
-        ]
+        hidden, size = torch.cat([_missing(state.position, self.window), padding], 1), (self.window - 1, 0)
+        near = window_attention(
+            near_q, near_k, near_v, window_size=size, key_padding_mask=hidden, return_lse=True
+        )
+        parts = [near]
 
         # Landmarks: the unfinished chunk of the state precedes the new tokens.
         seen = (~padding).sum(1)
@@ -366,10 +352,9 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
             landmarks = self._chunk_landmarks([reorder(x, order) for x in recent], reorder(hidden, order))
             parts.append(self._read_filled_slots(q, state))
             queries = _pad(reorder(_pad(q, l, 0), order), 0, -(T + l) % l)
-            far = (
-                reorder(x[:, : T + l], order.argsort(1))[:, l:] for x in earlier_chunks(queries, *landmarks)
-            )
-            parts.append(tuple(far))  # type: ignore[arg-type]
+            o, lse = earlier_chunks(queries, *landmarks)
+            far_o, far_lse = (reorder(x[:, : T + l], order.argsort(1))[:, l:] for x in (o, lse))
+            parts.append((far_o, far_lse))
             fed = (state.landmark_k.shape[1] - 1) * l + state.chunk_k.shape[1] - l + T
             slots = self._fill_slots(state, landmarks, state.position + seen, fed // l + 1)
             chunk = [_pad(_last(x, l + seen, l), fed % l, 0) for x in recent]
@@ -387,12 +372,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         near_k = torch.cat([state.window_k[:, 1:], near_k], 1)
         near_v = torch.cat([state.window_v[:, 1:], _normalised(v, self.window_norm)], 1)
         position = state.position + 1
-        hidden = _missing(position, self.window)
-        parts = [
-            window_attention(
-                near_q, near_k, near_v, window_size=(-1, -1), key_padding_mask=hidden, return_lse=True
-            )
-        ]
+        parts = [attend_to_all(near_q, near_k, near_v, _missing(position, self.window))]
         slots: Sequence[Tensor] = (state.landmark_k, state.landmark_v)
         chunk: Sequence[Tensor] = (state.chunk_k, state.chunk_v, state.chunk_logits)
         if self.rank:
@@ -410,7 +390,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         slot = torch.arange(state.landmark_k.shape[1], device=q.device)
         empty = (slot >= (state.position // self.chunk).unsqueeze(1)).repeat_interleave(self.rank, 1)
         k, v = state.landmark_k.flatten(1, 2), state.landmark_v.flatten(1, 2)
-        return window_attention(q, k, v, window_size=(-1, -1), key_padding_mask=empty, return_lse=True)
+        return attend_to_all(q, k, v, empty)
 
     def _fill_slots(
         self, state: LongShortState, landmarks: tuple[Tensor, ...], position: Tensor, n: int

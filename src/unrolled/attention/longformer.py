@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
+from unrolled.attention._parts import attend_to_all
 from unrolled.attention._window import SlidingWindow
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
 from unrolled.contract import UnsupportedError
@@ -217,7 +218,7 @@ class LongformerAttention(SlidingWindow[Globals]):
             (q, k, v, x), padding, back = valid_tokens_first(padding, q, k, v, x)
         is_global, n_global = self._which(global_mask, padding, q)
         if n_global:
-            o = self._with_globals(q, k, v, x, is_global, n_global, padding)
+            o = self._with_globals((q, k, v), x, is_global, n_global, padding)
         else:
             o, _ = self.near(q, k, v, key_padding_mask=padding)
         return o if back is None else back(o)
@@ -232,25 +233,17 @@ class LongformerAttention(SlidingWindow[Globals]):
         return near | is_global | is_global.unsqueeze(1)
 
     def _with_globals(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        is_global: Tensor,
-        n_global: int,
-        padding: Tensor | None,
+        self, local: Projected, x: Tensor, is_global: Tensor, n_global: int, padding: Tensor | None
     ) -> Tensor:
         """Attend in rows with padding last and up to `n_global` global tokens each: `[B,T,H,M]`."""
+        q, k, v = local
         (B, T, H, _), M = q.shape, v.shape[3]
         # Local queries: the window without global keys, merged with the global keys.
         places = valid_first(~is_global)[:, :n_global]
         missing = torch.arange(n_global, device=q.device) >= is_global.sum(1, keepdim=True)
         hidden = is_global if padding is None else is_global | padding
         global_k, global_v = _tokens_at(places, k), _tokens_at(places, v)
-        far = window_attention(
-            q, global_k, global_v, window_size=(-1, -1), key_padding_mask=missing, return_lse=True
-        )
+        far = attend_to_all(q, global_k, global_v, missing)
         o, _ = merge_softmax([self.near(q, k, v, key_padding_mask=hidden), far])
         # Global queries: all keys by the global projections, written over the outputs of the local queries.
         read = window_attention(
@@ -290,9 +283,7 @@ class LongformerAttention(SlidingWindow[Globals]):
 
     def _check_global_mask(self, mask: Tensor, x: Tensor) -> None:
         if self.global_proj is None:
-            raise UnsupportedError(
-                "causal longformer attention does not support global_mask: it has no global tokens"
-            )
+            raise UnsupportedError("causal longformer attention does not support global_mask")
         if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
             raise ValueError(
                 f"global_mask is {mask.dtype} of shape {shape(mask)}, but must be torch.bool "

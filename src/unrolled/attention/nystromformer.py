@@ -223,17 +223,12 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = self._rotated(heads)
+        (q, k), padding, itself = self._rotated(heads), masks.key_padding_mask, heads.positions is not None
+        n, steps = self.n_landmarks, self.iterations
         o = nystrom_attention(
-            q,
-            k,
-            heads.v,
-            n_landmarks=self.n_landmarks,
-            iterations=self.iterations,
-            key_padding_mask=masks.key_padding_mask,
-            self_attention=heads.positions is not None,
+            q, k, heads.v, n_landmarks=n, iterations=steps, key_padding_mask=padding, self_attention=itself
         )
-        return o if self.conv is None else o + self._skip(heads.v, masks.key_padding_mask)
+        return o if self.conv is None else o + self._skip(heads.v, padding)
 
     @torch.no_grad()
     def convergence(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:

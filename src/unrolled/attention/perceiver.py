@@ -44,13 +44,7 @@ def latent_read(latents: Tensor, k: Tensor, v: Tensor, *, key_padding_mask: Tens
 
 
 def perceiver_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    latents: Tensor,
-    weight: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, latents: Tensor, weight: Tensor, key_padding_mask: Tensor | None = None
 ) -> Tensor:
     """Perceiver attention in time linear in the lengths (equations above).
 
@@ -85,15 +79,9 @@ def perceiver_attention(
 
 
 def perceiver_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    latents: Tensor,
-    weight: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, latents: Tensor, weight: Tensor, key_padding_mask: Tensor | None = None
 ) -> Tensor:
-    """Compute what `perceiver_attention` does by its definition, with both softmaxes written out."""
+    """Compute `perceiver_attention` by its definition, with both softmaxes written out."""
     H, D = q.shape[-2:]
     k, v = (x.repeat_interleave(H // k.shape[2], dim=2) for x in (k, v))
     latents = latents.expand(k.shape[0], *latents.shape[-3:])

@@ -40,7 +40,7 @@ own, to be trained as such. With entries of standard deviation 0.5 the error is 
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ from unrolled.attention._state import advance
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
-from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+from unrolled.ops.linear import LinearOptions, LinearState, linear_attention, linear_attention_step
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens
@@ -141,7 +141,7 @@ def generalised(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Project], Fe
     return lambda x, rows: Features(None, None, f(rows(x)) + FLOOR)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, LinearState]:
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, LinearState]:
     """Return `linear_attention` and its state."""
     return linear_attention(q, k, v, return_state=True, **options)
 
@@ -241,16 +241,10 @@ def favor_attention(
     peak = k_features.peak()
     if peak is not None:
         shift, log_decay, log_scale = _shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
-    o, after = phi.kind.attend(
-        _query_features(phi(q)),
-        k_features.shifted(shift),
-        v,
-        causal=causal,
-        log_decay=log_decay,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        state=None if state is None else LinearState(state.kv, state.k_sum),
-    )
+    before = None if state is None else LinearState(state.kv, state.k_sum)
+    masks = Masks(key_padding_mask, None, cu_seqlens).of_keys()
+    q, k = _query_features(phi(q)), k_features.shifted(shift)
+    o, after = phi.kind.attend(q, k, v, causal=causal, log_decay=log_decay, state=before, **masks)
     return o, FavorState(*after, log_scale)
 
 
@@ -352,18 +346,14 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
             n_draws = self.n_kv_heads if per_head else 1
             projection = Projection(n_draws, n_features, self.head_dim, rows, seed)
         elif features in SOFTMAX:
-            raise ValueError(
-                f"rows is 'identity', but must be random for {features} features, as 'orthogonal'"
-            )
+            raise ValueError(f"rows is 'identity', but must be random for {features} features")
         elif n_features not in (None, self.head_dim) or per_head or seed is not None:
             raise ValueError(
                 f"n_features is {n_features}, per_head {per_head} and seed {seed}, but must be "
                 f"{self.head_dim} or None, False and None for rows = 'identity'"
             )
         elif self.rotary:
-            raise UnsupportedError(
-                "identity rows cannot express rotary positions; use random rows, as 'orthogonal'"
-            )
+            raise UnsupportedError("identity rows cannot express rotary positions; use random rows")
         self.feature_map = FavorMap(self.head_dim, features, projection)
 
     def redraw(self) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from unrolled.attention._heads import KeyMasks
 from unrolled.attention._options import ONE_WAY, HeadOptions
 from unrolled.attention._state import advance
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
@@ -34,7 +35,7 @@ from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.checks import check_qkv, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
-from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+from unrolled.ops.linear import Keys, LinearState, linear_attention, linear_attention_step
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, exact_dtype
 
@@ -60,9 +61,8 @@ def retention(
     positions: Tensor | None = None,
     *,
     closed: bool = False,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
+    **masks: Unpack[KeyMasks],
 ) -> tuple[Tensor, Tensor]:
     """Causal retention, in time and memory linear in the length (equations above, up to o).
 
@@ -73,9 +73,9 @@ def retention(
         log_decay: logarithm of gamma for each key head `[G]`, at most 0.
         positions: `[B,T]`, by which queries and keys are rotated; no rotation by default.
         closed: which angles they are rotated by, see `rotary`.
-        key_padding_mask: `[B,T]`, True = padding, which leaves the state as it was.
-        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
         state: S before the first key, `[B,G,D,M]`.
+        masks: `key_padding_mask [B,T]`, True = padding, which leaves the state as it was; or `cu_seqlens`,
+            int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
 
     Returns:
         `o [B,T,H,M]` in fp32 (fp64 for fp64 inputs), since a sum without a denominator may overflow fp16, and
@@ -85,18 +85,9 @@ def retention(
     if log_decay.shape != k.shape[2:3]:
         raise ValueError(f"log_decay has shape {shape(log_decay)}, but must be [G] = [{k.shape[2]}]")
     q, k, v = _scaled_and_rotated(q, k, v, positions, closed)
-    o, after = linear_attention(
-        q,
-        k,
-        v,
-        causal=True,
-        log_decay=log_decay.expand(k.shape[:3]),
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        state=None if state is None else _without_denominator(state),
-        return_state=True,
-        normalize=False,
-    )
+    before = None if state is None else _without_denominator(state)
+    options: Keys = {"causal": True, "log_decay": log_decay.expand(k.shape[:3]), **masks}
+    o, after = linear_attention(q, k, v, state=before, return_state=True, normalize=False, **options)
     return o, after.kv
 
 
@@ -113,10 +104,8 @@ def retention_step(
     """One token of the recurrence (eq. 6): `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]`, `position [B]`."""
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))  # the batch becomes the length
     q, k, v = _scaled_and_rotated(q, k, v, None if position is None else position.unsqueeze(0), closed)
-    rates = log_decay.expand(k.shape[1:3])
-    o, after = linear_attention_step(
-        q[0], k[0], v[0], _without_denominator(state), log_decay=rates, normalize=False
-    )
+    before, rates = _without_denominator(state), log_decay.expand(k.shape[1:3])
+    o, after = linear_attention_step(q[0], k[0], v[0], before, log_decay=rates, normalize=False)
     return o, after.kv
 
 

@@ -31,7 +31,7 @@ entries of s, with scores s^2 u_q . u_k.
 import math
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttent
 from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear
-from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+from unrolled.ops.linear import Keys, LinearOptions, LinearState, linear_attention, linear_attention_step
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import without_padding
 from unrolled.ops.positions import rotary
@@ -95,13 +95,11 @@ def rfa_attention_reference(
     return torch.einsum("bhts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
 
 
-class RfaOptions(TypedDict, total=False):
+class RfaOptions(KeyMasks, total=False):
     """Options of `rfa_attention`."""
 
     gate_logits: Tensor | None
     causal: bool
-    key_padding_mask: Tensor | None
-    cu_seqlens: Tensor | None
     state: RfaSums | None
 
 
@@ -129,23 +127,10 @@ def signed_rfa_attention(
     return _attend(signed_linear_attention, q, k, v, **options)
 
 
-class SumOptions(KeyMasks):
-    """Options of all sums over the keys."""
-
-    causal: bool
-    log_decay: Tensor | None
-
-
 def _unsigned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    state: LinearState | None,
-    weight: Tensor | None,
-    **common: Unpack[SumOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, weight: Tensor | None, **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, LinearState]:
-    return linear_attention(q, k, v, state=state, return_state=True, **common)
+    return linear_attention(q, k, v, return_state=True, **options)
 
 
 def _attend(
@@ -155,31 +140,25 @@ def _attend(
     v: Tensor,
     *,
     gate_logits: Tensor | None = None,
-    causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     state: RfaSums | None = None,
+    **options: Unpack[Keys],
 ) -> tuple[Tensor, RfaSums]:
+    key_padding_mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
     if key_padding_mask is not None and gate_logits is not None:
         check_key_padding_mask(key_padding_mask, *k.shape[:2])
         k, gate_logits = (without_padding(x, key_padding_mask) for x in (k, gate_logits))
     keys, log_decay = _gated(k, gate_logits)
-    common: SumOptions = {
-        "causal": causal,
-        "log_decay": log_decay,
-        "key_padding_mask": key_padding_mask,
-        "cu_seqlens": cu_seqlens,
-    }
+    options["log_decay"] = log_decay
     if gate_logits is None:
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, q, k)
         N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
         weights, total = None, k.new_ones(N, k.shape[2], dtype=accumulation_dtype(k.dtype, v.dtype))
     else:
-        weights, total = _weights(gate_logits.to(k.dtype), state, common)
+        weights, total = _weights(gate_logits.to(k.dtype), state, options)
         weights = weights.repeat_interleave(q.shape[2] // k.shape[2], -1)
     before = None if state is None else LinearState(state.kv, state.k_sum)
-    o, after = attend(q, keys, v, state=before, weight=weights, **common)
+    o, after = attend(q, keys, v, state=before, weight=weights, **options)
     return o, RfaSums(*after, total)
 
 
@@ -187,7 +166,7 @@ def rfa_attention_step(
     q: Tensor, k: Tensor, v: Tensor, state: RfaSums, *, gate_logits: Tensor | None = None
 ) -> tuple[Tensor, RfaSums]:
     """Run one token of `rfa_attention`: `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]`, `gate_logits [B,G]`."""
-    keys, log_decay, total = _gated_step(k, state, gate_logits)
+    keys, log_decay, total = _gate_step(k, state, gate_logits)
     o, after = linear_attention_step(q, keys, v, LinearState(*state[:2]), log_decay=log_decay)
     return o, RfaSums(*after, total)
 
@@ -196,15 +175,13 @@ def signed_rfa_attention_step(
     q: Tensor, k: Tensor, v: Tensor, state: RfaSums, *, gate_logits: Tensor | None = None
 ) -> tuple[Tensor, RfaSums]:
     """Run one token of `signed_rfa_attention`; shapes as in `rfa_attention_step`."""
-    keys, log_decay, total = _gated_step(k, state, gate_logits)
+    keys, log_decay, total = _gate_step(k, state, gate_logits)
     weight, before = total.repeat_interleave(q.shape[1] // k.shape[1], -1), LinearState(*state[:2])
     o, after = signed_linear_attention_step(q, keys, v, before, log_decay=log_decay, weight=weight)
     return o, RfaSums(*after, total)
 
 
-def _gated_step(
-    k: Tensor, state: RfaSums, gate_logits: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _gate_step(k: Tensor, state: RfaSums, gate_logits: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return (1 - g) phi(k), log g, and the new sum of factors."""
     total = state.weight
     if gate_logits is not None:
@@ -221,7 +198,7 @@ def _gated(k: Tensor, gate_logits: Tensor | None) -> tuple[Tensor, Tensor | None
     return k * torch.sigmoid(-gate_logits).unsqueeze(-1), logsigmoid(gate_logits)
 
 
-def _weights(gate_logits: Tensor, state: RfaSums | None, common: SumOptions) -> tuple[Tensor, Tensor]:
+def _weights(gate_logits: Tensor, state: RfaSums | None, options: Keys) -> tuple[Tensor, Tensor]:
     """Return w_i = g_i w_{i-1} + 1 - g_i for every token `[B,S,G]`, and the last `[B,G]`."""
     new = torch.sigmoid(-gate_logits).unsqueeze(-1)
     before = None
@@ -229,7 +206,7 @@ def _weights(gate_logits: Tensor, state: RfaSums | None, common: SumOptions) -> 
         weight = state.weight.unsqueeze(-1)
         before = LinearState(weight.unsqueeze(-1), weight)
     ones = torch.ones_like(new)
-    w, after = linear_attention(ones, new, ones, state=before, return_state=True, normalize=False, **common)
+    w, after = linear_attention(ones, new, ones, state=before, return_state=True, normalize=False, **options)
     return w.squeeze(-1), after.k_sum.squeeze(-1)
 
 
@@ -243,14 +220,13 @@ class Kernel(NamedTuple):
     sharpest: float | None = None  # mean(s^2) up to which divisors of 64 features are rarely negative
 
 
+def fourier(wx: Tensor) -> Tensor:
+    """Return [sin(Wx), cos(Wx)]."""
+    return torch.cat([wx.sin(), wx.cos()], -1)
+
+
 KERNELS = {
-    "fourier": Kernel(
-        lambda wx: torch.cat([wx.sin(), wx.cos()], -1),
-        2,
-        signed_rfa_attention,
-        signed_rfa_attention_step,
-        sharpest=3.0,
-    ),
+    "fourier": Kernel(fourier, 2, signed_rfa_attention, signed_rfa_attention_step, sharpest=3.0),
     "arccos": Kernel(torch.relu, 1, rfa_attention, rfa_attention_step),
 }
 
@@ -354,9 +330,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         if gate:
             self.supports = self.supports.but(bidirectional=False, cross=False)
             if not self.causal:
-                raise UnsupportedError(
-                    "the gate of rfa forgets in one direction: use causal=True or gate=False"
-                )
+                raise UnsupportedError("the gate of rfa is causal: use causal=True or gate=False")
         self.feature_map = RfaMap(self.n_kv_heads, self.head_dim, features, n_features, rows, seed)
         self.gate_proj = Linear(d_model, self.n_kv_heads) if gate else None
         if self.gate_proj is not None:
@@ -416,7 +390,5 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
     def refuse(self, capability: str, given: Tensor | None, what: str) -> None:
         """Refuse another sequence if there is a gate, with advice."""
         if self.gate_proj is not None and capability == "cross" and given is not None:
-            raise UnsupportedError(
-                f"the gate of rfa is computed from one sequence; use gate=False for {what}"
-            )
+            raise UnsupportedError(f"the gate of rfa reads a single sequence; use gate=False for {what}")
         super().refuse(capability, given, what)

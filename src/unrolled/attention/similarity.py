@@ -205,9 +205,7 @@ class SimilarityAttention(CachedAttention):
             try:
                 similarity = SIMILARITIES[similarity](**(similarity_options or {}))
             except TypeError as error:
-                raise ValueError(
-                    f"similarity_options is {similarity_options}, which does not fit: {error}"
-                ) from error
+                raise ValueError(f"similarity_options {similarity_options} do not fit: {error}") from error
         elif similarity_options is not None:
             raise ValueError("similarity_options are for a similarity given by name, not for a function")
         if not callable(similarity):

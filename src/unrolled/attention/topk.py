@@ -78,15 +78,8 @@ def topk_attention(
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, T, H, D), (S, G) = q.shape, k.shape[1:3]
     if n_keys >= S:
-        return softmax_attention(
-            q,
-            k,
-            v,
-            causal=causal,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            cu_seqlens=cu_seqlens,
-        )
+        masks = Masks(key_padding_mask, attn_mask, cu_seqlens)
+        return softmax_attention(q, k, v, causal=causal, **masks._asdict())
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
     k, v = zero_padding(key_padding_mask, k, v)
     if attn_mask is not None:
@@ -106,9 +99,8 @@ def topk_attention(
             end = min(begin + rows, T)
             seen = max(0, end + S - T) if causal else S
             mask = None if attn_mask is None else attn_mask[..., begin:end, :seen]
-            chunk = Chunk(
-                q[..., begin:end, :], k[..., :seen, :], mask, begin, last, segments, key_padding_mask
-            )
+            queries, keys = q[..., begin:end, :], k[..., :seen, :]
+            chunk = Chunk(queries, keys, mask, begin, last, segments, key_padding_mask)
             kept = chosen(partial(_best, n_keys, chunk), S)
             # The backward pass computes the scores and their mask again, so that they need not be stored.
             values = v[..., :seen, :]
@@ -167,13 +159,7 @@ def _read(kept: Tensor, v: Tensor, chunk: Chunk) -> Tensor:
 
 
 def topk_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
-    n_keys: int,
-    *,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, n_keys: int, *, key_padding_mask: Tensor | None = None
 ) -> tuple[Tensor, KVCache]:
     """Causal top-k attention of `q [B,T,H,D]` to the cache and to keys and values of the same tokens."""
     return attend_to_cache(partial(topk_attention, n_keys=n_keys), q, k, v, cache, key_padding_mask)

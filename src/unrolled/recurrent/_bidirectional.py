@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from unrolled.contract import Supports, UnsupportedError
+from unrolled.contract import CAUSAL_RECURRENCE, UnsupportedError
 from unrolled.recurrent._layer import RecurrentLayer, State, check_layer
 
 
@@ -50,33 +50,17 @@ class Bidirectional(RecurrentLayer[BidirectionalState]):
             )
         super().__init__(left_to_right.input_size, left_to_right.hidden_size + right_to_left.hidden_size)
         self.left_to_right, self.right_to_left = left_to_right, right_to_left
-        self.supports = Supports(
-            causal=False,
-            bidirectional=True,
-            cross=False,
-            padding=True,
-            packing=True,
-            recurrence="none",
-            dynamic_length=all(layer.supports.dynamic_length for layer in directions.values()),
-        )
+        dynamic = all(layer.supports.dynamic_length for layer in directions.values())
+        both_ways = CAUSAL_RECURRENCE.but(causal=False, bidirectional=True, recurrence="none")
+        self.supports = both_ways.but(dynamic_length=dynamic)
 
-    def forward(
-        self,
-        x: Tensor,
-        *others: Tensor | None,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **masks: Tensor | None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor | None, **masks: Tensor | None) -> Tensor:
         """Run both layers over whole sequences; see `RecurrentLayer.forward`."""
-        forth = self.left_to_right(
-            x, *others, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, **masks
-        )
-        back = self.right_to_left(
-            x.flip(1),
-            key_padding_mask=None if key_padding_mask is None else key_padding_mask.flip(1),
-            cu_seqlens=None if cu_seqlens is None else x.shape[1] - cu_seqlens.flip(0),
-        )
+        forth = self.left_to_right(x, *others, **masks)
+        padding, cu_seqlens = masks.get("key_padding_mask"), masks.get("cu_seqlens")
+        padding = None if padding is None else padding.flip(1)
+        cu_seqlens = None if cu_seqlens is None else x.shape[1] - cu_seqlens.flip(0)
+        back = self.right_to_left(x.flip(1), key_padding_mask=padding, cu_seqlens=cu_seqlens)
         return torch.cat([forth, back.flip(1)], -1)
 
     def read(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, BidirectionalState]:
@@ -93,8 +77,8 @@ class Bidirectional(RecurrentLayer[BidirectionalState]):
             ValueError: an argument of the wrong shape or type.
         """
         forth, last = _run(self.left_to_right, x, key_padding_mask)
-        turned = None if key_padding_mask is None else key_padding_mask.flip(1)
-        back, first = _run(self.right_to_left, x.flip(1), turned)
+        mirrored = None if key_padding_mask is None else key_padding_mask.flip(1)
+        back, first = _run(self.right_to_left, x.flip(1), mirrored)
         return torch.cat([forth, back.flip(1)], -1), BidirectionalState(last, first)
 
     def init_state(self, batch_size: int) -> NoReturn:

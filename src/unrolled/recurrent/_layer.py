@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import CAUSAL_RECURRENCE, UnsupportedError
-from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, shape
+from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask
+from unrolled.ops.inputs import check_input
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.packing import pad_packed
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -94,22 +95,16 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
             UnsupportedError: a second sequence, or an `attn_mask`.
         """
         if key is not None or value is not None or attn_mask is not None:
-            raise UnsupportedError(
-                f"{self._name} is recurrent: it reads one sequence, and takes no attn_mask"
-            )
+            raise UnsupportedError(f"{self._name} is recurrent: it reads one sequence and takes no attn_mask")
         self._check_input("x", x, 3)
         if cu_seqlens is None:
             y, _ = self.prefill(x, self.init_state(x.shape[0]), key_padding_mask=key_padding_mask)
             return y
         if key_padding_mask is not None:
-            raise ValueError(
-                "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
-            )
+            raise ValueError("key_padding_mask was given with cu_seqlens: packed sequences have no padding")
         check_cu_seqlens(cu_seqlens, x, x)
         rows, padding = pad_packed(x, cu_seqlens)
-        return self.forward(rows)[~padding].unsqueeze(
-            0
-        )  # padding on the right has no effect on earlier tokens
+        return self.forward(rows)[~padding].unsqueeze(0)  # padding on the right has no effect
 
     def prefill(
         self, x: Tensor, state: State, *, key_padding_mask: Tensor | None = None
@@ -158,16 +153,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         return type(self).__module__.rpartition(".")[2]
 
     def _check_input(self, name: str, x: Tensor, n_axes: int) -> None:
-        sizes = f"[B, {'T, ' * (n_axes == 3)}{self.input_size}]"
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {sizes}")
-        if x.dim() != n_axes or x.shape[-1] != self.input_size:
-            raise ValueError(f"{name} has shape {shape(x)}, but must be {sizes}")
-        check_device(name, x, self._weight)
-        if x.dtype != self._weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(
-                f"{name} is {x.dtype}, but the weights are {self._weight.dtype}: convert one, or use autocast"
-            )
+        check_input(name, x, [*("B", "T")[: n_axes - 1], self.input_size], self._weight)
 
 
 def check_layer(name: str, layer: object) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from unrolled.contract import Supports
+from unrolled.contract import CAUSAL_RECURRENCE, Supports
 from unrolled.recurrent._layer import RecurrentLayer, check_layer
 
 
@@ -100,12 +100,7 @@ def _shared(claims: list[Supports]) -> Supports:
     """Return the claims of a stack of layers with these claims."""
     causal = all(claim.causal for claim in claims)
     found = {claim.recurrence for claim in claims}
-    return Supports(
-        causal=causal,
-        bidirectional=not causal,
-        cross=False,
-        padding=True,
-        packing=True,
-        recurrence="none" if not causal else "growing" if "growing" in found else "constant",
-        dynamic_length=all(claim.dynamic_length for claim in claims),
-    )
+    recurrence = "none" if not causal else "growing" if "growing" in found else "constant"
+    dynamic = all(claim.dynamic_length for claim in claims)
+    shared = CAUSAL_RECURRENCE.but(causal=causal, bidirectional=not causal)
+    return shared.but(recurrence=recurrence, dynamic_length=dynamic)

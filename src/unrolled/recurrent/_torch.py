@@ -32,7 +32,6 @@ def run(
         return None
     hidden = [part.unsqueeze(0) for part in parts]  # one layer
     recording = torch.is_grad_enabled()  # torch calls it training: store what the backward pass needs
-    y, *after = kernel(
-        x, hidden if len(hidden) > 1 else hidden[0], weights, True, 1, 0.0, recording, False, True
-    )
+    initial = hidden if len(hidden) > 1 else hidden[0]
+    y, *after = kernel(x, initial, weights, True, 1, 0.0, recording, False, True)
     return y, type(state)(*(part.squeeze(0) for part in after))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.feature_maps import Elu
-from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+from unrolled.ops.linear import LinearOptions, LinearState, linear_attention, linear_attention_step
 from unrolled.recurrent._layer import RecurrentLayer
 
 
@@ -89,16 +89,8 @@ class LinearAttentionCell(RecurrentLayer[LinearAttentionState]):
     ) -> tuple[Tensor, LinearAttentionState]:
         """Run all steps in parallel."""
         q, k, v, x = self._heads(inputs)
-        before = LinearState(*state)
-        o, after = linear_attention(
-            self.phi(q),
-            self.phi(k),
-            v,
-            causal=True,
-            key_padding_mask=padding,
-            state=before,
-            return_state=True,
-        )
+        options: LinearOptions = {"causal": True, "key_padding_mask": padding, "state": LinearState(*state)}
+        o, after = linear_attention(self.phi(q), self.phi(k), v, return_state=True, **options)
         return self._rest(o, x), LinearAttentionState(*after)
 
     def _heads(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -118,6 +110,5 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
-    return F.layer_norm(
-        x, layer.normalized_shape, layer.weight.to(x.dtype), layer.bias.to(x.dtype), layer.eps
-    )
+    weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
+    return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)

@@ -1,10 +1,10 @@
-"""The contract of a mechanism, as checks that anyone can run on their own class.
+"""The contract of a mechanism, as checks that you can run on your own class.
 
     from unrolled.testing import check_mechanism
 
     check_mechanism("linear")                        # a mechanism of this library
     check_mechanism(MyAttention, my_option=3)        # any class that follows the contract
-    check_cell("lstm")                               # a recurrent layer: what attention owes
+    check_cell("lstm")                               # a recurrent layer, held to the same contract
     check_alignment("bahdanau")                      # attention of a recurrent decoder to its source
 
 A mechanism is an `nn.Module` with `forward`, a class attribute `supports`, and, where that claims a
@@ -25,7 +25,7 @@ from torch import nn
 from unrolled import attention
 from unrolled import recurrent as cells
 from unrolled.contract import Supports
-from unrolled.testing._kit import CellMaker, Maker, recurrent
+from unrolled.testing._kit import CellMaker, Maker, recurrent, run_all
 from unrolled.testing.alignment import ALIGNMENT_CHECKS, AlignmentMaker, check_alignment
 from unrolled.testing.claims import (
     check_max_length,
@@ -151,16 +151,16 @@ CHECKS: dict[Check, Callable[[Supports], bool]] = {
     check_compiles: lambda s: True,
     check_dynamic_length: lambda s: True,
 }
-"""Every check, with the claims that it needs."""
+"""All checks, each with the claims that require it."""
 
 
 def checks(supports: Supports) -> list[Check]:
-    """List the checks that a mechanism with these claims owes."""
-    return [check for check, owed in CHECKS.items() if owed(supports)]
+    """List the checks that a mechanism with these claims must pass."""
+    return [check for check, required in CHECKS.items() if required(supports)]
 
 
 def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> list[str]:
-    """Run every check that the claims of a mechanism call for.
+    """Run all checks that the claims of a mechanism require.
 
     Args:
         name_or_class: a name in `unrolled.attention`, or any class that follows the contract.
@@ -173,15 +173,16 @@ def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> lis
         AssertionError: a claim does not hold; the message says what differed and by how much.
         ValueError: there is no mechanism of that name.
 
-    An exception of the mechanism's own comes through unchanged, with a note naming the check.
+    Exceptions raised by the mechanism itself are passed on with a note that names the check.
     """
     mechanism = attention.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
     sizes = {name: options.pop(name) for name in ("d_model", "n_heads") if name in options}
-    return _run(Maker(mechanism, options, **sizes))
+    make = Maker(mechanism, options, **sizes)
+    return run_all(checks(make.supports), mechanism, make, make.supports)
 
 
 def check_cell(name_or_class: str | type[nn.Module], **options: Any) -> list[str]:
-    """Run every check that the claims of a recurrent layer call for, as of a mechanism with these claims.
+    """Run all checks that the claims of a recurrent layer require, as for a mechanism with these claims.
 
     Args:
         name_or_class: a name in `unrolled.recurrent`, or any class that follows `RecurrentLayer`.
@@ -197,17 +198,5 @@ def check_cell(name_or_class: str | type[nn.Module], **options: Any) -> list[str
     """
     cell = cells.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
     sizes = {"d_model": options.pop("d_model")} if "d_model" in options else {}
-    return _run(CellMaker(cell, options, **sizes))
-
-
-def _run(make: Maker) -> list[str]:
-    supports = make.supports
-    ran = []
-    for check in checks(supports):
-        try:
-            check(make, supports)
-        except Exception as error:
-            error.add_note(f"in {check.__name__} of {make.mechanism.__name__}")
-            raise
-        ran.append(check.__name__)
-    return ran
+    make = CellMaker(cell, options, **sizes)
+    return run_all(checks(make.supports), cell, make, make.supports)

@@ -1,8 +1,9 @@
-"""What the checks share: building the mechanism, running its forms, comparing what comes out."""
+"""Helpers shared by the checks: building the mechanism, running its forms, comparing the results."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +11,19 @@ from torch import Tensor, nn
 from unrolled.contract import Supports, UnsupportedError
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-4}
-"""Largest difference of two forms, relative to the largest value compared (and to 1 at least): 4,500 eps."""
+"""Largest difference of two forms, relative to the largest expected value (at least 1): 4,500 eps."""
 
 Plan = Sequence[tuple[str, int]]
-"""How to unroll a sequence: `[("prefill", 3), ("step", 2)]` is a prefill of 3 tokens, then 2 single steps."""
+"""How to run a sequence: `[("prefill", 3), ("step", 2)]` is a prefill of 3 tokens, then 2 single steps."""
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Builds the mechanism under test, always the same one for the same arguments.
+    """Builds the mechanism under test; equal arguments build equal modules.
 
-    Every parameter gets some noise on top of its own initialisation, so that a bias or a gate that starts at
-    zero cannot hide a mistake. The global generators are left as they were. In fp64, mistakes stand out from
-    rounding; kernels that have no fp64 are checked with `dtype=torch.float32`.
+    Noise is added to every initial parameter, so that a bias or a gate that starts at zero cannot hide a
+    mistake. The global generators keep their state. In fp64, mistakes stand out from rounding; kernels
+    without fp64 are checked with `dtype=torch.float32`.
     """
 
     mechanism: type[nn.Module]
@@ -40,13 +41,24 @@ class Maker:
 
     @property
     def supports(self) -> Supports:
-        """The claims with these options: where they change what is possible, the instance says so."""
+        """The claims with these options, read from an instance, since options may change them."""
         for causal in (True, False):
             try:
                 return self(causal=causal).supports  # type: ignore[no-any-return]
             except UnsupportedError:
                 continue
         raise AssertionError("neither causal=True nor causal=False was accepted: nothing can be run")
+
+    def each_direction(self, supports: Supports) -> Iterator[tuple[bool, Any]]:
+        """Yield each claimed value of `causal`, and the mechanism with it."""
+        for causal in directions(supports):
+            yield causal, self(causal=causal)
+
+    def each_variant(self, supports: Supports) -> Iterator[tuple[bool, str, Any]]:
+        """Yield each claimed value of `causal` with each of its `claimed_variants`."""
+        for causal in directions(supports):
+            for variant, module in claimed_variants(self, causal):
+                yield causal, variant, module
 
     def input(
         self, batch: int, length: int, *, seed: int = 0, dtype: torch.dtype | None = None, grad: bool = True
@@ -58,7 +70,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class CellMaker(Maker):
-    """Builds a recurrent layer, `d_model` wide on both sides. Its direction is not an option."""
+    """Builds a recurrent layer with inputs and outputs `d_model` wide. Its direction is not an option."""
 
     def __call__(
         self, *, causal: bool, dtype: torch.dtype | None = None, seed: int = 0, **overrides: Any
@@ -66,18 +78,15 @@ class CellMaker(Maker):
         """Construct the layer; `overrides` are options of attention, and refused."""
         if overrides:
             raise UnsupportedError("a recurrent layer takes no such option")
-        module: Any = noisy(
-            lambda: self.mechanism(self.d_model, self.d_model, **self.options), dtype or self.dtype, seed
-        )
+        size = self.d_model
+        module: Any = noisy(lambda: self.mechanism(size, size, **self.options), dtype or self.dtype, seed)
         if not (module.supports.causal if causal else module.supports.bidirectional):
-            raise UnsupportedError(
-                f"{self.mechanism.__name__} has one way to read a sequence, which is another"
-            )
+            raise UnsupportedError(f"{self.mechanism.__name__} cannot read a sequence in this direction")
         return module
 
 
 def noisy(construct: Callable[[], nn.Module], dtype: torch.dtype, seed: int) -> nn.Module:
-    """Make a module under a seed of its own, with noise on every parameter, in evaluation mode."""
+    """Make a module under this seed, with noise on every parameter, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = construct()
@@ -88,7 +97,7 @@ def noisy(construct: Callable[[], nn.Module], dtype: torch.dtype, seed: int) -> 
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Draw from a generator of its own, in fp64."""
+    """Draw fp64 numbers from a standard normal, from a new generator with this seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
@@ -96,9 +105,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def directions(supports: Supports) -> list[bool]:
     """List the values of `causal` that a mechanism claims to support."""
     claimed = [True] * supports.causal + [False] * supports.bidirectional
-    require(
-        bool(claimed), "supports claims neither causal nor bidirectional: there is nothing that can be run"
-    )
+    require(bool(claimed), "supports claims neither causal nor bidirectional: nothing can be run")
     return claimed
 
 
@@ -107,8 +114,24 @@ def recurrent(supports: Supports) -> bool:
     return supports.causal and supports.recurrence != "none"
 
 
+P = ParamSpec("P")
+
+
+def run_all(checks: Iterable[Callable[P, None]], kind: type, *args: P.args, **kwargs: P.kwargs) -> list[str]:
+    """Run each check with these arguments and return their names; a note on exceptions names the check."""
+    ran = []
+    for check in checks:
+        try:
+            check(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"in {check.__name__} of {kind.__name__}")
+            raise
+        ran.append(check.__name__)
+    return ran
+
+
 def unroll(module: Any, x: Tensor, plan: Plan, state: Any = None, **masks: Any) -> tuple[Tensor, Any]:
-    """Run `x` through the recurrent forms as the plan says, from `state` or from the beginning."""
+    """Run `x` through the recurrent forms according to the plan, from `state` or from the beginning."""
     state = module.init_state(x.shape[0]) if state is None else state
     outputs, at = [x[:, :0]], 0
     for verb, n in plan:
@@ -129,8 +152,20 @@ def describe(plan: Plan) -> str:
     return " + ".join(f"{verb}({n})" for verb, n in plan)
 
 
+def exported(module: nn.Module, inputs: tuple[Tensor, ...], lengths: tuple[dict[int, Any], ...]) -> Any:
+    """Export a module for inference with dynamic lengths, without torch's warnings about its own code."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return torch.export.export(module, inputs, dynamic_shapes=lengths, strict=False).module()
+
+
+def compiled(function: Any) -> Any:
+    """Compile by aot_eager, which traces all that can break a graph, the backward included, without code."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
 def with_gradients(module: nn.Module, output: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
-    """Name the output and the gradients of `inputs` and of every parameter, for one fixed random loss."""
+    """Return, by name, the output and its gradients of `inputs` and parameters for a fixed random loss."""
     loss = (output * normal(*output.shape, seed=99).to(output.dtype)).sum()
     named = {**inputs, **dict(module.named_parameters())}
     gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
@@ -148,8 +183,13 @@ def require(condition: bool, message: str) -> None:
 Compared = Tensor | Mapping[str, Tensor]
 
 
+def assert_same(module: nn.Module, found: Tensor, expected: Tensor, what: str, **inputs: Tensor) -> None:
+    """Fail unless two outputs are close, and so are the gradients that they give `inputs` and parameters."""
+    assert_close(with_gradients(module, found, **inputs), with_gradients(module, expected, **inputs), what)
+
+
 def assert_close(found: Compared, expected: Compared, what: str) -> None:
-    """Fail unless every value of `found` is within `TOLERANCE` of `expected`, times max(1, its largest)."""
+    """Fail where values differ by more than `TOLERANCE` times max(1, the largest expected value)."""
     for name, a, b in _pairs(found, expected, what):
         if a.numel() == 0:
             continue
@@ -183,12 +223,10 @@ def assert_finite(found: Compared, what: str) -> None:
             raise AssertionError(f"{what}: {name} is not finite, first at {first}")
 
 
-def assert_raises(
-    kind: type[Exception], what: str, target: Any, verb: str, *args: Any, **kwargs: Any
-) -> None:
-    """Fail unless `target.verb(*args, **kwargs)` raises `kind` with a message."""
+def assert_raises(kind: type[Exception], what: str, target: Any, verb: str, *args: Any, **masks: Any) -> None:
+    """Fail unless `target.verb(*args, **masks)` raises `kind` with a message."""
     try:
-        getattr(target, verb)(*args, **kwargs)
+        getattr(target, verb)(*args, **masks)
     except kind as error:
         if not str(error):
             raise AssertionError(f"{what}: {kind.__name__} came without a message") from error
@@ -201,7 +239,7 @@ def assert_raises(
 
 
 def claimed_variants(make: Maker, causal: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the mechanism as it is and with each common option that it does not refuse.
+    """Yield the mechanism with its own options, then with each common option that it does not refuse.
 
     Fewer key/value heads, other widths and rotary positions are not in `Supports`, so a mechanism may refuse
     them, or these sizes of them; what it accepts must work in every form.
@@ -216,7 +254,7 @@ def claimed_variants(make: Maker, causal: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _pairs(found: Compared, expected: Compared, what: str) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield what is compared, by name; fail where names, shapes or types differ."""
+    """Yield the tensors to compare with their names; fail where names, shapes or dtypes differ."""
     found, expected = ({"output": x} if isinstance(x, Tensor) else x for x in (found, expected))
     require(found.keys() == expected.keys(), f"{what}: has {sorted(found)}, should have {sorted(expected)}")
     for name, a in found.items():
@@ -231,5 +269,5 @@ def _index_of_worst(error: Tensor) -> tuple[int, ...]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Bytes rather than values: unused slots of a state may hold NaN, and NaN is not equal to itself."""
+    """Return the bytes: unused slots of a state may hold NaN, and NaN is not equal to itself."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,29 +1,32 @@
 """The contract of an alignment: one function in two forms, padding masked, states as values."""
 
 import copy
-import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unrolled import alignment
-from unrolled.ops.state import leaves, load, map_tensors, save, select
+from unrolled.ops.state import leaves, map_tensors, select
 from unrolled.testing._kit import (
     TOLERANCE,
     assert_close,
     assert_finite,
     assert_identical,
     assert_raises,
+    assert_same,
+    compiled,
+    exported,
     noisy,
     normal,
     require,
+    run_all,
     with_gradients,
 )
+from unrolled.testing.refusals import wrong_masks
+from unrolled.testing.states import require_batched, saved_and_loaded
 
 B, T, S = 2, 4, 7
 PLANS: tuple[tuple[int, ...], ...] = ((1, 1, 1, 1), (4,), (1, 2, 1), (0, 3, 1))
@@ -32,7 +35,7 @@ PLANS: tuple[tuple[int, ...], ...] = ((1, 1, 1, 1), (4,), (1, 2, 1), (0, 3, 1))
 
 @dataclass(frozen=True)
 class AlignmentMaker:
-    """Builds the attention under test, the same one for the same arguments; see `Maker`."""
+    """Builds the attention under test; equal arguments build equal modules, as for `Maker`."""
 
     mechanism: type[nn.Module]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -42,11 +45,8 @@ class AlignmentMaker:
 
     def __call__(self, *, dtype: torch.dtype | None = None, seed: int = 0) -> Any:
         """Construct it in evaluation mode."""
-        return noisy(
-            lambda: self.mechanism(self.query_dim, self.memory_dim, **self.options),
-            dtype or self.dtype,
-            seed,
-        )
+        sizes = (self.query_dim, self.memory_dim)
+        return noisy(lambda: self.mechanism(*sizes, **self.options), dtype or self.dtype, seed)
 
     def inputs(
         self, batch: int = B, queries: int = T, length: int = S, *, seed: int = 0, dtype: Any = None
@@ -74,18 +74,11 @@ def check_alignment(name_or_class: str | type[nn.Module], **options: Any) -> lis
     """
     mechanism = alignment.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
     sizes = {name: options.pop(name) for name in ("query_dim", "memory_dim") if name in options}
-    make = AlignmentMaker(mechanism, options, **sizes)
-    for check in ALIGNMENT_CHECKS:
-        try:
-            check(make)
-        except Exception as error:
-            error.add_note(f"in {check.__name__} of {mechanism.__name__}")
-            raise
-    return [check.__name__ for check in ALIGNMENT_CHECKS]
+    return run_all(ALIGNMENT_CHECKS, mechanism, AlignmentMaker(mechanism, options, **sizes))
 
 
 def ask(module: Any, query: Tensor, state: Any, plan: tuple[int, ...]) -> tuple[Tensor, Any]:
-    """Recall with the queries in pieces of these lengths; return `[contexts, weights]` and the state."""
+    """Call `recall` with the queries split into these lengths; return `[contexts, weights]` and the state."""
     outputs, at = [], 0
     for n in plan:
         context, weights, state = module.recall(query[:, at : at + n], state)
@@ -96,12 +89,9 @@ def ask(module: Any, query: Tensor, state: Any, plan: tuple[int, ...]) -> tuple[
 
 def paddings() -> dict[str, Tensor]:
     """Masks `[B,S]` with padding on each side, and scattered; the second row has none."""
-    masks = {"left": [0, 1, 2], "right": [4, 5, 6], "scattered": [0, 3, 5]}
-    found = {}
-    for name, at in masks.items():
-        found[name] = torch.zeros(B, S, dtype=torch.bool)
-        found[name][0, at] = True
-    return found
+    row, places = torch.tensor([[True], [False]]), torch.arange(S)
+    padded = {"left": [0, 1, 2], "right": [4, 5, 6], "scattered": [0, 3, 5]}
+    return {name: row & torch.isin(places, torch.tensor(at)) for name, at in padded.items()}
 
 
 def check_verbs_agree(make: AlignmentMaker) -> None:
@@ -118,8 +108,8 @@ def check_verbs_agree(make: AlignmentMaker) -> None:
             y, state = ask(module, query, module.read(memory, key_padding_mask=mask), plan)
             found = with_gradients(module, y, **inputs)
             assert_close(found, expected, f"{where} padding: queries in parts of {plan} against all at once")
-            counted = state.position.tolist() == [T] * B
-            require(counted, f"position after {T} queries is {state.position.tolist()}")
+            seen = state.position.tolist()
+            require(seen == [T] * B, f"position after {T} queries is {seen}")
 
 
 def check_weights_are_shares(make: AlignmentMaker) -> None:
@@ -137,7 +127,7 @@ def check_weights_are_shares(make: AlignmentMaker) -> None:
 
 
 def check_memory_padding(make: AlignmentMaker) -> None:
-    """Padding changes nothing, wherever it stands and whatever it holds, and gets no gradient."""
+    """Padding changes nothing, whatever its position and content, and gets no gradient."""
     module = make()
     for where, mask in paddings().items():
         query, memory = make.inputs()
@@ -158,7 +148,7 @@ def check_memory_padding(make: AlignmentMaker) -> None:
 
 
 def check_nothing_to_read(make: AlignmentMaker) -> None:
-    """A memory of padding only gives context and weights 0, with zero gradients, and spoils no other row."""
+    """A memory of padding only gives context and weights 0 with zero gradients, and affects no other row."""
     module = make()
     query, memory = make.inputs()
     mask = torch.tensor([[True] * S, [False] * S])
@@ -174,7 +164,7 @@ def check_nothing_to_read(make: AlignmentMaker) -> None:
 
 
 def check_rows_are_independent(make: AlignmentMaker) -> None:
-    """A row gives the same alone and in a batch, and a query the same whatever is asked later."""
+    """The result of a row does not depend on other rows, and that of a query not on later queries."""
     module = make()
     query, memory = make.inputs()
     expected, _ = ask(module, query, module.read(memory), (T,))
@@ -187,7 +177,7 @@ def check_rows_are_independent(make: AlignmentMaker) -> None:
 
 
 def check_memory_state_is_a_value(make: AlignmentMaker) -> None:
-    """recall leaves the state as it was; sequences may take turns; nothing is kept on the module."""
+    """recall does not modify the state, and the module keeps nothing of a sequence."""
     module = make()
     query, memory = make.inputs()
     other_query, other_memory = make.inputs(seed=1)
@@ -199,7 +189,7 @@ def check_memory_state_is_a_value(make: AlignmentMaker) -> None:
             ask(module, other_query, module.read(other_memory), (2, 1, 1))
             assert_identical(leaves(state), leaves(before), "the state that was passed in")
             again, _ = ask(module, query, state, (1, 3))
-            assert_identical(again, expected, "the same state asked a second time")
+            assert_identical(again, expected, "the same state queried a second time")
 
 
 def check_memory_state_round_trip(make: AlignmentMaker) -> None:
@@ -212,11 +202,7 @@ def check_memory_state_round_trip(make: AlignmentMaker) -> None:
     rows = [1, 0, 0]
     found, _ = ask(module, query[rows], select(state, rows), (1, 3))
     assert_close(found, expected[rows], f"rows {rows} of the state")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "state.safetensors"
-        save(state, path)
-        loaded = load(path, like=make().read(memory[:1]))
-    assert_identical(leaves(loaded), leaves(state), "the state, saved and loaded")
+    loaded = saved_and_loaded(state, make().read(memory[:1]), "the state")
     found, _ = ask(make(), query, loaded, (1, 3))
     assert_identical(found, expected, "a twin module with the loaded state")
 
@@ -225,16 +211,12 @@ def check_memory_dtypes(make: AlignmentMaker) -> None:
     """Outputs have the type of the query, states are fp32 or fp64; half precision and autocast are finite."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         module, (query, memory) = make(dtype=dtype), make.inputs(dtype=dtype)
-        kept = torch.float64 if dtype == torch.float64 else torch.float32
         y, state = ask(module, query, module.read(memory), (1, 3))
         require(y.dtype == dtype, f"queries of {dtype} give {y.dtype}")
         require(hasattr(state, "_fields"), f"the state is a {type(state).__name__}, should be a NamedTuple")
-        for name, x in leaves(state).items():
-            require(x.shape[:1] == (B,), f"{name} has shape {list(x.shape)}, should begin with {B} rows")
-            right = not x.is_floating_point() or x.dtype == kept
-            require(right, f"{name} of a {dtype} module is {x.dtype}, should be {kept}")
-        loud = 30 * query, 30 * memory
-        assert_finite(with_gradients(module, module(*loud), query=query, memory=memory), f"{dtype}")
+        require_batched(state, B, dtype, f"state of a {dtype} module")
+        large = 30 * query, 30 * memory
+        assert_finite(with_gradients(module, module(*large), query=query, memory=memory), f"{dtype}")
     single, (query, memory) = make(dtype=torch.float32), make.inputs(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = single(query, memory)
@@ -242,7 +224,7 @@ def check_memory_dtypes(make: AlignmentMaker) -> None:
 
 
 def check_memory_module(make: AlignmentMaker) -> None:
-    """The state_dict is the whole function, copies are equal, and no global generator is touched."""
+    """The state_dict is complete, copies are equal, and torch's global generator is not used."""
     module, other = make(), make(seed=1)
     query, memory = make.inputs()
     before = torch.get_rng_state()
@@ -272,7 +254,6 @@ def check_memory_refusals(make: AlignmentMaker) -> None:
     query, memory = (x.detach() for x in make.inputs())
     state = module.read(memory)
     wide = torch.cat([memory, memory[..., :1]], -1)
-    masks = (torch.ones(B, S + 1).bool(), torch.ones(B, S), torch.ones(B, S, dtype=torch.long))
     for what, verb, *args in (
         ("a memory of length 0", "read", memory[:, :0]),
         ("a memory of another width", "read", wide),
@@ -284,27 +265,23 @@ def check_memory_refusals(make: AlignmentMaker) -> None:
         ("queries of another width", "recall", query[..., 1:], state),
     ):
         assert_raises(ValueError, what, module, verb, *args)
-    for mask in masks:
-        what = f"key_padding_mask {list(mask.shape)} of {mask.dtype}"
-        assert_raises(ValueError, what, module, "read", memory, key_padding_mask=mask)
+    for wrong, mask in wrong_masks(B, S):
+        assert_raises(ValueError, f"key_padding_mask {wrong}", module, "read", memory, key_padding_mask=mask)
 
 
 def check_alignment_compiles(make: AlignmentMaker) -> None:
-    """`torch.compile(fullgraph=True)` takes forward and recall, and gives the same values."""
+    """`torch.compile(fullgraph=True)` compiles forward and recall, and gives the same values."""
     module = make()
     query, memory = make.inputs()
     mask = paddings()["left"]
     torch.compiler.reset()
     try:
-        forward: Any = torch.compile(module.forward, fullgraph=True, backend="aot_eager")
-        inputs = {"query": query, "memory": memory}
-        expected = with_gradients(module, module(query, memory, key_padding_mask=mask), **inputs)
-        found = with_gradients(module, forward(query, memory, key_padding_mask=mask), **inputs)
-        assert_close(found, expected, "compiled forward")
-        recall: Any = torch.compile(module.recall, fullgraph=True, backend="aot_eager")
+        found = compiled(module.forward)(query, memory, key_padding_mask=mask)
+        expected = module(query, memory, key_padding_mask=mask)
+        assert_same(module, found, expected, "compiled forward", query=query, memory=memory)
         with torch.no_grad():
             state = module.read(memory)
-            found = recall(query[:, :1], state)
+            found = compiled(module.recall)(query[:, :1], state)
             expected = module.recall(query[:, :1], state)
         for part, x, y in zip(("context", "weights"), found, expected, strict=False):
             assert_close(x, y, f"compiled recall, {part}")
@@ -313,18 +290,14 @@ def check_alignment_compiles(make: AlignmentMaker) -> None:
 
 
 def check_alignment_dynamic_lengths(make: AlignmentMaker) -> None:
-    """`torch.export` takes a `forward` of any number of queries and any length, and gives the same values."""
+    """`torch.export` of forward, with any number of queries and any length, gives the same values."""
     module = make()
-    lengths = [{1: torch.export.Dim(name, min=2, max=32)} for name in ("queries", "memory")]
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of torch's own, about what it uses
-        exported = torch.export.export(
-            module, make.inputs(2, 9, 11), dynamic_shapes=tuple(lengths), strict=False
-        ).module()
-    for queries, length in ((2, 32), (29, 5)):
-        inputs = make.inputs(2, queries, length)
-        what = f"{queries} queries of a memory of {length}, exported with dynamic lengths"
-        assert_close(exported(*inputs), module(*inputs), what)
+    queries, memory = ({1: torch.export.Dim(name, min=2, max=32)} for name in ("queries", "memory"))
+    graph = exported(module, make.inputs(2, 9, 11), (queries, memory))
+    for count, length in ((2, 32), (29, 5)):
+        inputs = make.inputs(2, count, length)
+        what = f"{count} queries of a memory of {length}, exported with dynamic lengths"
+        assert_close(graph(*inputs), module(*inputs), what)
 
 
 ALIGNMENT_CHECKS: tuple[Callable[[AlignmentMaker], None], ...] = (

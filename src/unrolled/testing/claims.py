@@ -1,5 +1,6 @@
-"""What a mechanism says of itself besides: weights, queries one by one, a largest length, inputs."""
+"""The remaining claims: weights, queries one by one, and a largest length."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from unrolled.attention.base import Masks
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.masks import without_padding
 from unrolled.ops.state import select
-from unrolled.testing._kit import Maker, assert_close, assert_raises, directions, require, with_gradients
+from unrolled.testing._kit import Maker, assert_close, assert_raises, require, with_gradients
 
 
 def _paddings(rows: int, length: int) -> list[Tensor | None]:
@@ -21,27 +22,26 @@ def _paddings(rows: int, length: int) -> list[Tensor | None]:
 
 
 def check_weights(make: Maker, supports: Supports) -> None:
-    """The weights add up to 1, or are 0 where a query reads nothing; the output is the mean by them."""
-    for causal in directions(supports):
-        module = make(causal=causal)
+    """The weights add up to 1, or are 0 for a query without keys; the output is the mean they define."""
+    for _, module in make.each_direction(supports):
         x = make.input(2, 7, grad=False)
         for mask in _paddings(2, 7):
             masks = Masks(mask)
-            known = x if mask is None else without_padding(x, mask)
-            heads = module.heads_of(module.project(known), known, masks)
+            valid = x if mask is None else without_padding(x, mask)
+            heads = module.heads_of(module.project(valid), valid, masks)
             weights = module.weights_of(heads, masks)
             _check_mean(module, weights, heads.v, x, mask, module(x, key_padding_mask=mask))
             if supports.cross:
                 query = make.input(2, 5, seed=1, grad=False)
                 weights = module.weights(query, x, key_padding_mask=mask)
-                v = module.project(query, known)[2]
+                v = module.project(query, valid)[2]
                 _check_mean(module, weights, v, query, mask, module(query, x, key_padding_mask=mask))
 
 
 def _check_mean(
     module: Any, weights: Tensor, v: Tensor, query: Tensor, mask: Tensor | None, expected: Tensor
 ) -> None:
-    """Compare an output with the mean of the values by the weights `[B,H,T,S]`."""
+    """Compare an output with the mean of the values, weighted by `weights [B,H,T,S]`."""
     reads = weights.ne(0).any(-1).to(weights.dtype)
     assert_close(weights.sum(-1), reads, "the weights of each query, added up")
     if mask is not None:
@@ -52,7 +52,7 @@ def _check_mean(
 
 
 def check_single_queries(make: Maker, supports: Supports) -> None:
-    """`recall` of what was `read` is `forward`, however queries are split, gradients included."""
+    """`read`, then `recall`, equals `forward`, gradients included, however the queries are split."""
     if not supports.bidirectional:
         return
     module = make(causal=False)
@@ -70,10 +70,10 @@ def check_single_queries(make: Maker, supports: Supports) -> None:
 
 
 def check_max_length(make: Maker, supports: Supports) -> None:
-    """`max_length` is the length of the longest sequence: one of it runs, one beyond is refused."""
-    for causal in directions(supports):
-        longest = int(make.options.get("max_length", 8))
-        module = make(causal=causal, **(dict(make.options) | {"max_length": longest}))
+    """A sequence of `max_length` tokens runs, and one token more is refused."""
+    longest = int(make.options.get("max_length", 8))
+    limited = replace(make, options={**make.options, "max_length": longest})
+    for _, module in limited.each_direction(supports):
         y = module(make.input(2, longest))
         require(bool(y.isfinite().all()), "a sequence of max_length gives numbers that are not finite")
         assert_raises(ValueError, "a token beyond max_length", module, "forward", make.input(2, longest + 1))
@@ -81,8 +81,7 @@ def check_max_length(make: Maker, supports: Supports) -> None:
 
 def check_refuses_unclaimed_verbs(make: Maker, supports: Supports) -> None:
     """Without the claim, `read` and `weights` raise UnsupportedError, in the modules that have them."""
-    for causal in directions(supports):
-        module = make(causal=causal)
+    for causal, module in make.each_direction(supports):
         x = make.input(2, 5, grad=False)
         if hasattr(module, "recall") and (causal or not supports.single_queries):
             assert_raises(UnsupportedError, "read (not claimed)", module, "read", x)

@@ -1,4 +1,4 @@
-"""One function, many forms: however a sequence is fed, the outputs and the gradients are the same."""
+"""One function in several forms: outputs and gradients do not depend on how a sequence is split."""
 
 import torch
 
@@ -11,7 +11,6 @@ from unrolled.testing._kit import (
     assert_finite,
     claimed_variants,
     describe,
-    directions,
     recurrent,
     require,
     unroll,
@@ -52,7 +51,7 @@ def check_forms_agree(make: Maker, supports: Supports) -> None:
 
 
 def check_gradients_through_state(make: Maker, supports: Supports) -> None:
-    """A carried state carries gradients to the tokens that made it; a detached one stops exactly those."""
+    """Gradients flow through a carried state to earlier tokens; a detached state stops exactly those."""
     module = make(causal=True)
     for first, rest in ((4, 3), (70, LONG - 70)):
         x = make.input(2, first + rest)
@@ -72,23 +71,21 @@ def check_gradients_through_state(make: Maker, supports: Supports) -> None:
 
 def check_head_shapes(make: Maker, supports: Supports) -> None:
     """Grouped key/value heads and free head widths are honoured (or refused), never ignored."""
-    for causal in directions(supports):
-        sizes = {}
-        for variant, module in claimed_variants(make, causal):
-            x = make.input(2, 5)
-            y = module(x)
-            require(y.shape == x.shape, f"{variant}: output {list(y.shape)} for input {list(x.shape)}")
-            assert_finite(with_gradients(module, y, x=x), f"{variant}, causal={causal}")
-            sizes[variant] = [p.shape for p in module.parameters()]
-        for variant, shapes in sizes.items():
-            ignored = variant not in ("default", "rotary=True") and shapes == sizes["default"]
-            require(not ignored, f"{variant} was accepted, yet no parameter has another shape")
+    default: list[torch.Size] = []
+    for causal, variant, module in make.each_variant(supports):
+        x = make.input(2, 5)
+        y = module(x)
+        require(y.shape == x.shape, f"{variant}: output {list(y.shape)} for input {list(x.shape)}")
+        assert_finite(with_gradients(module, y, x=x), f"{variant}, causal={causal}")
+        shapes = [p.shape for p in module.parameters()]
+        default = shapes if variant == "default" else default
+        ignored = variant not in ("default", "rotary=True") and shapes == default
+        require(not ignored, f"{variant} was accepted, yet no parameter has another shape")
 
 
 def check_short_and_empty(make: Maker, supports: Supports) -> None:
     """Length 0, length 1, odd lengths and batch 0 work in every verb, with gradients."""
-    for causal in directions(supports):
-        module = make(causal=causal)
+    for causal, module in make.each_direction(supports):
         for batch, length in ((2, 0), (2, 1), (1, 3), (2, 65), (0, 4), (0, 0)):
             what = f"causal={causal}, input [{batch}, {length}, {make.d_model}]"
             x = make.input(batch, length)
@@ -111,7 +108,7 @@ def check_short_and_empty(make: Maker, supports: Supports) -> None:
 
 
 def _require_reached(y: torch.Tensor, x: torch.Tensor, what: str) -> None:
-    """Fail where autograd finds no way from the output to the input: `backward` would then raise."""
+    """Fail where the output is not connected to the input in the graph: `backward` would then raise."""
     gradient = None
     if y.requires_grad:
         (gradient,) = torch.autograd.grad(y.sum(), x, allow_unused=True, retain_graph=True)

@@ -1,4 +1,4 @@
-"""What an output may depend on: never the future, another row, or another sequence of the pack."""
+"""No output depends on the future, on another row, or on another sequence of the pack."""
 
 import itertools
 from typing import Any
@@ -11,19 +11,18 @@ from unrolled.testing._kit import (
     Maker,
     assert_close,
     assert_identical,
+    assert_same,
     claimed_variants,
     describe,
-    directions,
     normal,
     recurrent,
     require,
     unroll,
-    with_gradients,
 )
 from unrolled.testing.forms import LONG
 
-LOUD = 12.0
-"""Perturbations are this much larger than the data: a leak through a maximum hides from small ones."""
+LARGE = 12.0
+"""Perturbations are this much larger than the data, since small ones do not show a leak through a maximum."""
 
 
 def check_no_future_leak(make: Maker, supports: Supports) -> None:
@@ -32,7 +31,7 @@ def check_no_future_leak(make: Maker, supports: Supports) -> None:
         for length, now in ((9, 1), (9, 5), (LONG, 66)):
             x = make.input(2, length, grad=False)
             other = x.clone()
-            other[:, now:] = LOUD * make.input(2, length - now, seed=1, grad=False)
+            other[:, now:] = LARGE * make.input(2, length - now, seed=1, grad=False)
             what = f"{variant}: tokens {now}.. of {length} changed, outputs before"
             assert_identical(module(other)[:, :now], module(x)[:, :now], f"forward, {what}")
             if recurrent(supports):
@@ -42,7 +41,7 @@ def check_no_future_leak(make: Maker, supports: Supports) -> None:
 
 
 def check_prefix_invariance(make: Maker, supports: Supports) -> None:
-    """f(x[:t]) == f(x)[:t]: nothing depends on how long the sequence is going to be."""
+    """f(x[:t]) == f(x)[:t]: no output depends on the length of the sequence."""
     for variant, module in claimed_variants(make, causal=True):
         x = make.input(2, LONG, grad=False)
         y = module(x)
@@ -51,12 +50,11 @@ def check_prefix_invariance(make: Maker, supports: Supports) -> None:
 
 
 def check_batch_independence(make: Maker, supports: Supports) -> None:
-    """A row alone gives what it gives in a batch, and the other rows cannot change one bit of it."""
+    """A row gives the same alone and in a batch, and other rows do not change one bit of it."""
     x = make.input(3, 9, grad=False)
     other = x.clone()
-    other[1:] = LOUD * make.input(2, 9, seed=1, grad=False)
-    for causal in directions(supports):
-        module = make(causal=causal)
+    other[1:] = LARGE * make.input(2, 9, seed=1, grad=False)
+    for causal, module in make.each_direction(supports):
         what = f"causal={causal}, forward"
         assert_close(module(x[:1]), module(x)[:1], f"{what} of a row alone against the same row in a batch")
         assert_identical(module(other)[:1], module(x)[:1], f"{what} of row 0 when the other rows change")
@@ -71,33 +69,32 @@ def check_batch_independence(make: Maker, supports: Supports) -> None:
 
 
 def check_packing(make: Maker, supports: Supports) -> None:
-    """Packed sequences give what separate runs give, lengths 1 and 0 included, and cannot see each other."""
+    """Packed sequences, also of lengths 1 and 0, give the same as separate runs and do not interact."""
     lengths = [5, 1, 0, 70, 2, 0]
     total = sum(lengths)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     x = make.input(1, total)
-    for causal in directions(supports):
-        for variant, module in claimed_variants(make, causal):
-            what = f"{variant}, causal={causal}: sequences of lengths {lengths} in a pack"
-            separate = torch.cat([module(part) for part in torch.split(x, lengths, 1)], 1)
-            packed = module(x, cu_seqlens=cu_seqlens)
-            expected = with_gradients(module, separate, x=x)
-            assert_close(with_gradients(module, packed, x=x), expected, f"{what} against separate runs")
-            for start, end in itertools.pairwise(cu_seqlens.tolist()):
-                other = x.detach().clone()
-                other[:, start:end] = LOUD * normal(1, end - start, make.d_model, seed=1)
-                changed = module(other, cu_seqlens=cu_seqlens)
-                rest = [*range(start), *range(end, total)]
-                what_changed = f"{what}, tokens {start}..{end} changed, other sequences"
-                assert_identical(changed[:, rest], packed[:, rest], what_changed)
+    for causal, variant, module in make.each_variant(supports):
+        what = f"{variant}, causal={causal}: sequences of lengths {lengths} in a pack"
+        separate = torch.cat([module(part) for part in torch.split(x, lengths, 1)], 1)
+        packed = module(x, cu_seqlens=cu_seqlens)
+        assert_same(module, packed, separate, f"{what} against separate runs", x=x)
+        packed = packed.detach()
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            other = x.detach().clone()
+            other[:, start:end] = LARGE * normal(1, end - start, make.d_model, seed=1)
+            changed = module(other, cu_seqlens=cu_seqlens)
+            rest = [*range(start), *range(end, total)]
+            what_changed = f"{what}, tokens {start}..{end} changed, other sequences"
+            assert_identical(changed[:, rest], packed[:, rest], what_changed)
         if supports.padding:
-            _check_padded_pack(module, x.detach(), cu_seqlens, f"causal={causal}: padding in a pack")
+            _check_padded_pack(module, x.detach(), cu_seqlens, f"{what}, with padding")
         nothing = module(x[:, :0], cu_seqlens=torch.zeros(3, dtype=torch.int32))
         require(nothing.shape == (1, 0, make.d_model), f"a pack of two empty sequences gives {nothing.shape}")
 
 
 def _check_padded_pack(module: Any, x: Tensor, cu_seqlens: Tensor, what: str) -> None:
-    """A pack with padding is refused, or gives what it gives without the padded tokens."""
+    """A pack with padding is refused, or gives the same as without the padded tokens."""
     padding = torch.zeros(x.shape[:2], dtype=torch.bool)
     padding[0, [1, 7, 30]] = True
     try:

@@ -1,4 +1,4 @@
-"""Which keys a query reads: cross-attention, arbitrary masks, and queries that have nothing to read."""
+"""Which keys a query attends to: cross-attention, arbitrary masks, and queries without a key."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,22 +12,20 @@ from unrolled.testing._kit import (
     assert_close,
     assert_finite,
     assert_identical,
-    directions,
+    assert_same,
     require,
     with_gradients,
 )
-from unrolled.testing.leaks import LOUD
+from unrolled.testing.leaks import LARGE
 
 
 def check_cross_attention(make: Maker, supports: Supports) -> None:
     """Queries, keys and values may differ in content and number; causal masks are bottom-right aligned."""
-    for causal in directions(supports):
-        module = make(causal=causal)
+    for causal, module in make.each_direction(supports):
         query, memory = make.input(2, 4), make.input(2, 9, seed=1)
         what = f"causal={causal}"
-        itself = with_gradients(module, module(memory), memory=memory)
-        found = with_gradients(module, module(memory, memory, memory), memory=memory)
-        assert_close(found, itself, f"{what}: query = key = value against self-attention")
+        equal = f"{what}: query = key = value against self-attention"
+        assert_same(module, module(memory, memory, memory), module(memory), equal, memory=memory)
         y = module(query, memory)
         require(y.shape == query.shape, f"{what}: 4 queries over 9 keys give {list(y.shape)}")
         assert_close(module(query, memory, memory), y, f"{what}: value given against value = key by default")
@@ -39,33 +37,31 @@ def check_cross_attention(make: Maker, supports: Supports) -> None:
         ):
             require(not torch.equal(module(*changed), y), f"{what}: the argument {name} is ignored")
         if causal:
-            expected = with_gradients(module, module(memory)[:, 5:], memory=memory)
-            found = with_gradients(module, module(memory[:, 5:], memory), memory=memory)
-            assert_close(found, expected, "causal, the last 4 of 9 queries (bottom-right aligned)")
+            last = "causal, the last 4 of 9 queries (bottom-right aligned)"
+            found, expected = module(memory[:, 5:], memory), module(memory)[:, 5:]
+            assert_same(module, found, expected, last, memory=memory)
         if supports.padding:
             mask = torch.zeros(2, 9, dtype=torch.bool)
             mask[:, [1, 2] if causal else [0, 4, 8]] = True
-            keep = ~mask[0]
-            found = with_gradients(module, module(query, memory, key_padding_mask=mask), memory=memory)
-            expected = with_gradients(module, module(query, memory[:, keep]), memory=memory)
-            assert_close(found, expected, f"{what}: padded memory against memory without its padding")
+            found, expected = module(query, memory, key_padding_mask=mask), module(query, memory[:, ~mask[0]])
+            padded = f"{what}: padded memory against memory without its padding"
+            assert_same(module, found, expected, padded, memory=memory)
 
 
 def check_attn_mask(make: Maker, supports: Supports) -> None:
     """`attn_mask` broadcasts to `[B, H, T, S]`, True = attend, and a masked pair has no effect at all."""
     x = make.input(2, 6)
     lower = torch.ones(6, 6, dtype=torch.bool).tril()
-    for causal in directions(supports):
-        module = make(causal=causal)
+    for causal, module in make.each_direction(supports):
         what = f"causal={causal}, attn_mask"
-        found = with_gradients(module, module(x, attn_mask=torch.ones_like(lower)), x=x)
-        assert_close(found, with_gradients(module, module(x), x=x), f"{what} that allows every pair")
+        everything = module(x, attn_mask=torch.ones_like(lower))
+        assert_same(module, everything, module(x), f"{what} that allows every pair", x=x)
         alone = torch.cat([module(x_t) for x_t in torch.split(x, 1, 1)], 1)
         assert_close(module(x, attn_mask=torch.eye(6, dtype=torch.bool)), alone, f"{what} of the diagonal")
         masked = module(x, attn_mask=lower)
         for t in range(5):
             other = x.detach().clone()
-            other[:, t + 1 :] *= -LOUD
+            other[:, t + 1 :] *= -LARGE
             found = module(other, attn_mask=lower)[:, : t + 1]
             assert_identical(found, masked[:, : t + 1], f"{what}, masked keys change")
         per_row = torch.stack([lower, torch.ones_like(lower)])[:, None]
@@ -81,9 +77,8 @@ def check_attn_mask(make: Maker, supports: Supports) -> None:
 
 
 def check_nothing_to_attend(make: Maker, supports: Supports) -> None:
-    """A query without a single key gives a constant with zero gradient, never NaN, and spoils no other."""
-    for causal in directions(supports):
-        module = make(causal=causal)
+    """A query without a single key gives a constant with zero gradient, never NaN, and affects no other."""
+    for causal, module in make.each_direction(supports):
         query, memory = make.input(2, 4), make.input(2, 4, seed=1)
         other_query, other_memory = make.input(2, 4, seed=2), make.input(2, 4, seed=3)
         for what, run, starved in _starved(module, supports, causal):
@@ -108,7 +103,7 @@ Starved = tuple[str, Callable[[Tensor, Tensor], Tensor], Any]
 
 
 def _starved(module: Any, supports: Supports, causal: bool) -> Iterator[Starved]:
-    """Yield each claimed way to leave queries without keys: what, the call, the index of such queries."""
+    """Yield each claimed way to leave queries without keys: a name, the call, the index of these queries."""
     everything = (slice(None), slice(None))
     if supports.cross:
         yield "no keys at all", lambda q, m: module(q, m[:, :0]), everything

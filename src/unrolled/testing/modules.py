@@ -1,10 +1,9 @@
-"""A well-behaved module: it compiles, copies and saves, and is a function of its weights and input."""
+"""Properties of a good module: it compiles, exports, copies and saves, and its output is deterministic."""
 
 import copy
 import itertools
 import pickle
 import random
-import warnings
 from typing import Any
 
 import numpy as np
@@ -16,20 +15,21 @@ from unrolled.testing._kit import (
     Maker,
     assert_close,
     assert_identical,
+    assert_same,
     claimed_variants,
+    compiled,
     directions,
+    exported,
     recurrent,
     require,
     unroll,
-    with_gradients,
 )
 
 
 def check_deterministic(make: Maker, supports: Supports) -> None:
     """The same seed builds the same function, and calling it twice gives the same bits."""
     x = make.input(2, 9)
-    for causal in directions(supports):
-        module = make(causal=causal)
+    for causal, module in make.each_direction(supports):
         y = module(x)
         assert_identical(module(x), y, f"causal={causal}: forward a second time")
         assert_identical(make(causal=causal)(x), y, f"causal={causal}: constructed again under the same seed")
@@ -43,8 +43,7 @@ def check_deterministic(make: Maker, supports: Supports) -> None:
 def check_global_randomness(make: Maker, supports: Supports) -> None:
     """No verb touches the global generators of torch, numpy and Python."""
     x = make.input(2, 9, grad=False)
-    for causal in directions(supports):
-        module = make(causal=causal)
+    for causal, module in make.each_direction(supports):
         before = _generators()
         module(x)
         if causal and recurrent(supports):
@@ -54,7 +53,7 @@ def check_global_randomness(make: Maker, supports: Supports) -> None:
 
 
 def _generators() -> dict[str, object]:
-    algorithm, keys, *rest = np.random.get_state()  # noqa: NPY002 the global generator is what is watched
+    algorithm, keys, *rest = np.random.get_state()  # noqa: NPY002 the global generator is the one to observe
     return {
         "torch": torch.get_rng_state().tolist(),
         "numpy": (algorithm, np.asarray(keys).tolist(), rest),
@@ -63,10 +62,10 @@ def _generators() -> dict[str, object]:
 
 
 def check_state_dict(make: Maker, supports: Supports) -> None:
-    """The state_dict is the whole function: loaded strictly into another module, it gives the same bits."""
+    """The state_dict is complete: loaded strictly into another module, it gives the same output bits."""
     x = make.input(2, 9, grad=False)
-    for causal in directions(supports):
-        module, other = make(causal=causal), make(causal=causal, seed=1)
+    for causal, module in make.each_direction(supports):
+        other = make(causal=causal, seed=1)
         weights = {name: w.clone() for name, w in module.state_dict().items()}
         other.load_state_dict(weights, strict=True)
         what = f"causal={causal}: another module with the loaded state_dict"
@@ -77,8 +76,7 @@ def check_state_dict(make: Maker, supports: Supports) -> None:
 def check_copies(make: Maker, supports: Supports) -> None:
     """copy.deepcopy and pickle give independent modules that compute the same."""
     x = make.input(2, 9, grad=False)
-    for causal in directions(supports):
-        module = make(causal=causal)
+    for causal, module in make.each_direction(supports):
         y = module(x)
         for name, twin in (
             ("deepcopy", copy.deepcopy(module)),
@@ -93,10 +91,10 @@ def check_copies(make: Maker, supports: Supports) -> None:
 
 
 def check_compiles(make: Maker, supports: Supports) -> None:
-    """`torch.compile(fullgraph=True)` takes every verb without a graph break, and gives the same values.
+    """`torch.compile(fullgraph=True)` compiles every verb without a graph break, and gives the same values.
 
-    Compiling takes a second a time. So a mechanism with other options than its defaults is compiled in one
-    direction and without padding, beside its recurrent verbs.
+    Each compilation takes about a second. So with options other than its defaults, `forward` is compiled in
+    one direction only and without padding.
     """
     x = make.input(2, 5)
     masks: list[dict[str, Tensor]] = [{}]
@@ -108,14 +106,14 @@ def check_compiles(make: Maker, supports: Supports) -> None:
             module = make(causal=causal)
             for mask in masks:
                 what = f"causal={causal}: compiled forward({', '.join(['x', *mask])})"
-                found = with_gradients(module, _compiled(module.forward)(x, **mask), x=x)
-                assert_close(found, with_gradients(module, module(x, **mask), x=x), what)
+                found = compiled(module.forward)(x, **mask)
+                assert_same(module, found, module(x, **mask), what, x=x)
         if recurrent(supports):
             module = make(causal=True)
             with torch.no_grad():
                 expected, _ = unroll(module, x, [("prefill", 3), ("step", 2)])
-                y, state = _compiled(module.prefill)(x[:, :3], module.init_state(2))
-                step, outputs = _compiled(module.step), [y]
+                y, state = compiled(module.prefill)(x[:, :3], module.init_state(2))
+                step, outputs = compiled(module.step), [y]
                 for x_t in x[:, 3:].unbind(1):
                     y_t, state = step(x_t, state)
                     outputs.append(y_t[:, None])
@@ -127,11 +125,10 @@ def check_compiles(make: Maker, supports: Supports) -> None:
 def check_dynamic_length(make: Maker, supports: Supports) -> None:
     """`torch.export` with a dynamic length agrees at every length, or `dynamic_length` is not claimed.
 
-    Of a mechanism with default options, the lengths are 8 to 1,000, more than any block, chunk or window of
-    those: what is short and what is long is often computed in different ways. With other options, for which
-    a length may be too long, they are 8 to 64. Head shapes and rotary positions are the same code in both
-    directions, so they are tried in one. What has no claim must have failed with default options; else it
-    should make it.
+    With default options, the lengths are 8 to 1,000, longer than any default block, chunk or window, since
+    short and long inputs often take different paths. With other options, which may limit the length, they are
+    8 to 64. Head shapes and rotary positions are the same code in both directions, so they are tried in one.
+    A mechanism without the claim must fail with its default options; otherwise it should make the claim.
     """
     if make.options and not supports.dynamic_length:
         return
@@ -143,28 +140,17 @@ def check_dynamic_length(make: Maker, supports: Supports) -> None:
             if not supports.dynamic_length:
                 return
             raise AssertionError(f"causal={causal}, {variant}: torch.export with a dynamic length: {error}")
-    require(
-        supports.dynamic_length, "torch.export with a dynamic length works, but dynamic_length is not claimed"
-    )
+    require(supports.dynamic_length, "torch.export with a dynamic length works, but is not claimed")
 
 
 def _export_error(module: Any, make: Maker, longest: int) -> str | None:
-    """Export 13 tokens for lengths from 8 to `longest`; say what went wrong, if something did."""
+    """Export 13 tokens for lengths from 8 to `longest`; return the error of the export, if any."""
     length = torch.export.Dim("length", min=8, max=longest)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of torch's own, about what it uses
-            exported = torch.export.export(
-                module, (make.input(2, 13, grad=False),), dynamic_shapes=({1: length},), strict=False
-            ).module()
-    except Exception as error:  # of whatever kind torch raises
+        graph = exported(module, (make.input(2, 13, grad=False),), ({1: length},))
+    except Exception as error:  # torch raises many types
         return str(error).partition("\n")[0]
     for n in (8, 33, longest):
         x = make.input(2, n, seed=n, grad=False)
-        assert_close(exported(x), module(x), f"{n} tokens, exported with a dynamic length")
+        assert_close(graph(x), module(x), f"{n} tokens, exported with a dynamic length")
     return None
-
-
-def _compiled(function: Any) -> Any:
-    """aot_eager traces all that can break a graph, the backward included, and generates no code."""
-    return torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -1,6 +1,7 @@
-"""Types in and out, and what half precision may cost."""
+"""Dtypes of the outputs, and the errors allowed in half precision."""
 
 import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -8,53 +9,41 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import Supports
-from unrolled.testing._kit import (
-    Maker,
-    assert_finite,
-    directions,
-    normal,
-    recurrent,
-    require,
-    unroll,
-    with_gradients,
-)
+from unrolled.testing._kit import Maker, assert_finite, normal, recurrent, require, unroll, with_gradients
 
 HALF = (torch.bfloat16, torch.float16)
 
 LENGTH = 600
-"""Long enough for a sum that is kept in bf16 to stand still: from 256 on, adding 1 changes nothing."""
+"""Long enough that a sum accumulated in bf16 would stop growing: from 256 on, adding 1 changes nothing."""
 
 
 def check_dtypes(make: Maker, supports: Supports) -> None:
     """The output has the type of the input, in every verb."""
     for dtype in (torch.float64, torch.float32, *HALF):
-        for causal in directions(supports):
-            y = make(causal=causal, dtype=dtype)(make.input(2, 5, dtype=dtype))
+        x = make.input(2, 5, dtype=dtype)
+        for causal, module in replace(make, dtype=dtype).each_direction(supports):
+            y = module(x)
             require(y.dtype == dtype, f"causal={causal}: forward of {dtype} gives {y.dtype}")
-        if recurrent(supports):
-            module = make(causal=True, dtype=dtype)
-            x = make.input(2, 5, dtype=dtype)
-            y, state = module.prefill(x, module.init_state(2))
-            require(y.dtype == dtype, f"prefill of {dtype} gives {y.dtype}")
-            y, _ = module.step(x[:, 0], state)
-            require(y.dtype == dtype, f"step of {dtype} gives {y.dtype}")
+            if causal and recurrent(supports):
+                y, state = module.prefill(x, module.init_state(2))
+                require(y.dtype == dtype, f"prefill of {dtype} gives {y.dtype}")
+                y, _ = module.step(x[:, 0], state)
+                require(y.dtype == dtype, f"step of {dtype} gives {y.dtype}")
 
 
 def check_half_precision(make: Maker, supports: Supports) -> None:
-    """bf16, fp16 and autocast: finite with finite gradients, and an error that rounding explains.
+    """bf16, fp16 and autocast: finite outputs and gradients, and an error that rounding explains.
 
-    A computation is as good as its type allows when its error is about what rounding the inputs and
-    weights does to the exact function. That is measured: the fp64 mechanism runs with every input and weight
-    moved by the unit of rounding, up or down at random. At every position, half precision may be off by
-    twice that move (root mean square over rows and features): one share for the rounding of what goes in,
-    one for what the computation rounds itself.
+    The allowed error is measured, as the effect of rounding inputs and weights on the exact function: the
+    fp64 mechanism runs with every input and weight perturbed by the unit of rounding, up or down at random.
+    At every position, the error of half precision may be twice that change (root mean square over rows and
+    features): once for rounded inputs and weights, once for rounding within the computation.
 
-    A mechanism that chooses what it reads jumps where two choices are nearly equal, and few moves may miss a
-    jump. So where the error is larger, the exact function is moved more often, and the largest move counts.
+    A mechanism that selects keys is discontinuous where two choices are nearly equal, and a few perturbations
+    may miss that. So where the error is larger, more perturbations are tried, and the largest change counts.
     """
     for dtype in HALF:
-        for causal in directions(supports):
-            module = make(causal=causal, dtype=dtype)
+        for causal, module in replace(make, dtype=dtype).each_direction(supports):
             exact = copy.deepcopy(module).double()
             x = make.input(2, LENGTH, dtype=dtype)
             with torch.no_grad():
@@ -77,7 +66,7 @@ def check_half_precision(make: Maker, supports: Supports) -> None:
 
 
 class _Allowed:
-    """How far each position may be off: twice what moving every input and parameter by `unit` does to it."""
+    """Allowed error of each position: twice the effect of perturbing every input and parameter by `unit`."""
 
     def __init__(self, exact: Any, x: Tensor, expected: Tensor, unit: float):
         self.exact, self.x, self.expected, self.unit = exact, x.detach().double(), expected, unit

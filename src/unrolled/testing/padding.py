@@ -1,4 +1,4 @@
-"""What stands at padding, and how much of it there is, reaches neither outputs nor states nor gradients."""
+"""Neither the content nor the amount of padding affects outputs, states or gradients."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +11,9 @@ from unrolled.contract import Supports
 from unrolled.ops.state import leaves
 from unrolled.testing._kit import (
     Maker,
-    assert_close,
     assert_finite,
     assert_identical,
-    claimed_variants,
-    directions,
+    assert_same,
     normal,
     recurrent,
     require,
@@ -41,56 +39,50 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def check_padding(make: Maker, supports: Supports) -> None:
     """Padding anywhere changes nothing in valid outputs and gradients."""
     x = make.input(*PADDING.shape)
-    for causal in directions(supports):
-        for variant, module in claimed_variants(make, causal):
-            segmentations = [[], [7], [4, 3]] if causal and recurrent(supports) else [[]]
-            for segments in segmentations:
-                form = " + ".join(f"prefill({n})" for n in segments) + " + step" if segments else "forward"
-                what = f"{variant}, causal={causal}: {form} of padded rows"
-                alone = _rows_alone(module, x, continued=bool(segments))
-                expected = with_gradients(module, alone, x=x)
-                found = with_gradients(module, _padded(module, x, segments, what), x=x)
-                assert_close(found, expected, f"{what} against each row without its padding")
+    for causal, variant, module in make.each_variant(supports):
+        for segments in ([], [7], [4, 3]) if causal and recurrent(supports) else ([],):
+            form = " + ".join(f"prefill({n})" for n in segments) + " + step" if segments else "forward"
+            what = f"{variant}, causal={causal}: {form} of padded rows"
+            padded, alone = _padded(module, x, segments, what), _rows_alone(module, x, bool(segments))
+            assert_same(module, padded, alone, f"{what} against each row without its padding", x=x)
 
 
 def check_padding_content(make: Maker, supports: Supports) -> None:
-    """NaN, infinity and the largest number of the type at padding change no bit of what is computed.
+    """NaN, infinity and the largest number of the dtype at padding change no bit of any result.
 
-    That is outputs of valid tokens, states, and the gradients of every parameter and of every token, which
-    are exactly 0 at padding; in fp32 and half precision too.
+    Results are outputs of valid tokens, states, and the gradients of all parameters and tokens, which are
+    exactly 0 at padding; in fp32 and half precision too.
     """
     for dtype in dict.fromkeys((make.dtype, *DTYPES)):
         x = make.input(*PADDING.shape, dtype=dtype)
-        for causal in directions(supports):
-            for variant, module in claimed_variants(replace(make, dtype=dtype), causal):
-                if variant == "default":
-                    contents = [torch.nan, torch.inf, torch.finfo(dtype).max]
-                elif dtype == make.dtype:
-                    contents = [torch.nan]  # which shows that padding is read, in whatever way
-                else:
-                    continue
-                verbs = {"forward": _forward}
-                if supports.cross and variant != "rotary=True":  # which has no places in another sequence
-                    verbs |= {"forward(other, x)": _cross, "forward(other, other, x)": _read_values}
-                if causal and recurrent(supports):
-                    verbs["prefill(4) + prefill(3) + step"] = _continue
-                for verb, run in verbs.items():
-                    what = f"{variant}, causal={causal}, {dtype}: {verb}"
-                    _check_content(run, module, x, contents, what)
+        for causal, variant, module in replace(make, dtype=dtype).each_variant(supports):
+            if variant == "default":
+                contents = [torch.nan, torch.inf, torch.finfo(dtype).max]
+            elif dtype == make.dtype:
+                contents = [torch.nan]  # enough to show any use of the padding
+            else:
+                continue
+            verbs = {"forward": _forward}
+            if supports.cross and variant != "rotary=True":  # which has no positions in another sequence
+                verbs |= {"forward(other, x)": _cross, "forward(other, other, x)": _read_values}
+            if causal and recurrent(supports):
+                verbs["prefill(4) + prefill(3) + step"] = _continue
+            for verb, run in verbs.items():
+                _check_content(run, module, x, contents, f"{variant}, causal={causal}, {dtype}: {verb}")
 
 
 Run = Callable[[Any, Tensor, Tensor], dict[str, Tensor]]
 
 
 def _check_content(run: Run, module: Any, x: Tensor, contents: list[float], what: str) -> None:
-    """Compare what `run(module, x, other)` gives when the padding of x holds ordinary numbers and others."""
+    """Compare `run(module, x, other)` between padding of ordinary numbers and of each of `contents`."""
     other, signs = (normal(*x.shape, seed=seed).to(x.dtype).requires_grad_() for seed in (1, 2))
     expected = run(module, x, other)
     at_padding = expected["gradient of x"][PADDING]
     require(not at_padding.any(), f"{what}: the gradient at padding is not 0")
     for value in contents:
-        loud = torch.where(PADDING[..., None], signs.detach().sign() * value, x.detach()).requires_grad_()
-        assert_identical(run(module, loud, other), expected, f"{what}, where padding holds {value:g}")
+        extreme = torch.where(PADDING[..., None], signs.detach().sign() * value, x.detach()).requires_grad_()
+        assert_identical(run(module, extreme, other), expected, f"{what}, where padding holds {value:g}")
 
 
 def _forward(module: Any, x: Tensor, other: Tensor) -> dict[str, Tensor]:
@@ -106,7 +98,7 @@ def _read_values(module: Any, x: Tensor, other: Tensor) -> dict[str, Tensor]:
 
 
 def _continue(module: Any, x: Tensor, other: Tensor) -> dict[str, Tensor]:
-    """Continue from the state after `other`, which is how an initial state gets a gradient."""
+    """Continue from the state after `other`, so that the initial state gets a gradient too."""
     _, state = module.prefill(other, module.init_state(len(x)))
     outputs = []
     for part, mask in zip(*(torch.split(t, [4, 3], 1) for t in (x, PADDING)), strict=True):
@@ -119,8 +111,8 @@ def _continue(module: Any, x: Tensor, other: Tensor) -> dict[str, Tensor]:
     return with_gradients(module, seen, x=x, other=other) | after
 
 
-def _rows_alone(module: Any, x: Tensor, *, continued: bool) -> Tensor:
-    """Run each row without its padding and concatenate the outputs, and those of a further step."""
+def _rows_alone(module: Any, x: Tensor, continued: bool) -> Tensor:
+    """Run each row without its padding; concatenate the outputs and, if `continued`, those of a step."""
     rows = [row[keep][None] for row, keep in zip(x, ~PADDING, strict=True)]
     if not continued:
         return torch.cat([module(row)[0] for row in rows])

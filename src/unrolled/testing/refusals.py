@@ -14,7 +14,7 @@ from unrolled.testing._kit import Maker, assert_raises, claimed_variants, direct
 
 
 def check_refuses_unclaimed(make: Maker, supports: Supports) -> None:
-    """Every capability that is not claimed raises UnsupportedError when it is asked for."""
+    """Using a capability that is not claimed raises UnsupportedError."""
     x = make.input(2, 5, grad=False)
     mask = torch.zeros(2, 5, dtype=torch.bool)
     mask[0, 0] = True
@@ -33,8 +33,7 @@ def check_refuses_unclaimed(make: Maker, supports: Supports) -> None:
             refused(f"causal={causal}", module, "forward", x)
     if not recurrent(supports):
         refused("init_state", make(causal=directions(supports)[0]), "init_state", 2)
-    for causal in directions(supports):
-        module = make(causal=causal)
+    for causal, module in make.each_direction(supports):
         if not supports.cross:
             refused(f"causal={causal}, cross-attention", module, "forward", x, x.flip(1), x.flip(1))
         if not supports.padding:
@@ -79,10 +78,10 @@ def _check_forward_rejects(make: Maker, supports: Supports, causal: bool) -> Non
         rejected("key of another batch size than query", x, x[:1], x[:1])
         rejected("value of another length than key", x, x, x[:, :4])
     if supports.padding:
-        for wrong, mask in _wrong_masks(2, 5):
+        for wrong, mask in wrong_masks(2, 5):
             rejected(f"key_padding_mask {wrong}", x, key_padding_mask=mask)
     if supports.attn_mask:
-        for wrong, mask in _wrong_masks(5, 5):
+        for wrong, mask in wrong_masks(5, 5):
             if not mask.is_floating_point():  # which may mean numbers to add to the scores
                 rejected(f"attn_mask {wrong}", x, attn_mask=mask)
     if supports.packing:
@@ -112,12 +111,13 @@ def _check_recurrence_rejects(make: Maker, supports: Supports) -> None:
         ):
             assert_raises(ValueError, f"{verb} with {wrong}", module, verb, token, carried)
     if supports.padding:
-        for wrong, mask in _wrong_masks(2, 5):
+        for wrong, mask in wrong_masks(2, 5):
             what = f"prefill with key_padding_mask {wrong}"
             assert_raises(ValueError, what, module, "prefill", x, state, key_padding_mask=mask)
 
 
-def _wrong_masks(rows: int, columns: int) -> list[tuple[str, Tensor]]:
+def wrong_masks(rows: int, columns: int) -> list[tuple[str, Tensor]]:
+    """List what is wrong with a mask in place of a boolean `[rows,columns]`, and the mask."""
     return [
         ("of a wrong shape", torch.ones(rows, columns + 1, dtype=torch.bool)),
         ("of type float", torch.ones(rows, columns)),
@@ -147,7 +147,7 @@ def check_rejects_other_states(make: Maker, supports: Supports) -> None:
 
 
 def _wrong_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield what cannot stand where `x` of a state stands."""
+    """Yield values that are invalid in place of the tensor `x` of a state."""
     yield "None", None
     yield "a list", x.tolist()
     for dtype in (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.bool):

@@ -1,4 +1,4 @@
-"""A state is a value: tensors, batch first, that nothing changes and that can be forked, moved and saved."""
+"""A state is a value: tensors, batch first, that no call modifies and that can be selected from and saved."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from unrolled.testing._kit import Maker, assert_close, assert_identical, describ
 
 
 def check_state_is_a_value(make: Maker, supports: Supports) -> None:
-    """prefill and step leave the state they are given bitwise unchanged, and it can be continued twice."""
+    """prefill and step leave the given state bitwise unchanged, and it can be continued twice."""
     module = make(causal=True)
     x, other = make.input(2, 66, grad=False), make.input(2, 2, seed=1, grad=False)
     for autograd in (True, False):
@@ -33,7 +33,7 @@ def check_state_is_a_value(make: Maker, supports: Supports) -> None:
 
 
 def check_interleaved_sequences(make: Maker, supports: Supports) -> None:
-    """One module serves several sequences in turn: nothing of a sequence is kept on the module."""
+    """One module can run several sequences in turn: it keeps nothing of them."""
     module = make(causal=True)
     sequences = [make.input(batch, 7, seed=i, grad=False) for i, batch in enumerate((2, 3, 2))]
     expected = [unroll(module, x, [("prefill", 3), ("step", 4)])[0] for x in sequences]
@@ -60,21 +60,26 @@ def check_state_round_trip(make: Maker, supports: Supports) -> None:
         rows = [2, 0, 0]
         found, _ = unroll(module, more[rows], plan, select(state, rows))
         assert_close(found, expected[rows], f"continued after {seen} tokens with rows {rows} of the state")
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "state.safetensors"
-            save(state, path)
-            twin = make(causal=True)
-            loaded = load(path, like=twin.init_state(1))
-            assert_identical(leaves(loaded), leaves(state), f"state after {seen} tokens, saved and loaded")
-            found, _ = unroll(twin, more, plan, loaded)
+        twin = make(causal=True)
+        loaded = saved_and_loaded(state, twin.init_state(1), f"state after {seen} tokens")
+        found, _ = unroll(twin, more, plan, loaded)
         assert_identical(found, expected, f"a twin module continuing the loaded state after {seen} tokens")
+
+
+def saved_and_loaded(state: Any, like: Any, what: str) -> Any:
+    """Save a state and load it again, which must not change a bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.safetensors"
+        save(state, path)
+        loaded = load(path, like=like)
+    assert_identical(leaves(loaded), leaves(state), f"{what}, saved and loaded")
+    return loaded
 
 
 def check_state_structure(make: Maker, supports: Supports) -> None:
     """A state is tensors, batch first: fp64 in fp64 modules, fp32 whatever other type the input has."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         module = make(causal=True, dtype=dtype)
-        expected = torch.float64 if dtype == torch.float64 else torch.float32
         x = make.input(3, 4, dtype=dtype)
         states = {
             "init_state": module.init_state(3),
@@ -87,11 +92,16 @@ def check_state_structure(make: Maker, supports: Supports) -> None:
         for verb, state in states.items():
             what = f"{dtype} module, state of {verb}"
             require(_structure(state, what) == structure, f"{what} has another structure than init_state's")
-            for name, x_leaf in leaves(state).items():
-                batched = x_leaf.dim() > 0 and x_leaf.shape[0] == 3
-                require(batched, f"{what}: {name} has shape {list(x_leaf.shape)}, should begin with 3 rows")
-                right = not x_leaf.is_floating_point() or x_leaf.dtype == expected
-                require(right, f"{what}: {name} is {x_leaf.dtype}, should be {expected}")
+            require_batched(state, 3, dtype, what)
+
+
+def require_batched(state: Any, rows: int, dtype: torch.dtype, what: str) -> None:
+    """Fail unless all tensors of a state have `rows` rows, and fp32 or fp64 for a module of `dtype`."""
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    for name, x in leaves(state).items():
+        require(x.shape[:1] == (rows,), f"{what}: {name} has shape {list(x.shape)}, should have {rows} rows")
+        right = not x.is_floating_point() or x.dtype == expected
+        require(right, f"{what}: {name} is {x.dtype}, should be {expected}")
 
 
 def _structure(state: Any, what: str) -> Any:

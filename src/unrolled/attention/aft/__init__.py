@@ -74,14 +74,8 @@ class AFT(MultiHeadAttention[AFTState, None]):
         bias_rank: width of their factors a and b.
     """
 
-    supports = GENERAL.but(
-        recurrence="growing",
-        attn_mask=True,
-        single_queries=False,
-        dynamic_length=False,
-        max_length=True,
-        positions=True,
-    )
+    supports = GENERAL.but(recurrence="growing", single_queries=False, dynamic_length=False)
+    supports = supports.but(attn_mask=True, max_length=True, positions=True)
     no_rotary = "its biases encode positions, and there are no products to rotate"
 
     def __init__(
@@ -128,9 +122,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
             q, k, v, positions, _ = heads
             return self._gated(q, v, self._attend(q, k, v, positions is not None, masks))
         if masks.attn_mask is not None:
-            raise UnsupportedError(
-                "aft takes attn_mask or cu_seqlens, not both; put packing into the attn_mask"
-            )
+            raise UnsupportedError("aft takes attn_mask or cu_seqlens, not both: put packing in attn_mask")
         return attend_packed(self.attend, heads, masks.cu_seqlens)
 
     def _gated(self, q: Tensor, v: Tensor, average: Tensor) -> Tensor:

@@ -100,9 +100,7 @@ def average_causal(
     passed = linear_scan(gates, torch.cat([old.sums.unsqueeze(1), added], dim=1))
     after = OldSums(before, passed)
 
-    left = (
-        torch.arange(first, L, device=k.device) + 1 - window
-    )  # number of keys before the window of each row
+    left = torch.arange(first, L, device=k.device) + 1 - window  # number of keys before each window
     far = passed.index_select(1, left.clamp(min=0)).masked_fill((left < 0).view(-1, 1, 1, 1), 0)
     far = far * (before.index_select(1, left.clamp(min=0)) - top[:, first:]).exp().unsqueeze(-2)
     if window == 0:
@@ -111,7 +109,7 @@ def average_causal(
     if L <= FEW:
         return _explicit(keys, bias, window, old, True)[:, first:], after
     pairs = earlier_pairs(L, first, window, k.device)
-    near, peak, too_far_apart = _near(k, values, top, bias, keys.positions, keys.positions, pairs, window)
+    near, peak, too_far_apart = _near(k, values, top, bias, (keys.positions,) * 2, pairs, window)
     if too_far_apart:
         return _explicit(keys, bias, window, old, True)[:, first:], after
     far = far * (-peak).exp()[..., None, None]
@@ -127,7 +125,7 @@ def average_bidirectional(keys: Keys, bias: Bias, window: int) -> Tensor:
     top = k.detach().amax(1, keepdim=True)
     earlier = earlier_pairs(L, 0, window, k.device)
     pairs = earlier + [(right, left) for left, right in earlier[1:]]
-    near, peak, too_far_apart = _near(k, values, top, bias, keys.positions, keys.positions, pairs, window)
+    near, peak, too_far_apart = _near(k, values, top, bias, (keys.positions,) * 2, pairs, window)
     if too_far_apart:
         return _explicit(keys, bias, window, None, False)
     weighed = (k - top).exp().unsqueeze(-2) * values
@@ -146,7 +144,7 @@ def average_full(keys: Keys, bias: Bias, rows: Tensor) -> Tensor:
     if T * S > FEW * FEW:
         pairs = [(torch.arange(T, device=k.device)[None], torch.arange(S, device=k.device)[None])]
         top = k.detach().amax(1, keepdim=True)
-        near, _, too_far_apart = _near(k, values, top, bias, rows, keys.positions, pairs, T + S)
+        near, _, too_far_apart = _near(k, values, top, bias, (rows, keys.positions), pairs, T + S)
         if not too_far_apart:
             return _divided(near)
     w = bias(rows[:, None], keys.positions[:, None]).squeeze(1)
@@ -174,20 +172,14 @@ def earlier_pairs(L: int, first: int, window: int, device: torch.device) -> list
 
 
 def _near(
-    k: Tensor,
-    values: Tensor,
-    top: Tensor,
-    bias: Bias,
-    row_positions: Tensor,
-    key_positions: Tensor,
-    pairs: list[Pairs],
-    window: int,
+    k: Tensor, values: Tensor, top: Tensor, bias: Bias, positions: Pairs, pairs: list[Pairs], window: int
 ) -> tuple[Tensor, Tensor, bool]:
     """Sum over the window: `[B,R,H,2,M]` times exp(-peak - top), and `peak [B,1,H]`, the largest bias or 0.
 
-    The third result is whether biases differ so much that these sums may have lost their digits; False where
-    values cannot be read at no cost.
+    `positions` are those of the R rows and of the L keys. The third result is whether biases differ so much
+    that these sums may have lost their digits; False where values cannot be read at no cost.
     """
+    row_positions, key_positions = positions
     (B, L, H, _), R, M = k.shape, row_positions.shape[1], values.shape[-1]
     biases = []
     for rows, keys in pairs:
@@ -235,10 +227,8 @@ def with_old(k: Tensor, v: Tensor, old: OldSums) -> tuple[Tensor, Tensor]:
     num, den = old.sums.unbind(-2)
     total = den[..., : k.shape[-1]]
     k_old = old.k_max + total.clamp(min=torch.finfo(total.dtype).tiny).log()
-    return (
-        torch.cat([k_old.unsqueeze(1), k], dim=1),
-        torch.cat([safe_divide(num, den).unsqueeze(1), v], dim=1),
-    )
+    v = torch.cat([safe_divide(num, den).unsqueeze(1), v], dim=1)
+    return torch.cat([k_old.unsqueeze(1), k], dim=1), v
 
 
 def _prepared(keys: Keys) -> tuple[Keys, Tensor, Tensor]:

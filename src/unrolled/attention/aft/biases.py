@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from unrolled.attention.aft.averages import Keys, average_bidirectional, average_full, average_reference
 from unrolled.ops.precision import accumulation_dtype
 
+Claims = Mapping[str, bool | str]
+"""Fields of `Supports`."""
+
 
 class Sizes(NamedTuple):
     """What a bias is constructed from; each kind uses some of it."""
@@ -36,7 +39,7 @@ class Bias(nn.Module):
 
     window: int = 0
     max_length: int | None = None
-    claims: ClassVar[Mapping[str, bool | str]] = {}
+    claims: ClassVar[Claims] = {}
     default_window: ClassVar[int | None] = None
     one_key: ClassVar[bool] = False
 
@@ -55,11 +58,7 @@ class Bias(nn.Module):
 class NoBias(Bias):
     """w_tj = 0."""
 
-    claims: ClassVar[Mapping[str, bool | str]] = {
-        "recurrence": "constant",
-        "attn_mask": False,
-        "max_length": False,
-    }
+    claims: ClassVar[Claims] = {"recurrence": "constant", "attn_mask": False, "max_length": False}
 
     def forward(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return zeros."""
@@ -94,11 +93,7 @@ class FullBias(Bias):
 class LocalBias(FullBias):
     """The bias of `FullBias` where |t - j| < window, and 0 elsewhere."""
 
-    claims: ClassVar[Mapping[str, bool | str]] = {
-        "cross": False,
-        "recurrence": "constant",
-        "attn_mask": False,
-    }
+    claims: ClassVar[Claims] = {"cross": False, "recurrence": "constant", "attn_mask": False}
     default_window = 32
     average = Bias.average
 
@@ -110,7 +105,7 @@ class LocalBias(FullBias):
 class ConvolutionBias(Bias):
     """A bias for each head and distance in a window, normalised over the window (AFT-conv)."""
 
-    claims: ClassVar[Mapping[str, bool | str]] = {**LocalBias.claims, "max_length": False}
+    claims: ClassVar[Claims] = {**LocalBias.claims, "max_length": False}
     default_window = 15
     one_key = True
 

@@ -40,6 +40,7 @@ from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from unrolled.attention._options import GENERAL
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention, Projected
@@ -162,14 +163,10 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
 
     def init_state(self, batch_size: int) -> ReformerState:
         """Make the state of `batch_size` sequences before their first token: no tokens."""
-        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
-        return ReformerState(
-            like.new_empty(batch_size, 0, self.n_heads, self.head_dim),
-            like.new_empty(batch_size, 0, self.n_heads, self.value_dim),
-            like.new_empty(batch_size, 0, self.n_heads, self.n_rounds, dtype=torch.long),
-            like.new_zeros(batch_size, dtype=torch.long),
-            self.rotations.redraws.expand(batch_size).clone(),
-        )
+        like = self.out_proj.weight.new_empty(batch_size, 0, self.n_heads, 0, dtype=self.state_dtype)
+        k, v, buckets = (pad(like, (0, n)) for n in (self.head_dim, self.value_dim, self.n_rounds))
+        draw = self.rotations.redraws.expand(batch_size).clone()
+        return ReformerState(k, v, buckets.long(), torch.zeros_like(draw), draw)
 
     def prefill_heads(
         self, heads: Heads[HashQueries | None], state: ReformerState, key_padding_mask: Tensor | None
@@ -215,27 +212,20 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
 
         return q, unit_keys(q), chosen(choose, self.n_buckets)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, key_padding_mask: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, padding: Tensor | None) -> Tensor:
         if not self.causal:
             attend = partial(lsh_attention, chunk=self.chunk, same_bucket=self.same_bucket)
         else:
             attend = partial(causal_lsh_attention, n_buckets=self.n_buckets, window=self.chunk)
-        return attend(q, k, v, buckets, key_padding_mask=key_padding_mask, scale=self.scale)
+        return attend(q, k, v, buckets, key_padding_mask=padding, scale=self.scale)
 
     def _joined(
         self, state: ReformerState, k: Tensor, v: Tensor, buckets: Tensor, new: Tensor | int
     ) -> ReformerState:
         """Append tokens to the state."""
-        dtype = state.k.dtype
-        return ReformerState(
-            torch.cat([state.k, k.to(dtype)], 1),
-            torch.cat([state.v, v.to(dtype)], 1),
-            torch.cat([state.buckets, buckets], 1),
-            state.position + new,
-            state.draw,
-        )
+        new_tokens = (k.to(state.k.dtype), v.to(state.k.dtype), buckets)
+        tokens = (torch.cat(pair, 1) for pair in zip(state[:3], new_tokens, strict=True))
+        return ReformerState._make((*tokens, state.position + new, state.draw))
 
     def _readable(self, state: ReformerState) -> ReformerState:
         """Drop the tokens that no later token can attend to, once there are more than R n_buckets c."""
@@ -244,7 +234,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
             return state
         order = state.buckets.movedim(1, -1).argsort(dim=-1, stable=True)  # [B,H,R,S]
         bucket = state.buckets.movedim(1, -1).gather(-1, order)
-        further = torch.nn.functional.pad(bucket[..., self.chunk :], (0, self.chunk), value=ABSENT)
+        further = pad(bucket[..., self.chunk :], (0, self.chunk), value=ABSENT)
         last = (bucket != further) & (bucket != ABSENT)
         last = last.gather(-1, order.argsort(-1)).any(2)  # among the last c of their bucket, in some round
         keep = last.byte().argsort(dim=-1, stable=True)[..., S - most :].movedim(-1, 1).unsqueeze(-1)

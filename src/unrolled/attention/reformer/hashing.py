@@ -183,10 +183,8 @@ def _tokens(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, key_padding_mask: 
         buckets = buckets.masked_fill(key_padding_mask[:, :, None, None], ABSENT)
     buckets = buckets.permute(0, 2, 3, 1).flatten(0, 1)
     present = buckets[:, 0] != ABSENT
-    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    q, k, v = (
-        x.transpose(1, 2).flatten(0, 1).to(dtype).masked_fill(~present.unsqueeze(-1), 0) for x in (q, k, v)
-    )
+    dtype, absent = accumulation_dtype(q.dtype, k.dtype, v.dtype), ~present.unsqueeze(-1)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).to(dtype).masked_fill(absent, 0) for x in (q, k, v))
     return Tokens(q, k, v, buckets, present)
 
 
@@ -197,10 +195,8 @@ def _by_token(o: Tensor, batch: int) -> Tensor:
 
 def _sort(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Sort by bucket, then position, with padding last: the token at each place, and the inverse."""
-    buckets = tokens.buckets
-    order = buckets.masked_fill(buckets == ABSENT, torch.iinfo(buckets.dtype).max).argsort(
-        dim=-1, stable=True
-    )
+    buckets, last = tokens.buckets, torch.iinfo(tokens.buckets.dtype).max
+    order = buckets.masked_fill(buckets == ABSENT, last).argsort(dim=-1, stable=True)
     return order, _scatter(order, torch.arange(order.shape[-1], device=order.device), order.shape[-1])
 
 

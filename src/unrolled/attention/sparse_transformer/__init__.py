@@ -48,12 +48,14 @@ class SparseTransformerAttention(MultiHeadAttention[FactorizedState, None]):
     """Multi-head attention of the Sparse Transformer.
 
     Args:
-        d_model, n_heads, common: see `MultiHeadAttention`. kind: "fixed" or "strided". stride: l, about the
-        square root of the expected length; 128 by default. window: w of the strided kind, l by default, which
-        is the paper's; l - 1 is its code's. summary: c of the fixed kind, a divisor of l; a quarter of l by
-        default, or l if 4 does not divide it. subblocks: u of the fixed kind: number of different summaries
-        that the heads read in turn, up to l / c. reads: "merged", each head reads the union of near and far
-        keys; "split", the first half of the heads
+        d_model, n_heads, common: see `MultiHeadAttention`.
+        kind: "fixed" or "strided".
+        stride: l, about the square root of the expected length.
+        window: w of the strided kind; l by default, as in the paper (its code has l - 1).
+        summary: c of the fixed kind, a divisor of l; a quarter of l by default, or l if 4 does not divide it.
+        subblocks: u of the fixed kind, the number of different summaries that the heads read in turn, up to
+            l / c.
+        reads: "merged", each head reads the union of near and far keys; "split", the first half of the heads
             reads the near keys and the others the far ones, with at least two heads; "near" or "far", all
             heads read those alone, for layers that alternate.
 

@@ -25,18 +25,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unrolled.attention._padding import zero_padding
+from unrolled.attention._parts import Part, attend_to_all
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_qkv
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
-from unrolled.ops.options import check_integers
+from unrolled.ops.options import check_integers, check_integers_only
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.window import window_attention
 
 KINDS = ("strided", "fixed")
 READS = ("merged", "split", "near", "far")
-
-Part = tuple[Tensor, Tensor]  # o [B,T,H,M] and lse [B,T,H]
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name, options in (("kind", KINDS), ("reads", READS)):
-            if getattr(self, name) not in options:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(options)}"
-                )
+            if (value := getattr(self, name)) not in options:
+                raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(options)}")
         check_integers(1, stride=self.stride)
-        for name in ("window", "summary", "subblocks"):
-            if type(value := getattr(self, name)) is not int:
-                raise ValueError(f"{name} is {value!r}, but must be an integer")
+        check_integers_only(window=self.window, summary=self.summary, subblocks=self.subblocks)
         if self.kind == "strided" and self.window < self.stride - 1:
             raise ValueError(
                 f"window is {self.window}, but must be at least stride - 1 = {self.stride - 1}, or two hops "
@@ -76,9 +71,7 @@ class Layout:
             )
 
         if self.reads == "split" and self.n_heads < 2:
-            raise ValueError(
-                "n_heads is 1, but must be at least 2 for reads = 'split': one head for the far keys"
-            )
+            raise ValueError("n_heads is 1, but must be at least 2 for reads = 'split'")
 
     def groups(self) -> list[tuple[range, bool, bool]]:
         """Group the heads that read the same keys, with whether they read near and far ones."""
@@ -183,15 +176,13 @@ def _residues(
     if gap >= N > 0:
         return []
     q, k, v = (_cut(x, stride).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    mask = (
-        None if layout.causal else _cut_padding(padding, B, T, stride, q.device).transpose(1, 2).flatten(0, 1)
-    )
+    mask = None
+    if not layout.causal:
+        mask = _cut_padding(padding, B, T, stride, q.device).transpose(1, 2).flatten(0, 1)
 
     def back(o: Tensor, lse: Tensor, before: int, after: int) -> Part:
         o, lse = pad(o, (0, 0, 0, 0, before, after)), pad(lse, (0, 0, before, after), value=-math.inf)
-        o, lse = (
-            x.reshape(B, stride, N, *x.shape[2:]).transpose(1, 2).flatten(1, 2)[:, :T] for x in (o, lse)
-        )
+        o, lse = (torch.unflatten(x, 0, (B, stride)).transpose(1, 2).flatten(1, 2)[:, :T] for x in (o, lse))
         return o, lse
 
     if gap == 0:
@@ -204,14 +195,8 @@ def _residues(
         (late, early, (-1, 0), (min(gap, N), 0)),
         (early, late, (0, -1), (0, min(gap, N))),
     )[: 1 if layout.causal else 2]:
-        part = window_attention(
-            q[:, of_q],
-            k[:, of_k],
-            v[:, of_k],
-            window_size=window_size,
-            key_padding_mask=None if mask is None else mask[:, of_k],
-            return_lse=True,
-        )
+        inputs, masked = (q[:, of_q], k[:, of_k], v[:, of_k]), None if mask is None else mask[:, of_k]
+        part = window_attention(*inputs, window_size=window_size, key_padding_mask=masked, return_lse=True)
         parts.append(back(*part, *missing))
     return parts
 
@@ -223,14 +208,10 @@ def _own_summary(
     stride, N = layout.stride, -(-q.shape[1] // layout.stride)
     allowed = torch.eye(stride, dtype=torch.bool, device=q.device)
     allowed[:, places] = True
+    allowed = allowed.tril() if layout.causal else allowed
+    blocks = torch.arange(N, device=q.device).reshape(1, 1, N, 1)
     return block_sparse_attention(
-        q,
-        k,
-        v,
-        torch.arange(N, device=q.device).reshape(1, 1, N, 1),
-        block_size=(stride, stride),
-        allowed=allowed.tril() if layout.causal else allowed,
-        key_padding_mask=padding,
+        q, k, v, blocks, block_size=(stride, stride), allowed=allowed, key_padding_mask=padding
     )
 
 
@@ -256,16 +237,12 @@ def _summaries(
 
         (q_0, q_1), (k_0, k_1), (v_0, v_1) = halves(q), halves(k), halves(v)
         mask_0, mask_1 = (None, None) if mask is None else (~x for x in halves(~mask))
-        later = window_attention(
-            q_1, k_0, v_0, window_size=(-1, -1), key_padding_mask=mask_0, return_lse=True
-        )
+        later = attend_to_all(q_1, k_0, v_0, mask_0)
         if layout.causal:
             o, lse = torch.zeros_like(later[0][:, :1]), torch.full_like(later[1][:, :1], -math.inf)
             earlier = o.expand(-1, q_0.shape[1], -1, -1), lse.expand(-1, q_0.shape[1], -1)
         else:
-            earlier = window_attention(
-                q_0, k_1, v_1, window_size=(-1, -1), key_padding_mask=mask_1, return_lse=True
-            )
+            earlier = attend_to_all(q_0, k_1, v_1, mask_1)
         o, lse = (
             torch.cat(x, 1).reshape(B, pairs * (x[0].shape[1] + x[1].shape[1]), *x[0].shape[2:])[:, :T]
             for x in zip(earlier, later, strict=True)

@@ -177,12 +177,10 @@ def _check_state(layout: Layout, state: FactorizedState, k: Tensor, v: Tensor) -
     """
     (B, _, G, D), M = k.shape, v.shape[3]
     for part in ("past", "recent"):
-        for name, width in (("k", D), ("v", M)):
+        for name, W in (("k", D), ("v", M)):
             x = getattr(state, f"{part}_{name}")
-            if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, G, width):
-                raise ValueError(
-                    f"state.{part}_{name} has shape {shape(x)}, but must be [{B}, X, {G}, {width}]"
-                )
+            if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, G, W):
+                raise ValueError(f"state.{part}_{name} has shape {shape(x)}, but must be [{B}, X, {G}, {W}]")
     for name in ("k", "v"):
         slots, recent = (getattr(state, f"{part}_{name}").shape[1] for part in ("past", "recent"))
         first, per_block = _slot_sizes(layout)
@@ -271,25 +269,19 @@ def _whole(layout: Layout, past: Tensor, base: Tensor, n: int) -> Tensor:
 
 
 def _add(
-    layout: Layout,
-    state: FactorizedState,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    keep: int,
-    count: Tensor | int,
+    layout: Layout, state: FactorizedState, k: Tensor, v: Tensor, place: Tensor, keep: int, new: Tensor | int
 ) -> FactorizedState:
-    """Make the state after `k`, `v [B,X,G,..]` at `position [B,X]`: the recent tokens, then new ones.
+    """Make the state after `k`, `v [B,X,G,..]` at positions `place [B,X]`: the recent tokens, then new ones.
 
-    The last `keep` of them stay recent; `count` of them are new.
+    The last `keep` of them stay recent; `new` of them are new.
     """
     begin = k.shape[1] - keep
-    following = state.position + count - keep
+    following = state.position + new - keep
     past_k, past_v = state.past_k, state.past_v
     if begin > 0:
         past_k, past_v = (
-            _store(layout, past, x[:, :begin], position[:, :begin], following)
+            _store(layout, past, x[:, :begin], place[:, :begin], following)
             for past, x in ((past_k, k), (past_v, v))
         )
         k, v = k[:, begin:].clone(), v[:, begin:].clone()
-    return FactorizedState(past_k, past_v, k, v, state.position + count)
+    return FactorizedState(past_k, past_v, k, v, state.position + new)

@@ -286,17 +286,10 @@ class SpatiotemporalAttention(MultiHeadAttention[None, None]):
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        return spatiotemporal_attention(
-            heads.q,
-            heads.k,
-            heads.v,
-            *self.shape[1:],
-            radius=self.radius,
-            stride=self.stride,
-            key_padding_mask=masks.key_padding_mask,
-            scale=self.scale,
-            relative=None if self.relative is None else list(self.relative),
-        )
+        (_, height, width), cube = self.shape, (self.radius, self.stride)
+        relative = [] if self.relative is None else list(self.relative)
+        padding = masks.key_padding_mask
+        return attend_in_grid(*heads[:3], height, width, *cube, padding, self.scale, relative)
 
     def pattern(self, length: int) -> Tensor:
         """Return which keys each query reads, the same for all heads: `[H,length,length]`, 1 or 0."""
