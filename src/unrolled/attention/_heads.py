@@ -16,7 +16,7 @@ class Heads(NamedTuple, Generic[Inputs]):
     """What a mechanism attends with: `q [B,T,H,D]`, `k [B,S,G,D]`, `v [B,S,G,M]`; in a step, without T and S.
 
     `positions [B,T]` is None in cross-attention, and unless `supports.positions` is true; `inputs` is what
-    `MultiHeadAttention.read_input` returned.
+    `MultiHeadAttention.read_input` returned; `recent` is the state of the convolution after these tokens.
     """
 
     q: Tensor
@@ -24,6 +24,7 @@ class Heads(NamedTuple, Generic[Inputs]):
     v: Tensor
     positions: Tensor | None = None
     inputs: Inputs = None  # type: ignore[assignment]
+    recent: Tensor | None = None
 
     def rotated(self) -> tuple[Tensor, Tensor]:
         """Return q and k rotated by their positions, or as they are where there are none."""

@@ -13,6 +13,7 @@ class HeadOptions(TypedDict, total=False):
     head_dim: int | None
     value_dim: int | None
     bias: bool
+    conv: int | None
 
 
 class CommonOptions(HeadOptions, total=False):

@@ -85,10 +85,10 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         window_size, dilation = self.window_size, self.dilation
         return dilated_window_attention(q, k, v, window_size=window_size, dilation=dilation, **masks)
 
-    def init_state(self, batch_size: int) -> WindowState:
+    def init_heads(self, batch_size: int) -> WindowState:
         """Make the state of `batch_size` sequences before their first token: an empty window."""
         if self.supports.recurrence == "none":
-            return super().init_state(batch_size)
+            return super().init_heads(batch_size)
         reach = self.window_size[0] * max(self.dilation)
         like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return empty_window(batch_size, reach, self.n_kv_heads, self.head_dim, self.value_dim, like)

@@ -13,6 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from unrolled.attention._conv import ConvolvedState, ShortConvolution
 from unrolled.attention._heads import MEMORY_GROWS, NO_MASKS, Heads, Inputs, Masks, Memory, Projected
 from unrolled.attention._options import CommonOptions
 from unrolled.contract import Supports, UnsupportedError
@@ -36,7 +37,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     A mechanism derives from this class, declares `supports` and defines `attend`. Depending on what it does,
     it also defines:
 
-    - to run as a recurrence: `init_state`, `prefill_heads` and `step_heads`, and `growing`, which says which
+    - to run as a recurrence: `init_heads`, `prefill_heads` and `step_heads`, and `growing`, which says which
       fields of the state grow;
     - to compute more from its input than queries, keys and values: `read_input`;
     - to normalise or gate its output: `merge_heads`;
@@ -51,6 +52,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         head_dim: width D of queries and keys per head; d_model / H by default.
         value_dim: width M of values per head; D by default.
         bias: give the projections a bias.
+        conv: number of taps W, at least 2, of a causal convolution over the projected queries, keys and
+            values (`unrolled.ops.conv`), which lets a recurrence compare a token with its neighbours; None
+            for no convolution. Only for causal attention that runs as a recurrence, without an `attn_mask`.
         rotary: encode positions by rotating queries and keys; self-attention only.
 
     Raises:
@@ -62,6 +66,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     growing: Growing = CONSTANT
     one_way: str = "`unrolled list` shows which are"
     no_rotary: str | None = None
+    conv_activation: bool = False  # whether silu follows the convolution
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         head_dim: int | None = None,
         value_dim: int | None = None,
         bias: bool = True,
+        conv: int | None = None,
         rotary: bool = False,
     ):
         super().__init__()
@@ -97,6 +103,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         self.widths = [n_heads * q_width, self.n_kv_heads * k_width, self.n_kv_heads * v_width]
         self.qkv_proj = Linear(d_model, sum(self.widths), bias=bias)
         self.out_proj = Linear(n_heads * self.value_dim, d_model, bias=bias)
+        self.short_conv = None if conv is None else self._make_conv(conv)
 
     # ---- what a mechanism defines, over heads
 
@@ -104,7 +111,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """Attend in parallel: `[B,T,H,M]`."""
         raise NotImplementedError
 
-    def init_state(self, batch_size: int) -> State:
+    def init_heads(self, batch_size: int) -> State:
         """Make the state of `batch_size` sequences before their first token."""
         raise UnsupportedError(f"{self.name} attention has no recurrent form; call forward instead")
 
@@ -182,6 +189,17 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         heads = self.heads_of(self.project(query, key, value), x, masks, cross=cross, **further)
         return self.merge_heads(self.attend(heads, masks), query)
 
+    def init_state(self, batch_size: int) -> State:
+        """Make the state of `batch_size` sequences before their first token.
+
+        With `conv` it is a `ConvolvedState` around the state of the mechanism.
+        """
+        state = self.init_heads(batch_size)
+        if self.short_conv is None:
+            return state
+        recent = self.short_conv.init_recent(batch_size, self.state_dtype)
+        return ConvolvedState(state, recent)  # type: ignore[return-value]
+
     def prefill(
         self, x: Tensor, state: State, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
@@ -196,7 +214,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         masks = Masks(key_padding_mask)
         x = self._without_padding(x, masks)
         heads = self.heads_of(self.project(x), x, masks, state=state)
-        o, state = self.prefill_heads(heads, state, key_padding_mask)
+        o, state = self.advance(heads, state, key_padding_mask)
         return self.merge_heads(o, x), state
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
@@ -205,7 +223,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         self._check_input("x_t", x_t, ("B",))
         check_state(self, state, x_t.shape[0], self.out_proj.weight)
         heads = self.heads_of(self.project(x_t), x_t, state=state)
-        o, state = self.step_heads(heads, state)
+        o, state = self.advance(heads, state)
         return self.merge_heads(o, x_t), state
 
     def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
@@ -304,14 +322,32 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             state: the state to continue from; None at the beginning of the sequence.
             further: other arguments of `read_input`.
         """
-        positions = None
+        positions = recent = None
+        if self.short_conv is not None:
+            projected, recent = self.short_conv(projected, masks, None if state is None else state.recent)
+            state = None if state is None else state.heads
         if self.supports.positions and not cross:
             if x.dim() == 2:
                 positions = state.position
             else:
                 positions = self.positions_of(x, masks)
                 positions = positions if state is None else state.position.unsqueeze(1) + positions
-        return Heads(*projected, positions, self.read_input(x, **further))
+        return Heads(*projected, positions, self.read_input(x, **further), recent)
+
+    def advance(
+        self, heads: Heads[Inputs], state: State, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Attend causally to the state and to new tokens, those that `heads_of` combined with this state.
+
+        Returns:
+            `[B,T,H,M]` and the new state; for one token without T.
+        """
+        inner: State = state if heads.recent is None else state.heads  # type: ignore[attr-defined]
+        if heads.q.dim() == 3:
+            o, inner = self.step_heads(heads, inner)
+        else:
+            o, inner = self.prefill_heads(heads, inner, key_padding_mask)
+        return o, inner if heads.recent is None else ConvolvedState(inner, heads.recent)  # type: ignore
 
     def positions_of(self, x: Tensor, masks: Masks = NO_MASKS) -> Tensor:
         """Return the position of each token of `x [B,T,d_model]` in its sequence, `[B,T]`."""
@@ -348,6 +384,19 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def state_dtype(self) -> torch.dtype:
         """The dtype of the sums in a state: fp32, or fp64 for fp64 weights."""
         return accumulation_dtype(self.out_proj.weight.dtype)
+
+    def _make_conv(self, taps: int) -> ShortConvolution:
+        if self.supports.recurrence == "none" or not self.causal:
+            raise UnsupportedError(
+                f"conv is {taps}, but {self.name} attention has a convolution only where it runs as a "
+                "recurrence, with causal=True"
+            )
+        if taps < 2:
+            raise ValueError(f"conv is {taps}, but must be at least 2, or None")
+        self.supports = self.supports.but(
+            bidirectional=False, cross=False, single_queries=False, weights=False, attn_mask=False
+        )
+        return ShortConvolution(self.widths, taps, self.conv_activation)
 
     # ---- checks
 

@@ -5,6 +5,7 @@ r"""DeltaNet: linear attention that replaces what a key retrieves, rather than a
 In two steps: the state decays, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves the value that k_t
 retrieves towards v_t, one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Queries and keys
 have length 1, q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is b = max_beta sigmoid(W_b x).
+With `conv`, as in the published models, silu follows the convolution, that of the values too.
 
 DeltaNet has a = 1. Gated DeltaNet (`gated=True`) decays, log a = -exp(A) softplus(W_a x + c) with A and c
 learned per head, and gates its output by silu(W_g x).
@@ -24,7 +25,7 @@ for i >= j, and S the state before it, the C corrections of a chunk solve a tria
 Cost per head: in training time O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)), with C = 32, or 64 for
 heads wider than 64; per generated token time, memory and state O(D M).
 Cannot: attend in both directions or to another sequence, nor honour an `attn_mask`. There is no denominator,
-so each head's output is normalised. The short convolutions of the published models are left out.
+so each head's output is normalised.
 Equals softmax attention: never. With b = 1, no decay and orthonormal keys it retrieves each value exactly.
 
 With `rotary`, queries and keys are rotated after they are scaled to length 1, which rotation keeps.
@@ -73,6 +74,7 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
     """
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True)
+    conv_activation = True
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         """Run over whole sequences."""
         return self._run(heads, None, masks)[0]
 
-    def init_state(self, batch_size: int) -> DeltaNetState:
+    def init_heads(self, batch_size: int) -> DeltaNetState:
         """Make the state of `batch_size` sequences before their first token: zeros."""
         like, sizes = self.out_proj.weight, (self.n_kv_heads, self.head_dim, self.value_dim)
         kv = like.new_zeros(batch_size, *sizes, dtype=self.state_dtype)
@@ -143,7 +145,9 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
 
     def _rule(self, heads: Heads[Rates]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Compute the inputs of the rule: q and k of length 1, v in the accumulation dtype, and the rates."""
-        q, k, v, positions, (beta, log_decay) = heads
+        q, k, v, positions, (beta, log_decay), _ = heads
+        if self.short_conv is None:
+            q, k = silu(q.to(self.state_dtype)), silu(k.to(self.state_dtype))
         q, k = _unit(q), _unit(k)
         if positions is not None:
             q, k = rotary(q, positions), rotary(k, positions)
@@ -151,6 +155,6 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Return silu(x) scaled to length 1, or shorter where it is close to 0."""
-    x = silu(x.to(accumulation_dtype(x.dtype)))
+    """Scale x to length 1, or shorter where it is close to 0."""
+    x = x.to(accumulation_dtype(x.dtype))
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -207,7 +207,7 @@ class EfficientAttention(MultiHeadAttention[EfficientState, None]):
             return causal_efficient_attention(*heads[:3], key_padding_mask=masks.key_padding_mask)[0]
         return packed_causal_efficient_attention(*heads[:3], masks.cu_seqlens)
 
-    def init_state(self, batch_size: int) -> EfficientState:
+    def init_heads(self, batch_size: int) -> EfficientState:
         """Make the state of `batch_size` sequences before their first token."""
         k = self.out_proj.weight.new_empty(batch_size, 0, self.n_kv_heads, self.head_dim)
         return empty_state(k, k.new_empty(0, self.value_dim), self.state_dtype)

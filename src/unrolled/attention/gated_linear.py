@@ -99,7 +99,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
         gate = silu(self.gate_proj(x)).reshape(o.shape)
         return super().merge_heads(self.head_norm(o) * gate, x)
 
-    def init_state(self, batch_size: int) -> GatedLinearState:
+    def init_heads(self, batch_size: int) -> GatedLinearState:
         """Make the state of `batch_size` sequences before their first token: zeros."""
         size = (batch_size, self.n_kv_heads, self.head_dim, self.value_dim)
         return GatedLinearState(self.out_proj.weight.new_zeros(size, dtype=self.state_dtype))

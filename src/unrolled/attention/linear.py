@@ -127,7 +127,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         """Attend in parallel."""
         return self._attend(heads, None, masks, causal=self.causal)[0]
 
-    def init_state(self, batch_size: int) -> LinearAttentionState:
+    def init_heads(self, batch_size: int) -> LinearAttentionState:
         """Make the state of `batch_size` sequences before their first token: zeros."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
@@ -146,7 +146,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         self, heads: Heads[None], state: LinearAttentionState
     ) -> tuple[Tensor, LinearAttentionState]:
         """Run one step of the recurrence."""
-        q, k, v, positions, _ = heads
+        q, k, v, positions, *_ = heads
         kv, k_sum, position = state
         if self.rotary and positions is not None:
             q, k, v = (x.unsqueeze(1) for x in (q, k, v))

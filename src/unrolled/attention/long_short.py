@@ -261,7 +261,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
     def _attend(self, heads: Heads[Pooling], padding: Tensor | None) -> Tensor:
         """Attend in rows whose padding, if any, is on the right."""
         assert self.window is not None
-        q, k, v, _, (logits,) = heads
+        q, k, v, _, (logits,), _ = heads
         near_q, near_k = self._window_heads(heads)
         near_v = _normalised(v, self.window_norm)
         if not self.causal:
@@ -300,13 +300,13 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
             padding = pad(padding, (0, n * l - T), value=True).reshape(B, n, l)
         return tuple(_normalised(pool(logits, x, padding), self.landmark_norm).to(v.dtype) for x in (k, v))
 
-    def init_state(self, batch_size: int) -> LongShortState:
+    def init_heads(self, batch_size: int) -> LongShortState:
         """Make the state of `batch_size` sequences before their first token: zeros, one slot for landmarks.
 
         Without landmarks, no chunk is kept, and the size of the state is constant.
         """
         if self.window is None:
-            return super().init_state(batch_size)
+            return super().init_heads(batch_size)
         zero = self.out_proj.weight.new_zeros((), dtype=self.state_dtype)
         B, G, l = batch_size, self.n_kv_heads, self.chunk if self.rank else 0  # noqa: E741 the paper's letter
         sizes = [(1, self.rank, G), (self.window, G), (l, G)]
@@ -326,7 +326,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         if key_padding_mask is not None:
             padding = key_padding_mask
         places = valid_first(padding)
-        q, k, v, positions, (logits,) = _reorder(heads, places, padding)
+        q, k, v, positions, (logits,), _ = _reorder(heads, places, padding)
         padding, back = reorder(padding, places), places.argsort(1)
         q, k, v, logits = (x.to(dtype) for x in (q, k, v, logits))
 

@@ -369,7 +369,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         """Attend in parallel."""
         return self._favor(heads, None, masks)[0]
 
-    def init_state(self, batch_size: int) -> PerformerState:
+    def init_heads(self, batch_size: int) -> PerformerState:
         """Make the state of `batch_size` sequences before their first token: empty sums, no maximum."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)

@@ -179,7 +179,7 @@ class Retention(MultiHeadAttention[RetentionState, None]):
         gate = silu(self.gate_proj(x)).reshape(o.shape)
         return super().merge_heads(self.head_norm(o) * gate, x)
 
-    def init_state(self, batch_size: int) -> RetentionState:
+    def init_heads(self, batch_size: int) -> RetentionState:
         """Make the state of `batch_size` sequences before their first token: zeros."""
         like = self.out_proj.weight
         size = (batch_size, self.n_kv_heads, self.head_dim, self.value_dim)
@@ -194,13 +194,13 @@ class Retention(MultiHeadAttention[RetentionState, None]):
         return o, RetentionState(kv, advance(state.position, heads.q, key_padding_mask))
 
     def _retain(self, heads: Heads[None], state: Tensor | None, masks: Masks) -> tuple[Tensor, Tensor]:
-        q, k, v, positions, _ = heads
+        q, k, v, positions, *_ = heads
         rates = log_gamma(self.n_kv_heads, q.device)
         return retention(q, k, v, rates, positions, closed=self.closed, state=state, **masks.of_keys())
 
     def step_heads(self, heads: Heads[None], state: RetentionState) -> tuple[Tensor, RetentionState]:
         """Run one step of the recurrence (eq. 6)."""
-        q, k, v, position, _ = heads
+        q, k, v, position, *_ = heads
         rates = log_gamma(self.n_kv_heads, q.device)
         o, kv = retention_step(q, k, v, rates, state.kv, position, closed=self.closed)
         return o, RetentionState(kv, state.position + 1)

@@ -352,7 +352,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         """Attend in parallel."""
         return self._run(heads, None, masks)[0]
 
-    def init_state(self, batch_size: int) -> RfaState:
+    def init_heads(self, batch_size: int) -> RfaState:
         """Make the state of `batch_size` sequences before their first token."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)

@@ -119,7 +119,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         if masks.cu_seqlens is None:
-            q, k, v, positions, _ = heads
+            q, k, v, positions, *_ = heads
             return self._gated(q, v, self._attend(q, k, v, positions is not None, masks))
         if masks.attn_mask is not None:
             raise UnsupportedError("aft takes attn_mask or cu_seqlens, not both: put packing in attn_mask")
@@ -180,7 +180,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
         allowed = allowed & allowed.new_ones(1, 1, T, S)
         return average_reference(k, v, w, allowed)
 
-    def init_state(self, batch_size: int) -> AFTState:
+    def init_heads(self, batch_size: int) -> AFTState:
         """Make the state of `batch_size` sequences before their first token: no keys, and empty sums."""
         like, (_, K, M) = self.out_proj.weight, self.head_widths()
         W = 0 if self.grows else max(0, self.window - 1)
@@ -196,7 +196,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
         self, heads: Heads[None], state: AFTState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, AFTState]:
         """Attend in parallel to the state and to the new tokens."""
-        q, k, v, _, _ = heads
+        q, k, v, *_ = heads
         k, v = k.to(state.k.dtype), v.to(state.k.dtype)
         (B, T), W = q.shape[:2], state.k.shape[1]
         if T == 0:

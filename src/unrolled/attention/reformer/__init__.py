@@ -161,7 +161,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
             o[0, places[~padding]] = self._attend(q_n, k_n, v_n, buckets_n, padding)[~padding]
         return o
 
-    def init_state(self, batch_size: int) -> ReformerState:
+    def init_heads(self, batch_size: int) -> ReformerState:
         """Make the state of `batch_size` sequences before their first token: no tokens."""
         like = self.out_proj.weight.new_empty(batch_size, 0, self.n_heads, 0, dtype=self.state_dtype)
         k, v, buckets = (pad(like, (0, n)) for n in (self.head_dim, self.value_dim, self.n_rounds))

@@ -101,7 +101,7 @@ class SparseTransformerAttention(MultiHeadAttention[FactorizedState, None]):
         q, k = heads.rotated()
         return factorized_attention(q, k, heads.v, self.layout, key_padding_mask=masks.key_padding_mask)
 
-    def init_state(self, batch_size: int) -> FactorizedState:
+    def init_heads(self, batch_size: int) -> FactorizedState:
         """Make the state of `batch_size` sequences before their first token: no tokens."""
         like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return empty_state(self.layout, batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)

@@ -92,11 +92,11 @@ class LinearizedAttention(nn.Module):
         if T == 1 and padding is None:
             q, k, v = (heads[:, 0] for heads in projected)
             token = mechanism.heads_of((q, k, v), x[:, 0], state=state)
-            o, state = mechanism.step_heads(token, state)
+            o, state = mechanism.advance(token, state)
             o = o.unsqueeze(1)
         else:
             heads = mechanism.heads_of(projected, x, Masks(padding), state=state)
-            o, state = mechanism.prefill_heads(heads, state, padding)
+            o, state = mechanism.advance(heads, state, padding)
         entry.put(state, T)
         return o
 

@@ -1,0 +1,73 @@
+"""A short convolution of queries, keys and values, for mechanisms that run as a recurrence."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from unrolled.attention._heads import Masks, Projected
+from unrolled.ops.conv import causal_conv, causal_conv_step
+
+
+class ConvolvedState(NamedTuple):
+    """The state of a mechanism, and the last W - 1 projections of its input `[B,W-1,C]`, the latest last."""
+
+    heads: Any
+    recent: Tensor
+
+
+class ShortConvolution(nn.Module):
+    """Filters every channel of queries, keys and values over the last W tokens; see `unrolled.ops.conv`.
+
+    It begins as the identity: the last tap, that of the current token, is 1 and the others are 0.
+
+    Args:
+        widths: numbers of channels of queries, keys and values, over all heads.
+        taps: the number of tokens W.
+        activation: apply silu to the result.
+    """
+
+    def __init__(self, widths: Sequence[int], taps: int, activation: bool):
+        super().__init__()
+        self.widths, self.activation = list(widths), activation
+        self.weight = nn.Parameter(torch.zeros(sum(widths), taps))
+        nn.init.ones_(self.weight[:, -1])
+
+    def init_recent(self, batch_size: int, dtype: torch.dtype) -> Tensor:
+        """Make the inputs before the first token: zeros."""
+        channels, taps = self.weight.shape
+        return self.weight.new_zeros(batch_size, taps - 1, channels, dtype=dtype)
+
+    def forward(
+        self, projected: Projected, masks: Masks, recent: Tensor | None = None
+    ) -> tuple[Projected, Tensor]:
+        """Filter `q [B,T,H,D]`, `k [B,T,G,D]`, `v [B,T,G,M]`, or one token without T.
+
+        Returns:
+            the three of them, and the last inputs after them, one row per sequence.
+        """
+        flat = [x.flatten(-2) for x in projected]
+        if recent is not None and flat[0].dim() == 2:
+            y, after = causal_conv_step(torch.cat(flat, -1), self.weight, recent)
+            ys = y.split_with_sizes(self.widths, -1)
+        else:
+            weights = self.weight.split_with_sizes(self.widths)
+            states = [None] * 3 if recent is None else recent.split_with_sizes(self.widths, -1)
+            results = [
+                causal_conv(x, weight, state=state, **masks.of_keys())
+                for x, weight, state in zip(flat, weights, states, strict=True)
+            ]
+            ys, afters = zip(*results, strict=True)
+            after = torch.cat(afters, -1)
+        q, k, v = (
+            torch.unflatten(silu(y) if self.activation else y, -1, x.shape[-2:])
+            for y, x in zip(ys, projected, strict=True)
+        )
+        return (q, k, v), after
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        channels, taps = self.weight.shape
+        return f"{channels}, taps={taps}, activation={self.activation}"
