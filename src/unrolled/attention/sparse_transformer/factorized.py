@@ -53,7 +53,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name, options in (("kind", KINDS), ("reads", READS)):
-            if (value := getattr(self, name)) not in options:
+            value = getattr(self, name)
+            if value not in options:
                 raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(options)}")
         check_integers(1, stride=self.stride)
         check_integers_only(window=self.window, summary=self.summary, subblocks=self.subblocks)
