@@ -70,10 +70,7 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
         ),
         (["step", "--lengths", "0,5"], "--lengths is '0,5', but must be positive"),
         (["step", "--lengths", ","], "--lengths is ',', but must be positive"),
-        (
-            ["step", "--device", "meta"],
-            "--device is meta, but must be a device whose tensors hold values",
-        ),
+        (["step", "--device", "meta"], "--device is meta, but must be a device whose tensors hold values"),
         (["step", "--device", "nowhere"], "--device nowhere cannot be used here"),
     ],
 )

@@ -227,8 +227,7 @@ def test_sentences_of_ones_own_are_encoded_like_those_of_the_files(folder):
     with pytest.raises(ValueError, match="the words robert, sings are not among the 19 of the stories"):
         dataset.encode(["Mary sings.", "Where is Robert?"])
     with pytest.raises(
-        ValueError,
-        match="the story has 1 lines, but must have at least 2: sentences and then a question",
+        ValueError, match="the story has 1 lines, but must have at least 2: sentences and then a question"
     ):
         dataset.encode(["Where is Mary?"])
     with pytest.raises(ValueError, match="line 2 has no words"):

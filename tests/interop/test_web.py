@@ -294,8 +294,7 @@ def test_the_demo_trains_what_it_can_and_says_what_it_cannot(runtime, tmp_path, 
     monkeypatch.setattr(web, "write_site", write_site)
     out = tmp_path / "runs"
     result = CliRunner().invoke(
-        app,
-        ["demo", "--web", "--no-serve", "--steps", "10", "--out", str(out), "--runtime", str(runtime)],
+        app, ["demo", "--web", "--no-serve", "--steps", "10", "--out", str(out), "--runtime", str(runtime)]
     )
     assert result.exit_code == 0, result.output
     assert "the page will have no text models" in result.output

@@ -105,13 +105,7 @@ def layer(name: str, length: int, causal: bool, options: Mapping[str, Any]) -> n
     bound = {"max_length": length} if mechanism.supports.max_length else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module: nn.Module = mechanism(
-            D_MODEL,
-            N_HEADS,
-            causal=causal,
-            **bound,
-            **options,
-        )
+        module: nn.Module = mechanism(D_MODEL, N_HEADS, causal=causal, **bound, **options)
         return module
 
 

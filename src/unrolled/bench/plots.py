@@ -73,11 +73,7 @@ def digit_sheet(theme: Theme, images: NDArray[np.uint8], levels: int, columns: i
 
 
 def completion_sheet(
-    theme: Theme,
-    originals: NDArray[np.uint8],
-    completed: NDArray[np.uint8],
-    rows_given: int,
-    levels: int,
+    theme: Theme, originals: NDArray[np.uint8], completed: NDArray[np.uint8], rows_given: int, levels: int
 ) -> Figure:
     """Draw originals [N, H, W] in the top row, what was given below, then completions [N, K, H, W].
 

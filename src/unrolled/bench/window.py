@@ -36,12 +36,7 @@ def problem(length: int, settings: Settings, *, left: int, right: int, gradients
     ]
     contenders.append(
         contender(
-            "torch SDPA, dense",
-            dense,
-            inputs,
-            gradients=gradients,
-            definition="dense",
-            heads_first=True,
+            "torch SDPA, dense", dense, inputs, gradients=gradients, definition="dense", heads_first=True
         )
     )
     kinds = {

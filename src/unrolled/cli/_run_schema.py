@@ -69,11 +69,7 @@ def run_schema() -> Schema:
 
 def _object(properties: Mapping[str, Schema], required: Iterable[str] = ()) -> Schema:
     """Return the schema of a mapping with these keys and no others; its type is the caller's."""
-    return {
-        "properties": dict(properties),
-        "required": list(required),
-        "additionalProperties": False,
-    }
+    return {"properties": dict(properties), "required": list(required), "additionalProperties": False}
 
 
 def _chosen(section: str, names: Iterable[str], default: str | None = None) -> Schema:

@@ -24,8 +24,7 @@ def bench(
         str | None, typer.Option(help="Sequence lengths, as in 256,1024; by default those of each case.")
     ] = None,
     only: Annotated[
-        str | None,
-        typer.Option(help="Words in the names of the contenders to measure, as in performer,aft."),
+        str | None, typer.Option(help="Words in the names of the contenders to measure, as in performer,aft.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of every contender.")] = 1,
     seconds: Annotated[
@@ -111,10 +110,7 @@ def _write(found: "Report", case: "Case", abouts: dict[str, tuple[str, str]], ou
     from unrolled.bench import report
     from unrolled.folders import writing_folder
 
-    files = {
-        "results.json": found.to_json().encode(),
-        "results.md": report.markdown(found, abouts).encode(),
-    }
+    files = {"results.json": found.to_json().encode(), "results.md": report.markdown(found, abouts).encode()}
     if find_spec("matplotlib") is not None:
         from unrolled.bench import figures
 

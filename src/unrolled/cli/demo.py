@@ -61,8 +61,7 @@ def demo(
         bool, typer.Option("--resume/--fresh", help="Resume from the last checkpoint, or start over.")
     ] = True,
     web: Annotated[
-        bool,
-        typer.Option("--web", help="Instead of a report, serve a web page that runs small models."),
+        bool, typer.Option("--web", help="Instead of a report, serve a web page that runs small models.")
     ] = False,
     port: Annotated[
         int | None,

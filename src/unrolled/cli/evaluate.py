@@ -27,8 +27,7 @@ def evaluate(
         typer.Option("--split", help=f"For translation: the split to translate; by default {TEST_PART}."),
     ] = None,
     beam_size: Annotated[
-        int | None,
-        typer.Option(help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}."),
+        int | None, typer.Option(help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}.")
     ] = None,
     length_penalty: Annotated[
         float | None,

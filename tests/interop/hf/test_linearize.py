@@ -35,12 +35,7 @@ from unrolled.interop import hf
 from unrolled.interop.hf.linearized_attention import LinearizedAttention, padding_of
 from unrolled.testing._kit import assert_identical, with_gradients
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 50, "max_position_embeddings": 128}
 GROUPED = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 MAKERS = {
@@ -159,11 +154,7 @@ def test_another_model_of_the_same_config_is_left_alone():
     assert not hasattr(other.config, "unrolled_attention")
 
 
-OPTIONS = {
-    "window": {"window": 4},
-    "longformer": {"window": 4},
-    "aft": {"max_length": 128},
-}
+OPTIONS = {"window": {"window": 4}, "longformer": {"window": 4}, "aft": {"max_length": 128}}
 
 UNGROUPED = {"aft"}  # takes as many heads of keys as of queries
 
@@ -373,11 +364,7 @@ def test_a_cache_of_keys_and_values_is_refused():
         ({"window": 3}, ValueError, "invalid options .* for linear attention"),
         ({"feature_map": torch.nn.ReLU()}, ValueError, "options must be JSON-serialisable"),
         ({"rotary": True}, ValueError, "rotary is True, but must be left out"),
-        (
-            {"attention": "linformer", "max_length": 8},
-            UnsupportedError,
-            "linformer attention is not causal",
-        ),
+        ({"attention": "linformer", "max_length": 8}, UnsupportedError, "linformer attention is not causal"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(given, error, sentence):
