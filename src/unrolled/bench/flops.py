@@ -45,6 +45,26 @@ def softmax_attention_gradient(pairs: int, length: int, width: int, values: int)
     return pairs * (4 * width + 4 * values + 4) + length * 2 * values
 
 
+def of_head(
+    function: str,
+    length: int,
+    width: int,
+    gradients: bool,
+    *,
+    left: int | None = None,
+    right: int | None = 0,
+) -> int:
+    """Attention of one head of this width, with its gradients or without.
+
+    `function` is "linear", "linear, not normalised" or "softmax", which reads as in `pairs_within`.
+    """
+    if function == "softmax":
+        sizes = (pairs_within(length, left, right), length, width, width)
+        return softmax_attention(*sizes) + gradients * softmax_attention_gradient(*sizes)
+    forward = linear_attention(length, width, width, normalize=function == "linear")
+    return forward + gradients * linear_attention_gradient(length, width, width)
+
+
 def decoder_matmuls(d_model: int, d_ff: int, n_layers: int, vocab_size: int) -> int:
     """The matrix products of one token in a decoder, without those of its attention."""
     per_layer = 4 * d_model * d_model + 2 * d_model * d_ff

@@ -82,7 +82,7 @@ def fla_triton(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 def onnxruntime_linear(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Function:
     """Bind ONNX Runtime's fused operator to `[1,N,H,D]`: inference, not normalised.
 
-    The operator wants `[B,N,H*D]`, which is the same memory; inputs and outputs are bound to it beforehand.
+    The operator takes `[B,N,H*D]`, which has the same memory layout; inputs and outputs are bound once.
     """
     import numpy as np
     import onnxruntime
@@ -92,13 +92,8 @@ def onnxruntime_linear(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Functio
         raise MissingError(f"onnxruntime is {onnxruntime.__version__}, but must be 1.31 or newer")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     (B, N, H, D), M = q.shape, v.shape[-1]
-    shapes = {
-        "q": [B, N, H * D],
-        "k": [B, N, H * D],
-        "v": [B, N, H * M],
-        "o": [B, N, H * M],
-        "s": [B, H, D, M],
-    }
+    queries, values_shape = [B, N, H * D], [B, N, H * M]
+    shapes = {"q": queries, "k": queries, "v": values_shape, "o": values_shape, "s": [B, H, D, M]}
     values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, s) for name, s in shapes.items()}
     node = helper.make_node(
         "LinearAttention",
