@@ -39,7 +39,9 @@ def build(figures: Mapping[str, Any], pictures: Mapping[str, Mapping[str, bytes]
     tables = {
         "cost_table": _cost_table(figures["cost"]),
         "command": escape(command(figures)),
-        "seconds": escape(_seconds(figures["seconds"])),
+        "seconds": escape(
+            ", ".join(f"{x} {duration(s)}" for x, s in figures["seconds"].items() if x != "total")
+        ),
     }
     template = resources.files("unrolled.cli").joinpath("report.html").read_text(encoding="utf-8")
     sentences = {name: escape(text) for name, text in _values(figures).items()}
@@ -134,8 +136,3 @@ def _changed(kind: type[Any], config: Mapping[str, Any]) -> dict[str, Any]:
         for field in fields(kind)
     }
     return {name: value for name, value in config.items() if value != defaults[name]}
-
-
-def _seconds(seconds: Mapping[str, float]) -> str:
-    parts = (f"{name} {duration(value)}" for name, value in seconds.items() if name != "total")
-    return ", ".join(parts)

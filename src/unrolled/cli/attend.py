@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unrolled.cli._options import DataDir, Force
-from unrolled.cli._output import check_picture, software
-from unrolled.extras import how_to_install
+from unrolled.cli._output import check_picture, require_matplotlib, software
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,17 +48,17 @@ def attend(
       unrolled attend runs/babi/1 --file story.txt
       unrolled attend runs/ntm
     """
-    from importlib.util import find_spec
-
     from unrolled import models
 
-    if find_spec("matplotlib") is None:
-        raise ValueError(f"matplotlib is missing: {how_to_install('plot')}")
+    require_matplotlib()
     from unrolled.bench import plots
+    from unrolled.cli.run_config import read_text
     from unrolled.files import write_file
 
     check_picture(out, "attend", force)
-    lines = list(text or []) + (_lines(file) if file is not None else [])
+    lines = list(text or [])
+    if file is not None:
+        lines += [line for line in read_text(file).splitlines() if line.strip()]
     model: Any = models.load(run_dir).eval()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box
@@ -191,12 +190,7 @@ def _dataset(run_dir: Path, data_dir: Path | None) -> Any:
     from unrolled import data
     from unrolled.cli import run_config
 
-    file = run_dir / run_config.FILE_NAME
-    if not file.exists():
-        raise ValueError(f"{run_dir} is not a run folder of unrolled train: it has no {run_config.FILE_NAME}")
-    options = dict(run_config.read(file, [])["data"])
-    if data_dir is not None:
-        options["data_dir"] = str(data_dir)
+    options = dict(run_config.read_saved(run_dir, data_dir)["data"])
     return data.load(options.pop("name"), **options)
 
 
@@ -205,10 +199,3 @@ def _example(batches: Any, example: int) -> Any:
         if index == example:
             return batch
     raise ValueError(f"--example is {example}, but must be at most {index}")
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not a text file: {error}") from error

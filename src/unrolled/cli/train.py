@@ -87,9 +87,7 @@ def train(
     from unrolled.folders import check_folder, contents
     from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
 
-    if data_dir is not None:
-        overrides = [*(overrides or []), f"data.data_dir={str(data_dir)!r}"]
-    run = run_config.resolve(run_config.read(config, overrides or []))
+    run = run_config.resolve(run_config.read(config, overrides or [], data_dir))
 
     def made_before() -> bool:
         found = contents(run.run_dir)
@@ -97,9 +95,8 @@ def train(
 
     check_folder(run.run_dir, "a run of unrolled train with its checkpoint", made_before, force=force)
     torch.manual_seed(run.train.seed)  # the initial weights
-    model: Any = run.kind(run.model)
     where = choose(device)
-    model.to(where)
+    model: Any = run.kind(run.model).to(where)
     run.dataset.vocabulary.attach(model)
 
     if dry_run:
