@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from commands import run, works
+from commands import error, works
 from torch import nn
 
 from unrolled import models
@@ -18,12 +18,6 @@ from unrolled.models import Decoder, DecoderConfig, EncoderDecoder, EncoderDecod
 from unrolled.models.saving import SavedModel
 
 STORY = "1 Mary moved to the bathroom.\n2 John went to the hallway.\n3 Where is Mary? \tbathroom\t1\n"
-
-
-def error(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    return result.stderr.removeprefix("error: ").strip()
 
 
 class Copier(SavedModel):
@@ -119,6 +113,13 @@ def drawn(monkeypatch, name):
     return given
 
 
+def loads_a_copier(monkeypatch, words):
+    """Let every folder hold a model that repeats these words."""
+    vocabulary = Pieces(words)
+    monkeypatch.setattr(models, "load", lambda path: Copier(len(vocabulary.pieces)))
+    monkeypatch.setattr(Vocabulary, "load", classmethod(lambda cls, path: vocabulary))
+
+
 def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
@@ -155,13 +156,8 @@ def test_a_story_of_ones_own_comes_from_options_or_a_file(stories, tmp_path, mon
 def test_the_heads_of_a_turing_machine_are_drawn(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     options = {"memory_size": 6, "memory_width": 4}
-    resolved = run_config.resolve(
-        {
-            "data": {"name": "copy_bits", "max_length": 3},
-            "model": {"hidden_size": 8, "cell_options": options},
-            "run_dir": str(folder),
-        }
-    )
+    settings = {"data": {"name": "copy_bits", "max_length": 3}, "run_dir": str(folder)}
+    resolved = run_config.resolve(settings | {"model": {"hidden_size": 8, "cell_options": options}})
     resolved.save()
     model = NTMModel(resolved.model)
     model.save(folder)
@@ -177,10 +173,7 @@ def test_the_heads_of_a_turing_machine_are_drawn(tmp_path, monkeypatch):
 
 
 def test_a_translation_is_printed_and_drawn(tmp_path, monkeypatch):
-    vocabulary = Pieces("the bicycle is red")
-    model = Copier(len(vocabulary.pieces))
-    monkeypatch.setattr(models, "load", lambda path: model)
-    monkeypatch.setattr(Vocabulary, "load", classmethod(lambda cls, path: vocabulary))
+    loads_a_copier(monkeypatch, "the bicycle is red")
     out = tmp_path / "a.png"
     result = works("attend", tmp_path, "--text", "the bicycle", "--text", "red is the", "--out", out)
     assert result.stdout.splitlines() == ["the bicycle </s>", "red is the </s>"]
@@ -224,10 +217,8 @@ def inside(figure):
     """Whether all that is drawn of a figure lies within its picture."""
     figure.set_dpi(plots.DPI)
     plots.png(figure)  # which lays it out, and warns where it cannot
-    drawn, whole = figure.get_tightbbox(), figure.bbox_inches
-    slack = 0.05  # inches
-    low, high = whole.min - slack, whole.max + slack
-    return bool((drawn.min >= low).all() and (drawn.max <= high).all())
+    drawn, whole = figure.get_tightbbox(), figure.bbox_inches.padded(0.05)
+    return bool((drawn.min >= whole.min).all() and (drawn.max <= whole.max).all())
 
 
 @pytest.mark.parametrize("word", ["W" * 40, "i" * 500, "\ufffd" * 70, "a"])
@@ -244,10 +235,7 @@ def test_dollars_are_no_formula():
 
 
 def test_letters_that_the_font_lacks_are_drawn_without_a_warning(tmp_path, monkeypatch):
-    vocabulary = Pieces("\u72ac \u8d70")
-    model = Copier(len(vocabulary.pieces))
-    monkeypatch.setattr(models, "load", lambda path: model)
-    monkeypatch.setattr(Vocabulary, "load", classmethod(lambda cls, path: vocabulary))
+    loads_a_copier(monkeypatch, "\u72ac \u8d70")
     works("attend", tmp_path, "--text", "\u72ac \u8d70", "--out", tmp_path / "a.png")  # a warning is an error
     assert is_png(tmp_path / "a.png")
 
