@@ -7,26 +7,8 @@ import pickle
 import huggingface_hub
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    BertLMHeadModel,
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from unrolled import attention
@@ -38,27 +20,31 @@ from unrolled.testing._kit import assert_identical, with_gradients
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 50, "max_position_embeddings": 128}
 GROUPED = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-MAKERS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
-    "llama-bias": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, attention_bias=True, head_dim=12)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=None)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=4, n_positions=128, **IDS, **SCALED)
-    ),
-    "bert": lambda: BertForMaskedLM(BertConfig(**TEXT)),
-    "vit": lambda: ViTForImageClassification(ViTConfig(**SIZES, image_size=16, patch_size=4)),
+GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+GPT2 |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None, "scale_attn_by_inverse_layer_idx": True}
+MODELS = {
+    "llama": ("Llama", "ForCausalLM", GROUPED),
+    "llama-bias": ("Llama", "ForCausalLM", GROUPED | {"attention_bias": True, "head_dim": 12}),
+    "mistral": ("Mistral", "ForCausalLM", GROUPED | {"sliding_window": None}),
+    "qwen2": ("Qwen2", "ForCausalLM", GROUPED),
+    "qwen3": ("Qwen3", "ForCausalLM", GROUPED | {"head_dim": 8}),
+    "gpt2": ("GPT2", "LMHeadModel", GPT2),
+    "bert": ("Bert", "ForMaskedLM", TEXT),
+    "vit": ("ViT", "ForImageClassification", SIZES | {"image_size": 16, "patch_size": 4}),
 }
-IDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
-SCALED = {"scale_attn_by_inverse_layer_idx": True}
 CAUSAL = ["llama", "qwen3", "gpt2"]
+
+
+def initial(family, head, fields):
+    """Make a model of transformers with the weights of its initialisation."""
+    config = getattr(transformers, f"{family}Config")(**fields)
+    return getattr(transformers, family + head)(config).eval()
 
 
 def make(name):
     """Make a small model whose attention is far from uniform."""
     torch.manual_seed(0)
-    model = MAKERS[name]().eval()
+    model = initial(*MODELS[name])
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -77,16 +63,16 @@ def inputs(name, padded="left"):
     return {"input_ids": ids * tokens, "attention_mask": tokens}
 
 
-def logits(model, given, **further):
-    """Give the logits of what is no padding."""
+def logits(model, given):
+    """Return the logits at valid tokens."""
     with torch.no_grad():
-        found = model(**given, **further).logits
+        found = model(**given).logits
     return found[given["attention_mask"].bool()] if "attention_mask" in given else found
 
 
 @pytest.mark.parametrize("padded", ["left", "right"])
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all layers", "one layer"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_softmax_in_the_place_of_softmax_changes_nothing(name, layers, padded):
     model, given = make(name), inputs(name, padded)
     expected = logits(model, given)
@@ -119,13 +105,12 @@ def plain_linear(module, query, key, value, mask, scaling, dropout=0.0, **furthe
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
 def test_linear_attention_is_that_of_its_definition(name):
-    from transformers import AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
     model, given = make(name), inputs(name)
     ours = hf.linearize(copy.deepcopy(model), "linear")
-    AttentionInterface.register("plain_linear", plain_linear)
-    AttentionMaskInterface.register("plain_linear", flash_attention_mask)
+    transformers.AttentionInterface.register("plain_linear", plain_linear)
+    transformers.AttentionMaskInterface.register("plain_linear", flash_attention_mask)
     softmax = logits(model, given)
     model.config._attn_implementation = "plain_linear"
     expected = logits(model, given)
@@ -146,8 +131,8 @@ def test_the_projections_are_kept_bit_for_bit():
 
 
 def test_another_model_of_the_same_config_is_left_alone():
-    config = LlamaConfig(**GROUPED)
-    one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    config = transformers.LlamaConfig(**GROUPED)
+    one, other = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
     expected = logits(other, inputs("llama"))
     hf.linearize(one)
     assert torch.equal(logits(other, inputs("llama")), expected)
@@ -159,15 +144,10 @@ OPTIONS = {"window": {"window": 4}, "longformer": {"window": 4}, "aft": {"max_le
 UNGROUPED = {"aft"}  # takes as many heads of keys as of queries
 
 
-def recurrent():
-    return [
-        name
-        for name in attention.names()
-        if attention.load(name).supports.recurrence != "none" and name != "reformer"
-    ]
+RECURRENT = [x for x in attention.names() if attention.load(x).supports.recurrence != "none"]
 
 
-@pytest.mark.parametrize("name", recurrent())
+@pytest.mark.parametrize("name", [x for x in RECURRENT if x != "reformer"])
 def test_every_recurrent_mechanism_continues_in_chunks(name):
     model, given = make("gpt2" if name in UNGROUPED else "llama"), inputs("llama")
     hf.linearize(model, name, **OPTIONS.get(name, {}))
@@ -175,11 +155,8 @@ def test_every_recurrent_mechanism_continues_in_chunks(name):
         expected = model(**given).logits
         cache, found = None, []
         for start, end in [(0, 4), (4, 7), (7, 8), (8, 9)]:
-            piece = {
-                "input_ids": given["input_ids"][:, start:end],
-                "attention_mask": given["attention_mask"][:, :end],
-            }
-            out = model(**piece, past_key_values=cache, use_cache=True)
+            ids, mask = given["input_ids"][:, start:end], given["attention_mask"][:, :end]
+            out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
             cache, found = out.past_key_values, [*found, out.logits]
     keep = given["attention_mask"].bool()
     torch.testing.assert_close(torch.cat(found, 1)[keep], expected[keep], atol=1e-4, rtol=1e-4)
@@ -247,9 +224,8 @@ def test_the_cache_holds_states_where_layers_were_replaced():
 def test_a_saved_model_is_read_back_bit_for_bit(name, tmp_path):
     model, given = make(name), inputs(name)
     hf.linearize(model, "linear", [0], feature_map="t2r")
-    hf.linearize(
-        model, "window" if name != "vit" else "nystromformer", [2], **({"window": 4} if name != "vit" else {})
-    )
+    other, options = ("nystromformer", {}) if name == "vit" else ("window", {"window": 4})
+    hf.linearize(model, other, [2], **options)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     record = json.loads((tmp_path / "config.json").read_text())["unrolled_attention"]
@@ -260,7 +236,7 @@ def test_a_saved_model_is_read_back_bit_for_bit(name, tmp_path):
 
 
 def test_transformers_refuses_a_saved_model_rather_than_make_a_softmax_model(tmp_path):
-    model = hf.linearize(MAKERS["llama"](), "linear")
+    model = hf.linearize(make("llama"), "linear")
     copy.deepcopy(model).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="model type `unrolled-linearized`"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -277,20 +253,20 @@ def test_transformers_refuses_a_saved_model_rather_than_make_a_softmax_model(tmp
 
 
 def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path):
-    model = make("llama")
+    model, file = make("llama"), tmp_path / "model.safetensors"
+
+    def refuses(message, path=tmp_path):
+        with pytest.raises(ValueError, match=message):
+            hf.load_linearized(path)
+
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="was not linearized: read it by from_pretrained"):
-        hf.load_linearized(tmp_path)
+    refuses("was not linearized: read it by from_pretrained")
     hf.linearize(model).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="is not a readable safetensors file"):
-        hf.load_linearized(tmp_path)
+    refuses("is not a readable safetensors file")
     file.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
-        hf.load_linearized(tmp_path)
-    with pytest.raises(ValueError, match="not the folder of a model"):
-        hf.load_linearized(tmp_path.parent)
+    refuses(r"has no model\.safetensors")
+    refuses("not the folder of a model", tmp_path.parent)
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("some/name", "could be fetched"), ("a b", "nor the name")])
@@ -306,7 +282,8 @@ def test_a_name_on_the_hub_without_a_network_gets_a_sentence(name, sentence, mon
 
 def test_half_precision_is_kept(tmp_path):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED), dtype=torch.bfloat16).eval()
+    config = transformers.LlamaConfig(**GROUPED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     hf.linearize(model, "linear", feature_map="hedgehog")
     model.save_pretrained(tmp_path)
     read = hf.load_linearized(tmp_path)
@@ -318,7 +295,7 @@ def test_half_precision_is_kept(tmp_path):
 
 def test_a_bert_that_decodes_has_states_too():
     torch.manual_seed(0)
-    model = BertLMHeadModel(BertConfig(**TEXT, is_decoder=True, pad_token_id=0, eos_token_id=None)).eval()
+    model = initial("Bert", "LMHeadModel", TEXT | {"is_decoder": True, "eos_token_id": None})
     hf.linearize(model)
     ids = inputs("llama")["input_ids"][1:]
     cached, plain = (
@@ -335,15 +312,6 @@ def test_packed_sequences_are_refused(layers):
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     with pytest.raises(UnsupportedError, match="packed sequences"):
         model(inputs("llama")["input_ids"][1:], position_ids=positions, use_cache=False)
-
-
-def test_a_mask_of_pairs_is_refused():
-    causal = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
-    assert padding_of(causal, 5, causal=True) is None
-    with pytest.raises(UnsupportedError, match="more than padding"):
-        padding_of(causal.triu(-1), 5, causal=True)
-    with pytest.raises(UnsupportedError, match=r"must be \[B, S\]"):
-        padding_of(torch.ones(5), 5, causal=True)
 
 
 def test_a_cache_of_keys_and_values_is_refused():
@@ -374,20 +342,25 @@ def test_what_cannot_be_done_is_said_in_a_sentence(given, error, sentence):
     assert not any(isinstance(module, LinearizedAttention) for module in model.modules())
 
 
-def test_models_that_cannot_be_linearized_are_refused():
-    with pytest.raises(UnsupportedError, match="Linear has no attention to replace"):
-        hf.linearize(torch.nn.Linear(2, 2))
-    with pytest.raises(UnsupportedError, match="sliding window of 8 tokens"):
-        hf.linearize(MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=8)))
-    with pytest.raises(UnsupportedError, match="cross-attention"):
-        hf.linearize(
-            GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, add_cross_attention=True))
-        )
-    with pytest.raises(UnsupportedError, match="reformer attention has projections of other shapes"):
-        hf.linearize(make("gpt2"), "reformer")
-    model = hf.linearize(make("llama"), layers=[1])
-    with pytest.raises(ValueError, match="layer 1 was replaced before"):
-        hf.linearize(model)
+LOWER = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: hf.linearize(torch.nn.Linear(2, 2)), UnsupportedError, "Linear has no attention to replace"),
+        (lambda: hf.linearize(initial("Mistral", "ForCausalLM", GROUPED | {"sliding_window": 8})), UnsupportedError, "sliding window of 8 tokens"),
+        (lambda: hf.linearize(initial("GPT2", "LMHeadModel", GPT2 | {"add_cross_attention": True})), UnsupportedError, "cross-attention"),
+        (lambda: hf.linearize(make("gpt2"), "reformer"), UnsupportedError, "reformer attention has projections of other shapes"),
+        (lambda: hf.linearize(hf.linearize(make("llama"), layers=[1])), ValueError, "layer 1 was replaced before"),
+        (lambda: padding_of(LOWER.triu(-1), 5, causal=True), UnsupportedError, "more than padding"),
+        (lambda: padding_of(torch.ones(5), 5, causal=True), UnsupportedError, r"must be \[B, S\]"),
+    ],
+)  # fmt: skip
+def test_models_and_masks_that_cannot_be_linearized_are_refused(call, error, message):
+    assert padding_of(LOWER, 5, causal=True) is None
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_gradients_reach_what_is_new_with_and_without_checkpointing():
