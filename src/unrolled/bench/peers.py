@@ -115,14 +115,14 @@ def onnxruntime_linear(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Functio
     )
     binding = session.io_binding()
     o, state = torch.empty(B, N, H, M), torch.empty(B, H, D, M)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        binding.bind_input(name, "cpu", 0, np.float32, shapes[name], x.data_ptr())
-    for name, x in (("o", o), ("s", state)):
-        binding.bind_output(name, "cpu", 0, np.float32, shapes[name], x.data_ptr())
+    bound = {"q": q, "k": k, "v": v, "o": o, "s": state}
+    for name, x in bound.items():
+        bind = binding.bind_input if name in "qkv" else binding.bind_output
+        bind(name, "cpu", 0, np.float32, shapes[name], x.data_ptr())
 
     def attention() -> Tensor:
         session.run_with_iobinding(binding)
         return o
 
-    attention.__dict__["keeps"] = (q, k, v, state)  # the binding holds addresses, not tensors
+    attention.__dict__["keeps"] = bound  # the binding holds addresses, not tensors
     return attention

@@ -91,10 +91,6 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 def is_report(file: Path, keys: set[str]) -> bool:
     """Return whether a file is a JSON object with these keys, like a command's report."""
-    import json
+    from unrolled.files import read_object
 
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and keys <= found.keys()
+    return keys <= read_object(file).keys()

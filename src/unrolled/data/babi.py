@@ -10,9 +10,7 @@ is one symbol ("apple,milk").
 """
 
 import hashlib
-import io
 import re
-import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,9 +25,8 @@ from torch import Tensor
 from unrolled.contract import IGNORED, Batch, Split
 from unrolled.data._base import BaseDataset, Task
 from unrolled.data._checks import check_batch_size, check_request, check_split
-from unrolled.data._files import folder, load_published
+from unrolled.data._files import folder, load_published, read_archive
 from unrolled.data._images import epoch_rows
-from unrolled.data.imdb import BAD_ARCHIVE
 from unrolled.fields import Count, Size
 
 URL = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
@@ -280,15 +277,7 @@ def unpack(archive: bytes) -> Files:
     Raises:
         ValueError: it is not such an archive, or the files are not those that were published.
     """
-    found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            for member in tar:
-                if FILE.fullmatch(member.name) and (file := tar.extractfile(member)):
-                    found[member.name] = file.read()
-    except BAD_ARCHIVE as error:
-        raise ValueError(f"it is not a tar archive ({error})") from error
-    return verified(found)
+    return verified({match[0]: content for match, content in read_archive(archive, FILE)})
 
 
 def verified(found: dict[str, bytes]) -> Files:

@@ -1,11 +1,7 @@
 """IMDb: 50,000 film reviews, positive or negative, read as bytes (Maas et al. 2011)."""
 
 import hashlib
-import io
-import lzma
 import re
-import tarfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +13,7 @@ import torch
 from unrolled.contract import Batch, Split
 from unrolled.data._base import BaseDataset, Task
 from unrolled.data._checks import check_batch_size, check_request, check_split
-from unrolled.data._files import load_published
+from unrolled.data._files import load_published, read_archive
 from unrolled.data._images import epoch_rows
 from unrolled.fields import Size
 
@@ -25,7 +21,6 @@ URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 PATHS = ["imdb/aclImdb_v1.tar.gz", "imdb/aclImdb_labelled.tar.xz"]  # the second has labelled reviews only
 SHA256 = "547855a64e4712ecaf791b9e6e84adbd8aee292dcf559cba9c7f1852ee7bec3d"  # of the reviews, as hashed below
 REVIEW = re.compile(r"(?:.*/)?(train|test)/(pos|neg)/(\d+)_\d+\.txt")
-BAD_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
 SPLITS: dict[str, Split] = {"train": "train", "test": "val"}
 
 Reviews = dict[Split, list[tuple[int, bytes]]]
@@ -95,15 +90,7 @@ def read_reviews(archive: bytes) -> Reviews:
     Raises:
         ValueError: it is not such an archive, or the reviews are not those that were published.
     """
-    found: dict[tuple[str, str, int], bytes] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            for member in tar:
-                match = REVIEW.fullmatch(member.name)
-                if match and (file := tar.extractfile(member)):
-                    found[match[1], match[2], int(match[3])] = file.read()
-    except BAD_ARCHIVE as error:
-        raise ValueError(f"it is not a tar archive ({error})") from error
+    found = {(match[1], match[2], int(match[3])): text for match, text in read_archive(archive, REVIEW)}
     digest = hashlib.sha256()
     reviews: Reviews = {"train": [], "val": []}
     for key in sorted(found):

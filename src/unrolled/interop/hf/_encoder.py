@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from unrolled.interop.hf._model import UnrolledPreTrainedModel, encode, refuse_others
+from unrolled.interop.hf._model import Count, UnrolledPreTrainedModel, encode, refuse_others
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Encoder
 
@@ -59,7 +59,5 @@ class EncoderModel(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
         loss = None if labels is None else self._loss(logits, labels, padding, n_items)
         return self._returned(self._output_type(loss=loss, logits=logits), return_dict)
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Tensor | int | None
-    ) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Count) -> Tensor:
         raise NotImplementedError

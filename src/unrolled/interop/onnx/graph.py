@@ -210,15 +210,11 @@ def _features_of_queries(layers: Iterable[LinearAttention], seen: list[Tensor]) 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the warnings of exporter and quantiser, which do not concern users."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    root = logging.getLogger()
-    levels = [(logger, logger.level) for logger in (*loggers, root)]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for logger, _ in levels:
-            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in levels:
-            logger.setLevel(level)
+        logging.disable(before)
