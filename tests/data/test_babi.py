@@ -117,10 +117,8 @@ def test_tests_can_be_had_by_task(folder):
     assert dataset.tasks == [1, 8]
     by_task = [list(told(dataset, next(dataset.test_batches(5, task)))) for task in (1, 8)]
     assert [rows[0][1] for rows in by_task] == ["where is john", "where is mary"]
-    assert [row for batch in dataset.test_batches(5) for row in told(dataset, batch)] == [
-        *by_task[0],
-        *by_task[1],
-    ]
+    together = [row for batch in dataset.test_batches(5) for row in told(dataset, batch)]
+    assert together == [*by_task[0], *by_task[1]]
     with pytest.raises(ValueError, match=r"task is 3, but the tasks of this data set are \[1, 8\]"):
         dataset.test_batches(5, 3)
 
@@ -151,23 +149,20 @@ def test_the_unpacked_folder_serves_as_well(folder, tmp_path):
     expected = BabiDataset([1], data_dir=folder)
     assert all(map(torch.equal, next(dataset.eval_batches(9)), next(expected.eval_batches(9))))
     (place / "qa1_single-supporting-fact_test.txt").write_text(TEST + TEST)
-    with pytest.raises(
-        ValueError, match=r"en-10k is corrupt: the files of task 1 have the sha256 .* instead"
-    ):
+    with pytest.raises(ValueError, match=r"en-10k is corrupt: the files of task 1 have the sha256 .* inst"):
         BabiDataset(data_dir=tmp_path / "other")
 
 
 def test_other_files_are_refused(folder):
     path = folder / "babi/babi_en-10k_no-qa3train.tar.xz"
-    path.write_bytes(archive(FILES | {"qa8_lists-sets_test.txt": "1 Mary is here.\n"}))
-    with pytest.raises(ValueError, match="is corrupt: the files of task 8 have the sha256"):
-        BabiDataset(data_dir=folder)
-    path.write_bytes(archive({}))
-    with pytest.raises(ValueError, match="is corrupt: it has no file such as en-10k/qa1"):
-        BabiDataset(data_dir=folder)
-    path.write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="is corrupt: it is not a tar archive"):
-        BabiDataset(data_dir=folder)
+    for content, message in {
+        archive(FILES | {"qa8_lists-sets_test.txt": "1 Mary.\n"}): "the files of task 8 have the sha256",
+        archive({}): "it has no file such as en-10k/qa1",
+        b"no archive": "it is not a tar archive",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"is corrupt: {message}"):
+            BabiDataset(data_dir=folder)
     path.unlink()
     with pytest.raises(ValueError, match=r"tasks_1-20_v1-2.tar.gz is neither at .* could not be downloaded"):
         BabiDataset(data_dir=folder)
@@ -226,9 +221,7 @@ def test_sentences_of_ones_own_are_encoded_like_those_of_the_files(folder):
     assert next(told(dataset, mine))[:2] == next(told(dataset, theirs))[:2]
     with pytest.raises(ValueError, match="the words robert, sings are not among the 19 of the stories"):
         dataset.encode(["Mary sings.", "Where is Robert?"])
-    with pytest.raises(
-        ValueError, match="the story has 1 lines, but must have at least 2: sentences and then a question"
-    ):
+    with pytest.raises(ValueError, match="the story has 1 lines, but must have at least 2: sentences and"):
         dataset.encode(["Where is Mary?"])
     with pytest.raises(ValueError, match="line 2 has no words"):
         dataset.encode(["Mary moved to the bathroom.", " ", "Where is Mary?"])
@@ -247,24 +240,15 @@ def test_a_line_without_a_number_is_refused():
         parse(b"1 John is here.\nMary is here.\n")
 
 
-def test_a_dry_run_counts_an_answer_for_each_question(folder):
-    dataset = BabiDataset([1], memory_size=4, data_dir=folder)
-    model = MemN2N(MemN2NConfig(vocab_size=19, memory_size=4, d_model=8, n_hops=1))
-    assert dry_run(model, dataset, TrainConfig(batch_size=5)).tokens == 5
-
-
 def test_a_run_on_them_has_a_memory_network_that_learns(folder, tmp_path):
-    run = run_config.resolve(
-        {
-            "data": {"name": "babi", "tasks": [1], "memory_size": 4, "data_dir": str(folder)},
-            "run_dir": str(tmp_path / "run"),
-            "model": {"d_model": 8, "n_hops": 1},
-        }
-    )
+    dataset = {"name": "babi", "tasks": [1], "memory_size": 4, "data_dir": str(folder)}
+    settings = {"data": dataset, "model": {"d_model": 8, "n_hops": 1}, "run_dir": str(tmp_path / "run")}
+    run = run_config.resolve(settings)
     assert run.model == MemN2NConfig(vocab_size=19, memory_size=4, d_model=8, n_hops=1)
     torch.manual_seed(0)
     config = TrainConfig(steps=100, batch_size=20, eval_every=100, lr=0.03, warmup_steps=0)
     model = MemN2N(run.model)
+    assert dry_run(model, run.dataset, config).tokens == 20  # an answer for each question
     train(model, run.dataset, config, tmp_path / "run", progress=False)
     batch = run.dataset.batch("train", step=0, batch_size=40, seed=0)  # the held-out room is in none of them
     answers = model(batch.inputs, key_padding_mask=batch.key_padding_mask).argmax(-1)

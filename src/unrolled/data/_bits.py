@@ -30,9 +30,8 @@ class BitsDataset(DrawnDataset):
     val_size: Size = 200
 
     task: ClassVar[Task] = "bits"
-    _drawn: ClassVar[tuple[str, ...]] = (
-        "length",
-    )  # sizes drawn from min_... to max_..., options of these names
+    # Sizes that are drawn uniformly, from the option min_<name> to the option max_<name>.
+    _drawn: ClassVar[tuple[str, ...]] = ("length",)
 
     @property
     def output_size(self) -> int:
