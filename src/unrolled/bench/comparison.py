@@ -43,7 +43,7 @@ class Row:
     """One mechanism at one length.
 
     Attributes:
-        mechanism, length: what was measured.
+        mechanism, length: the mechanism that was measured, and the number of tokens.
         error: |y - y*| / |y*| over all numbers of the output y; y* is the output of the other mechanism with
             the same projections. None where the projections have other shapes.
         forward, training: median seconds without gradients, and with those of the input and all weights.
@@ -68,8 +68,8 @@ def compare(
 ) -> list[Row]:
     """Compare mechanisms with `settings.against`, which comes first in the result, at each length.
 
-    Inputs are standard normal and the same for all, and so are the weights of the projections. What else a
-    mechanism has, such as gates or random features, is as it is constructed with torch's seed 0.
+    All mechanisms get the same standard normal inputs and the same weights in their projections. Their other
+    parameters, such as gates or random features, are those of a construction with torch's seed 0.
 
     Raises:
         ValueError: a mechanism or one of its options does not exist.

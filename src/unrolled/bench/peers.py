@@ -17,7 +17,7 @@ Function = Callable[[], Tensor]
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, chunk: int = 64) -> Tensor:
-    """Causal normalised linear attention by batched products over chunks, the usual lines; `[B,H,N,D]`."""
+    """Causal normalised linear attention by batched products over chunks, in plain PyTorch; `[B,H,N,D]`."""
     N = q.shape[2]
     padded = (F.pad(x, (0, 0, 0, -N % chunk)) for x in (q, k, v))
     q, k, v = (x.reshape(*x.shape[:2], -1, chunk, x.shape[-1]) for x in padded)

@@ -1,4 +1,4 @@
-"""The pictures of a report. Importing this module needs matplotlib; nothing here touches its global state."""
+"""The plots of a report. Importing this module needs matplotlib; its global state is not used."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from io import BytesIO
@@ -68,7 +68,7 @@ def png(figure: Figure, metadata: Mapping[str, str] | None = None) -> bytes:
 
 
 def digit_sheet(theme: Theme, images: Pixels, levels: int, columns: int = 10) -> Figure:
-    """Draw images [N, H, W] side by side, `columns` in a row; N is a multiple of it."""
+    """Draw images [N, H, W] side by side, `columns` in a row; N is a multiple of `columns`."""
     grid = images.reshape(-1, columns, *images.shape[1:]) / (levels - 1)
     return _tiles(theme, _grey(grid))
 

@@ -25,7 +25,7 @@ ALTERNATIVES = {
 """The pictures of a report, with their alternative texts."""
 
 KEPT = {"linear": "state", "softmax_cache": "cache", "softmax_recompute": "activations"}
-"""What the memory of each contender holds."""
+"""What is stored by each contender."""
 
 
 def build(figures: Mapping[str, Any], pictures: Mapping[str, Mapping[str, bytes]]) -> str:
@@ -117,7 +117,7 @@ def _cost_table(cost: Mapping[str, Any]) -> str:
 
 
 def command(figures: Mapping[str, Any]) -> str:
-    """Return the command that trains this model: without defaults and what follows from the data."""
+    """Return the command that trains this model, without defaults and what follows from the data."""
     changed = _changed(DecoderConfig, figures["model"]["config"])
     model = {name: value for name, value in changed.items() if name not in DecoderConfig.from_data()}
     train = _changed(TrainConfig, figures["training"]["config"])

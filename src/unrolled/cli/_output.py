@@ -63,7 +63,7 @@ def can_plot() -> bool:
 
 
 def check_report(folder: Path, name: str, keys: set[str], force: bool) -> None:
-    """Reject a folder that is neither empty nor has a report of this command, a file with these keys."""
+    """Reject a folder unless it is empty or has a report of this command, a JSON file with these keys."""
     from unrolled.folders import check_folder
 
     check_folder(folder, "a report of this command", lambda: is_report(folder / name, keys), force=force)
@@ -90,7 +90,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def is_report(file: Path, keys: set[str]) -> bool:
-    """Return whether a file is a JSON object with these keys, like a command's report."""
+    """Return whether a file holds a JSON object with these keys, as reports of commands do."""
     from unrolled.files import read_object
 
     return keys <= read_object(file).keys()

@@ -112,7 +112,7 @@ def train_demo(
 
     Args:
         run: the folder of the run.
-        dataset: what to train on.
+        dataset: the training data.
         model: fields of the config of the model.
         settings: fields of the config of the training, besides the steps and the seed.
         steps, seed, resume: as for the demo.

@@ -117,7 +117,7 @@ def alignment(
 
 
 def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tuple[list[str], "Tensor"]:
-    """Return the words of the pieces, including the end symbol, and the word index of each piece."""
+    """Return the words of the pieces, including the end symbol, and the index of the word of each piece."""
     import torch
 
     place: list[int] = []

@@ -139,7 +139,7 @@ def _report(result: "TrainResult", run: "Run") -> None:
 
 
 def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:
-    """Write what a dry run found, a line for each quantity."""
+    """Print the results of a dry run, one line per quantity."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

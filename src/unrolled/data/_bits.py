@@ -15,7 +15,7 @@ from unrolled.fields import Size
 
 @dataclass
 class BitsDataset(DrawnDataset):
-    """A task on vectors of bits. A subclass adds its numbers, and draws examples of one size.
+    """A task on vectors of bits. A subclass adds its sizes, and draws examples of one size.
 
     Inputs are `[B, T, input_size]`, 0 or 1: the bits, then one channel for each delimiter; targets are
     `[B, T, output_size]`. A training batch has one size, drawn from (seed, step), so short examples cost

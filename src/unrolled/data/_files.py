@@ -23,7 +23,7 @@ from unrolled.files import write_file
 
 T = TypeVar("T")
 
-TIMEOUT = 30.0  # seconds without an answer before a download is given up
+TIMEOUT = 30.0  # seconds without an answer before a download fails
 BAD_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 BAD_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
 

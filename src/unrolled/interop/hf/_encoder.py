@@ -40,7 +40,7 @@ class EncoderModel(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
             attention_mask: [B, T]; 0 at padding.
             token_type_ids: [B, T] long, the `segments` of a model that has some; all 0 by default.
             global_attention_mask: [B, T], nonzero at global tokens; see `global_mask` of `Encoder.forward`.
-            labels: as the class says.
+            labels: see the class.
             return_dict: False for a tuple.
             others: `num_items_in_batch` where the class takes it: the number of labels other than -100 in all
                 batches of a step, by which the summed loss is divided; in evaluation without those at

@@ -138,6 +138,6 @@ def train_linearized(
 
 
 def _plain(value: object) -> object:
-    """Convert a value to what JSON makes of it."""
+    """Return a value after a round trip through JSON."""
     plain: object = json.loads(json.dumps(value))
     return plain
