@@ -163,9 +163,7 @@ def test_a_state_of_rows_that_are_all_padded_goes_on(ids):
     expected = generate(model, ids, attention_mask=mask)
     assert torch.equal(out.sequences, expected.sequences)
     torch.testing.assert_close(out.logits[0], expected.logits[0], **SINGLE)
-    with pytest.raises(
-        ValueError, match=r"has read \[3, 2\] tokens of its rows, but must have read as many as"
-    ):
+    with pytest.raises(ValueError, match=r"has read \[3, 2\] tokens of its rows, but must have read as many"):
         generate(model, ids, attention_mask=torch.ones_like(mask), past_key_values=state)
 
 
@@ -185,7 +183,7 @@ def test_inputs_that_have_all_been_read_are_refused(given, ids):
         cache = model(ids).past_key_values
     for past in (cache, cache.layers[0].state):
         with pytest.raises(
-            ValueError, match=f"has read 7 positions, but must have read fewer than the {7 - given} of"
+            ValueError, match=f"has read 7 positions, but must .* fewer than the {7 - given} of"
         ):
             generate(model, ids[:, given:], past_key_values=past)
     out = generate(model, torch.cat([ids, ids[:, :1]], dim=1), past_key_values=cache)
