@@ -102,32 +102,31 @@ def position(length: int, settings: Settings) -> Problem:
 
 def training(length: int, settings: Settings) -> Problem:
     """Run the loss of one sequence and its gradient, with linear attention and with softmax."""
-    contenders, kinds = [], {}
-    for attention in ("linear", "softmax"):
-        model = _decoder(attention, settings)
-        tokens = measure.random_tokens(model, length + 1)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-
-        def ours(
-            model: Decoder = model, inputs: Tensor = inputs, targets: Tensor = targets
-        ) -> Callable[[], Sequence[Tensor]]:
-            parameters = list(model.parameters())
-            return lambda: _with_gradients(model.loss(inputs, targets), parameters)
-
-        def compute(
-            model: Decoder = model, inputs: Tensor = inputs, targets: Tensor = targets
-        ) -> Sequence[Tensor]:
-            weights = _doubled(model)
-            logits = _definition(model, weights, inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            return _with_gradients(loss, list(weights.values()))
-
-        names = ["loss", *(f"the gradient of {name}" for name, _ in model.named_parameters())]
-        operations = 3 * length * _matmuls(model) + _attention_operations(model, length, gradients=True)
-        kinds[attention] = Definition(compute, names, _tolerance(model, length), operations)
-        contenders.append(Contender(f"unrolled {attention}", ours, attention, ours=True))
-    contenders.append(_idiap_training(settings, length))
+    pairs = [_our_training(attention, length, settings) for attention in ("linear", "softmax")]
+    kinds = {contender.definition: definition for contender, definition in pairs}
+    contenders = [*(contender for contender, _ in pairs), _idiap_training(settings, length)]
     return Problem(contenders, kinds, tokens=length)
+
+
+def _our_training(attention: str, length: int, settings: Settings) -> tuple[Contender, Definition]:
+    model = _decoder(attention, settings)
+    tokens = measure.random_tokens(model, length + 1)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    def ours() -> Callable[[], Sequence[Tensor]]:
+        parameters = list(model.parameters())
+        return lambda: _with_gradients(model.loss(inputs, targets), parameters)
+
+    def compute() -> Sequence[Tensor]:
+        weights = _doubled(model)
+        logits = _definition(model, weights, inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return _with_gradients(loss, list(weights.values()))
+
+    names = ["loss", *(f"the gradient of {name}" for name, _ in model.named_parameters())]
+    operations = 3 * length * _matmuls(model) + _attention_operations(model, length, gradients=True)
+    definition = Definition(compute, names, _tolerance(model, length), operations)
+    return Contender(f"unrolled {attention}", ours, attention, ours=True), definition
 
 
 def _with_gradients(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

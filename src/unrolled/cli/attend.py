@@ -135,8 +135,7 @@ def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tup
 
 
 def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -> "Figure":
-    from unrolled.bench import plots
-    from unrolled.bench.attention_plots import alignments
+    from unrolled.bench import attention_plots, plots
     from unrolled.data import Vocabulary
 
     if not lines:
@@ -145,14 +144,13 @@ def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -
     panels = [alignment(model, vocabulary, line, beam_size=beam_size) for line in lines]
     for panel in panels:
         typer.echo(" ".join(panel.rows))
-    return alignments(plots.LIGHT, panels)
+    return attention_plots.alignments(plots.LIGHT, panels)
 
 
 def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: Path | None) -> "Figure":
     import torch
 
-    from unrolled.bench import plots
-    from unrolled.bench.attention_plots import hops
+    from unrolled.bench import attention_plots, plots
 
     dataset = _dataset(run_dir, data_dir)
     batch = dataset.encode(lines) if lines else _example(dataset.test_batches(1), example)
@@ -166,14 +164,13 @@ def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: 
     if not lines and answer != right:
         title += f"  (right: {dataset.words[right]})"
     typer.echo(title)
-    return hops(plots.LIGHT, weights[0].T.numpy(), story, title)
+    return attention_plots.hops(plots.LIGHT, weights[0].T.numpy(), story, title)
 
 
 def _trace(model: Any, run_dir: Path, example: int, data_dir: Path | None) -> "Figure":
     import torch
 
-    from unrolled.bench import plots
-    from unrolled.bench.attention_plots import heads
+    from unrolled.bench import attention_plots, plots
 
     batch = _example(_dataset(run_dir, data_dir).eval_batches(1), example)
     with torch.inference_mode():
@@ -183,7 +180,7 @@ def _trace(model: Any, run_dir: Path, example: int, data_dir: Path | None) -> "F
         for verb, weights in (("write", trace.write), ("read", trace.read))
         for head in range(weights.shape[2])
     ]
-    return heads(plots.LIGHT, panels)
+    return attention_plots.heads(plots.LIGHT, panels)
 
 
 def _dataset(run_dir: Path, data_dir: Path | None) -> Any:
