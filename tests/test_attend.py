@@ -1,4 +1,4 @@
-"""Pictures of attention: what is drawn is what the model reads, and one sentence for what cannot be drawn."""
+"""Plots of attention show the weights of the model; models that have none are refused."""
 
 import hashlib
 
@@ -21,7 +21,7 @@ STORY = "1 Mary moved to the bathroom.\n2 John went to the hallway.\n3 Where is 
 
 
 class Copier(SavedModel):
-    """Repeats its source, one token after another, and looks at the one that it repeats."""
+    """Copies its source token by token, attending to the copied token."""
 
     model_name = "copier"
 
@@ -43,7 +43,7 @@ class Copier(SavedModel):
 
 
 class Pieces:
-    """A vocabulary of pieces: the letters of words, of which the first has the blank before it."""
+    """A vocabulary of word pieces: a blank with the first two letters, then single letters."""
 
     def __init__(self, text):
         self.pieces = ["</s>", *sorted({piece for word in text.split() for piece in self.split(word)})]
@@ -67,7 +67,7 @@ def test_words_of_several_pieces_are_one_row_and_one_column():
     np.testing.assert_allclose(found.weights, np.eye(5))
 
 
-def test_what_pieces_get_is_added_and_what_they_give_is_averaged():
+def test_weights_are_summed_over_source_pieces_and_averaged_over_target_pieces():
     vocabulary = Pieces("the red")  # the-e, re-d, end
 
     class Uneven(Copier):
@@ -82,7 +82,7 @@ def test_what_pieces_get_is_added_and_what_they_give_is_averaged():
 
 @pytest.fixture
 def stories(tmp_path, monkeypatch):
-    """Save a memory network that has run on a small bAbI, and say where its data are."""
+    """Save a memory network for a small bAbI, and set the folder of the data."""
     place = tmp_path / "data/babi/tasks_1-20_v1-2/en-10k"
     place.mkdir(parents=True)
     files = {"train": STORY * 20, "test": STORY * 2}
@@ -106,7 +106,7 @@ def stories(tmp_path, monkeypatch):
 
 
 def drawn(monkeypatch, name):
-    """Record what a plot is given."""
+    """Record the arguments of a plot."""
     given = []
     draw = getattr(attention_plots, name)
     monkeypatch.setattr(attention_plots, name, lambda *args: given.append(args) or draw(*args))
@@ -214,7 +214,7 @@ def test_the_alignment_is_white_where_the_weight_is(tmp_path):
 
 
 def inside(figure):
-    """Whether all that is drawn of a figure lies within its picture."""
+    """Whether everything in a figure lies within its bounds."""
     figure.set_dpi(plots.DPI)
     plots.png(figure)  # which lays it out, and warns where it cannot
     drawn, whole = figure.get_tightbbox(), figure.bbox_inches.padded(0.05)

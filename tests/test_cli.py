@@ -1,4 +1,4 @@
-"""The command line as a user meets it: runs that work, and one sentence for what cannot."""
+"""The command line: commands that succeed, and errors of one sentence."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def trained(text_settings: list[str], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def copied(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the trained run to spoil."""
+    """A copy of the trained run, to be damaged."""
     return Path(shutil.copytree(trained, tmp_path / "copy"))
 
 
@@ -58,7 +58,7 @@ def test_generate_continues_the_prompt_without_the_data(trained: Path) -> None:
     assert works("generate", trained, "--prompt", "9 green", "--tokens", 40, "--seed", 3).stdout == output
 
 
-def test_generate_options_reach_the_draw(trained: Path) -> None:
+def test_generate_options_reach_the_sampler(trained: Path) -> None:
     def drawn(*options: object) -> str:
         return works("generate", trained, "--prompt", "1", "--tokens", 30, "--seed", 0, *options).stdout
 
@@ -80,7 +80,7 @@ def test_generate_streams_bytes_as_whole_characters(text_settings: list[str], tm
     assert output.startswith("grün")
 
 
-def test_train_goes_on_where_it_stopped(text_settings: list[str], tmp_path: Path) -> None:
+def test_train_resumes_where_it_stopped(text_settings: list[str], tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     constant = [*text_settings, "train.schedule=constant"]
     works("train", *constant, f"run_dir={whole}")
@@ -103,14 +103,14 @@ def test_a_refused_checkpoint_keeps_its_settings_until_fresh_is_asked_for(
     assert "n_layers: 2" in (copied / "run.yaml").read_text()
 
 
-def test_list_draws_what_a_mechanism_reads(tmp_path: Path) -> None:
+def test_list_draws_the_pattern_of_a_mechanism(tmp_path: Path) -> None:
     file = tmp_path / "reads.png"
     works("list", "--draw", "window", "--set", "window=4", "--length", 16, "--out", file)
     assert file.read_bytes().startswith(b"\x89PNG")
     assert "try a larger --length" in works("list", "--draw", "window", "--causal", "--out", file).stderr
 
 
-def test_a_model_of_another_kind_trains_and_draws(text_settings: list[str], tmp_path: Path) -> None:
+def test_a_model_of_another_kind_trains_and_generates(text_settings: list[str], tmp_path: Path) -> None:
     kind = ["model.name=perceiver_ar", "model.n_latents=16", "model.positions=rotary"]
     run_dir = tmp_path / "run"
     works("train", *text_settings, *kind, f"run_dir={run_dir}")
@@ -119,7 +119,7 @@ def test_a_model_of_another_kind_trains_and_draws(text_settings: list[str], tmp_
     assert "state after 32" in works("info", run_dir).stdout
 
 
-def test_a_model_of_labels_draws_nothing(tmp_path: Path) -> None:
+def test_a_classifier_cannot_generate(tmp_path: Path) -> None:
     config = PerceiverConfig(vocab_size=5, n_classes=2, d_model=16, n_layers=1, n_heads=2)
     Perceiver(config).save(tmp_path)
     (tmp_path / "vocabulary.json").write_text('{"kind": "ids"}')
@@ -148,14 +148,14 @@ def test_the_help_of_train_names_every_kind_of_model() -> None:
     assert [kind for job in JOBS.values() for kind in job.kinds if kind not in printed] == []
 
 
-def test_a_first_try_that_failed_does_not_stand_in_the_way(tmp_path: Path, text_settings: list[str]) -> None:
+def test_a_run_folder_can_be_reused_after_a_failed_start(tmp_path: Path, text_settings: list[str]) -> None:
     settings = ("train", *text_settings, f"run_dir={tmp_path / 'run'}")
     assert "lower lr" in error(*settings, "train.lr=1e30", "train.warmup_steps=0")
     works(*settings, "train.steps=2")
     assert "another model" in error(*settings, "train.steps=2", "model.d_model=32")
 
 
-def test_a_run_begun_afresh_leaves_no_model_of_the_old_one(tmp_path: Path, text_settings: list[str]) -> None:
+def test_a_fresh_run_removes_the_old_model(tmp_path: Path, text_settings: list[str]) -> None:
     run_dir = f"run_dir={tmp_path}"
     works("train", *text_settings, "train.steps=1", run_dir)
     old = json.loads((tmp_path / "vocabulary.json").read_text())
@@ -186,7 +186,7 @@ def test_ids_are_read_and_written_as_numbers(tmp_path: Path) -> None:
     assert message == "'one' must be ids, whole numbers with spaces between"
 
 
-def test_learned_positions_bound_the_text(text_settings: list[str], tmp_path: Path) -> None:
+def test_learned_positions_limit_the_length(text_settings: list[str], tmp_path: Path) -> None:
     works("train", *text_settings, "train.steps=1", f"run_dir={tmp_path}")
     assert len(works("generate", tmp_path, "--prompt", "on the").stdout) == len("on the") + (32 - 6 + 1) + 1
     message = error("generate", tmp_path, "--prompt", "on the", "--tokens", 28)
@@ -300,8 +300,8 @@ def test_debug_shows_the_traceback(trained: Path) -> None:
         assert isinstance(result.exception, ValueError)
 
 
-def test_help_teaches_and_torch_stays_unloaded() -> None:
-    # The package's own __init__ is left out: this is about what the commands load.
+def test_help_has_examples_and_does_not_import_torch() -> None:
+    # Without the __init__ of the package, so that only imports of the commands count.
     script = """
 import sys, types
 package = types.ModuleType("unrolled")
@@ -321,7 +321,7 @@ finally:
     assert "[linear, softmax]" in works("train", "--help").stdout
 
 
-def test_the_module_is_the_command() -> None:
+def test_the_module_runs_as_a_command() -> None:
     command = [sys.executable, "-m", "unrolled", "list", "--draw", "nothing"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 2
@@ -366,7 +366,7 @@ def test_a_signal_ends_training_with_its_code_and_one_line_and_the_run_can_go_on
     assert document["progress"]["step"] == logged
 
 
-def test_a_reader_that_leaves_is_no_error(trained: Path) -> None:
+def test_a_closed_pipe_is_no_error(trained: Path) -> None:
     process = _start("generate", trained, "--tokens", 300)
     assert process.stdout is not None
     assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""`unrolled compare` measures the error that the definition gives, and says what cannot be compared."""
+"""`unrolled compare` measures errors by their definition, and reports what cannot be compared."""
 
 import json
 

@@ -32,7 +32,7 @@ def test_the_model_takes_its_vocabulary_from_the_data(settings: list[str]) -> No
     assert (digits.model.vocab_size, digits.model.max_length, digits.model.start_token) == (17, 64, True)
 
 
-def test_what_is_given_wins_over_the_data(settings: list[str]) -> None:
+def test_given_fields_override_those_of_the_data(settings: list[str]) -> None:
     run = run_config.resolve(run_config.read(None, [*settings, "model.max_length=99", "model.vocab_size=64"]))
     assert (run.model.max_length, run.model.vocab_size) == (99, 64)
 
@@ -152,7 +152,7 @@ class Kind:
     config_type = Narrow
 
 
-def test_a_config_gets_those_fields_of_the_data_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_gets_only_the_fields_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "load", lambda name: Pairs())
     monkeypatch.setattr(run_config, "KINDS", {"rnn_seq2seq": Kind})
     run = run_config.resolve({"data": {"name": "pairs"}, "run_dir": "x"})
@@ -165,7 +165,7 @@ def test_a_config_gets_those_fields_of_the_data_that_it_has(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", data.names())
-def test_every_data_set_says_what_the_models_of_its_task_ask_for(name: str) -> None:
+def test_every_data_set_has_the_attributes_that_its_models_need(name: str) -> None:
     kind = data.dataset_type(name)
     says = {*dir(kind), *(field.name for field in fields(kind))}
     for model in run_config.JOBS[kind.task].kinds:

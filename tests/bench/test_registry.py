@@ -1,4 +1,4 @@
-"""The registry, and what the command makes of it: which cases there are, one quick run of each, one sentence of errors."""
+"""The registry of cases and its command: the list, a quick run of each case, and errors."""
 
 import json
 

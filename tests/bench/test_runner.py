@@ -40,7 +40,7 @@ def rows(*contenders, **options):
     return {row.contender: row for row in found}
 
 
-def test_what_is_right_gets_a_time_in_terms_of_the_limits():
+def test_a_correct_contender_is_timed_relative_to_the_limits():
     row = rows(("a", doubling(), {"ours": True}), steps=4, tokens=10)["a"]
     assert (row.status, row.runs, row.threads) == ("ok", runner.LEAST, 1)
     assert row.least <= row.median <= row.most
@@ -60,7 +60,7 @@ def test_what_is_right_gets_a_time_in_terms_of_the_limits():
         (lambda: lambda: [X[:3]], "max error inf in y (of shape [3], not [100])"),
     ],
 )
-def test_what_is_wrong_gets_no_time(prepare, words):
+def test_a_wrong_contender_is_not_timed(prepare, words):
     found = rows(("right", doubling(), {}), ("wrong", prepare, {}))
     assert found["wrong"].status == "wrong"
     assert words in found["wrong"].reason

@@ -1,4 +1,4 @@
-"""Graphs give what the models give, from states to states, and what is wrong with a folder is said."""
+"""Exported graphs compute the same as the models, states included; damaged folders are refused."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def pair(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The smallest folder there is, for what is wrong with folders."""
+    """A minimal exported folder, to be damaged."""
     made = tmp_path_factory.mktemp("folder")
     config = RecurrentLMConfig(VOCABULARY, d_model=8, cell="gru")
     vocabulary = made.parent / "vocabulary.json"
@@ -87,13 +87,13 @@ def test_two_hundred_steps_agree_to_1e5(pair, graph):
     for t in range(30, 230):
         logits, state = found.step(ids[:, t], state)
         torch.testing.assert_close(logits, expected[:, t], rtol=0, atol=1e-5)
-    assert float(expected.std()) > 0.3  # so that 1e-5 says something
+    assert float(expected.std()) > 0.3  # so that 1e-5 is small
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 3), st.lists(st.integers(1, 70), min_size=1, max_size=4))
 @torch.no_grad()
-def test_any_way_of_cutting_gives_the_same(pair, batch, cuts):
+def test_any_split_of_the_prompt_gives_the_same_logits(pair, batch, cuts):
     model, folder, _ = pair
     found = load(folder)
     ids = tokens(batch, sum(cuts))
@@ -107,7 +107,7 @@ def test_any_way_of_cutting_gives_the_same(pair, batch, cuts):
     assert all(map(torch.equal, before, copy))
 
 
-def test_the_ids_drawn_are_those_of_the_model(pair):
+def test_generation_draws_the_ids_of_the_model(pair):
     model, folder, _ = pair
     found = load(folder)
     for options in ({"temperature": 0}, {"seed": 3, "top_k": 4, "num_samples": 2}):
@@ -146,7 +146,7 @@ def test_the_manifest_says_what_the_graph_is(pair):
     assert [x.name for x in graph.graph.input] == values["inputs"]
     assert [x.name for x in graph.graph.output] == values["outputs"]
     assert {x.domain for x in graph.opset_import} <= {"", "ai.onnx"}
-    assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}  # and no operator of ours
+    assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}  # none of our own
     assert values["opset"] == 20
     assert values["length"] == "any"
     growing = {leaf["name"] for leaf in values["state"] if leaf["growing_axis"] is not None}
@@ -192,7 +192,7 @@ def test_int8_is_smaller_and_near(pair):
 
 
 @pytest.mark.parametrize("pair", ["softmax"], indirect=True)
-def test_a_graph_that_computes_something_else_is_noticed(pair):
+def test_a_graph_of_other_weights_is_detected(pair):
     model, folder, _ = pair
     other = deepcopy(model)
     compare(Recurrence(other), load(folder)._session)
@@ -221,7 +221,7 @@ def test_what_cannot_be_exported(model, options, error, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fused_graph_that_reads_otherwise_than_the_plain_one_is_refused(tmp_path, monkeypatch):
+def test_a_fused_graph_with_another_input_length_than_the_plain_one_is_refused(tmp_path, monkeypatch):
     def to_onnx(model, *, fused=False, **options):
         return Recurrence(model, length=1 if fused else "any"), b""
 
@@ -244,14 +244,14 @@ def test_the_logarithm_of_a_sigmoid_is_that_of_torch():
     torch.testing.assert_close(log_sigmoid(x), torch.nn.functional.logsigmoid(x), rtol=1e-6, atol=1e-7)
 
 
-def test_gates_that_are_nearly_shut_export_too(tmp_path):
+def test_gates_near_zero_are_exported(tmp_path):
     model = make("gated_linear", positions="none")
     for block in model.stack.blocks:
         block.attention.decay_up.bias.data -= 60  # its sigmoid is 0 in ONNX Runtime
     export(model, tmp_path)  # compares the graph with the model
 
 
-def test_what_is_wrong_with_a_folder_is_said(folder, tmp_path):
+def test_damaged_folders_are_refused(folder, tmp_path):
     def damaged(name: str, change: Any) -> Path:
         copy = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         shutil.copytree(folder, copy)
@@ -305,7 +305,7 @@ def test_a_state_of_another_model_is_refused(folder, pair):
         found.prefill(tokens(2, 0), found.init_state(2))
 
 
-def test_recurrent_cells_export_too(folder):
+def test_recurrent_cells_are_exported(folder):
     found = load(folder)
     assert found.manifest.state[0].name.startswith("layers.0")
     assert len(generate(found, [[1]], 5, temperature=0)[0]) == 5

@@ -1,4 +1,4 @@
-"""What the project's operators become in a graph computes what their definitions do."""
+"""The forms of our operators in exported graphs compute the same as their definitions."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_linear_attention(T, heads, gated, normalize):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def test_a_query_that_meets_nothing_gets_zero():
+def test_a_query_with_zero_denominator_gives_zero():
     q, v = torch.ones(1, 2, 1, 3), torch.ones(1, 2, 1, 2)
     state = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3)
     o, *_ = forms.linear_attention((q, torch.zeros_like(q), v, None, *state, True))

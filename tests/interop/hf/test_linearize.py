@@ -1,4 +1,4 @@
-"""Linearized models of transformers: what is kept, what is put in its place, and how they generate."""
+"""Linearized models of transformers: kept weights, replaced attention, generation and saving."""
 
 import copy
 import json
@@ -73,14 +73,14 @@ def logits(model, given):
 @pytest.mark.parametrize("padded", ["left", "right"])
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all layers", "one layer"])
 @pytest.mark.parametrize("name", MODELS)
-def test_softmax_in_the_place_of_softmax_changes_nothing(name, layers, padded):
+def test_replacing_softmax_by_softmax_changes_nothing(name, layers, padded):
     model, given = make(name), inputs(name, padded)
     expected = logits(model, given)
     found = logits(hf.linearize(model, "softmax", layers), given)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_masks_made_for_eager_attention_are_read_too():
+def test_masks_of_eager_attention_are_accepted():
     model, given = make("llama"), inputs("llama")
     model.set_attn_implementation("eager")
     expected = logits(model, given)
@@ -89,7 +89,7 @@ def test_masks_made_for_eager_attention_are_read_too():
 
 
 def plain_linear(module, query, key, value, mask, scaling, dropout=0.0, **further):
-    """Linear attention by its definition, quadratic, in transformers' own place for attention functions."""
+    """Linear attention by its definition, quadratic, as an attention function of transformers."""
     groups = query.shape[1] // key.shape[1]
     q, k = (
         torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (query, key.repeat_interleave(groups, 1))
@@ -104,7 +104,7 @@ def plain_linear(module, query, key, value, mask, scaling, dropout=0.0, **furthe
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
-def test_linear_attention_is_that_of_its_definition(name):
+def test_linear_attention_equals_its_definition(name):
     from transformers.masking_utils import flash_attention_mask
 
     model, given = make(name), inputs(name)
@@ -172,7 +172,7 @@ def linear():
     "how", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}], ids=str
 )
 @pytest.mark.parametrize("name", CAUSAL)
-def test_generating_with_states_gives_the_tokens_of_generating_without(linear, name, how):
+def test_generating_with_and_without_states_gives_the_same_tokens(linear, name, how):
     found = []
     for use_cache in (True, False):
         torch.manual_seed(0)
@@ -189,7 +189,7 @@ def test_a_padded_row_generates_as_it_does_alone(linear, name):
     assert torch.equal(together[:1, 3:], alone)
 
 
-def test_generating_goes_on_from_a_state(linear):
+def test_generating_continues_a_state(linear):
     model, ids = linear["llama"], inputs("llama")["input_ids"][1:]
     whole = model.generate(ids, max_new_tokens=10, do_sample=False)
     first = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
@@ -252,7 +252,7 @@ def test_transformers_refuses_a_saved_model_rather_than_make_a_softmax_model(tmp
     assert not hasattr(hf.load_linearized(tmp_path).config, "linearized_model_type")
 
 
-def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path):
+def test_unreadable_folders_are_refused(tmp_path):
     model, file = make("llama"), tmp_path / "model.safetensors"
 
     def refuses(message, path=tmp_path):
@@ -293,7 +293,7 @@ def test_half_precision_is_kept(tmp_path):
     assert read.generate(**given, max_new_tokens=5, do_sample=False).shape == (2, 14)
 
 
-def test_a_bert_that_decodes_has_states_too():
+def test_a_bert_decoder_has_states():
     torch.manual_seed(0)
     model = initial("Bert", "LMHeadModel", TEXT | {"is_decoder": True, "eos_token_id": None})
     hf.linearize(model)
@@ -335,7 +335,7 @@ def test_a_cache_of_keys_and_values_is_refused():
         ({"attention": "linformer", "max_length": 8}, UnsupportedError, "linformer attention is not causal"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(given, error, sentence):
+def test_wrong_arguments_are_refused(given, error, sentence):
     model = make("llama")
     with pytest.raises(error, match=sentence):
         hf.linearize(model, **given)
@@ -363,7 +363,7 @@ def test_models_and_masks_that_cannot_be_linearized_are_refused(call, error, mes
         call()
 
 
-def test_gradients_reach_what_is_new_with_and_without_checkpointing():
+def test_new_parameters_get_gradients_with_and_without_checkpointing():
     found = []
     for checkpointing in (False, True):
         model = hf.linearize(make("llama"), "linear", feature_map="hedgehog").train()
@@ -380,7 +380,7 @@ def test_gradients_reach_what_is_new_with_and_without_checkpointing():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, torch.finfo(torch.float32).max])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_what_stands_at_padding_reaches_nothing(name, value):
+def test_values_at_padding_affect_neither_outputs_nor_gradients(name, value):
     model = hf.linearize(make(name), "linear")
     layer = next(module for module in model.modules() if isinstance(module, LinearizedAttention))
     layer.rotary = False

@@ -1,4 +1,4 @@
-"""The classes for transformers say what our models say, and come back from files as they were."""
+"""The classes for transformers compute the same as our models, and survive saving and loading."""
 
 import json
 
@@ -44,7 +44,7 @@ def same_weights(one, other):
         ("softmax", {"attention": ["softmax", "linear"], "positions": "none", "reversible": True}),
     ],
 )
-def test_a_saved_model_comes_back(kind, name, fields, ids, tmp_path):
+def test_a_saved_model_is_loaded_unchanged(kind, name, fields, ids, tmp_path):
     model = make(name, kind, **fields)
     model.save_pretrained(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
@@ -61,7 +61,7 @@ def test_a_saved_model_comes_back(kind, name, fields, ids, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*CLASSES, hf.UnrolledModel], ids=lambda kind: kind.__name__)
-def test_a_bare_model_is_any_of_them_without_its_head(kind, ids, tmp_path):
+def test_a_bare_model_loads_any_of_them_without_its_head(kind, ids, tmp_path):
     model = make("softmax", kind, head_hidden="gelu" if kind is hf.UnrolledForMaskedLM else None)
     model.save_pretrained(tmp_path)
     bare = AutoModel.from_pretrained(tmp_path)
@@ -79,7 +79,7 @@ def test_a_bare_model_is_any_of_them_without_its_head(kind, ids, tmp_path):
     assert type(again.model) is type(bare.model)
 
 
-def test_a_bare_decoder_goes_on_from_a_cache_and_gets_a_new_head(ids, tmp_path):
+def test_a_bare_decoder_continues_a_cache_and_gets_a_new_head(ids, tmp_path):
     model = AutoModel.from_config(make().config).double().eval()
     whole = model(ids, attention_mask=MASK)
     assert whole.past_key_values.get_seq_length() == ids.shape[1]
@@ -105,7 +105,7 @@ def test_a_bare_encoder_has_segments_and_no_cache(ids):
     assert encoder(ids, token_type_ids=torch.ones_like(ids)).past_key_values is None
 
 
-def test_random_features_drawn_by_a_generator_come_back(ids, tmp_path):
+def test_random_features_survive_saving(ids, tmp_path):
     model = make("rfa").float()
     model.save_pretrained(tmp_path)
     assert same_weights(hf.UnrolledForCausalLM.from_pretrained(tmp_path), model)
@@ -113,7 +113,7 @@ def test_random_features_drawn_by_a_generator_come_back(ids, tmp_path):
     assert half(ids).logits.dtype == torch.bfloat16
 
 
-def test_layers_that_share_weights_come_back(ids, tmp_path):
+def test_layers_that_share_weights_survive_saving(ids, tmp_path):
     options = {"linformer": {"max_length": 16, "rank": 4, "sharing": "layerwise"}}
     model = make("linformer", hf.UnrolledForMaskedLM, attention_options=options)
     model.save_pretrained(tmp_path)
@@ -185,7 +185,7 @@ def test_gradient_checkpointing_changes_no_gradient(ids):
         torch.testing.assert_close(x.grad, expected[name])
 
 
-def test_names_of_both_libraries_are_the_same_field():
+def test_names_of_both_libraries_set_the_same_field():
     theirs = {
         "hidden_size": 24,
         "num_hidden_layers": 3,
@@ -267,7 +267,7 @@ def test_arguments_of_other_models_may_be_given_but_not_used(kind, ids):
 
 
 @pytest.mark.parametrize("kind", [hf.UnrolledForMaskedLM, hf.UnrolledForSequenceClassification])
-def test_kinds_of_tokens_are_segments(kind, ids):
+def test_token_types_are_segments(kind, ids):
     model = make(kind=kind, n_segments=2)
     kinds = (torch.arange(7) > 3).long().expand(2, -1)
     found = model(ids, token_type_ids=kinds).logits

@@ -1,4 +1,4 @@
-"""`Trainer` trains our models, and a run that is resumed ends bit for bit as one left alone."""
+"""`Trainer` trains our models, and a resumed run ends with the same weights, bit for bit, as an uninterrupted one."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ STEPS, STOP = 6, 3
 
 
 class Counting(Dataset):
-    """Rows that count upwards from anywhere: 24 of up to 8 tokens, some padded on the left."""
+    """24 rows of consecutive ids, up to 8 tokens each, some padded on the left."""
 
     def __len__(self):
         return 24
@@ -48,7 +48,7 @@ def train(folder, *, resume=None, callbacks=()):
     return trainer
 
 
-def test_a_resumed_run_ends_bit_for_bit_as_one_left_alone(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole = train(tmp_path / "whole")
     train(tmp_path / "cut", callbacks=[StopAt()])
     assert not (tmp_path / "cut" / f"checkpoint-{STEPS}").exists()

@@ -1,4 +1,4 @@
-"""The two stages of training a linearized model: what is trained, what is not, and that a run can be resumed."""
+"""The two stages of training a linearized model: which parameters they train, and resumed runs."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ def make_tokenizer():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a text, and a model that has learned it a little."""
+    """A folder with a text, and a model briefly trained on it."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "text.txt").write_text(TEXT)
     tokenizer = make_tokenizer()
@@ -79,7 +79,7 @@ def test_the_tokens_are_those_of_the_text(data):
     assert sum(int((x.targets >= 0).sum()) for x in data.eval_batches(4)) == -(-len(TEXT) // 10) - 1
 
 
-def test_the_loss_of_transfer_is_that_of_its_definition(teacher, data):
+def test_the_loss_of_transfer_equals_its_definition(teacher, data):
     ids = data.batch("train", step=0, batch_size=2, seed=0).inputs
     student = linear(teacher)
     inputs, outputs = [], []
@@ -99,7 +99,7 @@ def test_the_loss_of_transfer_is_that_of_its_definition(teacher, data):
     torch.testing.assert_close(found, torch.stack(errors).mean())
 
 
-def test_nothing_is_to_be_learned_where_nothing_was_replaced_but_softmax(teacher, data):
+def test_transfer_needs_new_parameters(teacher, data):
     student = hf.linearize(copy.deepcopy(teacher), "softmax")
     with pytest.raises(ValueError, match="no parameters of their own to train"):
         AttentionTransfer(student, teacher)
@@ -108,7 +108,7 @@ def test_nothing_is_to_be_learned_where_nothing_was_replaced_but_softmax(teacher
     assert AttentionTransfer(hedgehog, teacher).loss(ids, ids) > 1e-4
 
 
-def test_transfer_trains_what_is_new_and_nothing_else(teacher, data, tmp_path):
+def test_transfer_trains_new_parameters_only(teacher, data, tmp_path):
     student = linear(teacher)
     before, of_teacher = weights(student), weights(teacher)
     start = evaluate(AttentionTransfer(linear(teacher), teacher), data, CONFIG)
@@ -123,7 +123,7 @@ def test_transfer_trains_what_is_new_and_nothing_else(teacher, data, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [0, 2])
-def test_fine_tuning_trains_all_or_updates_of_low_rank(teacher, data, tmp_path, lora):
+def test_fine_tuning_trains_all_weights_or_low_rank_updates(teacher, data, tmp_path, lora):
     model = linear(teacher)
     before = weights(model)
     start = evaluate(LanguageModel(model), data, CONFIG)
@@ -142,7 +142,7 @@ def test_fine_tuning_trains_all_or_updates_of_low_rank(teacher, data, tmp_path, 
         assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4) == lora
 
 
-def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(teacher, data, tmp_path):
+def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(teacher, data, tmp_path):
     settings = TrainConfig(steps=6, batch_size=2, warmup_steps=0, schedule="constant", checkpoint_every=3)
     found = []
     for lora in (0, 2):
@@ -166,7 +166,7 @@ def test_the_run_of_another_model_is_not_resumed(teacher, data, tmp_path):
         finetune(other, data, config, tmp_path, progress=False)
 
 
-def test_losses_of_another_recipe_are_not_taken_for_its_own(teacher, data, tmp_path):
+def test_losses_of_another_recipe_are_not_reused(teacher, data, tmp_path):
     found = {}
     for name in ("linear", "window", "linear"):
         recipe = Recipe(attention=name, options={}, transfer=None, finetune=None)
@@ -177,7 +177,7 @@ def test_losses_of_another_recipe_are_not_taken_for_its_own(teacher, data, tmp_p
     assert found["linear"]["right after"] != found["window"]["right after"]
 
 
-def test_the_command_does_it_all_and_can_be_run_again(folder, tmp_path):
+def test_the_command_runs_both_stages_and_can_be_repeated(folder, tmp_path):
     command = ["linearize", folder, tmp_path, "--data", folder / "text.txt", "--length", 32]
     command += ["--batch-size", 4, "--transfer-steps", 10, "--finetune-steps", 10, "--lora", 2, "--layers", 1]
     works(*command)
@@ -209,7 +209,7 @@ def test_the_command_does_it_all_and_can_be_run_again(folder, tmp_path):
         ("{out} {out}/new", "cannot be read as a causal language model"),
     ],
 )
-def test_what_the_command_cannot_do_is_refused(folder, tmp_path, words, sentence):
+def test_wrong_commands_are_refused(folder, tmp_path, words, sentence):
     before = (folder / "config.json").read_text()
     words = words.format(folder=folder, out=tmp_path).split()
     assert sentence in error("linearize", *words, "--data", folder / "text.txt", "--length", 32)

@@ -1,4 +1,4 @@
-"""Models of transformers, made on the spot, against what `import_weights` makes of them."""
+"""Models imported by `import_weights` compute the same as the models of transformers."""
 
 import sys
 
@@ -38,7 +38,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 def hugging_face(family, head="Model", **settings):
-    """A model of transformers whose every parameter counts."""
+    """A model of transformers in which every parameter affects the output."""
     config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | settings)
     torch.manual_seed(0)
     model = getattr(transformers, family + head)(config).eval()
@@ -109,7 +109,7 @@ def test_longformer_with_chosen_global_tokens():
     expected = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
     assert_agree(found[~padding], expected[~padding])
     assert (import_weights(theirs)(tokens, key_padding_mask=padding) - found).abs().max() > 1e-3
-    is_global[1, [1, 2, 3, 9]] = 1  # others in each row, as the tokens of two questions are
+    is_global[1, [1, 2, 3, 9]] = 1  # different tokens in each row, as with two questions
     expected = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
     ours = import_weights(theirs)
     found = ours(tokens, key_padding_mask=padding, global_mask=is_global.bool())
