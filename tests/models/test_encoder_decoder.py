@@ -296,11 +296,7 @@ def test_half_precision_stays_finite():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        (
-            {"source_vocab_size": 5},
-            ValueError,
-            "source_vocab_size is 5, but must be vocab_size = 11",
-        ),
+        ({"source_vocab_size": 5}, ValueError, "source_vocab_size is 5, but must be vocab_size = 11"),
         ({"reversible": True, "norm": "pre"}, ValueError, "reversible is True, but must be False"),
         (
             {"attention_options": {"window": {}}},

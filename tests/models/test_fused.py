@@ -130,13 +130,7 @@ def by_another_option(model):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        in_place,
-        by_other_storage,
-        by_another_layout_of_its_storage,
-        by_another_parameter,
-        by_another_option,
-    ],
+    [in_place, by_other_storage, by_another_layout_of_its_storage, by_another_parameter, by_another_option],
 )
 def test_a_block_may_change_between_steps(change, fusions):
     model = decoder()

@@ -73,10 +73,7 @@ def test_a_run_takes_the_sizes_from_the_data(name, kind, sizes):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"cell_options": {"heads": 3}}, "cell_options of 'ntm' do not fit: .*heads"),
-    ],
+    ("changed", "message"), [({"cell_options": {"heads": 3}}, "cell_options of 'ntm' do not fit: .*heads")]
 )
 def test_impossible_configs_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):

@@ -211,9 +211,7 @@ def test_strides_and_expanded_gradients_are_honoured(run):
     kv, k_sum = torch.rand(1, 2, 2, 2).mT, torch.rand(1, 2, 2).mT
     strided = Inputs(q, k, v, log_decay, kv, k_sum)
     grads = OutputGradients(
-        torch.rand(1, 1, 1, 2).expand(2, 40, 6, 2),
-        torch.ones(()).expand(2, 6, 2, 2),
-        torch.rand(2, 2, 6).mT,
+        torch.rand(1, 1, 1, 2).expand(2, 40, 6, 2), torch.ones(()).expand(2, 6, 2, 2), torch.rand(2, 2, 6).mT
     )
     contiguous = [type(tensors)(*(x.contiguous() for x in tensors)) for tensors in (strided, grads)]
     results = []

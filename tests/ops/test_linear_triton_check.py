@@ -15,11 +15,7 @@ from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
 from unrolled.ops.linear.triton_check import Call, known_fault, mistake
 
 HOPPER, B300, AMPERE = (9, 0), (10, 3), (8, 0)
-PLAIN = {
-    "forward": linear_packed.forward,
-    "backward": linear_packed.backward,
-    "step": linear_chunked.step,
-}
+PLAIN = {"forward": linear_packed.forward, "backward": linear_packed.backward, "step": linear_chunked.step}
 
 
 def call(kind="forward", *, dtype=torch.float32, R=5, M=7, gated=True, causal=True, normalize=True):

@@ -68,11 +68,7 @@ class EncoderConfig(TransformerConfig):
             raise ValueError(f"tie_embeddings is True, but must be False with output {self.output!r}")
 
     def _check_no_head(self) -> None:
-        head = {
-            "n_classes": self.n_classes,
-            "head_hidden": self.head_hidden,
-            "output_bias": self.output_bias,
-        }
+        head = {"n_classes": self.n_classes, "head_hidden": self.head_hidden, "output_bias": self.output_bias}
         for name, value in head.items():
             if value is not None:
                 raise ValueError(

@@ -202,11 +202,7 @@ class EncoderDecoder(SavedModel):
         return y
 
     def init_state(
-        self,
-        source: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        global_mask: Tensor | None = None,
+        self, source: Tensor, *, key_padding_mask: Tensor | None = None, global_mask: Tensor | None = None
     ) -> EncoderDecoderState:
         """Encode the source [B, S], and project it once for each layer."""
         memory = self.encode(source, key_padding_mask=key_padding_mask, global_mask=global_mask)

@@ -11,11 +11,7 @@ from torch.utils._device import DeviceContext
 
 
 def check_qkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> None:
     """Require `q [B,T,H,R]`, `k [B,S,G,R]`, `v [B,S,G,M]` with H a multiple of G, and masks that fit."""
     _check_heads(q, k, v, 4, "must have four axes: batch, length, heads, width", "T, ")

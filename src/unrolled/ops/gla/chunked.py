@@ -80,13 +80,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -
 
 
 def backward(
-    grad_o: Tensor,
-    grad_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
+    grad_o: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
 ) -> list[Tensor]:
     """Compute the gradients of `q, k, v, log_decay, state`."""
     spans = _spans(k)
