@@ -1,21 +1,19 @@
 """Parts of the Perceiver and Perceiver IO: an input array, cross-attention, and latents that read it."""
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from unrolled.fields import FromData, Size
-from unrolled.models.blocks import INIT_STD, FeedForward, init_weights, make_norm
+from unrolled.models.blocks import INIT_STD, FeedForward, apply, init_weights, make_norm
 from unrolled.models.checks import check_ids
 from unrolled.models.config import Mechanisms, Sizes, TransformerConfig, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
 from unrolled.ops.checks import check_key_padding_mask, shape
-from unrolled.ops.dense import Linear
+from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.positions import fourier_features, grid_positions
 from unrolled.ops.softmax import softmax_attention
@@ -96,7 +94,7 @@ class LatentConfig(TransformerConfig):
         return self.array_width
 
 
-class InputArray(nn.Module):
+class InputArray(Layer):
     """Tokens or continuous inputs, with their positions, as the array `[B, S, array_width]` to be read."""
 
     def __init__(self, config: LatentConfig) -> None:
@@ -118,8 +116,7 @@ class InputArray(nn.Module):
         if key_padding_mask is not None:  # the array is read without a stack, which would check it
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
             x = without_padding(x, key_padding_mask)
-        y: Tensor = self.dropout(self.positions(x, key_padding_mask=key_padding_mask))
-        return y
+        return cast(Tensor, self.dropout(self.positions(x, key_padding_mask=key_padding_mask)))
 
     def _continuous(self, x: Tensor) -> Tensor:
         grid, width = self.config.grid, self.config.input_dim
@@ -134,7 +131,7 @@ class InputArray(nn.Module):
         return x.flatten(1, -2)
 
 
-class CrossAttend(nn.Module):
+class CrossAttend(Layer):
     """Softmax attention from queries to an array, then a feed-forward layer (pre-norm).
 
         z <- z + W_o attend(W_q norm(z), W_kv norm(x))        z <- z + ff(norm(z))
@@ -193,8 +190,7 @@ class CrossAttend(nn.Module):
         o = softmax_attention(q, k, v, key_padding_mask=key_padding_mask)
         y = self.dropout(self.out_proj(o.flatten(-2)))
         y = z + y if self.query_residual else y
-        out: Tensor = y + self.dropout(self.ff(self.ff_norm(y)))
-        return out
+        return cast(Tensor, y + self.dropout(self.ff(self.ff_norm(y))))
 
 
 def init_perceiver(model: nn.Module, config: LatentConfig) -> None:
@@ -210,7 +206,7 @@ def init_perceiver(model: nn.Module, config: LatentConfig) -> None:
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
 
-class Latents(nn.Module):
+class Latents(Layer):
     """Learned latents that read an array before each of their first `n_reads` passes through the stack.
 
     With `shared` weights there is one stack, and one cross-attention for all reads after the first.
@@ -234,10 +230,8 @@ class Latents(nn.Module):
         z = self.initial.expand(x.shape[0], -1, -1)
         for i in range(self.n_iterations):
             if i < self.n_reads:
-                read: Callable[..., Tensor] = self.reads[min(i, len(self.reads) - 1)]
-                if recompute:
-                    z = checkpoint(read, z, x, key_padding_mask, use_reentrant=False)
-                else:
-                    z = read(z, x, key_padding_mask)
+                z = apply(
+                    self.reads[min(i, len(self.reads) - 1)], z, x, key_padding_mask, recompute=recompute
+                )
             z = self.stacks[min(i, len(self.stacks) - 1)](z, recompute=recompute)
         return z

@@ -88,11 +88,6 @@ class MemNN(StoryModel):
         self.U_R = nn.Parameter(INIT_STD * torch.randn(n_features, d))
         self.n_words, self.max_sentences = config.vocab_size, config.memory_size
 
-    @property
-    def table(self) -> Tensor:
-        """U_O."""
-        return self.U_O
-
     def answer(self, inputs: Tensor, padding: Tensor) -> Tensor:
         """Score the answers after the memories that the network chooses, `[B,vocab_size]`."""
         return self._answer(inputs, padding, self._choose(inputs, padding, None)[1])

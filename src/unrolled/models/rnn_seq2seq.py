@@ -112,7 +112,3 @@ class RNNSeq2Seq(Seq2Seq[RNNSeq2SeqState]):
         joined = torch.cat([torch.stack(read, 1).to(dtype), y, torch.cat(contexts, 1)], -1)
         pairs = self.readout(joined).unflatten(-1, (-1, 2))
         return self.dropout(pairs.amax(-1)), torch.cat(weights, 1), RNNSeq2SeqState(s, attended)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """W_o t."""
-        return self.out(hidden)  # type: ignore[no-any-return]

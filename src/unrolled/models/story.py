@@ -11,16 +11,11 @@ from unrolled.ops.checks import shape
 class StoryModel(SavedModel):
     """Reads a story and a question, and scores each word as the answer.
 
-    A model derives from this class and defines `answer`, `weights` and `table`.
+    A model derives from this class and defines `answer` and `weights`.
     """
 
     max_sentences: int | None  # None for any number
     n_words: int
-
-    @property
-    def table(self) -> Tensor:
-        """A parameter, on the device where inputs must be."""
-        raise NotImplementedError
 
     def answer(self, inputs: Tensor, padding: Tensor) -> Tensor:
         """Score the answers, `[B,vocab_size]`, for checked inputs and their padding."""
@@ -48,7 +43,7 @@ class StoryModel(SavedModel):
 
     def padding_of(self, inputs: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Check the arguments of `forward`; return the padding `[B,M+1,J]`, bool."""
-        check_ids("inputs", inputs, self.n_words, self.table, "[B, M + 1, J]")
+        check_ids("inputs", inputs, self.n_words, next(self.parameters()), "[B, M + 1, J]")
         found, n_sentences = shape(inputs), inputs.shape[1] - 1
         if n_sentences < 1:
             raise ValueError(
