@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unrolled.ops.linear import LinearState, linear_attention_reference, linear_attention_step
+from unrolled.ops.linear import LinearState, linear_attention_reference
 from unrolled.ops.linear import chunked as linear_chunked
 from unrolled.ops.linear import packed as linear_packed
 from unrolled.ops.linear import triton as linear_triton
-from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, OutputGradients
+from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, OutputGradients, Token
 
 NAMES = ("o", "kv", "k_sum", "dq", "dk", "dv", "dlog_decay", "dkv", "dk_sum")
 CAUSAL = Options(None, causal=True, normalize=True)
@@ -271,24 +271,14 @@ def test_nothing_to_attend_to_gives_zero_with_zero_gradient(run, causal):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("heads", "R", "M"), [((1, 1), 5, 7), ((2, 3), 33, 65), ((1, 20), 5, 7)])
-def test_step_is_the_recurrence_and_leaves_the_state_alone(run, heads, R, M, gated, normalize, monkeypatch):
+def test_step_is_the_recurrence_and_leaves_the_state_alone(run, heads, R, M, gated, normalize):
     (q, k, v, log_decay, kv, k_sum), *_ = Case(1, None, 2, *heads, R, M, gated=gated).make()
-    q, k, v = q[:, 0], k[:, 0], v[:, 0]
-    gate = None if log_decay is None else log_decay[:, 0]
+    token = Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, None if log_decay is None else log_decay[:, 0])
     before = kv.clone(), k_sum.clone()
-    found = run(linear_triton.step, q, k, v, kv, k_sum, gate, normalize)
-    monkeypatch.delenv(
-        "TRITON_INTERPRET", raising=False
-    )  # else this process would take Triton without C++ kernels
-    assert torch.equal(kv, before[0])
-    assert torch.equal(k_sum, before[1])
-
-    def plainly(q, k, v, kv, k_sum, gate):
-        o, state = linear_attention_step(q, k, v, LinearState(kv, k_sum), log_decay=gate, normalize=normalize)
-        return o, *state
-
-    given = (q, k, v, kv, k_sum, gate)
-    plain, exact = plainly(*given), plainly(*(None if x is None else x.double() for x in given))
+    found = run(linear_triton.step, token, normalize)
+    assert all(map(torch.equal, (kv, k_sum), before))
+    plain = linear_chunked.step(token, normalize)
+    exact = linear_chunked.step(Token(*(None if x is None else x.double() for x in token)), normalize)
     for x, y, z in zip(found, plain, exact, strict=True):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
@@ -318,7 +308,7 @@ def far_apart(backward: bool) -> tuple[Tensor, ...]:
             outputs += linear_triton.backward(OutputGradients(inputs.v, *state), inputs, den, CAUSAL)
         else:
             token = (x[:, 0] for x in inputs[:3])
-            outputs += linear_triton.step(*token, *state, inputs.log_decay[:, 0], True)
+            outputs += linear_triton.step(Token(*token, *state, inputs.log_decay[:, 0]), True)
         results.append(torch.cat([x.flatten().float().cpu() for x in outputs]))
     return tuple(results)
 
@@ -370,7 +360,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from unrolled.ops.linear import triton as linear_triton
 from unrolled.ops.linear import triton_launch as linear_triton_launch
-from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
+from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients, Token
 
 driver.set_active(types.SimpleNamespace(
     get_current_device=lambda: 0,
@@ -390,7 +380,7 @@ inputs = Inputs(q, k, v, log_decay, kv, k_sum)
 options = Options(None, causal=True, normalize=True)
 o, kv, k_sum, den = linear_triton.forward(inputs, options)
 linear_triton.backward(OutputGradients(o, kv, k_sum), inputs, den, options)
-linear_triton.step(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0], True)
+linear_triton.step(Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0]), True)
 print(json.dumps(shared))
 """
 

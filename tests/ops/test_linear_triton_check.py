@@ -11,7 +11,7 @@ from unrolled.ops.linear import chunked as linear_chunked
 from unrolled.ops.linear import packed as linear_packed
 from unrolled.ops.linear import triton as linear_triton
 from unrolled.ops.linear import triton_check as linear_triton_check
-from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
+from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients, Token
 from unrolled.ops.linear.triton_check import Call, known_fault, mistake
 
 HOPPER, B300, AMPERE = (9, 0), (10, 3), (8, 0)
@@ -99,7 +99,7 @@ def calls(T=9):
     return {
         "forward": (inputs, options),
         "backward": (grads, inputs, den, options),
-        "step": (q[:, 0], k[:, 0], v[:, 0], inputs.kv, inputs.k_sum, inputs.log_decay[:, 0], True),
+        "step": (Token(q[:, 0], k[:, 0], v[:, 0], *inputs[4:], inputs.log_decay[:, 0]), True),
     }
 
 

@@ -209,21 +209,8 @@ def _parted(weights: Tensor, s: int) -> Tensor:
     return blocks[..., s:, :s, :].movedim(-1, 3)
 
 
-def _forward(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    o, state_end = forward(*inputs)
-    return o.contiguous(), state_end
-
-
-def _backward(*arguments: Tensor) -> list[Tensor]:
-    return [g.contiguous() for g in backward(*arguments)]
-
-
 def _like_outputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return v.new_empty(*q.shape[:3], v.shape[3]), state.new_empty(state.shape)
-
-
-def _like_gradients(grad_o: Tensor, grad_state: Tensor, *inputs: Tensor) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs]
 
 
 _operator = register(
@@ -231,11 +218,10 @@ _operator = register(
     " -> (Tensor, Tensor)",
     "diagonal_linear_attention_backward(Tensor grad_o, Tensor grad_state,"
     " Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor state) -> Tensor[]",
-    _forward,
-    _backward,
+    forward,
+    backward,
     forward,
     like_outputs=_like_outputs,
-    like_gradients=_like_gradients,
     n_inputs=5,
     n_tensors=5,
     n_outputs=2,

@@ -22,7 +22,7 @@ from torch import Tensor
 from unrolled.ops.checks import check_device, check_log_decay, check_qkv, check_state_tensor, check_step
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.linear import operator as kernels
-from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, decay_between, safe_divide
+from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, Token, decay_between, safe_divide
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import check_booleans
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, promoted, without_autocast
@@ -170,7 +170,7 @@ def linear_attention_step(
     check_device("state", state.kv, k, "k is")
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, G]")
-    o, kv, k_sum = kernels.linear_attention_step(q, k, v, *state, log_decay, normalize, feature_map)
+    o, kv, k_sum = kernels.linear_attention_step(Token(q, k, v, *state, log_decay), normalize, feature_map)
     return o, LinearState(kv, k_sum)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from unrolled.ops import native
 from unrolled.ops.feature_maps import Elu, FeatureMap, Relu, SquaredRelu
 from unrolled.ops.linear import packed
-from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
+from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs, Token
 from unrolled.ops.native import TYPES, View, address, readable, sequences, struct, view
 
 # Feature maps that the step can apply to q and k, with the values of the enum in C++.
@@ -57,16 +57,10 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Optio
 
 
 def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    k_sum: Tensor,
-    log_decay: Tensor | None,
-    normalize: bool,
-    feature_map: FeatureMap | None = None,
+    token: Token, normalize: bool, feature_map: FeatureMap | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `o [B,H,M]` and the new state from one token of each and the state `kv`, `k_sum`."""
+    """Compute `o [B,H,M]` and the new state from one token and the previous state."""
+    q, k, v, kv, k_sum, log_decay = token
     (B, H, R), (_, G, M) = q.shape, v.shape
     q, k, v, kv, k_sum = readable(q), readable(k), readable(v), kv.contiguous(), k_sum.contiguous()
     log_decay = None if log_decay is None else log_decay.double().contiguous()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.linear import chunked
-from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
+from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients, Token
 
 Version = tuple[int, ...]
 TOKENS = 130  # three chunks, the last of them cut off
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     normalize: bool
 
     @classmethod
-    def of(cls, kind: str, inputs: Inputs, causal: bool, normalize: bool) -> "Call":
+    def of(cls, kind: str, inputs: Inputs | Token, causal: bool, normalize: bool) -> "Call":
         """Describe a call by its inputs, whose heads and widths are the last two axes."""
         (H, R), (G, M), gated = inputs.q.shape[-2:], inputs.v.shape[-2:], inputs.log_decay is not None
         return cls(kind, inputs.q.device, inputs.q.dtype, H // max(G, 1), R, M, gated, causal, normalize)
@@ -162,7 +162,7 @@ def _example(call: Call) -> tuple[tuple[object, ...], tuple[Tensor, ...]]:
         return (inputs, Options(None, *flags)), (o, *state, den)
     if call.kind == "step":
         q, k, v, gate = (None if x is None else x[:, 0] for x in inputs[:4])
-        return (q, k, v, inputs.kv, inputs.k_sum, gate, call.normalize), (o[:, 0], *state)
+        return (Token._make((q, k, v, inputs.kv, inputs.k_sum, gate)), call.normalize), (o[:, 0], *state)
     grads = OutputGradients(random(1, T, P, M, dtype=call.dtype), random(1, 1, R, M), random(1, 1, R))
     exact_grads = OutputGradients(*(x.double() for x in grads))
     expected = chunked.backward(exact_grads, exact, den, *flags)

@@ -48,16 +48,14 @@ def _forward(*arguments: object) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, left, right, scale, backend = arguments
     inputs = Inputs._make(tensors)
     chosen = choose(BACKENDS, backend, inputs.q, inputs)
-    o, lse = chosen.forward(inputs, Options._make((cu_seqlens, (left, right), scale)))
-    return o.contiguous(), lse.contiguous()
+    return chosen.forward(inputs, Options._make((cu_seqlens, (left, right), scale)))
 
 
-def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, cu_seqlens, lse, left, right, scale, backend = arguments
     inputs = Inputs(*tensors)
     chosen = choose(BACKENDS, backend, inputs.q, inputs)
-    grads = chosen.backward(grad_o, grad_lse, inputs, lse, Options(cu_seqlens, (left, right), scale))
-    return [g.contiguous() for g in grads]
+    return chosen.backward(grad_o, grad_lse, inputs, lse, Options(cu_seqlens, (left, right), scale))
 
 
 def _plain(*arguments: object) -> tuple[Tensor, Tensor]:
@@ -70,12 +68,6 @@ def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
     return v.new_empty(*q.shape[:3], v.shape[3]), lse
 
 
-def _like_gradients(
-    grad_o: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v)]
-
-
 _operator = register(
     "window_attention(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? cu_seqlens,"
     " SymInt left, SymInt right, float scale, str? backend) -> (Tensor, Tensor)",
@@ -86,7 +78,6 @@ _operator = register(
     _backward,
     _plain,
     like_outputs=_like_outputs,
-    like_gradients=_like_gradients,
     n_inputs=3,
     n_tensors=5,
     n_outputs=2,
