@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -99,8 +100,13 @@ def effect_of_rounding(case: Case) -> dict[str, float]:
     )
 
 
+@lru_cache(maxsize=16)  # of a case every form is compared with it
+def _exact(case: Case) -> list[Tensor]:
+    return outputs_and_gradients(linear_attention_reference, case, exact=True)
+
+
 def _distances(found: list[Tensor], case: Case) -> dict[str, float]:
-    exact = outputs_and_gradients(linear_attention_reference, case, exact=True)
+    exact = _exact(case)
     names = ["o", "kv", "k_sum", "dq", "dk", "dv"]
     names += ["dlog_decay"] * case.gated + ["dkv", "dk_sum"] * case.stateful
     distances, largest = {}, max(float(z.norm()) for z in exact)
