@@ -201,11 +201,8 @@ def test_nothing_to_do() -> None:
         ({"prompt_ids": [[]]}, r"prompt_ids\[0\] is empty, but this model has no start symbol"),
         ({"prompt_ids": [1, 2]}, r"prompt_ids\[0\] is 1, but must be a sequence of token ids"),
         ({"prompt_ids": ["ab"]}, r"prompt_ids\[0\] is 'ab', but must be a sequence of token ids"),
-        ({"prompt_ids": [[0.5]]}, r"is torch.float32 of shape \(1,\), but must be whole"),
-        (
-            {"prompt_ids": torch.ones(3, dtype=torch.long)},
-            r"prompt_ids has shape \(3,\), but must be \[B, T\]",
-        ),
+        ({"prompt_ids": [[0.5]]}, r"is torch.float32 of shape \[1\], but must be whole"),
+        ({"prompt_ids": torch.ones(3).long()}, r"prompt_ids has shape \[3\], but must be \[B, T\]"),
         ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5, but must be an integer"),
         ({"max_new_tokens": float("nan")}, "max_new_tokens is nan, but must be an integer"),
         ({"num_samples": 10**9}, "but must be at most"),

@@ -149,8 +149,8 @@ WRONG = {
     },
     r"beta is from 2.5 to 2.5, but must be in \[0, 2\]": {"beta": torch.full((2, 9, 2), 2.5)},
     "log_decay is up to 0.5, but must be at most 0": {"log_decay": torch.full((2, 9, 2), 0.5)},
-    r"beta has shape \[2, 9\]": {"beta": torch.ones(2, 9)},
-    r"log_decay has shape \[2, 9, 2\] and dtype torch.int64": {"log_decay": torch.zeros(2, 9, 2).long()},
+    r"beta is torch.float32 of shape \[2, 9\]": {"beta": torch.ones(2, 9)},
+    r"log_decay is torch.int64 of shape \[2, 9, 2\]": {"log_decay": torch.zeros(2, 9, 2).long()},
     r"state is torch.float64 of shape \[1, 2, 4, 3\], but must be torch.float64 \[2, 2, 4, 3\]": {
         "state": torch.zeros(1, 2, 4, 3).double()
     },

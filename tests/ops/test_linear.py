@@ -288,7 +288,7 @@ def inputs(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"log_decay": torch.zeros(2, 5)}, r"log_decay has shape \[2, 5\] .* must be .*\[2, 5, 2\]"),
+        ({"log_decay": torch.zeros(2, 5)}, r"log_decay is torch.float32 of shape \[2, 5\], .* must be .*\[2, 5, 2\]"),
         ({"log_decay": torch.full((2, 5, 2), 0.5)}, r"log_decay is up to 0.5, but must be at most 0"),
         ({"state": LinearState(torch.zeros(2, 2, 3, 5), torch.zeros(2, 2, 3))}, r"state.kv is .* but must be torch.float32 \[2, 2, 3, 6\]"),
         ({"state": LinearState(torch.zeros(2, 2, 3, 6).double(), torch.zeros(2, 2, 3))}, r"state.kv is torch.float64 of .* but must be torch.float32"),

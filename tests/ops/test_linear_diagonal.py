@@ -267,7 +267,7 @@ def test_compiles_to_one_node():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"log_decay": torch.zeros(1, 4, 2)}, "log_decay has shape [1, 4, 2] and dtype torch.float32, but must be floating point [B, S, G, R] = [1, 4, 2, 3]"),
+        ({"log_decay": torch.zeros(1, 4, 2)}, "log_decay is torch.float32 of shape [1, 4, 2], but must be floating point [B, S, G, R] = [1, 4, 2, 3]"),
         ({"log_decay": torch.full((1, 4, 2, 3), 0.5)}, "log_decay is up to 0.5, but must be at most 0 (a gate of at most 1)"),
         ({"state": torch.zeros(1, 2, 3, 6)}, "state is torch.float32 of shape [1, 2, 3, 6], but must be torch.float32 [1, 2, 3, 5]"),
         ({"state": torch.zeros(1, 2, 3, 5).half()}, "state is torch.float16 of shape [1, 2, 3, 5], but must be torch.float32 [1, 2, 3, 5]"),

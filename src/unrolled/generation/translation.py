@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from unrolled.generation._mode import drawing_mode
 from unrolled.generation.beam import BeamOptions, Hypothesis, Steps, beam_search
-from unrolled.ops.checks import on_cpu
+from unrolled.ops.checks import on_cpu, wrong
 
 MORE_THAN_SOURCE = 50  # tokens that a translation may be longer than its source (Vaswani et al., section 6.1)
 
@@ -105,9 +105,7 @@ def _begin(model: Translates, sources: list[Tensor]) -> tuple[Tensor, Any]:
 def _source(index: int, source: Tensor | Sequence[int]) -> Tensor:
     ids = on_cpu(f"sources[{index}]", source)
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"sources[{index}] is {ids.dtype} of shape {list(ids.shape)}, but must be whole numbers [S]"
-        )
+        raise wrong(f"sources[{index}]", ids, "whole numbers [S]")
     if not len(ids):
         raise ValueError(f"sources[{index}] is empty, but must have at least one token")
     return ids.long()

@@ -15,7 +15,7 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
-from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.checks import check_key_padding_mask, shape, wrong, wrong_shape
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.masks import without_padding
 
@@ -71,9 +71,7 @@ class EncoderConfig(TransformerConfig):
         head = {"n_classes": self.n_classes, "head_hidden": self.head_hidden, "output_bias": self.output_bias}
         for name, value in head.items():
             if value is not None:
-                raise ValueError(
-                    f"{name} is {value!r}, but must be None with output 'hidden', which has no output layer"
-                )
+                raise wrong(name, repr(value), "None with output 'hidden', which has no output layer")
 
 
 class HiddenLayer(Layer):
@@ -197,9 +195,7 @@ class Encoder(RecomputingModel):
         if self.config.vocab_size is not None:
             check_ids("x", x, self.config.vocab_size, self.embedding.weight)
         elif x.dim() != 3 or x.shape[-1] != self.config.input_dim:
-            raise ValueError(
-                f"x has shape {shape(x)}, but must be [B, T, input_dim = {self.config.input_dim}]"
-            )
+            raise wrong_shape("x", x, f"[B, T, input_dim = {self.config.input_dim}]")
         elif (
             key_padding_mask is not None
         ):  # 0 before the embedding, whose gradient would take NaN from padding

@@ -200,11 +200,13 @@ class EncoderDecoder(RecomputingModel):
         x = self.dropout(self.source_positions(x, key_padding_mask=padding))
         return self.encoder(x, recompute=self.recompute, **masks)
 
-    def init_state(self, source: Tensor, **masks: Unpack[SourceMasks]) -> EncoderDecoderState:
+    def init_state(
+        self, source: Tensor, *, key_padding_mask: Tensor | None = None, global_mask: Tensor | None = None
+    ) -> EncoderDecoderState:
         """Encode the source [B, S], and project it once for each layer; the masks are those of `forward`."""
-        memory, padding = self.encode(source, **masks), masks.get("key_padding_mask")
+        memory = self.encode(source, key_padding_mask=key_padding_mask, global_mask=global_mask)
         B = source.shape[0]
-        read = tuple(block.cross.read(memory, key_padding_mask=padding) for block in self._blocks())
+        read = tuple(block.cross.read(memory, key_padding_mask=key_padding_mask) for block in self._blocks())
         layers = tuple(block.attention.init_state(B) for block in self._blocks())
         return EncoderDecoderState(torch.zeros(B, dtype=torch.long, device=source.device), read, layers)
 

@@ -12,7 +12,7 @@ from unrolled.models.checks import check_ids
 from unrolled.models.config import Mechanisms, Sizes, TransformerConfig, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
-from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.checks import check_key_padding_mask, shape, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.positions import fourier_features, grid_positions
@@ -63,13 +63,9 @@ class LatentConfig(TransformerConfig):
         if self.positions == "rotary":
             raise ValueError("positions is 'rotary', but must be another kind: latents have no positions")
         if self.input_width is not None and self.vocab_size is None:
-            raise ValueError(
-                f"input_width is {self.input_width}, but must be None: continuous inputs have input_dim"
-            )
+            raise wrong("input_width", self.input_width, "None: continuous inputs have input_dim")
         if self.positions == "sinusoidal" and self.array_width % 2:
-            raise ValueError(
-                f"the width of the inputs is {self.array_width}, but must be even with positions 'sinusoidal'"
-            )
+            raise wrong("the width of the inputs", self.array_width, "even with positions 'sinusoidal'")
         if self.grid is not None and (self.input_dim is None or self.positions != "none"):
             raise ValueError(
                 f"grid is {self.grid}, but must be None with vocab_size {self.vocab_size} and positions "
@@ -168,9 +164,7 @@ class CrossAttend(Layer):
         for size in (width, value_width):
             if size % self.heads:
                 name = "cross_heads" if heads is None else "decoder_heads"
-                raise ValueError(
-                    f"{name} is {self.heads}, but must be a divisor of the cross-attention's width {size}"
-                )
+                raise wrong(name, self.heads, f"a divisor of the cross-attention's width {size}")
         self.query_norm = make_norm(config, query_width)
         self.array_norm = make_norm(config, array_width)
         self.q_proj = Linear(query_width, width)

@@ -66,9 +66,7 @@ def bag(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
 
 
 ENCODINGS: dict[str, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {
-    "printed": printed,
-    "code": code,
-    "bag": bag,
+    f.__name__: f for f in (printed, code, bag)
 }
 
 

@@ -20,7 +20,7 @@ from unrolled.models.cells import stack_of
 from unrolled.models.config import ModelConfig
 from unrolled.models.heads import at_least_fp32
 from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import shape, wrong
 from unrolled.recurrent.ntm import NTM, NTMTrace
 
 
@@ -153,6 +153,4 @@ class NTMNumbers(_Layers):
 
 def _check_targets(targets: Tensor, like: Tensor) -> None:
     if targets.shape != like.shape or not targets.is_floating_point():
-        raise ValueError(
-            f"targets is {targets.dtype} of shape {shape(targets)}, but must be floating point {shape(like)}"
-        )
+        raise wrong("targets", targets, f"floating point {shape(like)}")

@@ -11,6 +11,7 @@ from unrolled.models.cells import stack_of
 from unrolled.models.config import ModelConfig
 from unrolled.models.heads import Categorical
 from unrolled.models.language_model import LanguageModel, TokenMasks
+from unrolled.ops.checks import wrong
 from unrolled.recurrent import StackedState
 
 
@@ -47,9 +48,7 @@ class RecurrentLMConfig(ModelConfig):
         if self.cell not in recurrent.names():
             raise ValueError(f"cell is {self.cell!r}, but must be one of {', '.join(recurrent.names())}")
         if self.tie_embeddings and self.width != self.d_model:
-            raise ValueError(
-                f"hidden_size is {self.hidden_size}, but must be d_model = {self.d_model} to tie embeddings"
-            )
+            raise wrong("hidden_size", self.hidden_size, f"d_model = {self.d_model} to tie embeddings")
 
     @property
     def width(self) -> int:

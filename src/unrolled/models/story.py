@@ -5,7 +5,7 @@ from torch import Tensor
 
 from unrolled.models.checks import check_ids
 from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import shape, wrong
 
 
 class StoryModel(SavedModel):
@@ -47,21 +47,15 @@ class StoryModel(SavedModel):
         found, n_sentences = shape(inputs), inputs.shape[1] - 1
         if n_sentences < 1:
             raise ValueError(
-                f"inputs has shape {found}, but must have at least one sentence before the question, "
-                "[B, M + 1, J]"
+                f"inputs has shape {found}, but must have at least one sentence before the question"
             )
         if found[2] < 1:
             raise ValueError(f"inputs has shape {found}, but sentences must have at least one word")
         if self.max_sentences is not None and n_sentences > self.max_sentences:
-            raise ValueError(
-                f"inputs has {n_sentences} sentences, but must have at most "
-                f"memory_size = {self.max_sentences}"
-            )
+            most = f"memory_size = {self.max_sentences}"
+            raise ValueError(f"inputs has {n_sentences} sentences, but must have at most {most}")
         if key_padding_mask is None:
             return torch.zeros_like(inputs, dtype=torch.bool)
         if key_padding_mask.shape != inputs.shape or key_padding_mask.dtype != torch.bool:
-            raise ValueError(
-                f"key_padding_mask is {key_padding_mask.dtype} of shape {shape(key_padding_mask)}, "
-                f"but must be torch.bool {found}"
-            )
+            raise wrong("key_padding_mask", key_padding_mask, f"torch.bool {found}")
         return key_padding_mask

@@ -31,7 +31,7 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
-from unrolled.ops.checks import check_device, check_tensor, shape
+from unrolled.ops.checks import check_device, check_tensor, shape, wrong
 from unrolled.ops.dense import Layer, Linear
 
 Pooling = Literal["class", "mean"]
@@ -66,9 +66,7 @@ class ViTConfig(TransformerConfig):
                 f"patch_size is {self.patch_size}, but must divide image_size = {self.image_size}"
             )
         if self.max_length not in (TransformerConfig.max_length, self.n_tokens):
-            raise ValueError(
-                f"max_length is {self.max_length}, but must be {self.n_tokens}, the number of tokens"
-            )
+            raise wrong("max_length", self.max_length, f"{self.n_tokens}, the number of tokens")
         self.max_length = self.n_tokens
         if self.positions == "axial" and math.prod(self.axial_shape or ()) < self.n_tokens:
             raise ValueError(

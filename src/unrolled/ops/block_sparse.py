@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import check_qkv, shape, transforming
+from unrolled.ops.checks import check_qkv, transforming, wrong
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import average_and_lse
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
@@ -72,9 +72,7 @@ def block_sparse_attention(
     N, n_keys = -(-T // C), -(-S // K)
     fits = blocks.dim() == 4 and blocks.shape[0] in (1, B) and blocks.shape[1] in (1, H)
     if blocks.dtype != torch.int64 or not fits or blocks.shape[2] != N:
-        raise ValueError(
-            f"blocks is {blocks.dtype} of shape {shape(blocks)}, but must be torch.int64 [{B}, {H}, {N}, L]"
-        )
+        raise wrong("blocks", blocks, f"torch.int64 [{B}, {H}, {N}, L]")
     if key_padding_mask is not None:
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
     q, k, v, out_dtype = *promoted(q, k, v), v.dtype

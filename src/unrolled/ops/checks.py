@@ -10,6 +10,18 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 
+def wrong(name: str, found: object, must_be: object) -> ValueError:
+    """Make the error of a wrong argument; a tensor is described by its dtype and shape."""
+    if isinstance(found, Tensor):
+        found = f"{found.dtype} of shape {shape(found)}"
+    return ValueError(f"{name} is {found}, but must be {must_be}")
+
+
+def wrong_shape(name: str, x: Tensor, must_be: object) -> ValueError:
+    """Make the error of a tensor of the wrong shape."""
+    return ValueError(f"{name} has shape {shape(x)}, but must be {must_be}")
+
+
 def check_qkv(
     q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> None:
@@ -108,15 +120,10 @@ def check_log_decay(log_decay: Tensor, k: Tensor, axes: str) -> None:
     check_tensor("log_decay", log_decay)
     sizes = k.shape[: axes.count(",") + 1]
     if log_decay.shape != sizes or not log_decay.is_floating_point():
-        raise ValueError(
-            f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
-            f"but must be floating point {axes} = {list(sizes)}"
-        )
+        raise wrong("log_decay", log_decay, f"floating point {axes} = {list(sizes)}")
     check_device("log_decay", log_decay, k, "k is")
     if may_read(log_decay) and bool((log_decay > 0).any()):
-        raise ValueError(
-            f"log_decay is up to {log_decay.max().item():g}, but must be at most 0 (a gate of at most 1)"
-        )
+        raise wrong("log_decay", f"up to {log_decay.max().item():g}", "at most 0 (a gate of at most 1)")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
@@ -124,9 +131,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor of int32")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} of shape {shape(cu_seqlens)}, but must be torch.int32 [N+1]"
-        )
+        raise wrong("cu_seqlens", cu_seqlens, "torch.int32 [N+1]")
     if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
         raise ValueError(
             f"cu_seqlens packs sequences into one row with T = S, but q has shape {shape(q)} and k {shape(k)}"

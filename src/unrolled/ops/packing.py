@@ -13,10 +13,8 @@ def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Lay sequences `[L_n, ...]` end to end: `[1, sum L_n, ...]` and their offsets `cu_seqlens [N+1]`."""
     if not sequences:
         raise ValueError("sequences is empty, but pack needs at least one to know the width")
-    lengths = torch.tensor([0, *(len(x) for x in sequences)], dtype=torch.int32)
-    return torch.cat(list(sequences)).unsqueeze(0), lengths.cumsum(0, dtype=torch.int32).to(
-        sequences[0].device
-    )
+    lengths = torch.tensor([0, *map(len, sequences)], device=sequences[0].device)
+    return torch.cat(list(sequences)).unsqueeze(0), lengths.cumsum(0, dtype=torch.int32)
 
 
 def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:

@@ -66,8 +66,12 @@ def linear_attention_step(
     return o.to(out_dtype), kv, k_sum
 
 
-def _forward(*arguments: object) -> tuple[Tensor, ...]:
-    inputs, options = Inputs._make(arguments[:6]), Options._make(arguments[6:9])
+def _split(arguments: tuple[object, ...]) -> tuple[Inputs, Options]:
+    return Inputs._make(arguments[:6]), Options._make(arguments[6:9])
+
+
+def _forward(*arguments: object) -> Outputs:
+    inputs, options = _split(arguments)
     return choose(BACKENDS, arguments[9], inputs.q, inputs.q, inputs.v).forward(inputs, options)
 
 
@@ -76,14 +80,6 @@ def _backward(*arguments: Any) -> Gradients:
     grads, inputs = OutputGradients(*tensors[:3]), Inputs(*tensors[3:])
     chosen = choose(BACKENDS, backend, inputs.q, inputs.q, inputs.v)
     return chosen.backward(grads, inputs, den, Options(cu_seqlens, causal, normalize))
-
-
-def _plain(*arguments: object) -> tuple[Tensor, ...]:
-    return packed.forward(Inputs._make(arguments[:6]), Options._make(arguments[6:9]))[:3]
-
-
-def _like_outputs(*arguments: object) -> tuple[Tensor, ...]:
-    return packed.like_outputs(Inputs._make(arguments[:6]), Options._make(arguments[6:9]))
 
 
 def _like_gradients(*arguments: object) -> list[Tensor]:
@@ -99,8 +95,8 @@ _operator = register(
     " Tensor? cu_seqlens, Tensor den, bool causal, bool normalize, str? backend) -> Tensor[]",
     _forward,
     _backward,
-    _plain,
-    like_outputs=_like_outputs,
+    lambda *arguments: packed.forward(*_split(arguments))[:3],
+    like_outputs=lambda *arguments: packed.like_outputs(*_split(arguments)),
     like_gradients=_like_gradients,
     n_inputs=6,
     n_tensors=7,

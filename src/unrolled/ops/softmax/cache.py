@@ -38,10 +38,7 @@ CACHE_GROWS = {
 
 def empty_cache(batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor) -> KVCache:
     """Make an empty cache with the device and dtype of `like`."""
-    k, v = (
-        like.new_empty(batch_size, n_kv_heads, 0, head_dim),
-        like.new_empty(batch_size, n_kv_heads, 0, value_dim),
-    )
+    k, v = (like.new_empty(batch_size, n_kv_heads, 0, width) for width in (head_dim, value_dim))
     padding = torch.empty(batch_size, 0, dtype=torch.bool, device=like.device)
     position = torch.zeros(batch_size, dtype=torch.long, device=like.device)
     return KVCache(k, v, padding, k, v, padding, position)

@@ -44,11 +44,14 @@ def window_attention(inputs: Inputs, options: Options, backend: str | None) -> t
     return o, lse
 
 
+def _split(*arguments: object) -> tuple[Inputs, Options]:
+    *tensors, cu_seqlens, left, right, scale, _ = arguments
+    return Inputs._make(tensors), Options._make((cu_seqlens, (left, right), scale))
+
+
 def _forward(*arguments: object) -> tuple[Tensor, Tensor]:
-    *tensors, cu_seqlens, left, right, scale, backend = arguments
-    inputs = Inputs._make(tensors)
-    chosen = choose(BACKENDS, backend, inputs.q, inputs)
-    return chosen.forward(inputs, Options._make((cu_seqlens, (left, right), scale)))
+    inputs, options = _split(*arguments)
+    return choose(BACKENDS, arguments[-1], inputs.q, inputs).forward(inputs, options)
 
 
 def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,11 +59,6 @@ def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor
     inputs = Inputs(*tensors)
     chosen = choose(BACKENDS, backend, inputs.q, inputs)
     return chosen.backward(grad_o, grad_lse, inputs, lse, Options(cu_seqlens, (left, right), scale))
-
-
-def _plain(*arguments: object) -> tuple[Tensor, Tensor]:
-    *tensors, cu_seqlens, left, right, scale, _ = arguments
-    return blocks.forward(Inputs._make(tensors), Options._make((cu_seqlens, (left, right), scale)))
 
 
 def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -76,7 +74,7 @@ _operator = register(
     " SymInt left, SymInt right, float scale, str? backend) -> Tensor[]",
     _forward,
     _backward,
-    _plain,
+    lambda *arguments: blocks.forward(*_split(*arguments)),
     like_outputs=_like_outputs,
     n_inputs=3,
     n_tensors=5,
