@@ -159,9 +159,8 @@ def test_the_loss_and_its_gradients_are_what_the_equations_say(hops, margin):
     assert loss > 0
     parameters = list(model.parameters())
     ours, theirs = (torch.autograd.grad(x, parameters) for x in (loss, expected))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
-        assert a.any()
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+    assert all(x.any() for x in ours)
 
 
 def test_the_loss_reads_the_sentences_given_and_else_those_chosen():
@@ -231,17 +230,26 @@ def test_other_types_are_near_to_double(dtype):
     assert model(inputs, key_padding_mask=padding).dtype == dtype
 
 
-def test_wrong_targets_are_refused():
-    model = make()
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (torch.zeros(4, dtype=torch.long), r"targets is torch.int64 of shape \[4\], but must be .* \[4, 3\]"),
+        (torch.tensor([[V, NONE, NONE]] * 4), "targets holds values from 11 to 11"),
+        (
+            torch.tensor([[1, NONE, 2]] * 4),
+            "targets names a supporting sentence where there is none",
+        ),  # padding
+        (
+            torch.tensor([[1, NONE, 5]] * 4),
+            "targets names a supporting sentence where there is none",
+        ),  # question
+    ],
+)
+def test_wrong_targets_are_refused(targets, message):
     inputs, padding = story()
     padding[0, 2] = True
-    with pytest.raises(ValueError, match=r"targets is torch.int64 of shape \[4\], but must be .* \[4, 3\]"):
-        model.loss(inputs, torch.zeros(4, dtype=torch.long))
-    with pytest.raises(ValueError, match="targets holds values from 11 to 11"):
-        model.loss(inputs, torch.tensor([[11, NONE, NONE]] * 4))
-    for place in (2, 5):  # padding, and the question
-        with pytest.raises(ValueError, match="targets names a supporting sentence where there is none"):
-            model.loss(inputs, torch.tensor([[1, NONE, place]] * 4), key_padding_mask=padding)
+    with pytest.raises(ValueError, match=message):
+        make().loss(inputs, targets, key_padding_mask=padding)
 
 
 PEOPLE, THINGS = ("mary", "john", "sandra"), ("milk", "apple")
