@@ -1,6 +1,7 @@
 """Prefill once, fork, then step: generation from any model that runs as a recurrence."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,6 +185,5 @@ def _generators(seed: int | None, n_prompts: int, num_samples: int) -> list[torc
         torch.Generator().manual_seed(
             int(np.random.SeedSequence(entropy, spawn_key=(prompt, sample)).generate_state(1, np.uint64)[0])
         )
-        for prompt in range(n_prompts)
-        for sample in range(num_samples)
+        for prompt, sample in product(range(n_prompts), range(num_samples))
     ]

@@ -83,7 +83,5 @@ def check_targets(targets: Tensor, expected: Sequence[int], levels: int) -> None
     if may_read(targets) and (asked := targets[targets != IGNORED]).numel():
         low, high = (int(x) for x in asked.aminmax())
         if low < 0 or high >= levels:
-            raise ValueError(
-                f"targets holds values from {low} to {high}, but they must be in [0, {levels}), "
-                f"or {IGNORED} for none"
-            )
+            classes = f"in [0, {levels}), or {IGNORED} for none"
+            raise ValueError(f"targets holds values from {low} to {high}, but they must be {classes}")

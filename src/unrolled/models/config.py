@@ -24,11 +24,8 @@ class ModelConfig(Checked):
     @classmethod
     def from_data(cls) -> dict[str, str]:
         """Return the fields that follow from the data set, each with the name of the data set's attribute."""
-        marks = {
-            name: [mark.name for mark in get_args(hint) if isinstance(mark, FromData)]
-            for name, hint in field_types(cls).items()
-        }
-        return {name: found[0] for name, found in marks.items() if found}
+        marks = ((name, mark) for name, hint in field_types(cls).items() for mark in get_args(hint))
+        return {name: mark.name for name, mark in marks if isinstance(mark, FromData)}
 
     @property
     def needs(self) -> dict[str, object]:

@@ -195,7 +195,5 @@ def _check_facts(facts: Tensor, present: Tensor) -> None:
         return
     given = facts != IGNORED
     if (facts >= present.shape[1]).any() or not present.gather(1, facts.masked_fill(~given, 0))[given].all():
-        raise ValueError(
-            "targets names a supporting sentence where there is none, but must hold places of sentences in "
-            f"[0, {present.shape[1]}), or {IGNORED}"
-        )
+        places = f"places of sentences in [0, {present.shape[1]}), or {IGNORED}"
+        raise ValueError(f"targets names a supporting sentence where there is none, but must hold {places}")

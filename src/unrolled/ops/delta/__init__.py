@@ -16,15 +16,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import (
-    check_log_decay,
-    check_qkv,
-    check_state_tensor,
-    check_step,
-    may_read,
-    shape,
-    wrong,
-)
+from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, may_read, wrong
 from unrolled.ops.delta import chunked
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.masks import without_padding
@@ -157,7 +149,8 @@ def _prepare(
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, T), (_, _, G, D), M = q.shape[:2], k.shape, v.shape[3]
     if k.shape[1] != T:
-        raise ValueError(f"k has shape {shape(k)}, but must be [{B}, {T}, G, {D}] like q {shape(q)}")
+        like_q = f"[{B}, {T}, G, {D}] like q {list(q.shape)}"
+        raise ValueError(f"k has shape {list(k.shape)}, but must be {like_q}")
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state is None:
         state = q.new_zeros(N, G, D, M, dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
@@ -178,7 +171,7 @@ def _check_rule(
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     check_state_tensor("state", state, (rows, G, D, M), dtype)
     if beta.shape != k.shape[:-1] or not beta.is_floating_point():
-        raise wrong("beta", beta, f"floating point {shape(k)[:-1]} for k {shape(k)}")
+        raise wrong("beta", beta, f"floating point {list(k.shape)[:-1]} for k {list(k.shape)}")
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, G]" if k.dim() == 3 else "[B, T, G]")
     if not may_read(k) or k.numel() == 0:

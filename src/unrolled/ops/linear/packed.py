@@ -66,28 +66,16 @@ def like_outputs(inputs: Inputs, options: Options) -> Outputs:
 
 def like_gradients(grads: OutputGradients, inputs: Inputs) -> Gradients:
     """Uninitialised tensors of the shapes and types that a backward pass returns, contiguous."""
-    q, k, v, log_decay, _, _ = inputs
-    return Gradients(
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        grads.kv.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape),
-        grads.kv.new_empty(grads.kv.shape),
-        grads.k_sum.new_empty(grads.k_sum.shape),
-    )
+    log_decay = grads.kv.new_empty(0) if inputs.log_decay is None else inputs.log_decay
+    like = (*inputs[:3], log_decay, grads.kv, grads.k_sum)
+    return Gradients._make(x.new_empty(x.shape) for x in like)
 
 
 def _part(inputs: Inputs, rows: Tensor, tokens: Tensor, padding: Tensor) -> Inputs:
     """The inputs of one bucket: its tokens, padded, and the states of its rows."""
-    q, k, v, log_decay, kv, k_sum = inputs
-    return Inputs(
-        _gather(q, tokens, padding),
-        _gather(k, tokens, padding),
-        _gather(v, tokens, padding),
-        None if log_decay is None else _gather(log_decay, tokens, padding),
-        None if kv is None else kv[rows],
-        None if k_sum is None else k_sum[rows],
-    )
+    of_tokens = (None if x is None else _gather(x, tokens, padding) for x in inputs[:4])
+    states = (None if x is None else x[rows] for x in inputs[4:])
+    return Inputs._make((*of_tokens, *states))
 
 
 def _gather(x: Tensor, tokens: Tensor, padding: Tensor) -> Tensor:

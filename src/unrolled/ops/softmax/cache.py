@@ -64,15 +64,10 @@ def softmax_prefill(
     anything_padded = key_padding_mask is not None or cached_length(cache) > 0
     cache = extend_cache(cache, k, v, key_padding_mask)
     dtype = cache.past_k.dtype
+    keys, values = cache.past_k.transpose(1, 2), cache.past_v.transpose(1, 2)
+    padding = cache.past_padding if anything_padded else None
     with without_autocast(q.device):
-        o = softmax_attention(
-            q.to(dtype),
-            cache.past_k.transpose(1, 2),
-            cache.past_v.transpose(1, 2),
-            causal=True,
-            key_padding_mask=cache.past_padding if anything_padded else None,
-            scale=scale,
-        )
+        o = softmax_attention(q.to(dtype), keys, values, causal=True, key_padding_mask=padding, scale=scale)
     return o.to(v.dtype), cache
 
 

@@ -66,15 +66,10 @@ def dilated_window_attention(
         ValueError: an argument of the wrong shape or type; decreasing offsets.
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
-    parts = [
-        _of_one_dilation(
-            Inputs(q[:, :, run.heads], k[:, :, run.kv_heads], v[:, :, run.kv_heads], key_padding_mask),
-            window_size,
-            run.dilation,
-            cu_seqlens,
-        )
-        for run in runs(dilation, k.shape[2])
-    ]
+    parts = []
+    for d, heads, kv_heads in runs(dilation, k.shape[2]):
+        inputs = Inputs(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], key_padding_mask)
+        parts.append(_of_one_dilation(inputs, window_size, d, cu_seqlens))
     if len(parts) == 1:
         return parts[0]
     return torch.cat([o for o, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
