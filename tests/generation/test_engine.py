@@ -42,14 +42,10 @@ class LeakyMemory(nn.Module):
         self, tokens: Tensor, state: History, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, History]:
         self.prefilled.append(tokens.shape)
+        padding = torch.zeros_like(tokens).bool() if key_padding_mask is None else key_padding_mask
         summary, logits = state.summary, []
-        for t, token in enumerate(tokens.T):
+        for token, padded in zip(tokens.T, padding.T, strict=True):
             y, after = self.read(token, summary)
-            padded = (
-                torch.zeros_like(token, dtype=torch.bool)
-                if key_padding_mask is None
-                else key_padding_mask[:, t]
-            )
             summary = torch.where(padded.unsqueeze(1), summary, after)
             logits.append(y)
         return torch.stack(logits, 1), History(summary)

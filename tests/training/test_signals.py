@@ -123,18 +123,4 @@ def test_a_second_training_of_a_folder_is_refused_and_the_first_goes_on(tmp_path
     assert child.is_alive()
     child.kill()  # which leaves no lock in the way
     child.join()
-    run(tmp_path, steps=10**6, **{k: v for k, v in OPTIONS.items() if k != "steps"}, data=EndsAt(2))
-
-
-class EndsAt(Cycles):
-    """Asks for the end of the run, as Ctrl-C does, in its n-th step of this process."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
-        self.left -= 1
-        if self.left == 0:
-            signal.raise_signal(signal.SIGINT)
-        return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+    run(tmp_path, resume=False)

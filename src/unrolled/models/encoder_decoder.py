@@ -79,10 +79,8 @@ class EncoderDecoderConfig(TransformerConfig):
     @property
     def mechanisms(self) -> set[str]:
         """The names of all mechanisms."""
-        named: set[str] = set()
-        for given in (self.attention, self.decoder_attention, self.cross_attention):
-            named |= {given} if isinstance(given, str) else set(given or ())
-        return named
+        given = (self.attention, self.decoder_attention, self.cross_attention)
+        return {name for x in given for name in ([x] if isinstance(x, str) else x or ())}
 
     @property
     def cross_side(self) -> TransformerConfig:

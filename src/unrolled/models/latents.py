@@ -211,13 +211,11 @@ class Latents(Layer):
         self.n_iterations, self.n_reads = config.n_iterations, n_reads
         self.initial = nn.Parameter(torch.empty(config.n_latents, config.d_model))
         nn.init.trunc_normal_(self.initial, std=INIT_STD, a=-2, b=2)
-        self.reads = nn.ModuleList(
-            CrossAttend(config, config.array_width) for _ in range(min(n_reads, 2) if shared else n_reads)
-        )
-        self.stacks = nn.ModuleList(
-            make_stack(config, causal=False, final_norm=False)
-            for _ in range(1 if shared else config.n_iterations)
-        )
+        n_modules = min(n_reads, 2) if shared else n_reads
+        self.reads = nn.ModuleList(CrossAttend(config, config.array_width) for _ in range(n_modules))
+        n_stacks = 1 if shared else config.n_iterations
+        stacks = (make_stack(config, causal=False, final_norm=False) for _ in range(n_stacks))
+        self.stacks = nn.ModuleList(stacks)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None, *, recompute: bool = False) -> Tensor:
         """Read `x [B, S, array_width]`: `[B, n_latents, d_model]`."""
