@@ -233,15 +233,14 @@ class _Search(NamedTuple):
         unfinished = ranked.log_probs.masked_fill(ended, -torch.inf)
         log_probs, chosen = unfinished.topk(min(self.beam_size, unfinished.shape[1]), dim=1)
         length = ranked.tokens.shape[2]
-        going = [
-            i
-            for i, (row, best) in enumerate(zip(ranked.rows, log_probs[:, 0].tolist(), strict=True))
-            if best > -torch.inf and not self._is_over(row, length, best)
-        ]
+        likeliest = enumerate(zip(ranked.rows, log_probs[:, 0].tolist(), strict=True))
+        going = [i for i, (row, best) in likeliest if not self._is_over(row, length, best)]
         return going, chosen, log_probs
 
     def _is_over(self, row: int, length: int, best: float) -> bool:
         """Whether a row is finished after `length` tokens; `best` is log p of its most likely prefix."""
+        if best == -torch.inf:
+            return True
         if len(self.found[row]) < self.beam_size or self.early_stopping is True:
             return len(self.found[row]) == self.beam_size
         reach = self.limits[row] if self.early_stopping == "never" else length

@@ -75,9 +75,8 @@ def n_best(
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1")
     given = [_source(index, source) for index, source in enumerate(sources)]
     nothing = torch.empty(0, model.config.vocab_size)  # an empty search checks the options
-    beam_search(
-        model, nothing, None, max_new_tokens=[] if max_new_tokens is None else max_new_tokens, **options
-    )
+    most: int | Sequence[int] = [] if max_new_tokens is None else max_new_tokens
+    beam_search(model, nothing, None, max_new_tokens=most, **options)
     order = sorted(range(len(given)), key=lambda index: len(given[index]))
     found: dict[int, list[Hypothesis]] = {}
     for first in range(0, len(order), batch_size):

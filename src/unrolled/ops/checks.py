@@ -95,10 +95,8 @@ def check_attn_mask(mask: Tensor, sizes: tuple[int, ...]) -> None:
         raise ValueError(
             f"attn_mask has dtype {mask.dtype}, but must be torch.bool (True = attend) or floating point"
         )
-    fits = mask.dim() <= 4 and all(
-        a in (1, b) for a, b in zip(reversed(mask.shape), reversed(sizes), strict=False)
-    )
-    if not fits:
+    pairs = zip(reversed(mask.shape), reversed(sizes), strict=False)
+    if mask.dim() > 4 or not all(a in (1, b) for a, b in pairs):
         raise ValueError(
             f"attn_mask has shape {shape(mask)}, but must broadcast to [B, H, T, S] = {list(sizes)}"
         )
@@ -175,9 +173,8 @@ def observed() -> bool:
         return True
     # A default device is a mode too, but has no effect here.
     modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
-    return bool(torch._C._len_torch_dispatch_stack()) or any(
-        type(mode) is not DeviceContext for mode in modes
-    )
+    others = (mode for mode in modes if type(mode) is not DeviceContext)
+    return bool(torch._C._len_torch_dispatch_stack()) or next(others, None) is not None
 
 
 def plain(tensors: Iterable[Tensor | None]) -> bool:

@@ -75,9 +75,8 @@ def register(
 
 def _custom_op(schema: str, function: Computes, fake: Computes) -> Any:
     name, parenthesis, arguments = schema.partition("(")
-    operator: Any = torch.library.custom_op(
-        f"unrolled::{name}", function, mutates_args=(), schema=parenthesis + arguments
-    )
+    signature = parenthesis + arguments
+    operator: Any = torch.library.custom_op(f"unrolled::{name}", function, mutates_args=(), schema=signature)
     operator.register_fake(fake)
     return operator
 

@@ -70,9 +70,8 @@ def valid_tokens_first(
     places = valid_first(key_padding_mask)
     padding = key_padding_mask.gather(1, places)
     back = places.argsort(1)
-    first = tuple(
-        reorder(x, places).masked_fill(padding.reshape(*padding.shape, *[1] * (x.dim() - 2)), 0) for x in xs
-    )
+    masks = (padding.reshape(*padding.shape, *[1] * (x.dim() - 2)) for x in xs)
+    first = tuple(reorder(x, places).masked_fill(mask, 0) for x, mask in zip(xs, masks, strict=True))
     return first, padding, lambda x: reorder(x, back)
 
 

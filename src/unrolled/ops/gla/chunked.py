@@ -184,10 +184,8 @@ def _cuts(decay: Tensor) -> Iterator[Cut]:
     yield cut
     while cut.from_start.shape[-3] > 1:
         (l_from, r_from), (l_to, r_to) = ((x[..., ::2, :, :], x[..., 1::2, :, :]) for x in cut)
-        cut = Cut(
-            torch.cat([l_from, l_from[..., -1:, :] * r_from], dim=-2),
-            torch.cat([l_to * r_from[..., -1:, :], r_to], dim=-2),
-        )
+        from_start = torch.cat([l_from, l_from[..., -1:, :] * r_from], dim=-2)
+        cut = Cut(from_start, torch.cat([l_to * r_from[..., -1:, :], r_to], dim=-2))
         yield cut
 
 

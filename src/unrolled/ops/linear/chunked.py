@@ -188,10 +188,8 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, causal: bool, 
             passed = (_times(S[:, :-1], x.gates.through) * dS[:, 1:]).sum((-2, -1))
             passed = passed + (_times(z[:, :-1], x.gates.through) * dz[:, 1:]).sum((-2, -1))
             d_gates = d_gates + given.cumsum(-1) - given + passed.unsqueeze(-1)
-            d_log_decay = (
-                join_chunks(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1).to(inputs.log_decay.dtype)
-            )
-            d_log_decay = d_log_decay.masked_fill(inputs.log_decay < LOWEST_GATE, 0)
+            joined = join_chunks(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1).to(inputs.log_decay.dtype)
+            d_log_decay = joined.masked_fill(inputs.log_decay < LOWEST_GATE, 0)
         return Gradients(
             join_chunks(dq, B, T, G).to(inputs.q.dtype),
             join_chunks(dk, B, S_len, G).to(inputs.k.dtype),

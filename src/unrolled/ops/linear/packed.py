@@ -21,9 +21,8 @@ def forward(inputs: Inputs, options: Options) -> Outputs:
         return chunked.forward(inputs, causal, normalize)
     o, kv_end, k_sum_end, den = like_outputs(inputs, options)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
-        o_part, kv_end[rows], k_sum_end[rows], den_part = chunked.forward(
-            _part(inputs, rows, tokens, padding), causal, normalize
-        )
+        part = _part(inputs, rows, tokens, padding)
+        o_part, kv_end[rows], k_sum_end[rows], den_part = chunked.forward(part, causal, normalize)
         o[0, tokens[~padding]] = o_part[~padding]
         if normalize:
             den[0, tokens[~padding]] = den_part[~padding]
@@ -37,13 +36,10 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Optio
         return chunked.backward(grads, inputs, den, causal, normalize)
     gradients = like_gradients(grads, inputs)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
-        part = chunked.backward(
-            OutputGradients(_gather(grads.o, tokens, padding), grads.kv[rows], grads.k_sum[rows]),
-            _part(inputs, rows, tokens, padding),
-            _gather(den, tokens, padding) if normalize else den,
-            causal,
-            normalize,
-        )
+        part_grads = OutputGradients(_gather(grads.o, tokens, padding), grads.kv[rows], grads.k_sum[rows])
+        part_den = _gather(den, tokens, padding) if normalize else den
+        part_inputs = _part(inputs, rows, tokens, padding)
+        part = chunked.backward(part_grads, part_inputs, part_den, causal, normalize)
         for whole, piece in zip(gradients[:4], part[:4], strict=True):
             if len(piece):
                 whole[0, tokens[~padding]] = piece[~padding]

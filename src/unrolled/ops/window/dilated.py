@@ -116,11 +116,9 @@ def dilated_window(
         key_padding_mask = torch.zeros(B, S - unread, dtype=torch.bool, device=q.device)
     if key_padding_mask is not None:
         key_padding_mask = _classes(key_padding_mask, d, filler=True)
+    classes = (_classes(x, d) for x in (q, k, v))
     o, lse = window_attention(
-        *(_classes(x, d) for x in (q, k, v)),
-        window_size=(left, right),
-        key_padding_mask=key_padding_mask,
-        return_lse=True,
+        *classes, window_size=(left, right), key_padding_mask=key_padding_mask, return_lse=True
     )
     return _interleaved(o, B, d)[:, :T], _interleaved(lse, B, d)[:, :T]
 
@@ -135,12 +133,11 @@ def _packed(
     sizes = torch.zeros(n_classes, dtype=torch.int32, device=q.device)
     sizes = sizes.scatter_add(0, of_token, torch.ones_like(of_token, dtype=torch.int32))
     order = of_token.argsort(stable=True)
+    offsets = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    padding = None if key_padding_mask is None else key_padding_mask[:, order]
+    q, k, v = (x[:, order] for x in (q, k, v))
     o, lse = window_attention(
-        *(x[:, order] for x in (q, k, v)),
-        window_size=window_size,
-        key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, order],
-        cu_seqlens=F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0)),
-        return_lse=True,
+        q, k, v, window_size=window_size, key_padding_mask=padding, cu_seqlens=offsets, return_lse=True
     )
     back = order.argsort()
     return o[:, back], lse[:, back]
