@@ -275,7 +275,7 @@ def test_wrong_arguments_are_named(options, message):
         translate(Copies(), **{"sources": [[1]]} | options)
 
 
-def test_all_hypotheses_of_a_source_are_told_the_best_first():
+def test_all_hypotheses_of_a_source_are_returned_best_first():
     sources = [[3, 1, 4], [2], [7, 1]]
     found = n_best(Copies(), sources, beam_size=3, stop=STOP)
     for source, hypotheses in zip(sources, found, strict=True):
@@ -308,7 +308,7 @@ def test_logits_and_limits_that_do_not_fit_are_refused(logits, most, message):
         beam_search(Copies(), logits, None, max_new_tokens=most)
 
 
-def test_what_a_model_says_after_the_end_is_not_looked_at():
+def test_logits_after_the_end_are_ignored():
     class SilentAfterTheEnd(Copies):
         def step(self, token, state):
             logits, state = super().step(token, state)

@@ -1,4 +1,4 @@
-"""The encoder-decoder against torch's own layers, against itself token by token, and against its sentences."""
+"""The encoder-decoder against torch's own layers, against itself token by token, and against wrong input."""
 
 import copy
 import math
@@ -200,7 +200,7 @@ def test_it_shows_what_it_reads(fields):
 
 
 @pytest.mark.parametrize("fields", [{}, LINEAR])
-def test_it_learns_to_say_a_word_backwards_and_translates_alike_in_any_batch(fields):
+def test_it_learns_to_reverse_words_and_translates_the_same_in_any_batch(fields):
     torch.manual_seed(0)
     config = EncoderDecoderConfig(8, d_model=32, n_layers=1, n_heads=4, d_ff=64, dropout=0.0, **fields)
     model = EncoderDecoder(config)

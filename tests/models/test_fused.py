@@ -19,7 +19,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Memory that is handed out uninitialised holds NaN, which a value left out does not survive."""
+    """Fill uninitialised memory with NaN, so that a value that is not written shows up."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -256,7 +256,7 @@ PEOPLE, THINGS = ("mary", "john", "sandra"), ("milk", "apple")
 ROOMS = ("garden", "kitchen", "office", "hallway")
 
 
-def told(facts, count, seed):
+def stories_of(facts, count, seed):
     """Write stories of people who walk about, with a question on one of them, or on what one has taken."""
     draw, lines = random.Random(seed), []
     for _ in range(count):
@@ -279,7 +279,7 @@ def told(facts, count, seed):
 def test_it_learns_from_supporting_facts_and_is_evaluated_and_drawn(facts, tmp_path, monkeypatch):
     folder = tmp_path / "tasks_1-20_v1-2/en-10k"
     folder.mkdir(parents=True)
-    files = {"train": told(facts, 1000, seed=0), "test": told(facts, 200, seed=1)}
+    files = {"train": stories_of(facts, 1000, seed=0), "test": stories_of(facts, 200, seed=1)}
     for part, text in files.items():
         (folder / f"qa{facts}_x_{part}.txt").write_text(text)
     digest = hashlib.sha256("".join(files.values()).encode()).hexdigest()

@@ -8,7 +8,6 @@ from unrolled.models import RecurrentLM, RecurrentLMConfig
 from unrolled.ops.state import select
 
 SMALL = {"d_model": 8, "n_layers": 2, "start_token": True}
-# those that can be told apart by the model: constant and growing states, one and several tensors, or nested ones
 CELLS = recurrent.names()
 
 

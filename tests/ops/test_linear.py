@@ -1,4 +1,4 @@
-"""Linear attention: every form owes equality to the definition, in outputs and in all gradients."""
+"""Linear attention: every form must equal the definition, in outputs and gradients."""
 
 from functools import partial
 

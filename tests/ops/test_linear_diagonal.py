@@ -1,4 +1,4 @@
-"""Linear attention with a gate for every feature: every form owes equality to the recurrence."""
+"""Linear attention with a gate for every feature: every form must equal the recurrence."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of linear attention owe equality to the definition, on a GPU or under Triton's interpreter.
+"""The Triton kernels of linear attention must equal the definition, on a GPU or under Triton's interpreter.
 
 Whether Triton interprets is decided when it is imported, which some other test may already have done: the
 interpreter runs in a process of its own. Uninitialised memory holds NaN.

@@ -1,4 +1,4 @@
-"""Kernels that a compiler has spoilt are told from right ones, once, and the plain form takes their place."""
+"""Miscompiled kernels are detected at first use and replaced by the plain form."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_known_faults(kind, gated, width, capability, triton, fault):
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("flags", [(True, True, True), (False, True, False), (False, False, True)])
-def test_right_kernels_pass_and_each_spoilt_result_is_found(kind, dtype, flags):
+def test_correct_kernels_pass_and_each_wrong_result_is_found(kind, dtype, flags):
     causal, gated, normalize = flags
     asked = call(
         kind, dtype=dtype, R=40, M=33, gated=gated, causal=causal or kind == "step", normalize=normalize
@@ -57,18 +57,18 @@ def test_right_kernels_pass_and_each_spoilt_result_is_found(kind, dtype, flags):
     assert mistake(asked, PLAIN[kind]) is None
     for at, name in enumerate(linear_triton_check.RESULTS[kind]):
 
-        def spoilt(*arguments, at=at):
+        def miscompiled(*arguments, at=at):
             results = [x.contiguous().clone() for x in PLAIN[kind](*arguments)]
             if results[at].numel():
                 results[at].view(-1)[-1] = torch.nan if at % 2 else 2 * results[at].abs().max()
             return tuple(results)
 
         absent = (name.endswith("log_decay") and not gated) or (name == "the divisor" and not normalize)
-        found = mistake(asked, spoilt)
+        found = mistake(asked, miscompiled)
         assert found is None if absent else found.startswith(f"makes a mistake in {name}, off by")
 
 
-def test_a_kernel_that_fails_is_no_reason_to_stop():
+def test_a_kernel_that_raises_is_a_mistake_unless_memory_runs_out():
     def fails(*arguments):
         raise AssertionError("operand does not dominate this use")
 
@@ -105,7 +105,7 @@ def calls(T=9):
 
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("right", [True, False])
-def test_the_plain_form_takes_the_place_of_a_spoilt_one_with_one_warning(monkeypatch, compiled, kind, right):
+def test_the_plain_form_replaces_a_miscompiled_one_with_one_warning(monkeypatch, compiled, kind, right):
     runs = []
 
     def kernels(*arguments):
@@ -114,14 +114,14 @@ def test_the_plain_form_takes_the_place_of_a_spoilt_one_with_one_warning(monkeyp
 
     monkeypatch.setattr(linear_triton, f"_{kind}", kernels)
     arguments = calls()[kind]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             found = getattr(linear_triton, kind)(*arguments)
             for x, y in zip(found, PLAIN[kind](*arguments), strict=True):
                 assert torch.equal(x, y)
     assert len(runs) == (4 if right else 1)  # one of them was the check
-    assert [str(w.message).partition(" in the")[0] for w in told] == (
+    assert [str(w.message).partition(" in the")[0] for w in caught] == (
         [] if right else ["linear attention runs in plain PyTorch on cpu, as Triton 3.9.0 makes a mistake"]
     )
 

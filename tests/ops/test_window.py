@@ -1,4 +1,4 @@
-"""Window attention: the block form owes equality to the definition, and its cost to the window alone."""
+"""Window attention: the block form must equal the definition, at a cost proportional to the window."""
 
 import math
 from dataclasses import replace

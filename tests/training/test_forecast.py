@@ -1,4 +1,4 @@
-"""A dry run tells what the run will hold and take, makes the steps that the run would make, and writes nothing."""
+"""A dry run forecasts memory and time, makes the steps that the run would make, and writes nothing."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_what_is_not_trained_has_no_gradient_and_no_moments():
 
 
 def test_the_weights_are_those_of_the_run_after_as_many_steps(tmp_path):
-    short, whole = StandIn().eval(), StandIn()  # which dropout tells from a model in train mode
+    short, whole = StandIn().eval(), StandIn()  # dropout would differ if the mode stayed eval
     forecast(short, steps=30, schedule="constant")
     run(tmp_path, model=whole, steps=10, schedule="constant")
     for a, b in zip(short.state_dict().values(), whole.state_dict().values(), strict=True):
@@ -157,7 +157,7 @@ print(dry_run(Large(), Cycles(), config()).peak_bytes)
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the system does not tell the peak of a process")
+@pytest.mark.skipif(sys.platform == "win32", reason="the system does not report the peak of a process")
 def test_the_peak_has_what_a_step_allocates():
     tests = Path(__file__).parent.parent
     run = subprocess.run([sys.executable, "-c", PEAK], cwd=tests, capture_output=True, check=True)
