@@ -186,7 +186,7 @@ def test_an_interrupt_leaves_no_report(when, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     name = {
-        "training": "unrolled.training.loop.update",
+        "training": "unrolled.training._steps.update",
         "drawing": "unrolled.cli._digits.draw",
         "measuring": "unrolled.bench.measure.cost_per_token",
         "building": "unrolled.cli._demo_report.build",

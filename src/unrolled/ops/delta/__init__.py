@@ -16,7 +16,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, may_read, shape
+from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, may_read, wrong
 from unrolled.ops.delta import chunked
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.masks import without_padding
@@ -124,11 +124,9 @@ def delta_rule_reference(
     inputs, state = _prepare(inputs, options.get("state"), options.get("key_padding_mask"), cu_seqlens)
     B, T = q.shape[:2]
     # Each sequence: its row in the inputs, and where it begins and ends there.
-    spans = (
-        [(b, 0, T) for b in range(B)]
-        if cu_seqlens is None
-        else [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
-    )
+    spans = [(b, 0, T) for b in range(B)]
+    if cu_seqlens is not None:
+        spans = [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
     o, states = v.new_zeros(*q.shape[:3], v.shape[3]), []
     for n, (b, start, end) in enumerate(spans):
         S = state[n : n + 1]
@@ -151,7 +149,8 @@ def _prepare(
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, T), (_, _, G, D), M = q.shape[:2], k.shape, v.shape[3]
     if k.shape[1] != T:
-        raise ValueError(f"k has shape {shape(k)}, but must be [{B}, {T}, G, {D}] like q {shape(q)}")
+        like_q = f"[{B}, {T}, G, {D}] like q {list(q.shape)}"
+        raise ValueError(f"k has shape {list(k.shape)}, but must be {like_q}")
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state is None:
         state = q.new_zeros(N, G, D, M, dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
@@ -172,10 +171,7 @@ def _check_rule(
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     check_state_tensor("state", state, (rows, G, D, M), dtype)
     if beta.shape != k.shape[:-1] or not beta.is_floating_point():
-        raise ValueError(
-            f"beta has shape {shape(beta)} and dtype {beta.dtype}, "
-            f"but must be floating point {shape(k)[:-1]} for k {shape(k)}"
-        )
+        raise wrong("beta", beta, f"floating point {list(k.shape)[:-1]} for k {list(k.shape)}")
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, G]" if k.dim() == 3 else "[B, T, G]")
     if not may_read(k) or k.numel() == 0:
@@ -187,6 +183,4 @@ def _check_rule(
             "normalise them, as torch.nn.functional.normalize(k, dim=-1) does"
         )
     if bool(((beta < 0) | (beta > 2)).any()):
-        raise ValueError(
-            f"beta is from {beta.min().item():g} to {beta.max().item():g}, but must be in [0, 2]"
-        )
+        raise wrong("beta", f"from {beta.min().item():g} to {beta.max().item():g}", "in [0, 2]")
