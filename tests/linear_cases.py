@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from unrolled.ops.linear import LinearState, linear_attention_reference
+from unrolled.ops.linear.chunked import Inputs
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,33 @@ class Case:
     seed: int = 0
     dtype: torch.dtype = torch.float64
 
+    @property
+    def offsets(self) -> Tensor | None:
+        """`cu_seqlens`, if the sequences are packed."""
+        if self.lengths is None:
+            return None
+        return torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    def inputs(self, generator: torch.Generator, scale: float = 1.0) -> Inputs:
+        """Draw the inputs; features are bounded away from 0, so that dividing by their products loses no digits."""
+        B, T, S, rows = self.B, self.T, self.S, self.B
+        if self.lengths is not None:
+            B, T, S, rows = 1, sum(self.lengths), sum(self.lengths), len(self.lengths)
+        G, R, M = self.G, self.R, self.M
+        kept = torch.promote_types(self.dtype, torch.float32)  # the dtype of the state
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        return Inputs(
+            ((random(B, T, G * self.heads_per_group, R).abs() + 0.5) * scale).to(self.dtype),
+            ((random(B, S, G, R).abs() + 0.5) * scale).to(self.dtype),
+            random(B, S, G, M).to(self.dtype),
+            -random(B, S, G).abs().to(self.dtype) if self.gated else None,
+            random(rows, G, R, M).to(kept) if self.stateful else None,
+            random(rows, G, R).abs().to(kept) if self.stateful else None,
+        )
+
 
 def outputs_and_gradients(
     form: Callable, case: Case, inputs_scale: float = 1.0, exact: bool = False, disturbance: float = 0.0
@@ -41,26 +70,7 @@ def outputs_and_gradients(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    cu_seqlens, B, T, S = None, case.B, case.T, case.S
-    if case.lengths is not None:
-        cu_seqlens = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        B, T, S = 1, sum(case.lengths), sum(case.lengths)
-    rows = B if case.lengths is None else len(case.lengths)
-    state_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
-    G, R, M = case.G, case.R, case.M
-    inputs = {  # features bounded away from 0, so that dividing by their products loses no digits
-        "q": (random(B, T, G * case.heads_per_group, R).abs() + 0.5) * inputs_scale,
-        "k": (random(B, S, G, R).abs() + 0.5) * inputs_scale,
-        "v": random(B, S, G, M),
-        "log_decay": -random(B, S, G).abs() if case.gated else None,
-        "kv": random(rows, G, R, M) if case.stateful else None,
-        "k_sum": random(rows, G, R).abs() if case.stateful else None,
-    }
-    given = {
-        name: x.to(state_dtype if name in ("kv", "k_sum") else case.dtype)
-        for name, x in inputs.items()
-        if x is not None
-    }
+    given = {name: x for name, x in case.inputs(generator, inputs_scale)._asdict().items() if x is not None}
     if exact:
         signs = torch.Generator().manual_seed(case.seed)  # its own: what is drawn below stays the same
         given = {
@@ -68,7 +78,7 @@ def outputs_and_gradients(
             for name, x in given.items()
         }
     given = {name: x.requires_grad_() for name, x in given.items()}
-    mask = (torch.rand(B, S, generator=generator) < 0.4) if case.padded else None
+    mask = (torch.rand(given["k"].shape[:2], generator=generator) < 0.4) if case.padded else None
     o, state = form(
         given["q"],
         given["k"],
@@ -76,7 +86,7 @@ def outputs_and_gradients(
         causal=case.causal,
         log_decay=given.get("log_decay"),
         key_padding_mask=mask,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=case.offsets,
         state=LinearState(given["kv"], given["k_sum"]) if case.stateful else None,
         return_state=True,
         normalize=case.normalize,
@@ -99,8 +109,13 @@ def effect_of_rounding(case: Case) -> dict[str, float]:
     )
 
 
+@lru_cache(maxsize=16)  # of a case every form is compared with it
+def _exact(case: Case) -> list[Tensor]:
+    return outputs_and_gradients(linear_attention_reference, case, exact=True)
+
+
 def _distances(found: list[Tensor], case: Case) -> dict[str, float]:
-    exact = outputs_and_gradients(linear_attention_reference, case, exact=True)
+    exact = _exact(case)
     names = ["o", "kv", "k_sum", "dq", "dk", "dv"]
     names += ["dlog_decay"] * case.gated + ["dkv", "dk_sum"] * case.stateful
     distances, largest = {}, max(float(z.norm()) for z in exact)

@@ -1,11 +1,11 @@
-"""Pictures of attention: what is drawn is what the model reads, and one sentence for what cannot be drawn."""
+"""Plots of attention show the weights of the model; models that have none are refused."""
 
 import hashlib
 
 import numpy as np
 import pytest
 import torch
-from commands import run, works
+from commands import error, works
 from torch import nn
 
 from unrolled import models
@@ -20,14 +20,8 @@ from unrolled.models.saving import SavedModel
 STORY = "1 Mary moved to the bathroom.\n2 John went to the hallway.\n3 Where is Mary? \tbathroom\t1\n"
 
 
-def error(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    return result.stderr.removeprefix("error: ").strip()
-
-
 class Copier(SavedModel):
-    """Repeats its source, one token after another, and looks at the one that it repeats."""
+    """Copies its source token by token, attending to the copied token."""
 
     model_name = "copier"
 
@@ -49,7 +43,7 @@ class Copier(SavedModel):
 
 
 class Pieces:
-    """A vocabulary of pieces: the letters of words, of which the first has the blank before it."""
+    """A vocabulary of word pieces: a blank with the first two letters, then single letters."""
 
     def __init__(self, text):
         self.pieces = ["</s>", *sorted({piece for word in text.split() for piece in self.split(word)})]
@@ -73,7 +67,7 @@ def test_words_of_several_pieces_are_one_row_and_one_column():
     np.testing.assert_allclose(found.weights, np.eye(5))
 
 
-def test_what_pieces_get_is_added_and_what_they_give_is_averaged():
+def test_weights_are_summed_over_source_pieces_and_averaged_over_target_pieces():
     vocabulary = Pieces("the red")  # the-e, re-d, end
 
     class Uneven(Copier):
@@ -88,7 +82,7 @@ def test_what_pieces_get_is_added_and_what_they_give_is_averaged():
 
 @pytest.fixture
 def stories(tmp_path, monkeypatch):
-    """Save a memory network that has run on a small bAbI, and say where its data are."""
+    """Save a memory network for a small bAbI, and set the folder of the data."""
     place = tmp_path / "data/babi/tasks_1-20_v1-2/en-10k"
     place.mkdir(parents=True)
     files = {"train": STORY * 20, "test": STORY * 2}
@@ -112,11 +106,18 @@ def stories(tmp_path, monkeypatch):
 
 
 def drawn(monkeypatch, name):
-    """Record what a plot is given."""
+    """Record the arguments of a plot."""
     given = []
     draw = getattr(attention_plots, name)
     monkeypatch.setattr(attention_plots, name, lambda *args: given.append(args) or draw(*args))
     return given
+
+
+def loads_a_copier(monkeypatch, words):
+    """Let every folder hold a model that repeats these words."""
+    vocabulary = Pieces(words)
+    monkeypatch.setattr(models, "load", lambda path: Copier(len(vocabulary.pieces)))
+    monkeypatch.setattr(Vocabulary, "load", classmethod(lambda cls, path: vocabulary))
 
 
 def is_png(path):
@@ -155,13 +156,8 @@ def test_a_story_of_ones_own_comes_from_options_or_a_file(stories, tmp_path, mon
 def test_the_heads_of_a_turing_machine_are_drawn(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     options = {"memory_size": 6, "memory_width": 4}
-    resolved = run_config.resolve(
-        {
-            "data": {"name": "copy_bits", "max_length": 3},
-            "model": {"hidden_size": 8, "cell_options": options},
-            "run_dir": str(folder),
-        }
-    )
+    settings = {"data": {"name": "copy_bits", "max_length": 3}, "run_dir": str(folder)}
+    resolved = run_config.resolve(settings | {"model": {"hidden_size": 8, "cell_options": options}})
     resolved.save()
     model = NTMModel(resolved.model)
     model.save(folder)
@@ -177,10 +173,7 @@ def test_the_heads_of_a_turing_machine_are_drawn(tmp_path, monkeypatch):
 
 
 def test_a_translation_is_printed_and_drawn(tmp_path, monkeypatch):
-    vocabulary = Pieces("the bicycle is red")
-    model = Copier(len(vocabulary.pieces))
-    monkeypatch.setattr(models, "load", lambda path: model)
-    monkeypatch.setattr(Vocabulary, "load", classmethod(lambda cls, path: vocabulary))
+    loads_a_copier(monkeypatch, "the bicycle is red")
     out = tmp_path / "a.png"
     result = works("attend", tmp_path, "--text", "the bicycle", "--text", "red is the", "--out", out)
     assert result.stdout.splitlines() == ["the bicycle </s>", "red is the </s>"]
@@ -221,13 +214,11 @@ def test_the_alignment_is_white_where_the_weight_is(tmp_path):
 
 
 def inside(figure):
-    """Whether all that is drawn of a figure lies within its picture."""
+    """Whether everything in a figure lies within its bounds."""
     figure.set_dpi(plots.DPI)
     plots.png(figure)  # which lays it out, and warns where it cannot
-    drawn, whole = figure.get_tightbbox(), figure.bbox_inches
-    slack = 0.05  # inches
-    low, high = whole.min - slack, whole.max + slack
-    return bool((drawn.min >= low).all() and (drawn.max <= high).all())
+    drawn, whole = figure.get_tightbbox(), figure.bbox_inches.padded(0.05)
+    return bool((drawn.min >= whole.min).all() and (drawn.max <= whole.max).all())
 
 
 @pytest.mark.parametrize("word", ["W" * 40, "i" * 500, "\ufffd" * 70, "a"])
@@ -244,10 +235,7 @@ def test_dollars_are_no_formula():
 
 
 def test_letters_that_the_font_lacks_are_drawn_without_a_warning(tmp_path, monkeypatch):
-    vocabulary = Pieces("\u72ac \u8d70")
-    model = Copier(len(vocabulary.pieces))
-    monkeypatch.setattr(models, "load", lambda path: model)
-    monkeypatch.setattr(Vocabulary, "load", classmethod(lambda cls, path: vocabulary))
+    loads_a_copier(monkeypatch, "\u72ac \u8d70")
     works("attend", tmp_path, "--text", "\u72ac \u8d70", "--out", tmp_path / "a.png")  # a warning is an error
     assert is_png(tmp_path / "a.png")
 

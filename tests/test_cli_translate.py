@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import error, run, works
 from multi30k_files import write_multi30k
-from test_cli import SMALL, error, run, works
+from test_cli import SMALL
 
 from unrolled import models
 from unrolled.cli.evaluate import count_right, scorer
@@ -95,32 +96,20 @@ def test_no_run_of_tokens_comes_twice_where_that_is_refused(
 
 
 def test_wrong_requests_to_translate_get_one_sentence(trained: Path, digits: Path, tmp_path: Path) -> None:
-    assert (
-        error("translate", trained, "a dog", " ")
-        == "sentence 2 is empty, but must have something to translate"
-    )
-    assert (
-        error("translate", trained) == "there are no sentences: pass them as arguments or on standard input"
-    )
-    assert "beam_size is 0, but must be" in error("translate", trained, "a dog", "--beam-size", 0)
-    assert (
-        f"{digits} holds a model of the kind 'decoder', which does not translate; the kind must be one of encoder_decoder"
-        in error("translate", digits, "a dog")
-    )
-    assert "holds a model of the kind 'encoder_decoder', which does not predict tokens" in error(
-        "generate", trained
-    )
+    for command, printed in (
+        (("translate", trained, "a dog", " "), "sentence 2 is empty, but must have something to translate"),
+        (("translate", trained), "there are no sentences: pass them as arguments or on standard input"),
+        (("translate", trained, "a dog", "--beam-size", 0), "beam_size is 0, but must be"),
+        (("translate", digits, "a dog"), f"{digits} holds a model of the kind 'decoder', which does not translate; the kind must be one of encoder_decoder"),
+        (("generate", trained), "holds a model of the kind 'encoder_decoder', which does not predict tokens"),
+        (("translate", trained, "a \udcff dog"), "is not text: it has bytes that are not UTF-8"),
+        (("attend", trained, "--text", "a \udcff dog"), "is not text: it has bytes that are not UTF-8"),
+    ):  # fmt: skip
+        assert printed in error(*command)
     spoiled = Path(shutil.copytree(trained, tmp_path / "spoiled"))
     for content in ({"kind": "bpe"}, {"kind": "bpe", "pieces": "{"}):
         (spoiled / "vocabulary.json").write_text(json.dumps(content))
         error("translate", spoiled, "a dog")
-
-
-def test_bytes_that_are_no_text_get_one_sentence(trained: Path) -> None:
-    assert "is not text: it has bytes that are not UTF-8" in error("translate", trained, "a \udcff dog")
-    assert "is not text: it has bytes that are not UTF-8" in error(
-        "attend", trained, "--text", "a \udcff dog"
-    )
 
 
 def test_line_n_of_the_translations_is_that_of_sentence_n(

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from commands import run, works
+from typer.testing import Result
 
 from unrolled.bench import measure, plots
 from unrolled.bench.units import brief_time, duration, size
-from unrolled.cli import app
 from unrolled.cli.run_config import read, resolve
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
@@ -28,20 +28,15 @@ SHAPE = {"vocab_size": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "positions
 
 
 def run_demo(out: Path, *arguments: str) -> Result:
+    settings = {"SAMPLES": 20, "SHAPE": SHAPE, "REPEATS": 2}
+    settings |= {"POSITIONS": (4, 8, 16), "REREAD_POSITIONS": (4, 8), "COMPARED_AT": (4, 16)}
+    settings["MODEL"] = {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_length": 64}
+    settings["TRAIN"] = demo_module.TRAIN | {"batch_size": 4, "eval_every": 5, "log_every": 1}
     with pytest.MonkeyPatch.context() as patch:
-        tiny = {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_length": 64}
-        patch.setattr(demo_module, "MODEL", tiny)
-        patch.setattr(
-            demo_module, "TRAIN", demo_module.TRAIN | {"batch_size": 4, "eval_every": 5, "log_every": 1}
-        )
-        patch.setattr(demo_module, "SAMPLES", 20)
-        patch.setattr(demo_module, "SHAPE", SHAPE)
-        patch.setattr(demo_module, "POSITIONS", (4, 8, 16))
-        patch.setattr(demo_module, "REREAD_POSITIONS", (4, 8))
-        patch.setattr(demo_module, "COMPARED_AT", (4, 16))
-        patch.setattr(demo_module, "REPEATS", 2)
+        for name, value in settings.items():
+            patch.setattr(demo_module, name, value)
         patch.setattr("unrolled.bench.plots.DPI", 40)
-        return CliRunner().invoke(app, ["demo", "--out", str(out), "--steps", "10", *arguments])
+        return run("demo", "--out", out, "--steps", 10, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +131,7 @@ def test_the_folder_holds_the_pictures_and_a_run(finished):
     for name in PICTURES:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     Decoder.load(out)
-    result = CliRunner().invoke(
-        app, ["generate", str(out), "--num-samples", "1", "--out", str(out / "one.png")]
-    )
-    assert result.exit_code == 0, result.output
+    works("generate", out, "--num-samples", 1, "--out", out / "one.png")
     assert not list(out.glob("*.tmp"))
 
 
@@ -194,7 +186,7 @@ def test_an_interrupt_leaves_no_report(when, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     name = {
-        "training": "unrolled.training.loop.update",
+        "training": "unrolled.training._steps.update",
         "drawing": "unrolled.cli._digits.draw",
         "measuring": "unrolled.bench.measure.cost_per_token",
         "building": "unrolled.cli._demo_report.build",
@@ -211,10 +203,8 @@ def test_a_missing_package_is_named_before_any_work(package, tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, package, None)
     result = run_demo(tmp_path / "out")
     assert result.exit_code == 2
-    assert (
-        result.stderr
-        == f"error: the demo needs {package}, which is missing: run pip install '.[demo]' in a clone of unrolled\n"
-    )
+    message = f"error: the demo needs {package}, which is missing: run pip install '.[demo]' in a clone"
+    assert result.stderr == f"{message} of unrolled\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -4,18 +4,15 @@ import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import error, works
 
 from unrolled import attention
 from unrolled.bench import layer_times
-from unrolled.cli import app
 from unrolled.cli.table import COUNTED, LAYERS, SYMBOLS, cells
 
 
 def printed(*arguments):
-    result = CliRunner().invoke(app, ["table", *arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return works("table", *arguments).stdout
 
 
 def test_the_rows_of_the_published_table_are_there():
@@ -92,8 +89,8 @@ def test_the_stride_of_the_sparse_transformer_grows_with_the_length():
     assert strides == [8, 32]
 
 
-@pytest.mark.parametrize("lengths", ["512", "512,x", "512,512", "0,512", ""])
+@pytest.mark.parametrize("lengths", ["512", "512,x", "512,512", "0,512", "1.5,2", ""])
 def test_lengths_that_allow_no_fit_are_refused(lengths):
-    result = CliRunner().invoke(app, ["table", "--measure", "--lengths", lengths])
-    assert result.exit_code == 2
-    assert f"--lengths is '{lengths}', but must be two or more positive integers" in result.stderr
+    expected = f"--lengths is '{lengths}', but must be two or more positive integers"
+    for options in ([], ["--measure"]):
+        assert expected in error("table", *options, "--lengths", lengths)

@@ -28,24 +28,20 @@ __all__ = [
     "window_attention_reference",
 ]
 
-_HOMES = {
-    "LinearState": "unrolled.ops.linear",
-    "Supports": "unrolled.contract",
-    "UnsupportedError": "unrolled.contract",
-    "linear_attention": "unrolled.ops.linear",
-    "linear_attention_reference": "unrolled.ops.linear",
-    "linear_attention_step": "unrolled.ops.linear",
-    "softmax_attention": "unrolled.ops.softmax",
-    "window_attention": "unrolled.ops.window",
-    "window_attention_reference": "unrolled.ops.window",
+_MODULES = {
+    "contract": ("Supports", "UnsupportedError"),
+    "ops.linear": ("LinearState", "linear_attention", "linear_attention_reference", "linear_attention_step"),
+    "ops.softmax": ("softmax_attention",),
+    "ops.window": ("window_attention", "window_attention_reference"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use: `unrolled --help` need not wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -45,6 +45,15 @@ def write_file(file: Path, content: str | bytes | Callable[[Path], object]) -> N
             temporary.unlink(missing_ok=True)
 
 
+def read_object(file: Path) -> dict[str, object]:
+    """Return the JSON object in a file; an empty one if there is none or it cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 @contextmanager
 def system_errors(file: str | Path) -> Iterator[None]:
     """Raise system errors during the writing of `file` as an OSError that names it.

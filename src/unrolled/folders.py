@@ -17,8 +17,8 @@ def check_folder(folder: Path, content: str, made_before: Callable[[], bool], *,
 
     Args:
         folder: to be written; absent or empty is fine.
-        content: what else it may hold, for the message.
-        made_before: whether it holds that; called for a folder that is not empty.
+        content: the content that is accepted, for the message.
+        made_before: returns whether the folder holds it; called if the folder is not empty.
         force: accept any content.
 
     Raises:

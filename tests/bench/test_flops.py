@@ -1,4 +1,4 @@
-"""The formulas, against programs that count their own operations while they compute the right numbers."""
+"""The formulas agree with programs that count their operations and compute correct results."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The peers that `make bench` installs run here and are right, so that they are beaten fairly or not at all."""
+"""The peers that `make bench` installs run and are correct, so that comparisons with them are fair."""
 
 import pytest
 import torch

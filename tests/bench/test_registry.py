@@ -1,24 +1,18 @@
-"""The registry, and what the command makes of it: which cases there are, one quick run of each, one sentence of errors."""
+"""The registry of cases and its command: the list, a quick run of each case, and errors."""
 
 import json
 
 import pytest
-from typer.testing import CliRunner, Result
+from commands import error, works
 
 from unrolled.bench import cases
 from unrolled.bench.case import Settings
 from unrolled.bench.report import Report
-from unrolled.cli import app
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
 def test_the_list_names_every_case():
-    result = run("--list")
-    assert result.exit_code == 0
-    assert [line.split()[0] for line in result.stdout.splitlines()] == list(cases.CASES)
+    printed = works("bench", "--list").stdout
+    assert [line.split()[0] for line in printed.splitlines()] == list(cases.CASES)
 
 
 def test_what_is_measured():
@@ -46,8 +40,7 @@ def test_lengths_replace_lengths_and_nothing_else():
 def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     """Every case runs, and every contender that is here is right."""
     monkeypatch.setattr("unrolled.bench.plots.DPI", 40)
-    result = run("--quick", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    works("bench", "--quick", "--out", tmp_path)
     report = Report.from_json((tmp_path / "results.json").read_text())
     assert {row.case for row in report.rows} == set(cases.CASES)
     assert {row.status for row in report.rows} <= {"ok", "missing", "not measured"}
@@ -64,30 +57,20 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     ("arguments", "sentence"),
     [
         (["nothing"], "there is no case 'nothing'; the cases are linear-forward, "),
-        (
-            ["step", "--lengths", "ten"],
-            "--lengths is 'ten', but must be positive integers separated by commas, as in 256,1024",
-        ),
+        (["step", "--lengths", "ten"], "--lengths is 'ten', but must be positive integers separated by"),
         (["step", "--lengths", "0,5"], "--lengths is '0,5', but must be positive"),
         (["step", "--lengths", ","], "--lengths is ',', but must be positive"),
-        (
-            ["step", "--device", "meta"],
-            "--device is meta, but must be a device whose tensors hold values",
-        ),
+        (["step", "--device", "meta"], "--device is meta, but must be a device whose tensors hold values"),
         (["step", "--device", "nowhere"], "--device nowhere cannot be used here"),
     ],
 )
 def test_what_is_impossible_is_refused_in_one_sentence(arguments, sentence, tmp_path):
-    result = run(*arguments, "--quick", "--out", tmp_path / "out")
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {sentence}")
-    assert result.stderr.count("\n") == 1
+    assert error("bench", *arguments, "--quick", "--out", tmp_path / "out").startswith(sentence)
     assert not (tmp_path / "out").exists()
 
 
 def test_one_case_alone_with_lengths_and_threads(tmp_path):
-    result = run("linear-forward", "--quick", "--lengths", "96,32", "--threads", 2, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    works("bench", "linear-forward", "--quick", "--lengths", "96,32", "--threads", 2, "--out", tmp_path)
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["settings"]["threads"] == found["machine"]["threads"] == 2
     assert {row["case"] for row in found["rows"]} == {"linear-forward"}

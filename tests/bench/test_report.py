@@ -1,4 +1,4 @@
-"""What was found survives JSON, reads well in Markdown, and its exponents are right."""
+"""Reports survive JSON, are written as Markdown, and have correct exponents."""
 
 import dataclasses
 

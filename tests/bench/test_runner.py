@@ -6,21 +6,11 @@ import mmap
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import run
 
-from unrolled.bench import cases, machine, memory, runner
-from unrolled.bench.case import (
-    Case,
-    Contender,
-    Definition,
-    MissingError,
-    NotMeasuredError,
-    Problem,
-    Settings,
-    tolerance,
-)
+from unrolled.bench import case, cases, machine, memory, runner
+from unrolled.bench.case import Contender, Definition, MissingError, NotMeasuredError, Problem, Settings
 from unrolled.bench.machine import Limits
-from unrolled.cli import app
 from unrolled.contract import UnsupportedError
 
 LIMITS = Limits(flops=1e9, flops_missing="", copying=2e9, reading=1e9)
@@ -50,7 +40,7 @@ def rows(*contenders, **options):
     return {row.contender: row for row in found}
 
 
-def test_what_is_right_gets_a_time_in_terms_of_the_limits():
+def test_a_correct_contender_is_timed_relative_to_the_limits():
     row = rows(("a", doubling(), {"ours": True}), steps=4, tokens=10)["a"]
     assert (row.status, row.runs, row.threads) == ("ok", runner.LEAST, 1)
     assert row.least <= row.median <= row.most
@@ -70,7 +60,7 @@ def test_what_is_right_gets_a_time_in_terms_of_the_limits():
         (lambda: lambda: [X[:3]], "max error inf in y (of shape [3], not [100])"),
     ],
 )
-def test_what_is_wrong_gets_no_time(prepare, words):
+def test_a_wrong_contender_is_not_timed(prepare, words):
     found = rows(("right", doubling(), {}), ("wrong", prepare, {}))
     assert found["wrong"].status == "wrong"
     assert words in found["wrong"].reason
@@ -147,20 +137,15 @@ def test_contenders_run_on_their_own_number_of_threads():
 @pytest.fixture
 def wrong_case(monkeypatch):
     """A case with a contender that is a little wrong, in the place of all others."""
-    case = Case(
-        "doubling",
-        "Twice a number.",
-        "N",
-        (1, 2),
-        (1, 2),
-        lambda size, settings: problem(("right", doubling(), {}), ("cheat", doubling(2.002), {"ours": True})),
-    )
-    monkeypatch.setitem(cases.CASES, "doubling", case)
-    return case
+    made = problem(("right", doubling(), {}), ("cheat", doubling(2.002), {"ours": True}))
+    sizes = (1, 2), (1, 2)
+    wrong = case.Case("doubling", "Twice a number.", "N", *sizes, lambda size, settings: made)
+    monkeypatch.setitem(cases.CASES, "doubling", wrong)
+    return wrong
 
 
 def test_the_command_refuses_to_print_a_speed_for_a_wrong_result(wrong_case, tmp_path):
-    result = CliRunner().invoke(app, ["bench", "doubling", "--quick", "--out", str(tmp_path)])
+    result = run("bench", "doubling", "--quick", "--out", tmp_path)
     assert result.exit_code == 1
     assert "| all | cheat | wrong: max error 0.001 in y" in result.stdout
     assert "| 1 | right |" in result.stdout
@@ -170,12 +155,8 @@ def test_the_command_refuses_to_print_a_speed_for_a_wrong_result(wrong_case, tmp
 
 
 def test_remarks_come_with_their_size(wrong_case):
-    noted = dataclasses.replace(
-        wrong_case,
-        problem=lambda size, settings: problem(
-            ("a", doubling(), {}), remark=lambda medians: f"of {sorted(medians)}"
-        ),
-    )
+    remarked = problem(("a", doubling(), {}), remark=lambda medians: f"of {sorted(medians)}")
+    noted = dataclasses.replace(wrong_case, problem=lambda size, settings: remarked)
     found, remarks = runner.run_case(noted, Settings(quick=True, seconds=0.0), LIMITS)
     assert remarks == ["N = 1: of ['a']", "N = 2: of ['a']"]
     assert [(row.case, row.size) for row in found] == [("doubling", 1), ("doubling", 2)]
@@ -186,8 +167,8 @@ def test_a_tolerance_is_far_below_a_wrong_answer_and_above_rounding():
         x = torch.rand(terms, generator=torch.Generator().manual_seed(terms)) + 0.5
         one_by_one = x.cumsum(0)[-1]
         error = abs(float(one_by_one) / float(x.double().sum()) - 1)
-        assert error < tolerance(torch.float32, terms) < 1 / 512
-    assert tolerance(torch.float32, 64) < tolerance(torch.bfloat16, 64) < 0.02
+        assert error < case.tolerance(torch.float32, terms) < 1 / 512
+    assert case.tolerance(torch.float32, 64) < case.tolerance(torch.bfloat16, 64) < 0.02
 
 
 def test_the_limits_without_and_with_native_kernels(monkeypatch):
@@ -225,8 +206,7 @@ def test_peak_memory_is_what_a_job_adds_to_what_is_held():
 
 @pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not report the peak of a process")
 def test_peak_memory_in_a_process_of_its_own():
-    case = cases.find("linear-forward")
-    found = memory.peaks(case, "unrolled plain", [1024, 2048], Settings())
+    found = memory.peaks(cases.find("linear-forward"), "unrolled plain", [1024, 2048], Settings())
     output = 8 * 64 * 4  # bytes of a token
     assert 1024 * output < found[1024] < found[2048] < 2048 * 20 * output
 

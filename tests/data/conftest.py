@@ -1,4 +1,4 @@
-"""What the tests of the data sets share: none finds files, settings or a network that it did not make."""
+"""Fixtures of the data sets' tests, which use neither the user's files and settings nor a network."""
 
 import os
 import urllib.error

@@ -1,4 +1,4 @@
-"""Stories are read as published: what a question may read, the held-out tenth, and what is refused."""
+"""Stories are read as published: the sentences of a question, the held-out tenth, refused files."""
 
 import hashlib
 import io
@@ -56,7 +56,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def told(dataset, batch):
+def in_words(dataset, batch):
     """Each row in words: its sentences, its question, its answer."""
     for inputs, padding, target in zip(batch.inputs, batch.key_padding_mask, batch.targets, strict=True):
         *story, question = (dataset.decode(*row) for row in zip(inputs, padding, strict=True))
@@ -65,21 +65,21 @@ def told(dataset, batch):
 
 def test_a_question_reads_the_sentences_of_its_story_so_far_and_no_other_question(folder):
     dataset = BabiDataset([1], data_dir=folder)
-    questions = [row for batch in dataset.eval_batches(3) for row in told(dataset, batch)]
+    questions = [row for batch in dataset.eval_batches(3) for row in in_words(dataset, batch)]
     before = ("mary moved to the bathroom", "john went to the hallway")
     assert questions == 2 * [
         (before, "where is mary", "bathroom"),
         ((*before, "mary took the apple there"), "what is mary carrying", "apple,milk"),
     ]
     (batch,) = dataset.test_batches(10)
-    assert list(told(dataset, batch)) == [(("john went to the hallway",), "where is john", "hallway")]
+    assert list(in_words(dataset, batch)) == [(("john went to the hallway",), "where is john", "hallway")]
 
 
 def test_the_last_sentences_are_kept_in_their_order(folder):
     dataset = BabiDataset([1], memory_size=2, data_dir=folder)
     (batch,) = dataset.eval_batches(10)
     assert batch.inputs.shape == (4, 3, 5)
-    story, question, _ = list(told(dataset, batch))[1]
+    story, question, _ = list(in_words(dataset, batch))[1]
     assert story == ("john went to the hallway", "mary took the apple there")
     assert question == "what is mary carrying"
 
@@ -97,7 +97,7 @@ def test_a_tenth_of_the_stories_is_held_out_and_an_epoch_has_all_others_once(fol
     dataset = BabiDataset([1], data_dir=folder)
     assert (dataset.epoch_size("train"), dataset.epoch_size("val")) == (40, 4)
     batch = dataset.batch("train", step=0, batch_size=40, seed=0)
-    rooms = sorted(answer for _, question, answer in told(dataset, batch) if question == "where is mary")
+    rooms = sorted(answer for _, question, answer in in_words(dataset, batch) if question == "where is mary")
     assert rooms == sorted(ROOMS * 5)
     again = BabiDataset([1], data_dir=folder).batch("train", step=0, batch_size=40, seed=0)
     assert all(map(torch.equal, batch, again))
@@ -112,15 +112,13 @@ def test_the_vocabulary_is_sorted_and_has_an_answer_of_several_words_as_one(fold
     assert BabiDataset([1, 8], data_dir=folder).words == dataset.words
 
 
-def test_tests_can_be_had_by_task(folder):
+def test_the_test_split_of_one_task(folder):
     dataset = BabiDataset(data_dir=folder)
     assert dataset.tasks == [1, 8]
-    by_task = [list(told(dataset, next(dataset.test_batches(5, task)))) for task in (1, 8)]
+    by_task = [list(in_words(dataset, next(dataset.test_batches(5, task)))) for task in (1, 8)]
     assert [rows[0][1] for rows in by_task] == ["where is john", "where is mary"]
-    assert [row for batch in dataset.test_batches(5) for row in told(dataset, batch)] == [
-        *by_task[0],
-        *by_task[1],
-    ]
+    together = [row for batch in dataset.test_batches(5) for row in in_words(dataset, batch)]
+    assert together == [*by_task[0], *by_task[1]]
     with pytest.raises(ValueError, match=r"task is 3, but the tasks of this data set are \[1, 8\]"):
         dataset.test_batches(5, 3)
 
@@ -151,23 +149,20 @@ def test_the_unpacked_folder_serves_as_well(folder, tmp_path):
     expected = BabiDataset([1], data_dir=folder)
     assert all(map(torch.equal, next(dataset.eval_batches(9)), next(expected.eval_batches(9))))
     (place / "qa1_single-supporting-fact_test.txt").write_text(TEST + TEST)
-    with pytest.raises(
-        ValueError, match=r"en-10k is corrupt: the files of task 1 have the sha256 .* instead"
-    ):
+    with pytest.raises(ValueError, match=r"en-10k is corrupt: the files of task 1 have the sha256 .* inst"):
         BabiDataset(data_dir=tmp_path / "other")
 
 
 def test_other_files_are_refused(folder):
     path = folder / "babi/babi_en-10k_no-qa3train.tar.xz"
-    path.write_bytes(archive(FILES | {"qa8_lists-sets_test.txt": "1 Mary is here.\n"}))
-    with pytest.raises(ValueError, match="is corrupt: the files of task 8 have the sha256"):
-        BabiDataset(data_dir=folder)
-    path.write_bytes(archive({}))
-    with pytest.raises(ValueError, match="is corrupt: it has no file such as en-10k/qa1"):
-        BabiDataset(data_dir=folder)
-    path.write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="is corrupt: it is not a tar archive"):
-        BabiDataset(data_dir=folder)
+    for content, message in {
+        archive(FILES | {"qa8_lists-sets_test.txt": "1 Mary.\n"}): "the files of task 8 have the sha256",
+        archive({}): "it has no file such as en-10k/qa1",
+        b"no archive": "it is not a tar archive",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"is corrupt: {message}"):
+            BabiDataset(data_dir=folder)
     path.unlink()
     with pytest.raises(ValueError, match=r"tasks_1-20_v1-2.tar.gz is neither at .* could not be downloaded"):
         BabiDataset(data_dir=folder)
@@ -203,7 +198,7 @@ def test_supporting_sentences_are_before_their_question(facts):
         parse(f"1 Mary is here.\n2 Where is Mary?\there\t{facts}\n".encode())
 
 
-def test_the_model_has_to_want_as_many_supporting_sentences_as_there_are(folder):
+def test_the_model_must_need_as_many_supporting_sentences_as_the_data_has(folder):
     def resolve(supporting, **model):
         data = {"name": "babi", "tasks": [1], "supporting": supporting, "data_dir": str(folder)}
         return run_config.resolve({"data": data, "model": model, "run_dir": "unused"})
@@ -223,13 +218,10 @@ def test_sentences_of_ones_own_are_encoded_like_those_of_the_files(folder):
     dataset = BabiDataset([1], data_dir=folder)
     lines = ["Mary moved to the bathroom.", "John went to the hallway.", "Where is Mary?"]
     mine, (theirs,) = dataset.encode(lines), dataset.eval_batches(10)
-    assert next(told(dataset, mine))[:2] == next(told(dataset, theirs))[:2]
+    assert next(in_words(dataset, mine))[:2] == next(in_words(dataset, theirs))[:2]
     with pytest.raises(ValueError, match="the words robert, sings are not among the 19 of the stories"):
         dataset.encode(["Mary sings.", "Where is Robert?"])
-    with pytest.raises(
-        ValueError,
-        match="the story has 1 lines, but must have at least 2: sentences and then a question",
-    ):
+    with pytest.raises(ValueError, match="the story has 1 lines, but must have at least 2: sentences and"):
         dataset.encode(["Where is Mary?"])
     with pytest.raises(ValueError, match="line 2 has no words"):
         dataset.encode(["Mary moved to the bathroom.", " ", "Where is Mary?"])
@@ -248,24 +240,15 @@ def test_a_line_without_a_number_is_refused():
         parse(b"1 John is here.\nMary is here.\n")
 
 
-def test_a_dry_run_counts_an_answer_for_each_question(folder):
-    dataset = BabiDataset([1], memory_size=4, data_dir=folder)
-    model = MemN2N(MemN2NConfig(vocab_size=19, memory_size=4, d_model=8, n_hops=1))
-    assert dry_run(model, dataset, TrainConfig(batch_size=5)).tokens == 5
-
-
 def test_a_run_on_them_has_a_memory_network_that_learns(folder, tmp_path):
-    run = run_config.resolve(
-        {
-            "data": {"name": "babi", "tasks": [1], "memory_size": 4, "data_dir": str(folder)},
-            "run_dir": str(tmp_path / "run"),
-            "model": {"d_model": 8, "n_hops": 1},
-        }
-    )
+    dataset = {"name": "babi", "tasks": [1], "memory_size": 4, "data_dir": str(folder)}
+    settings = {"data": dataset, "model": {"d_model": 8, "n_hops": 1}, "run_dir": str(tmp_path / "run")}
+    run = run_config.resolve(settings)
     assert run.model == MemN2NConfig(vocab_size=19, memory_size=4, d_model=8, n_hops=1)
     torch.manual_seed(0)
     config = TrainConfig(steps=100, batch_size=20, eval_every=100, lr=0.03, warmup_steps=0)
     model = MemN2N(run.model)
+    assert dry_run(model, run.dataset, config).tokens == 20  # an answer for each question
     train(model, run.dataset, config, tmp_path / "run", progress=False)
     batch = run.dataset.batch("train", step=0, batch_size=40, seed=0)  # the held-out room is in none of them
     answers = model(batch.inputs, key_padding_mask=batch.key_padding_mask).argmax(-1)

@@ -50,7 +50,7 @@ def test_a_gzip_file_is_judged_by_its_content_not_by_how_it_was_compressed(tmp_p
     assert read_published(published(path="set/plain.txt.gz"), tmp_path) == CONTENT
 
 
-def test_a_corrupt_file_is_refused_with_the_checksum_found_and_wanted(tmp_path):
+def test_a_corrupt_file_is_refused_with_the_checksum_found_and_expected(tmp_path):
     put(tmp_path / "plain.txt", CONTENT[:-1])
     found, expected = hashlib.sha256(CONTENT[:-1]).hexdigest(), hashlib.sha256(CONTENT).hexdigest()
     with pytest.raises(

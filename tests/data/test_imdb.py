@@ -24,11 +24,8 @@ REVIEWS = {
 def archive(reviews, mode="w:xz"):
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode=mode) as tar:
-        for name, text in {
-            "aclImdb/README": b"about",
-            "aclImdb/train/unsup/0_0.txt": b"?",
-            **reviews,
-        }.items():
+        others = {"aclImdb/README": b"about", "aclImdb/train/unsup/0_0.txt": b"?"}
+        for name, text in (others | reviews).items():
             member = tarfile.TarInfo(name)
             member.size = len(text)
             tar.addfile(member, io.BytesIO(text))
@@ -84,52 +81,38 @@ def test_the_validation_order_is_mixed_and_never_changes(folder):
 def test_an_encoder_trains_on_them(folder, tmp_path):
     dataset = ImdbDataset(length=16, data_dir=folder)
     torch.manual_seed(0)
-    config = EncoderConfig(256, n_classes=2, d_model=16, n_layers=1, n_heads=2, max_length=16)
-    result = train(
-        Encoder(config),
-        dataset,
-        TrainConfig(steps=3, batch_size=4, eval_every=3),
-        tmp_path / "run",
-        progress=False,
-    )
+    model = Encoder(EncoderConfig(256, n_classes=2, d_model=16, n_layers=1, n_heads=2, max_length=16))
+    config = TrainConfig(steps=3, batch_size=4, eval_every=3)
+    assert dry_run(model, dataset, config).tokens == 4  # a label for each review
+    result = train(model, dataset, config, tmp_path / "run", progress=False)
     assert result.steps == 3
     assert result.last_val < 1.0
 
 
-def test_a_dry_run_counts_a_label_for_each_review(folder):
-    dataset = ImdbDataset(length=16, data_dir=folder)
-    model = Encoder(EncoderConfig(256, n_classes=2, d_model=16, n_layers=1, n_heads=2, max_length=16))
-    assert dry_run(model, dataset, TrainConfig(batch_size=4)).tokens == 4
-
-
 def test_a_run_on_them_has_an_encoder(folder):
-    run = run_config.resolve(
-        {"data": {"name": "imdb", "data_dir": str(folder)}, "run_dir": "runs/x", "model": {"n_layers": 1}}
-    )
+    settings = {"data": {"name": "imdb", "data_dir": str(folder)}, "run_dir": "runs/x"}
+    run = run_config.resolve(settings | {"model": {"n_layers": 1}})
     assert isinstance(run.model, EncoderConfig)
     assert (run.model.n_classes, run.model.vocab_size, run.model.max_length) == (2, 256, 1024)
-    with pytest.raises(
-        ValueError, match=r"model\.n_classes is 1, but must be at least 2 for the data set imdb"
-    ):
-        run_config.resolve(
-            {
-                "data": {"name": "imdb", "data_dir": str(folder)},
-                "run_dir": "runs/x",
-                "model": {"n_classes": 1},
-            }
-        )
+    with pytest.raises(ValueError, match=r"model\.n_classes is 1, but must be at least 2 for the data set"):
+        run_config.resolve(settings | {"model": {"n_classes": 1}})
 
 
-def test_other_reviews_are_refused(folder):
-    path = folder / "imdb/aclImdb_labelled.tar.xz"
-    path.write_bytes(archive(REVIEWS | {"aclImdb/test/pos/1_9.txt": b"!"}))
-    with pytest.raises(ValueError, match="is corrupt: its 12 labelled reviews have the sha256"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (archive(REVIEWS | {"aclImdb/test/pos/1_9.txt": b"!"}), "its 12 labelled reviews have the sha256"),
+        (b"no archive", "it is not a tar archive"),
+        (archive(REVIEWS)[:-60], "it is not a tar archive"),
+    ],
+    ids=["changed", "no archive", "cut short"],
+)
+def test_other_reviews_are_refused(folder, content, message):
+    (folder / "imdb/aclImdb_labelled.tar.xz").write_bytes(content)
+    with pytest.raises(ValueError, match=f"is corrupt: {message}"):
         ImdbDataset(data_dir=folder)
-    path.write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="is corrupt: it is not a tar archive"):
-        ImdbDataset(data_dir=folder)
-    path.write_bytes(archive(REVIEWS)[:-60])
-    with pytest.raises(ValueError, match="is corrupt: it is not a tar archive"):
-        ImdbDataset(data_dir=folder)
+
+
+def test_a_length_of_0_is_refused(folder):
     with pytest.raises(ValueError, match="length is 0, but must be an integer of at least 1"):
         ImdbDataset(length=0, data_dir=folder)

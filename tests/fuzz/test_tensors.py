@@ -30,12 +30,14 @@ WRONG = {
     str: ["none", "", 3, None, [], True],
 }
 # Arguments that take more than their example shows.
-RIGHT: dict[str, tuple[type, ...]] = {
+NONE = type(None)
+RIGHT = {
     "prompt_ids": (list,),
-    "stop": (list, type(None)),
-    "seed": (type(None),),
+    "window_size": (list,),
+    "stop": (list, NONE),
+    "seed": (NONE,),
+    "top_k": (NONE,),
 }
-RIGHT |= {"top_k": (type(None),), "window_size": (list,)}
 BROADCAST = {"attn_mask", "v", "value", "logits"}  # of these, another width or number of axes may be right
 
 
@@ -43,19 +45,16 @@ def operations() -> dict[str, Call]:
     qkv, step = heads(), {name: normal(B, H, D) for name in "qkv"}
     state, diagonal = LinearState(normal(B, H, D, D), normal(B, H, D)), normal(B, H, D, D)
     positive = {name: x.exp() for name, x in qkv.items()}
-    gate = -normal(B, T, H, D).abs()
+    gate, gates = -normal(B, T, H, D).abs(), {"state": diagonal}
     masks = {"causal": True, "key_padding_mask": padding()}
     logits = normal(B, 7)
     return {
         "linear_attention": (linear_attention, {**positive, **masks, "state": state}),
         "linear_attention_step": (linear_attention_step, {**step, "state": state}),
-        "diagonal_linear_attention": (
-            diagonal_linear_attention,
-            {**qkv, "log_decay": gate, "state": diagonal},
-        ),
+        "diagonal_linear_attention": (diagonal_linear_attention, qkv | gates | {"log_decay": gate}),
         "diagonal_linear_attention_step": (
             diagonal_linear_attention_step,
-            {**step, "log_decay": gate[:, 0], "state": diagonal},
+            step | gates | {"log_decay": gate[:, 0]},
         ),
         "softmax_attention": (softmax_attention, {**qkv, **masks, "scale": 0.5}),
         "softmax_attention with a mask": (softmax_attention, qkv | {"attn_mask": torch.ones(T, T).bool()}),
@@ -83,14 +82,8 @@ def feature_map(name: str) -> dict[str, Call]:
 def calls(group: str) -> dict[str, Call]:
     torch.manual_seed(0)
     kind, _, name = group.partition(" ")
-    made: dict[str, Callable[[str], dict[str, Call]]] = {
-        "mechanism": mechanism,
-        "cell": cell,
-        "model": model,
-        "map": feature_map,
-        "operations": lambda _: operations(),
-    }
-    return made[kind](name)
+    made = {"mechanism": mechanism, "cell": cell, "model": model, "map": feature_map}
+    return operations() if kind == "operations" else made[kind](name)
 
 
 GROUPS = [
@@ -104,15 +97,9 @@ GROUPS = [
 
 def spoiled_tensor(random: Random, name: str, x: Tensor) -> tuple[str, Any]:
     """Make of a tensor what it must not be."""
-    found: list[tuple[str, Any]] = [
-        ("a list", x.tolist()),
-        ("an array", x.numpy()),
-        ("a text", "x"),
-        ("a number", 3),
-        ("a tuple of it", (x,)),
-        ("complex", x.to(torch.complex64)),
-        ("quantized", x.to(torch.uint8)),
-    ]
+    found: list[tuple[str, Any]] = [("a text", "x"), ("a number", 3), ("a tuple of it", (x,))]
+    found += [("a list", x.tolist()), ("an array", x.numpy())]
+    found += [("complex", x.to(torch.complex64)), ("quantized", x.to(torch.uint8))]
     if name not in BROADCAST:
         found += [("on meta", x.to("meta"))]
         found += [("a row", x[0]), ("an axis more", x[None]), ("a scalar", x.sum())]
@@ -129,33 +116,20 @@ def spoiled_tensor(random: Random, name: str, x: Tensor) -> tuple[str, Any]:
 
 def spoiled_state(random: Random, state: Any) -> tuple[str, Any]:
     """Make of a state one of other sizes or fields."""
-    found = [
-        ("None", None),
-        ("empty", ()),
-        ("a list", list(state)),
-        ("a text", "x"),
-        ("a dict", state._asdict()),
-    ]
-    found += [("too many rows", select(state, [0, 0, 0])), ("a tensor", torch.zeros(B, 3))]
-    at, how = (
-        random.randrange(len(leaves(state))),
-        random.choice(["None", "a list", "wider", "complex", "a row"]),
-    )
-
-    def change(x: Tensor, count: Any = iter) -> Any:
-        return {
-            "None": lambda: None,
-            "a list": x.tolist,
-            "wider": lambda: torch.cat([x, x[:1]], 0),
-            "complex": lambda: x.to(torch.complex64),
-            "a row": lambda: x[None],
-        }[how]()
-
+    found = [("None", None), ("empty", ()), ("a list", list(state)), ("a text", "x")]
+    found += [("a dict", state._asdict()), ("a tensor", torch.zeros(B, 3))]
+    found += [("too many rows", select(state, [0, 0, 0]))]
+    changes: dict[str, Callable[[Tensor], Any]] = {
+        "None": lambda x: None,
+        "a list": Tensor.tolist,
+        "wider": lambda x: torch.cat([x, x[:1]], 0),
+        "complex": lambda x: x.to(torch.complex64),
+        "a row": lambda x: x[None],
+    }
+    at, how = random.randrange(len(leaves(state))), random.choice(list(changes))
     numbers = iter(range(len(leaves(state))))
-    found += [
-        (f"field {at}: {how}", map_tensors(lambda x: change(x) if next(numbers) == at else x, state))
-    ] * 7
-    return random.choice(found)
+    changed = map_tensors(lambda x: changes[how](x) if next(numbers) == at else x, state)
+    return random.choice(found + [(f"field {at}: {how}", changed)] * 7)
 
 
 def spoiled(random: Random, name: str, value: Any) -> tuple[str, Any]:
@@ -202,13 +176,11 @@ def test_tensors(seeds: range, record_property: object) -> None:
                 found = function(**arguments | {name: value})
         except Exception as error:
             return check_refusal(error, random.what)
-        if (how == "on meta" and on_meta(found)) or (name == "k" and how == repr(10**30)):
-            return "right"  # nothing is computed; all tokens are kept
-        if name == "prompt_ids" and how == "quantized":
-            return "right"  # integers of any type
-        if name == "stop" and how == "()":
-            return "right"  # nothing to stop at
-        if name == "scale" and how == "-1.0":
+        if how == "on meta" and on_meta(found):
+            return "right"  # nothing is computed
+        # All tokens are kept; integers of any type; nothing to stop at.
+        taken = {("k", repr(10**30)), ("prompt_ids", "quantized"), ("stop", "()"), ("scale", "-1.0")}
+        if (name, how) in taken:
             return "right"
         if label.startswith("feature map") and how in ("a row", "an axis more"):
             return "right"  # a map takes any axes before the heads

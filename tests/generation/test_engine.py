@@ -42,14 +42,10 @@ class LeakyMemory(nn.Module):
         self, tokens: Tensor, state: History, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, History]:
         self.prefilled.append(tokens.shape)
+        padding = torch.zeros_like(tokens).bool() if key_padding_mask is None else key_padding_mask
         summary, logits = state.summary, []
-        for t, token in enumerate(tokens.T):
+        for token, padded in zip(tokens.T, padding.T, strict=True):
             y, after = self.read(token, summary)
-            padded = (
-                torch.zeros_like(token, dtype=torch.bool)
-                if key_padding_mask is None
-                else key_padding_mask[:, t]
-            )
             summary = torch.where(padded.unsqueeze(1), summary, after)
             logits.append(y)
         return torch.stack(logits, 1), History(summary)
@@ -201,11 +197,8 @@ def test_nothing_to_do() -> None:
         ({"prompt_ids": [[]]}, r"prompt_ids\[0\] is empty, but this model has no start symbol"),
         ({"prompt_ids": [1, 2]}, r"prompt_ids\[0\] is 1, but must be a sequence of token ids"),
         ({"prompt_ids": ["ab"]}, r"prompt_ids\[0\] is 'ab', but must be a sequence of token ids"),
-        ({"prompt_ids": [[0.5]]}, r"is torch.float32 of shape \(1,\), but must be whole"),
-        (
-            {"prompt_ids": torch.ones(3, dtype=torch.long)},
-            r"prompt_ids has shape \(3,\), but must be \[B, T\]",
-        ),
+        ({"prompt_ids": [[0.5]]}, r"is torch.float32 of shape \[1\], but must be whole"),
+        ({"prompt_ids": torch.ones(3).long()}, r"prompt_ids has shape \[3\], but must be \[B, T\]"),
         ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5, but must be an integer"),
         ({"max_new_tokens": float("nan")}, "max_new_tokens is nan, but must be an integer"),
         ({"num_samples": 10**9}, "but must be at most"),

@@ -4,41 +4,39 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import error, works
 
-from unrolled.cli import app
 from unrolled.data import Vocabulary
 from unrolled.models import Decoder, DecoderConfig
 
 pytest.importorskip("onnxruntime")
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+def save(folder, **fields):
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(4, d_model=8, n_layers=1, n_heads=2, **fields))
+    Vocabulary("text", characters=["\n", "a", "b", "c"]).attach(model).save(folder)
+
+
+def generated(*words):
+    return works("generate", *words).stdout
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     run_dir, out = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("out")
-    torch.manual_seed(0)
-    model = Decoder(DecoderConfig(4, d_model=8, n_layers=1, n_heads=2, max_length=30))
-    Vocabulary("text", characters=["\n", "a", "b", "c"]).attach(model)
-    model.save(run_dir)
-    code, printed, errors = run("export", run_dir, out, "--temperature", 0)
-    assert code == 0, errors
-    assert "plain.onnx" in printed
+    save(run_dir, max_length=30)
+    assert "plain.onnx" in works("export", run_dir, out, "--temperature", 0).stdout
     return run_dir, out
 
 
 def test_both_engines_write_the_same(folders):
     run_dir, out = folders
     words = ("--prompt", "ab", "--tokens", 20)
-    code, printed, errors = run("generate", out, "--engine", "onnx", *words)  # greedy, as the folder says
-    assert code == 0, errors
-    assert printed == run("generate", run_dir, "--temperature", 0, *words)[1]
+    greedy = generated(run_dir, "--temperature", 0, *words)
+    assert generated(out, "--engine", "onnx", *words) == greedy  # the default of the folder
     drawn = ("--temperature", 1, "--seed", 3, *words)
-    assert run("generate", out, "--engine", "onnx", *drawn)[1] == run("generate", run_dir, *drawn)[1]
+    assert generated(out, "--engine", "onnx", *drawn) == generated(run_dir, *drawn)
     assert json.loads((out / "manifest.json").read_text())["sampling"]["temperature"] == 0
 
 
@@ -51,25 +49,15 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
         (("generate", out, "--engine", "onnx", "--graph", "int8"), "export again with --int8"),
         (("generate", out, "--engine", "onnx", "--device", "cuda"), "runs on the CPU"),
         (("generate", out, "--engine", "onnx", "--tokens", 40), "30 learned positions"),
-        (
-            ("generate", out, "--engine", "onnx", "--prompt", "a" * 31),
-            "--prompt has 31 tokens, too many",
-        ),
+        (("generate", out, "--engine", "onnx", "--prompt", "a" * 31), "--prompt has 31 tokens, too many"),
         (("generate", run_dir, "--prompt", "a" * 31), "too many for the 30 learned positions of the model"),
         (("export", out, tmp_path / "x"), "is not a model's folder"),
         (("export", run_dir, tmp_path / "x", "--opset", 3), "must be from 20 to 25"),
     ):
-        code, _, errors = run(*arguments)
-        assert code == 2
-        assert sentence in errors
+        assert sentence in error(*arguments)
 
 
 def test_a_start_symbol_takes_a_position(tmp_path):
-    torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 1, "n_heads": 2, "max_length": 9}
-    model = Decoder(DecoderConfig(4, start_token=True, **sizes))
-    Vocabulary("text", characters=["\n", "a", "b", "c"]).attach(model)
-    model.save(tmp_path)
-    code, printed, errors = run("generate", tmp_path, "--prompt", "ab", "--seed", 0)
-    assert code == 0, errors
+    save(tmp_path, start_token=True, max_length=9)
+    printed = generated(tmp_path, "--prompt", "ab", "--seed", 0)
     assert len(printed) == 2 + 7 + 1  # the prompt, 9 - 3 + 1 tokens and the end of the line

@@ -1,4 +1,4 @@
-"""What the project's operators become in a graph computes what their definitions do."""
+"""The forms of our operators in exported graphs compute the same as their definitions."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_linear_attention(T, heads, gated, normalize):
     q, k, v = rand(2, T, H, 3), rand(2, T, G, 3), rand(2, T, G, 5)
     state = LinearState(rand(2, G, 3, 5), rand(2, G, 3))
     log_decay = -3 * rand(2, T, G) if gated else None
-    found = forms.linear_attention(forms.LinearCall(q, k, v, log_decay, *state, normalize))
+    found = forms.linear_attention((q, k, v, log_decay, *state, normalize))
     expected, after = linear_attention_reference(
         q, k, v, causal=True, log_decay=log_decay, state=state, return_state=True, normalize=normalize
     )
@@ -30,10 +30,10 @@ def test_linear_attention(T, heads, gated, normalize):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def test_a_query_that_meets_nothing_gets_zero():
+def test_a_query_with_zero_denominator_gives_zero():
     q, v = torch.ones(1, 2, 1, 3), torch.ones(1, 2, 1, 2)
     state = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3)
-    o, *_ = forms.linear_attention(forms.LinearCall(q, torch.zeros_like(q), v, None, *state, True))
+    o, *_ = forms.linear_attention((q, torch.zeros_like(q), v, None, *state, True))
     assert torch.equal(o, torch.zeros(1, 2, 1, 2))
 
 
@@ -56,6 +56,6 @@ def test_packs_and_other_directions_are_refused():
         with pytest.raises(UnsupportedError, match="causal, from a state, without packs"):
             next(iter(form.values()))(x, x, x, None, *state, None, False, True, None)
     with pytest.raises(UnsupportedError, match="export the plain graph"):
-        forms.fused_linear_attention(forms.LinearCall(x, x, x, None, *state, False))
+        forms.fused_linear_attention((x, x, x, None, *state, False))
     with pytest.raises(UnsupportedError, match="not packs"):
         forms.window_attention(x, x, x, None, torch.tensor([0, 2]), 1, 0, 1.0, None)

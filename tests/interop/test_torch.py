@@ -41,10 +41,8 @@ def encoder(*, norm=None, **settings):
 def test_an_encoder_becomes_a_stack(norm_first, settings, norm):
     theirs = encoder(norm_first=norm_first, norm=norm, **settings)
     x, padding = normal(2, 7, 16), torch.arange(7) >= torch.tensor([[7], [4]])
-    expected = theirs(
-        x if settings.get("batch_first", True) else x.transpose(0, 1), src_key_padding_mask=padding
-    )
-    expected = expected if settings.get("batch_first", True) else expected.transpose(0, 1)
+    axes = (0, 0) if settings.get("batch_first", True) else (0, 1)  # theirs may take the batch second
+    expected = theirs(x.transpose(*axes), src_key_padding_mask=padding).transpose(*axes)
     found = from_transformer_encoder(theirs)(x, key_padding_mask=padding)
     assert_agree(found[~padding], expected[~padding], tolerance=1e-12)
 
@@ -54,9 +52,8 @@ def test_an_encoder_becomes_a_stack(norm_first, settings, norm):
 def test_a_causal_one_runs_step_by_step(norm_first):
     theirs = encoder(norm_first=norm_first, norm={})
     x = normal(2, 7, 16)
-    expected = theirs(
-        x, mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=x.dtype), is_causal=True
-    )
+    mask = nn.Transformer.generate_square_subsequent_mask(7, dtype=x.dtype)
+    expected = theirs(x, mask=mask, is_causal=True)
     ours = from_transformer_encoder(theirs, causal=True)
     y, state = ours.prefill(x[:, :3], ours.init_state(2))
     steps = [y]

@@ -1,4 +1,4 @@
-"""The folder of a page: complete, relocatable, from a runtime that is the published one; no network here."""
+"""The folder of a web page: complete, relocatable, with the published runtime; tested without a network."""
 
 import hashlib
 import importlib
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import error, works
 
 import unrolled
-from unrolled.cli import _page, app
+from unrolled.cli import _page
 from unrolled.interop import web
 from unrolled.interop.onnx import load
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
@@ -27,7 +27,7 @@ WASM = list(web.BUILDS["wasm"].values())
 
 @pytest.fixture(autouse=True)
 def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Small files in the place of the published ones, and an empty cache."""
+    """Replace the published files by small ones, and the cache by an empty one."""
     for name, content in FILES.items():
         monkeypatch.setitem(web.SHA256, name, hashlib.sha256(content).hexdigest())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fake_npm(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> list[list[str]]:
-    """Let `npm pack` write a package of these files; give what it was called with."""
+    """Let `npm pack` write a package of these files; return the commands that it is called with."""
     calls = []
 
     def pack(command: list[str], **options: object) -> None:
@@ -70,17 +70,14 @@ def fake_npm(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> list[l
 
 def test_a_page_is_complete(run, runtime, tmp_path):
     out = tmp_path / "page"
-    result = CliRunner().invoke(
-        app, ["export", str(run), str(out), "--web", "--runtime", str(runtime), "--temperature", "0.5"]
-    )
-    assert result.exit_code == 0, result.output
-    assert str(out / "index.html") in result.output
+    printed = works("export", run, out, "--web", "--runtime", runtime, "--temperature", 0.5).output
+    assert str(out / "index.html") in printed
     (entry,) = json.loads((out / "models.json").read_text())
     assert entry["name"] == run.name
     assert (entry["title"], entry["kind"], entry["attention"]) == ("Linear attention", "image", "linear")
     assert entry["bytes"] == (out / "models" / run.name / "plain.onnx").stat().st_size
 
-    model = load(out / "models" / run.name)  # checks what the manifest vouches for
+    model = load(out / "models" / run.name)  # checks the hashes of the manifest
     logits, _ = model.prefill(torch.tensor([[5, 1]]), model.init_state(1))
     assert logits.shape == (1, 2, 5)
     manifest = json.loads((out / "models" / run.name / "manifest.json").read_text())
@@ -100,13 +97,9 @@ def test_a_page_is_complete(run, runtime, tmp_path):
 
 def test_a_page_is_written_again_for_the_same_models_only(run, runtime, tmp_path):
     out = tmp_path / "page"
-
-    def export(source, *options):
-        words = ["export", str(source), str(out), "--web", "--runtime", str(runtime), *options]
-        return CliRunner().invoke(app, words)
-
-    assert export(run).exit_code == 0
-    assert export(run).exit_code == 0
+    options = [out, "--web", "--runtime", runtime]
+    works("export", run, *options)
+    works("export", run, *options)
     other = tmp_path / "other" / run.name  # of the same name and config
     model = Decoder.load(run)
     with torch.no_grad():
@@ -114,14 +107,12 @@ def test_a_page_is_written_again_for_the_same_models_only(run, runtime, tmp_path
     model.save(other)
     shutil.copy(run / "vocabulary.json", other)
     before = (out / "models" / run.name / "manifest.json").read_bytes()
-    result = export(other)
-    assert result.exit_code == 2
-    assert "must be, or hold a page of these runs" in " ".join(result.stderr.split())
+    assert "must be, or hold a page of these runs" in error("export", other, *options)
     assert (out / "models" / run.name / "manifest.json").read_bytes() == before
-    assert export(other, "--force").exit_code == 0
+    works("export", other, *options, "--force")
 
 
-def test_every_file_that_the_page_names_is_there():
+def test_every_file_that_the_page_names_exists():
     source = Path(unrolled.__file__).with_name("web")
     for path in source.glob("*.js"):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -135,7 +126,7 @@ def test_every_file_that_the_page_names_is_there():
     assert "https://" not in html
 
 
-def test_npm_is_asked_once(monkeypatch):
+def test_npm_is_called_once(monkeypatch):
     calls = fake_npm(monkeypatch, FILES)
     found = web.runtime_files()
     assert {name: path.read_bytes() for name, path in found.items()} == {name: FILES[name] for name in WASM}
@@ -176,14 +167,12 @@ def test_no_npm_and_no_network_are_one_sentence(monkeypatch):
         web.runtime_files()
 
 
-def test_a_given_runtime_is_held_to_its_hashes(runtime):
+def test_a_given_runtime_is_checked_against_its_hashes(runtime):
     (runtime / WASM[0]).write_bytes(b"another version")
     with pytest.raises(ValueError, match=r"is not the file of onnxruntime-web 1\.30\.0: its SHA-256 differs"):
         web.runtime_files(runtime)
     (runtime / WASM[0]).unlink()
-    with pytest.raises(
-        ValueError, match=r"has no ort\.wasm\.bundle\.min\.mjs; it is in dist/ of the npm package"
-    ):
+    with pytest.raises(ValueError, match=r"has no ort\.wasm\.bundle\.min\.mjs; it is in dist/ of the npm"):
         web.runtime_files(runtime)
 
 
@@ -198,9 +187,7 @@ def test_a_given_runtime_is_held_to_its_hashes(runtime):
     ],
 )
 def test_wrong_arguments_are_one_sentence(run, arguments, message):
-    result = CliRunner().invoke(app, ["export", *(argument.format(run=run) for argument in arguments)])
-    assert result.exit_code == 2
-    assert message in result.output
+    assert message in error("export", *(argument.format(run=run) for argument in arguments))
 
 
 def test_names_and_vocabularies_are_checked(run, tmp_path):
@@ -221,10 +208,9 @@ def test_what_is_in_a_run_is_checked_before_a_page_is_written(run, tmp_path):
         copy = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         shutil.copytree(run, copy)
         change(copy)
-        result = CliRunner().invoke(app, ["export", str(copy), str(tmp_path / "page"), "--web"])
-        assert result.exit_code == 2
+        printed = error("export", copy, tmp_path / "page", "--web")
         assert not (tmp_path / "page").exists()
-        return " ".join(result.output.split())
+        return printed
 
     def classifier(copy: Path) -> None:
         Encoder(EncoderConfig(4, d_model=8, n_layers=1, n_heads=2, max_length=9, n_classes=2)).save(copy)
@@ -267,7 +253,7 @@ def test_models_of_one_vocabulary_stand_side_by_side():
     assert [entry["transformer"] for entry in entries[5:8]] == [True, False, True]
 
 
-def test_the_server_is_for_this_machine_and_knows_modules(tmp_path):
+def test_the_server_is_local_and_has_the_mime_types_of_modules(tmp_path):
     (tmp_path / "a.mjs").write_text("")
     (tmp_path / "a.wasm").write_text("")
     with _page.make_server(tmp_path) as server:
@@ -279,7 +265,7 @@ def test_the_server_is_for_this_machine_and_knows_modules(tmp_path):
         server.shutdown()
 
 
-def test_the_demo_trains_what_it_can_and_says_what_it_cannot(runtime, tmp_path, monkeypatch):
+def test_the_demo_trains_digits_and_reports_missing_text(runtime, tmp_path, monkeypatch):
     demo = importlib.import_module("unrolled.cli.demo")  # `unrolled.cli.demo` itself is the command
     monkeypatch.setattr(demo, "MODEL", {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_length": 64})
     monkeypatch.setattr(demo, "TRAIN", demo.TRAIN | {"batch_size": 4, "eval_every": 10})
@@ -293,11 +279,7 @@ def test_the_demo_trains_what_it_can_and_says_what_it_cannot(runtime, tmp_path, 
 
     monkeypatch.setattr(web, "write_site", write_site)
     out = tmp_path / "runs"
-    result = CliRunner().invoke(
-        app,
-        ["demo", "--web", "--no-serve", "--steps", "10", "--out", str(out), "--runtime", str(runtime)],
-    )
-    assert result.exit_code == 0, result.output
+    result = works("demo", "--web", "--no-serve", "--steps", 10, "--out", out, "--runtime", runtime)
     assert "the page will have no text models" in result.output
     assert written["out"] == out / "page"
     assert written["runtime"] == runtime

@@ -44,10 +44,12 @@ def test_a_decoder_steps_as_it_reads():
     found, state = read(model, [tokens[:, :7], *tokens[:, 7:].unbind(1)])
     torch.testing.assert_close(found, expected)
     message = "the input has length 16, but must have at most the product of axial_shape = 15"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        model(torch.zeros(1, 16, dtype=torch.long))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        model.step(tokens[:, 0], state)
+    for call in (
+        lambda: model(torch.zeros(1, 16, dtype=torch.long)),
+        lambda: model.step(tokens[:, 0], state),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -55,16 +57,12 @@ def test_a_decoder_steps_as_it_reads():
     [
         ({"axial_shape": [4, 4]}, "axial_shape is [4, 4], but must be None with positions 'learned'"),
         ({"positions": "axial"}, "axial_shape is None, but must be a list of sizes, such as [32, 32]"),
-        (
-            {"positions": "axial", "axial_shape": [4, 4], "axial_widths": [128, 127]},
-            "axial_widths is [128, 127], but must be 2 widths, one for each axis, that add up to 256",
-        ),
-        (
-            {"positions": "axial", "axial_shape": [4, 4], "axial_widths": [256]},
-            "axial_widths is [256], but must be 2 widths, one for each axis, that add up to 256",
+        *(
+            ({"positions": "axial", "axial_shape": [4, 4], "axial_widths": widths}, f"axial_widths is {widths}, but must be 2 widths, one for each axis, that add up to 256")
+            for widths in ([128, 127], [256])
         ),
     ],
-)
+)  # fmt: skip
 def test_a_shape_that_does_not_fit_is_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         TransformerConfig(**fields)

@@ -7,87 +7,37 @@ from unrolled.contract import Supports, UnsupportedError
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.models.config import TransformerConfig
 
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"d_model": 30, "n_heads": 4}, "d_model is 30, but must be a multiple of n_heads = 4"),
-        ({"n_heads": 8, "n_kv_heads": 3}, "n_kv_heads is 3, but must be a divisor of n_heads = 8"),
-        (
-            {"positions": "sinusoidal", "d_model": 33, "n_heads": 3},
-            "d_model is 33, but must be even with positions 'sinusoidal'",
-        ),
-        ({"attention": ["linear"] * 3}, "attention has 3 names, but must have n_layers = 4 of them"),
-        (
-            {"attention_options": {"softmax": {}}},
-            "attention_options is for ['softmax'], but must be for some of ['linear']",
-        ),
-        (
-            {"layer_options": {"softmax": {}}},
-            "layer_options is for ['softmax'], but must be for some of ['linear']",
-        ),
-        (
-            {"layer_options": {"linear": {"head_dim": [8, 16]}}},
-            "is [8, 16], but must be a list of n_layers = 4 values",
-        ),
-        (
-            {
-                "attention_options": {"linear": {"head_dim": 8}},
-                "layer_options": {"linear": {"head_dim": [8] * 4}},
-            },
-            "head_dim of 'linear' is in attention_options and in layer_options, but must be in one of them only",
-        ),
-    ],
-)
-def test_a_wrong_field_is_refused_in_one_sentence(fields, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        TransformerConfig(**fields)
+TEXT, PIXELS = {"vocab_size": 4}, {"vocab_size": 16, "inputs": "pixels"}
+IN_BOTH = {
+    "attention_options": {"linear": {"head_dim": 8}},
+    "layer_options": {"linear": {"head_dim": [8] * 4}},
+}
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("kind", "fields", "message"),
     [
-        (
-            {"vocab_size": 1, "inputs": "pixels"},
-            "vocab_size is 1, but must be at least 2 with inputs 'pixels'",
-        ),
-        (
-            {"tie_embeddings": True, "inputs": "pixels"},
-            "tie_embeddings is True, but must be False with inputs 'pixels'",
-        ),
+        (TransformerConfig, {"d_model": 30, "n_heads": 4}, "d_model is 30, but must be a multiple of n_heads = 4"),
+        (TransformerConfig, {"n_heads": 8, "n_kv_heads": 3}, "n_kv_heads is 3, but must be a divisor of n_heads = 8"),
+        (TransformerConfig, {"positions": "sinusoidal", "d_model": 33, "n_heads": 3}, "d_model is 33, but must be even with positions 'sinusoidal'"),
+        (TransformerConfig, {"attention": ["linear"] * 3}, "attention has 3 names, but must have n_layers = 4 of them"),
+        (TransformerConfig, {"attention_options": {"softmax": {}}}, "attention_options is for ['softmax'], but must be for some of ['linear']"),
+        (TransformerConfig, {"layer_options": {"softmax": {}}}, "layer_options is for ['softmax'], but must be for some of ['linear']"),
+        (TransformerConfig, {"layer_options": {"linear": {"head_dim": [8, 16]}}}, "is [8, 16], but must be a list of n_layers = 4 values"),
+        (TransformerConfig, IN_BOTH, "head_dim of 'linear' is in attention_options and in layer_options, but must be in one of them only"),
+        (DecoderConfig, PIXELS | {"vocab_size": 1}, "vocab_size is 1, but must be at least 2 with inputs 'pixels'"),
+        (DecoderConfig, PIXELS | {"tie_embeddings": True}, "tie_embeddings is True, but must be False with inputs 'pixels'"),
+        (EncoderConfig, {}, "vocab_size is None and input_dim is None, but one must be given and not both"),
+        (EncoderConfig, TEXT | {"input_dim": 3}, "vocab_size is 4 and input_dim is 3, but one must be given and not both"),
+        (EncoderConfig, TEXT, "n_classes is None, but must be an integer of at least 1 with output 'classification'"),
+        (EncoderConfig, {"input_dim": 4, "output": "masked"}, "vocab_size is None, but must be given with output 'masked'"),
+        (EncoderConfig, TEXT | {"n_classes": 2, "tie_embeddings": True}, "tie_embeddings is True, but must be False with output 'classification'"),
+        (EncoderConfig, TEXT | {"output": "hidden", "n_classes": 2}, "n_classes is 2, but must be None with output 'hidden'"),
     ],
-)
-def test_a_wrong_field_of_a_decoder_is_refused(fields, message):
+)  # fmt: skip
+def test_a_wrong_field_is_refused_in_one_sentence(kind, fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        DecoderConfig(**{"vocab_size": 16} | fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "vocab_size is None and input_dim is None, but one must be given and not both"),
-        (
-            {"vocab_size": 4, "input_dim": 3},
-            "vocab_size is 4 and input_dim is 3, but one must be given and not both",
-        ),
-        (
-            {"vocab_size": 4},
-            "n_classes is None, but must be an integer of at least 1 with output 'classification'",
-        ),
-        ({"input_dim": 4, "output": "masked"}, "vocab_size is None, but must be given with output 'masked'"),
-        (
-            {"vocab_size": 4, "n_classes": 2, "tie_embeddings": True},
-            "tie_embeddings is True, but must be False with output 'classification'",
-        ),
-        (
-            {"vocab_size": 4, "output": "hidden", "n_classes": 2},
-            "n_classes is 2, but must be None with output 'hidden'",
-        ),
-    ],
-)
-def test_a_wrong_field_of_an_encoder_is_refused(fields, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        EncoderConfig(**fields)
+        kind(**fields)
 
 
 def test_the_feed_forward_width_keeps_the_number_of_weights():
@@ -97,30 +47,36 @@ def test_the_feed_forward_width_keeps_the_number_of_weights():
     assert TransformerConfig(d_ff=100).ff_width == 100
 
 
-def test_an_unknown_mechanism_or_option_is_refused_by_name():
-    with pytest.raises(ValueError, match="nothing_of_the_kind"):
-        Decoder(DecoderConfig(vocab_size=4, attention="nothing_of_the_kind"))
-    for option in ("colour", "causal"):
-        config = DecoderConfig(vocab_size=4, attention_options={"linear": {option: False}})
-        with pytest.raises(ValueError, match=rf"attention_options\['linear'\] does not fit: .*{option}"):
-            Decoder(config)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "nothing_of_the_kind"}, "nothing_of_the_kind"),
+        (
+            {"attention_options": {"linear": {"colour": 1}}},
+            r"attention_options\['linear'\] does not fit: .*colour",
+        ),
+        (
+            {"attention_options": {"linear": {"causal": 1}}},
+            r"attention_options\['linear'\] does not fit: .*causal",
+        ),
+        (
+            {"layer_options": {"linear": {"colour": [1] * 4}}},
+            r"layer_options\['linear'\] does not fit: .*colour",
+        ),
+    ],
+)
+def test_an_unknown_mechanism_or_option_is_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Decoder(DecoderConfig(vocab_size=4, **fields))
 
 
 def test_each_layer_gets_its_mechanism_and_that_mechanisms_options():
-    config = DecoderConfig(
-        vocab_size=4,
-        d_model=12,
-        n_heads=2,
-        n_layers=2,
-        attention=["softmax", "linear"],
-        attention_options={"linear": {"head_dim": 10}},
-    )
+    options = {"attention": ["softmax", "linear"], "attention_options": {"linear": {"head_dim": 10}}}
+    config = DecoderConfig(vocab_size=4, d_model=12, n_heads=2, n_layers=2, **options)
     weights = Decoder(config).state_dict()
-    widths = [
-        {x.shape[0] for n, x in weights.items() if n.startswith(f"stack.blocks.{i}.attention.")}
-        for i in (0, 1)
-    ]
-    assert widths == [{12, 3 * 12}, {12, 3 * 20}]
+    for i, width in enumerate((12, 20)):
+        own = {x.shape[0] for n, x in weights.items() if n.startswith(f"stack.blocks.{i}.attention.")}
+        assert own == {12, 3 * width}
 
 
 def test_each_layer_gets_its_own_value_of_an_option():
@@ -139,13 +95,7 @@ def test_each_layer_gets_its_own_value_of_an_option():
     assert [layer.head_dim for layer in layers] == [4, 6, 4, 4]
 
 
-def test_an_option_of_layers_that_does_not_exist_is_refused_by_name():
-    config = DecoderConfig(vocab_size=4, layer_options={"linear": {"colour": [1, 2, 3, 4]}})
-    with pytest.raises(ValueError, match=r"layer_options\['linear'\] does not fit: .*colour"):
-        Decoder(config)
-
-
-def test_a_width_that_the_heads_do_not_divide_wants_a_head_width_in_each_layer():
+def test_a_width_that_the_heads_do_not_divide_needs_a_head_width_in_each_layer():
     sizes = {"d_model": 10, "n_heads": 4, "n_layers": 2}
     TransformerConfig(**sizes, layer_options={"linear": {"head_dim": [2, 3]}})
     with pytest.raises(ValueError, match="d_model is 10, but must be a multiple"):
@@ -159,11 +109,10 @@ def test_a_mechanism_that_cannot_is_refused_with_those_that_can(monkeypatch):
         def __init__(self, **can):
             self.supports = Supports(cross=False, padding=True, packing=False, recurrence="none", **can)
 
-    forward_only, both_only = (
-        OneWay(causal=True, bidirectional=False),
-        OneWay(causal=False, bidirectional=True),
-    )
-    extra = {"forward_only": forward_only, "both_only": both_only}
+    extra = {
+        "forward_only": OneWay(causal=True, bidirectional=False),
+        "both_only": OneWay(causal=False, bidirectional=True),
+    }
     monkeypatch.setattr(attention, "load", lambda name: extra.get(name) or load(name))
     monkeypatch.setattr(attention, "names", lambda: ["both_only", "forward_only", "linear"])
     with pytest.raises(UnsupportedError, match=re.escape("use one of ['forward_only', 'linear'] instead")):

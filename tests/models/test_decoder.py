@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.kit import VOCAB, randomised, read, tokens_of
+from models.kit import VOCAB, assert_same, randomised, read, tokens_of
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops import state as states
 
@@ -19,11 +19,6 @@ def decoder(**fields) -> Decoder:
     small = {"d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "n_mixtures": 3, "max_length": 12}
     torch.manual_seed(0)
     return randomised(Decoder(DecoderConfig(VOCAB, **small | fields)))
-
-
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("head", ["categorical", "logistic_mixture"])
@@ -113,21 +108,6 @@ def test_packed_sequences_are_each_as_if_alone(attention, positions):
     assert_same(packed, torch.cat(alone, dim=1))
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("attention", ATTENTION, ids=str)
-@torch.no_grad()
-def test_no_position_sees_the_future(attention, norm):
-    model = decoder(attention=attention, norm=norm).float()
-    tokens = tokens_of(2, 10)
-    before = model(tokens)
-    for t in range(1, 10):
-        changed = tokens.clone()
-        changed[:, t:] = (changed[:, t:] + 1) % VOCAB
-        after = model(changed)
-        assert torch.equal(after[:, :t], before[:, :t])
-        assert not torch.equal(after[:, t], before[:, t])
-
-
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
 @torch.no_grad()
 def test_a_state_is_a_value(attention, tmp_path):
@@ -147,24 +127,23 @@ def test_a_state_is_a_value(attention, tmp_path):
 
 def test_learned_positions_end_at_max_length():
     model = decoder(max_length=5)
-    message = "length 6, but must have at most max_length = 5"
-    with pytest.raises(ValueError, match=message):
-        model(tokens_of(2, 6))
-    with pytest.raises(ValueError, match=message):
-        model.prefill(tokens_of(2, 6), model.init_state(2))
     _, state = model.prefill(tokens_of(2, 5), model.init_state(2))
-    with pytest.raises(ValueError, match=message):
-        model.step(tokens_of(2), state)
-    with pytest.raises(ValueError, match=message):
-        model(tokens_of(1, 7), cu_seqlens=torch.tensor([0, 1, 7], dtype=torch.int32))
+    for call in (
+        lambda: model(tokens_of(2, 6)),
+        lambda: model.prefill(tokens_of(2, 6), model.init_state(2)),
+        lambda: model.step(tokens_of(2), state),
+        lambda: model(tokens_of(1, 7), cu_seqlens=torch.tensor([0, 1, 7], dtype=torch.int32)),
+    ):
+        with pytest.raises(ValueError, match="length 6, but must have at most max_length = 5"):
+            call()
     padding = torch.tensor([[True, False, False, False, False, False, True]])
     model.prefill(tokens_of(1, 7), model.init_state(1), key_padding_mask=padding)  # 5 valid tokens fit
     assert model(tokens_of(1, 7), key_padding_mask=padding).isfinite().all()
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "rotary", "none"])
-def test_other_positions_do_not_end(positions):
-    assert decoder(max_length=5, positions=positions)(tokens_of(1, 30)).isfinite().all()
+def test_other_positions_do_not_end():
+    for positions in POSITIONS[1:]:
+        assert decoder(max_length=5, positions=positions)(tokens_of(1, 30)).isfinite().all()
 
 
 @pytest.mark.parametrize("inputs", ["tokens", "pixels"])
@@ -256,16 +235,6 @@ def test_dropout_is_for_training_only():
     assert not torch.equal(model(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("attention", ATTENTION, ids=str)
-def test_copies_and_state_dicts_carry_everything(attention):
-    model, tokens = decoder(attention=attention, positions="rotary"), tokens_of(2, 6)
-    assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
-    other = Decoder(model.config).double().eval()
-    assert not torch.equal(other(tokens), model(tokens))
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(tokens), model(tokens))
-
-
 def test_the_model_compiles_as_one_graph():
     model, tokens = decoder(attention=HYBRID, tie_embeddings=True), tokens_of(2, 8)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -297,14 +266,7 @@ def test_weights_start_as_in_gpt2():
         (lambda m: m.step(tokens_of(2, 1), m.init_state(2)), r"token is .*\[2, 1\], but must be .*\[B\]"),
         (lambda m: m.step(tokens_of(2), m.init_state(3)), r"state.position is torch.int64 of shape \[3\], but must be torch.long \[2\]"),
         (lambda m: m.step(tokens_of(2), decoder(n_layers=1).init_state(2)), "state.layers is a tuple of 1, but must be a tuple of 2"),
-        (
-            lambda m: m(
-                tokens_of(1, 4),
-                key_padding_mask=torch.zeros(1, 4).bool(),
-                cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
-            ),
-            "key_padding_mask was given with cu_seqlens",
-        ),
+        (lambda m: m(tokens_of(1, 4), key_padding_mask=torch.zeros(1, 4).bool(), cu_seqlens=torch.tensor([0, 4]).int()), "key_padding_mask was given with cu_seqlens"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_refused_in_one_sentence(call, message):

@@ -159,9 +159,8 @@ def test_the_loss_and_its_gradients_are_what_the_equations_say(hops, margin):
     assert loss > 0
     parameters = list(model.parameters())
     ours, theirs = (torch.autograd.grad(x, parameters) for x in (loss, expected))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
-        assert a.any()
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+    assert all(x.any() for x in ours)
 
 
 def test_the_loss_reads_the_sentences_given_and_else_those_chosen():
@@ -231,24 +230,33 @@ def test_other_types_are_near_to_double(dtype):
     assert model(inputs, key_padding_mask=padding).dtype == dtype
 
 
-def test_wrong_targets_are_refused():
-    model = make()
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (torch.zeros(4, dtype=torch.long), r"targets is torch.int64 of shape \[4\], but must be .* \[4, 3\]"),
+        (torch.tensor([[V, NONE, NONE]] * 4), "targets holds values from 11 to 11"),
+        (
+            torch.tensor([[1, NONE, 2]] * 4),
+            "targets names a supporting sentence where there is none",
+        ),  # padding
+        (
+            torch.tensor([[1, NONE, 5]] * 4),
+            "targets names a supporting sentence where there is none",
+        ),  # question
+    ],
+)
+def test_wrong_targets_are_refused(targets, message):
     inputs, padding = story()
     padding[0, 2] = True
-    with pytest.raises(ValueError, match=r"targets is torch.int64 of shape \[4\], but must be .* \[4, 3\]"):
-        model.loss(inputs, torch.zeros(4, dtype=torch.long))
-    with pytest.raises(ValueError, match="targets holds values from 11 to 11"):
-        model.loss(inputs, torch.tensor([[11, NONE, NONE]] * 4))
-    for place in (2, 5):  # padding, and the question
-        with pytest.raises(ValueError, match="targets names a supporting sentence where there is none"):
-            model.loss(inputs, torch.tensor([[1, NONE, place]] * 4), key_padding_mask=padding)
+    with pytest.raises(ValueError, match=message):
+        make().loss(inputs, targets, key_padding_mask=padding)
 
 
 PEOPLE, THINGS = ("mary", "john", "sandra"), ("milk", "apple")
 ROOMS = ("garden", "kitchen", "office", "hallway")
 
 
-def told(facts, count, seed):
+def stories_of(facts, count, seed):
     """Write stories of people who walk about, with a question on one of them, or on what one has taken."""
     draw, lines = random.Random(seed), []
     for _ in range(count):
@@ -271,7 +279,7 @@ def told(facts, count, seed):
 def test_it_learns_from_supporting_facts_and_is_evaluated_and_drawn(facts, tmp_path, monkeypatch):
     folder = tmp_path / "tasks_1-20_v1-2/en-10k"
     folder.mkdir(parents=True)
-    files = {"train": told(facts, 1000, seed=0), "test": told(facts, 200, seed=1)}
+    files = {"train": stories_of(facts, 1000, seed=0), "test": stories_of(facts, 200, seed=1)}
     for part, text in files.items():
         (folder / f"qa{facts}_x_{part}.txt").write_text(text)
     digest = hashlib.sha256("".join(files.values()).encode()).hexdigest()

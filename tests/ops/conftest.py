@@ -15,7 +15,7 @@ def instruction_set(request):
 
 @pytest.fixture
 def poisoned_memory():
-    """Memory that is handed out uninitialised holds NaN, which a value left out does not survive."""
+    """Fill uninitialised memory with NaN, so that a value that is not written shows up."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

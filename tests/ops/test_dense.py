@@ -77,65 +77,39 @@ def test_it_takes_any_strides_and_leading_axes_of_the_input(runs):
     torch.testing.assert_close(found, F.linear(x, layer.weight, layer.bias))
 
 
-def with_gradient(layer, x):
-    return layer(x)
-
-
 def in_autocast(layer, x):
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16):
         return layer(x)
-
-
-def in_vmap(layer, x):
-    with torch.no_grad():
-        return torch.vmap(layer)(x)
-
-
-def traced(layer, x):
-    with torch.no_grad():
-        return torch.jit.trace(layer, x, check_trace=False)(x)
-
-
-def of_many_rows(layer, x):
-    with torch.no_grad():
-        return layer(x.repeat(20, 1))[: len(x)]
-
-
-def of_strided_weights(layer, x):
-    with torch.no_grad():
-        return linear(x, layer.weight.mT.contiguous().mT, layer.bias)
-
-
-def in_double(layer, x):
-    with torch.no_grad():
-        return layer.double()(x.double()).float()
 
 
 def without_kernels(layer, x):
-    with torch.no_grad(), prefer("plain"):
+    with prefer("plain"):
         return layer(x)
 
 
-OTHERWISE = [
-    with_gradient,
-    in_autocast,
-    in_vmap,
-    traced,
-    of_many_rows,
-    of_strided_weights,
-    in_double,
-    without_kernels,
-]
+OTHERWISE = {
+    "with gradients": lambda layer, x: layer(x),
+    "in autocast": in_autocast,
+    "in vmap": lambda layer, x: torch.vmap(layer)(x),
+    "traced": lambda layer, x: torch.jit.trace(layer, x, check_trace=False)(x),
+    "many rows": lambda layer, x: layer(x.repeat(20, 1))[: len(x)],
+    "strided weights": lambda layer, x: linear(x, layer.weight.mT.contiguous().mT, layer.bias),
+    "in double": lambda layer, x: layer.double()(x.double()).float(),
+    "without kernels": without_kernels,
+}
 
 
 @pytest.mark.parametrize("way", OTHERWISE)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_torch_computes_what_the_kernel_may_not(way, runs):
     layer, x = Linear(8, 6), torch.randn(5, 8)
-    found = way(layer, x)
+    with torch.set_grad_enabled(way == "with gradients"):
+        found = OTHERWISE[way](layer, x)
     assert not runs
     expected = F.linear(x, layer.weight.float(), layer.bias.float())
-    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02 if way is in_autocast else 1e-6)
+    torch.testing.assert_close(
+        found.float(), expected, rtol=0.02, atol=0.02 if way == "in autocast" else 1e-6
+    )
 
 
 def test_wrong_shapes_are_torchs_error():

@@ -1,4 +1,4 @@
-"""Linear attention with a gate for every feature: every form owes equality to the recurrence."""
+"""Linear attention with a gate for every feature: every form must equal the recurrence."""
 
 import re
 
@@ -22,11 +22,8 @@ def random_inputs(T=70, S=None, B=2, G=2, P=2, R=5, M=7, seed=0, dtype=torch.flo
     S, rows = T if S is None else S, B if rows is None else rows
     shapes = [(B, T, G * P, R), (B, S, G, R), (B, S, G, M), (B, S, G, R), (rows, G, R, M)]
     q, k, v, gates, state = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-    inputs = [
-        *(x.to(dtype) for x in (q, k, v, -gates.abs())),
-        state.to(torch.promote_types(dtype, torch.float32)),
-    ]
-    return [x.requires_grad_() for x in inputs]
+    inputs = [x.to(dtype) for x in (q, k, v, -gates.abs())]
+    return [x.requires_grad_() for x in (*inputs, state.to(torch.promote_types(dtype, torch.float32)))]
 
 
 def outputs_and_gradients(form, inputs, **masks):
@@ -146,18 +143,11 @@ def test_one_gate_for_all_features_is_linear_attention_with_a_gate():
 def test_features_are_sequences_of_their_own():
     q, k, v, log_decay, state = random_inputs(100, P=1)
     found = diagonal_linear_attention(q, k, v, log_decay, state=state)
-    one_by_one = sum(
-        linear_attention(
-            q[..., r : r + 1],
-            k[..., r : r + 1],
-            v,
-            causal=True,
-            log_decay=log_decay[..., r],
-            state=LinearState(state[:, :, r : r + 1], state[:, :, r : r + 1, 0]),
-            normalize=False,
-        )
-        for r in range(q.shape[-1])
-    )
+    one_by_one = 0
+    for r in range(q.shape[-1]):
+        own, before = slice(r, r + 1), LinearState(state[:, :, r : r + 1], state[:, :, r : r + 1, 0])
+        options = {"causal": True, "normalize": False, "log_decay": log_decay[..., r], "state": before}
+        one_by_one = one_by_one + linear_attention(q[..., own], k[..., own], v, **options)
     torch.testing.assert_close(found, one_by_one)
 
 
@@ -183,9 +173,8 @@ def test_error_is_at_most_twice_that_of_the_recurrence_in_the_same_type(dtype, c
     found = outputs_and_gradients(diagonal_linear_attention, inputs)
     recurrence = outputs_and_gradients(diagonal_linear_attention_reference, inputs)
     for x, y, z in zip(found, recurrence, exact, strict=True):
-        assert (x.double() - z).norm() <= 2 * (y.double() - z).norm() + torch.finfo(
-            torch.float32
-        ).eps * z.norm()
+        rounding = torch.finfo(torch.float32).eps * z.norm()
+        assert (x.double() - z).norm() <= 2 * (y.double() - z).norm() + rounding
 
 
 @pytest.mark.parametrize("cached", [1, 2**17])
@@ -250,14 +239,14 @@ def test_functional_transforms_agree_with_the_recurrence(argument):
 
         return f
 
+    x = inputs[argument]
     for transform in (
-        lambda f: torch.func.jvp(f, (inputs[argument],), (tangent,))[1],
-        lambda f: torch.func.grad(f)(inputs[argument]),
-        lambda f: torch.func.vmap(torch.func.grad(f))(torch.stack([inputs[argument], 2 * inputs[argument]])),
+        lambda f: torch.func.jvp(f, (x,), (tangent,))[1],
+        lambda f: torch.func.grad(f)(x),
+        lambda f: torch.func.vmap(torch.func.grad(f))(torch.stack([x, 2 * x])),
     ):
-        torch.testing.assert_close(
-            transform(of(diagonal_linear_attention)), transform(of(diagonal_linear_attention_reference))
-        )
+        expected = transform(of(diagonal_linear_attention_reference))
+        torch.testing.assert_close(transform(of(diagonal_linear_attention)), expected)
 
 
 def test_it_is_a_sound_torch_operator():
@@ -278,7 +267,7 @@ def test_compiles_to_one_node():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"log_decay": torch.zeros(1, 4, 2)}, "log_decay has shape [1, 4, 2] and dtype torch.float32, but must be floating point [B, S, G, R] = [1, 4, 2, 3]"),
+        ({"log_decay": torch.zeros(1, 4, 2)}, "log_decay is torch.float32 of shape [1, 4, 2], but must be floating point [B, S, G, R] = [1, 4, 2, 3]"),
         ({"log_decay": torch.full((1, 4, 2, 3), 0.5)}, "log_decay is up to 0.5, but must be at most 0 (a gate of at most 1)"),
         ({"state": torch.zeros(1, 2, 3, 6)}, "state is torch.float32 of shape [1, 2, 3, 6], but must be torch.float32 [1, 2, 3, 5]"),
         ({"state": torch.zeros(1, 2, 3, 5).half()}, "state is torch.float16 of shape [1, 2, 3, 5], but must be torch.float32 [1, 2, 3, 5]"),

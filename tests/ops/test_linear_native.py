@@ -110,11 +110,7 @@ def test_half_precision_is_rounded_as_torch_rounds(dtype):
     offsets = torch.arange(v.shape[1] + 1, dtype=torch.int32)
     assert torch.equal(form(ones, ones, v, cu_seqlens=offsets, normalize=False), v)
     # Two keys, of which a tiny feature weighs one: sums that fp32 holds and the type has to round.
-    k = (
-        torch.stack([torch.ones(v.shape[1]), torch.full((v.shape[1],), 2.0**-7)], 1)
-        .to(dtype)
-        .view(-1, 2, 1, 1)
-    )
+    k = torch.tensor([1.0, 2.0**-7], dtype=dtype).repeat(v.shape[1]).view(-1, 2, 1, 1)
     pair = torch.stack([v.flatten(), v.flatten().flip(0)], 1).view(-1, 2, 1, 1)
     found = form(torch.ones_like(k), k, pair, normalize=False)
     expected = (pair.float() * k.float()).sum(1, keepdim=True).to(dtype).expand_as(found)
@@ -137,9 +133,8 @@ def test_steps_are_as_exact_as_the_plain_ones(gated, normalize, G, P, R, M, dtyp
         outs = []
         for t in range(T):
             gate, before = None if gates is None else gates[:, t], [x.clone() for x in state]
-            o, new = linear_attention_step(
-                q[:, t], k[:, t], v[:, t], state, log_decay=gate, normalize=normalize
-            )
+            token = q[:, t], k[:, t], v[:, t]
+            o, new = linear_attention_step(*token, state, log_decay=gate, normalize=normalize)
             assert all(map(torch.equal, state, before)), "a state passed in is never changed"
             outs, state = [*outs, o], new
         return [torch.stack(outs), *state]

@@ -1,4 +1,4 @@
-"""The Triton kernels of linear attention owe equality to the definition, on a GPU or under Triton's interpreter.
+"""The Triton kernels of linear attention must equal the definition, on a GPU or under Triton's interpreter.
 
 Whether Triton interprets is decided when it is imported, which some other test may already have done: the
 interpreter runs in a process of its own. Uninitialised memory holds NaN.
@@ -12,21 +12,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import linear_cases as cases
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unrolled.ops.linear import LinearState, linear_attention_reference, linear_attention_step
+from unrolled.ops.linear import LinearState, linear_attention_reference
 from unrolled.ops.linear import chunked as linear_chunked
 from unrolled.ops.linear import packed as linear_packed
 from unrolled.ops.linear import triton as linear_triton
-from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, OutputGradients
+from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, OutputGradients, Token
 
 NAMES = ("o", "kv", "k_sum", "dq", "dk", "dv", "dlog_decay", "dkv", "dk_sum")
 CAUSAL = Options(None, causal=True, normalize=True)
@@ -69,65 +71,42 @@ def on_gpu(x: Any) -> Any:
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-@dataclass(frozen=True)
-class Case:
-    T: int = 70
-    S: int | None = None  # T, if not given
-    B: int = 1
-    G: int = 1
-    heads_per_group: int = 2
-    R: int = 5
-    M: int = 7
-    causal: bool = True
-    gated: bool = True
-    stateful: bool = True
-    normalize: bool = True
-    lengths: tuple[int, ...] | None = None  # packs B = 1
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-
-    def make(self) -> tuple[Inputs, Options, OutputGradients]:
-        """Inputs, options, and the gradients of the output and of the returned state."""
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype)
-
-        T = self.T if self.lengths is None else sum(self.lengths)
-        S = T if self.causal or self.lengths is not None or self.S is None else self.S
-        B, N = (self.B, self.B) if self.lengths is None else (1, len(self.lengths))
-        G, R, M, H = self.G, self.R, self.M, self.G * self.heads_per_group
-        inputs = Inputs(  # features bounded away from 0, so that dividing by their products loses no digits
-            (random(B, T, H, R).abs() + 0.5).to(self.dtype),
-            (random(B, S, G, R).abs() + 0.5).to(self.dtype),
-            random(B, S, G, M, dtype=self.dtype),
-            -random(B, S, G).abs() if self.gated else None,
-            random(N, G, R, M) if self.stateful else None,
-            random(N, G, R).abs() if self.stateful else None,
-        )
-        offsets = None
-        if self.lengths is not None:
-            offsets = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        grads = OutputGradients(random(B, T, H, M, dtype=self.dtype), random(N, G, R, M), random(N, G, R))
-        return inputs, Options(offsets, self.causal, self.normalize), grads
+Case = partial(cases.Case, B=1, G=1, dtype=torch.float32)
 
 
-def in_triton(run, case: Case) -> tuple[Tensor, ...]:
-    inputs, options, grads = case.make()
+def make(case: cases.Case) -> tuple[Inputs, Options, OutputGradients]:
+    """Inputs, options, and the gradients of the output and of the returned state."""
+    if case.causal:  # the kernels then need T = S
+        case = replace(case, S=case.T)
+    generator = torch.Generator().manual_seed(case.seed)
+    inputs = case.inputs(generator)
+    q, v = inputs.q, inputs.v
+    rows = len(q) if case.lengths is None else len(case.lengths)
+    shapes = (*q.shape[:3], case.M), (rows, case.G, case.R, case.M), (rows, case.G, case.R)
+    go, gkv, gk_sum = (torch.randn(shape, generator=generator) for shape in shapes)
+    return (
+        inputs,
+        Options(case.offsets, case.causal, case.normalize),
+        OutputGradients(go.to(v.dtype), gkv, gk_sum),
+    )
+
+
+def in_triton(run, case: cases.Case) -> tuple[Tensor, ...]:
+    inputs, options, grads = make(case)
     *results, den = run(linear_triton.forward, inputs, options)
     results = (*results, *run(linear_triton.backward, grads, inputs, den, options))
     assert all(x.is_contiguous() for x in (*results, den))
     return results
 
 
-def in_plain(case: Case) -> tuple[Tensor, ...]:
-    inputs, options, grads = case.make()
+def in_plain(case: cases.Case) -> tuple[Tensor, ...]:
+    inputs, options, grads = make(case)
     *results, den = linear_packed.forward(inputs, options)
     return (*results, *linear_packed.backward(grads, inputs, den, options))
 
 
-def by_definition(case: Case) -> tuple[Tensor, ...]:
-    inputs, options, grads = case.make()
+def by_definition(case: cases.Case) -> tuple[Tensor, ...]:
+    inputs, options, grads = make(case)
     given = [None if x is None else x.double().requires_grad_() for x in inputs]
     q, k, v, log_decay, kv, k_sum = given
     state = LinearState(kv, k_sum) if case.stateful else None
@@ -145,7 +124,7 @@ def by_definition(case: Case) -> tuple[Tensor, ...]:
     return (o.detach(), *(x.detach() for x in state), *(None if x is None else next(found) for x in given))
 
 
-def check(run, case: Case) -> None:
+def check(run, case: cases.Case) -> None:
     """Largest error of each result at most twice the plain form's, or one rounding of each 16-bit number.
 
     The plain form may be exact by luck, and some results are differences of terms that are about 1, like
@@ -180,7 +159,9 @@ switches = st.booleans()
     flags=st.tuples(switches, switches, switches, switches),
 )
 def test_equals_the_definition(run, T, S, B, heads, widths, flags):
-    check(run, Case(T, S, B, *heads, *widths, *flags))
+    names = ("causal", "gated", "stateful", "normalize")
+    sizes = dict(zip(("G", "heads_per_group", "R", "M"), (*heads, *widths), strict=True))
+    check(run, Case(T=T, S=S, B=B, **sizes, **dict(zip(names, flags, strict=True))))
 
 
 @settings(max_examples=6, deadline=None)
@@ -193,7 +174,7 @@ def test_packed_sequences_equal_the_definition(run, lengths, flags):
     check(run, Case(causal=causal, gated=gated, stateful=stateful, normalize=normalize, lengths=lengths))
 
 
-@pytest.mark.parametrize(("R", "M", "causal"), [(256, 20, True), (20, 256, True), (33, 130, False)])
+@pytest.mark.parametrize(("R", "M", "causal"), [(256, 20, True), (20, 130, True), (33, 130, False)])
 def test_wide_heads_are_worked_through_in_blocks(run, R, M, causal):
     check(run, Case(T=3, heads_per_group=1, R=R, M=M, causal=causal))
 
@@ -211,9 +192,7 @@ def test_strides_and_expanded_gradients_are_honoured(run):
     kv, k_sum = torch.rand(1, 2, 2, 2).mT, torch.rand(1, 2, 2).mT
     strided = Inputs(q, k, v, log_decay, kv, k_sum)
     grads = OutputGradients(
-        torch.rand(1, 1, 1, 2).expand(2, 40, 6, 2),
-        torch.ones(()).expand(2, 6, 2, 2),
-        torch.rand(2, 2, 6).mT,
+        torch.rand(1, 1, 1, 2).expand(2, 40, 6, 2), torch.ones(()).expand(2, 6, 2, 2), torch.rand(2, 2, 6).mT
     )
     contiguous = [type(tensors)(*(x.contiguous() for x in tensors)) for tensors in (strided, grads)]
     results = []
@@ -226,7 +205,7 @@ def test_strides_and_expanded_gradients_are_honoured(run):
 
 def test_no_sequence_of_a_pack_sees_another(run):
     case = Case(lengths=(3, 64, 70))
-    inputs, options, grads = case.make()
+    inputs, options, grads = make(case)
     changed = Inputs(*(x.clone() for x in inputs))
     for x in changed[:4]:
         x[:, 3:67] *= 2
@@ -243,7 +222,7 @@ def test_no_sequence_of_a_pack_sees_another(run):
 
 @pytest.mark.parametrize("lowest", [-torch.inf, LOWEST_GATE])
 def test_a_gate_of_zero_forgets_everything_before_it(run, lowest):
-    inputs, options, grads = Case(T=100).make()
+    inputs, options, grads = make(Case(T=100))
     inputs.log_decay[0, 70] = lowest
     o, kv, k_sum, den = run(linear_triton.forward, inputs, options)
     late = Inputs(*(x[:, 70:] for x in inputs[:4]), None, None)
@@ -257,7 +236,7 @@ def test_a_gate_of_zero_forgets_everything_before_it(run, lowest):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_nothing_to_attend_to_gives_zero_with_zero_gradient(run, causal):
-    inputs, options, (go, gkv, gk_sum) = Case(T=6, B=2, gated=False, stateful=False, causal=causal).make()
+    inputs, options, (go, gkv, gk_sum) = make(Case(T=6, B=2, gated=False, stateful=False, causal=causal))
     inputs.k[0], inputs.k[1, 0] = 0, 1e-20
     inputs.q[1, 0] = 1e-20  # a divisor that is not 0, yet below the least normal number
     nothing = torch.zeros(2, 6, dtype=torch.bool)
@@ -273,24 +252,16 @@ def test_nothing_to_attend_to_gives_zero_with_zero_gradient(run, causal):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("heads", "R", "M"), [((1, 1), 5, 7), ((2, 3), 33, 65), ((1, 20), 5, 7)])
-def test_step_is_the_recurrence_and_leaves_the_state_alone(run, heads, R, M, gated, normalize, monkeypatch):
-    (q, k, v, log_decay, kv, k_sum), *_ = Case(1, None, 2, *heads, R, M, gated=gated).make()
-    q, k, v = q[:, 0], k[:, 0], v[:, 0]
-    gate = None if log_decay is None else log_decay[:, 0]
+def test_step_is_the_recurrence_and_leaves_the_state_alone(run, heads, R, M, gated, normalize):
+    G, P = heads
+    case = Case(T=1, S=1, B=2, G=G, heads_per_group=P, R=R, M=M, gated=gated)
+    (q, k, v, log_decay, kv, k_sum), *_ = make(case)
+    token = Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, None if log_decay is None else log_decay[:, 0])
     before = kv.clone(), k_sum.clone()
-    found = run(linear_triton.step, q, k, v, kv, k_sum, gate, normalize)
-    monkeypatch.delenv(
-        "TRITON_INTERPRET", raising=False
-    )  # else this process would take Triton without C++ kernels
-    assert torch.equal(kv, before[0])
-    assert torch.equal(k_sum, before[1])
-
-    def plainly(q, k, v, kv, k_sum, gate):
-        o, state = linear_attention_step(q, k, v, LinearState(kv, k_sum), log_decay=gate, normalize=normalize)
-        return o, *state
-
-    given = (q, k, v, kv, k_sum, gate)
-    plain, exact = plainly(*given), plainly(*(None if x is None else x.double() for x in given))
+    found = run(linear_triton.step, token, normalize)
+    assert all(map(torch.equal, (kv, k_sum), before))
+    plain = linear_chunked.step(token, normalize)
+    exact = linear_chunked.step(Token(*(None if x is None else x.double() for x in token)), normalize)
     for x, y, z in zip(found, plain, exact, strict=True):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
@@ -320,7 +291,7 @@ def far_apart(backward: bool) -> tuple[Tensor, ...]:
             outputs += linear_triton.backward(OutputGradients(inputs.v, *state), inputs, den, CAUSAL)
         else:
             token = (x[:, 0] for x in inputs[:3])
-            outputs += linear_triton.step(*token, *state, inputs.log_decay[:, 0], True)
+            outputs += linear_triton.step(Token(*token, *state, inputs.log_decay[:, 0]), True)
         results.append(torch.cat([x.flatten().float().cpu() for x in outputs]))
     return tuple(results)
 
@@ -328,7 +299,7 @@ def far_apart(backward: bool) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("backward", [False, True])
 def test_heads_may_be_more_than_2_31_numbers_apart(backward):
     # In a process of its own: what reads at a wrong address takes its process along.
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
     if not ON_GPU:
         environment["TRITON_INTERPRET"] = "1"
     script = (
@@ -372,7 +343,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from unrolled.ops.linear import triton as linear_triton
 from unrolled.ops.linear import triton_launch as linear_triton_launch
-from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
+from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients, Token
 
 driver.set_active(types.SimpleNamespace(
     get_current_device=lambda: 0,
@@ -392,7 +363,7 @@ inputs = Inputs(q, k, v, log_decay, kv, k_sum)
 options = Options(None, causal=True, normalize=True)
 o, kv, k_sum, den = linear_triton.forward(inputs, options)
 linear_triton.backward(OutputGradients(o, kv, k_sum), inputs, den, options)
-linear_triton.step(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0], True)
+linear_triton.step(Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0]), True)
 print(json.dumps(shared))
 """
 

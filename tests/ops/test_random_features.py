@@ -177,19 +177,14 @@ def test_small_divisors_are_bounded_and_keep_their_sign(divisor):
     k, v = q * divisor, q * 3
     bounded = max(abs(divisor), 1e-6) * (-1 if divisor < 0 else 1)
     expected = 3 * divisor / bounded
-    for o in (
-        signed_linear_attention(q, k, v)[0],
-        signed_linear_attention_step(
-            q[0], k[0], v[0], LinearState(torch.zeros_like(q), torch.zeros_like(q[0]))
-        )[0],
-    ):
+    state = LinearState(torch.zeros_like(q), torch.zeros_like(q[0]))
+    step, _ = signed_linear_attention_step(q[0], k[0], v[0], state)
+    for o in (signed_linear_attention(q, k, v)[0], step):
         assert o.item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_state_of_another_size_is_refused():
     q, k, v = signed_inputs(T=3)
-    state = LinearState(
-        torch.zeros(2, 2, 6, 4, dtype=torch.float64), torch.zeros(2, 2, 6, dtype=torch.float64)
-    )
+    state = LinearState(torch.zeros(2, 2, 6, 4).double(), torch.zeros(2, 2, 6).double())
     with pytest.raises(ValueError, match=r"state.kv is .* \[2, 2, 6, 4\], but must be .* \[2, 2, 6, 3\]"):
         signed_linear_attention(q, k, v, causal=True, state=state)

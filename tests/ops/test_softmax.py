@@ -81,14 +81,8 @@ def test_scale_multiplies_the_scores_in_every_form(padded):
     expected = softmax_attention(0.3 * sqrt(3) * q, k, v, causal=True)
     found = softmax_attention(q, k, v, causal=True, key_padding_mask=mask, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    prefilled, cache = softmax_prefill(
-        q[:, :8],
-        k[:, :8],
-        v[:, :8],
-        cache_like(k, v),
-        key_padding_mask=None if mask is None else mask[:, :8],
-        scale=0.3,
-    )
+    prompt, before = (x[:, :8] for x in (q, k, v)), None if mask is None else mask[:, :8]
+    prefilled, cache = softmax_prefill(*prompt, cache_like(k, v), key_padding_mask=before, scale=0.3)
     stepped, _ = softmax_step(q[:, 8], k[:, 8], v[:, 8], cache, scale=0.3)
     torch.testing.assert_close(torch.cat([prefilled, stepped[:, None]], 1), expected, rtol=1e-12, atol=1e-12)
 

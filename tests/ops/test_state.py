@@ -26,13 +26,8 @@ def state():
 
 
 def test_leaves_are_named_by_their_path(state):
-    assert list(states.leaves(state)) == [
-        "position",
-        "layers.0.kv",
-        "layers.0.position",
-        "layers.1.kv",
-        "layers.1.position",
-    ]
+    of_layers = [f"layers.{i}.{name}" for i in (0, 1) for name in ("kv", "position")]
+    assert list(states.leaves(state)) == ["position", *of_layers]
 
 
 def test_select_forks_reorders_and_drops_rows(state):

@@ -66,18 +66,9 @@ CASES = [{}, {"padded": True}, {"packed": True}, {"packed": True, "padded": True
 def test_forward_equals_the_definition(window, arguments):
     q, k, v, padding, cu_seqlens = case(**arguments)
     found = window_flex.forward(Inputs(q, k, v, padding), Options(cu_seqlens, window, 0.3))
-    expected = window_attention_reference(
-        q,
-        k,
-        v,
-        window_size=window,
-        key_padding_mask=padding,
-        cu_seqlens=cu_seqlens,
-        scale=0.3,
-        return_lse=True,
-    )
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    options = {"key_padding_mask": padding, "cu_seqlens": cu_seqlens, "scale": 0.3, "return_lse": True}
+    expected = window_attention_reference(q, k, v, window_size=window, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def dense_flex(q, k, v, *, score_mod, block_mask, scale, enable_gqa):
@@ -107,8 +98,7 @@ def test_backward_takes_the_gradients_of_flex(arguments, monkeypatch):
     expected = torch.autograd.grad((o, lse), leaves, grads)
     with torch.no_grad():
         found = window_flex.backward(*grads, Inputs(*leaves, padding), lse, Options(cu_seqlens, (20, 3), 0.3))
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_a_mask_is_made_once_per_window_and_few_are_kept():

@@ -1,7 +1,7 @@
 """A small model and a synthetic data set that keep the interface of the real ones."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unrolled.contract import Batch
-from unrolled.training import TrainConfig, TrainResult, train
+from unrolled.training import TrainConfig, TrainResult, read_log, train
 
 VOCAB = 7
 
@@ -84,17 +84,22 @@ class Cycles:
             yield self._draw(-1 - i, size)
 
 
+class CallsAt(Cycles):
+    """Calls a function when the batch of a step is requested."""
+
+    def __init__(self, step: int, function: Callable[[], object]) -> None:
+        super().__init__()
+        self.step, self.function = step, function
+
+    def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
+        if step == self.step:
+            self.function()
+        return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+
+
 def config(**changes: Any) -> TrainConfig:
-    small: dict[str, Any] = {
-        "steps": 12,
-        "batch_size": 4,
-        "lr": 1e-2,
-        "warmup_steps": 3,
-        "eval_every": 3,
-        "checkpoint_every": 4,
-        "log_every": 2,
-        "threads": 1,
-    }
+    small: dict[str, Any] = {"steps": 12, "batch_size": 4, "lr": 1e-2, "warmup_steps": 3, "threads": 1}
+    small |= {"eval_every": 3, "checkpoint_every": 4, "log_every": 2}
     return TrainConfig(**small | changes)
 
 
@@ -112,3 +117,9 @@ def weights(run_dir: Path) -> dict[str, Tensor]:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Equal bit for bit: weights, optimiser and random generators."""
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def losses(run_dir: Path) -> list[tuple[str, int, float]]:
+    """The logged losses of training and evaluation."""
+    lines = read_log(run_dir / "log.jsonl")
+    return [(x["event"], x["step"], x["loss"]) for x in lines if x["event"] in ("train", "eval")]

@@ -1,15 +1,16 @@
-"""A dry run tells what the run will hold and take, makes the steps that the run would make, and writes nothing."""
+"""A dry run forecasts memory and time, makes the steps that the run would make, and writes nothing."""
 
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from unrolled.contract import UnsupportedError
 from unrolled.training import dry_run, read_log, train
+from unrolled.training import forecast as clock
 
 from .standin import VOCAB, Cycles, StandIn, config, run
 
@@ -43,7 +44,7 @@ def test_what_is_not_trained_has_no_gradient_and_no_moments():
 
 
 def test_the_weights_are_those_of_the_run_after_as_many_steps(tmp_path):
-    short, whole = StandIn().eval(), StandIn()  # which dropout tells from a model in train mode
+    short, whole = StandIn().eval(), StandIn()  # dropout would differ if the mode stayed eval
     forecast(short, steps=30, schedule="constant")
     run(tmp_path, model=whole, steps=10, schedule="constant")
     for a, b in zip(short.state_dict().values(), whole.state_dict().values(), strict=True):
@@ -100,31 +101,28 @@ def test_what_train_refuses_is_refused():
         forecast(model, gradient_checkpointing=True)
 
 
-class Slow(StandIn):
-    """Takes 20 ms for each batch to train on, and 50 ms for each to evaluate."""
+@pytest.fixture
+def slow(monkeypatch):
+    """A model on a clock of its own: each batch to train on takes 2 s, the first 100 s, each to evaluate 5 s."""
+    now = 0.0
 
-    def loss(self, inputs, targets):
-        time.sleep(0.02 if self.training else 0.05)
-        return super().loss(inputs, targets)
-
-
-def test_time_is_that_of_the_steps_and_of_the_evaluations():
-    found = forecast(Slow(), steps=1000, eval_every=300, accumulate=2, batch_size=4)
-    assert 0.04 <= found.step_seconds < 0.2
-    assert found.evaluations == 4  # after 300, 600, 900 and 1,000
-    assert 3 * 0.05 <= found.evaluation_seconds < 1  # three batches
-    assert found.seconds == pytest.approx(1000 * found.step_seconds + 4 * found.evaluation_seconds)
-    assert forecast(Slow(), steps=1, eval_batches=2).evaluation_seconds < found.evaluation_seconds
-
-
-def test_a_first_step_that_is_slow_does_not_count():
-    class Warms(StandIn):
+    class Slow(StandIn):
         def loss(self, inputs, targets):
-            if self.calls == 0:
-                time.sleep(2.0)  # a mean of ten would have 0.2 of it
+            nonlocal now
+            now += (2 if self.calls else 100) if self.training else 5
             return super().loss(inputs, targets)
 
-    assert forecast(Warms(), steps=1000).step_seconds < 0.15
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    return Slow()
+
+
+def test_time_is_that_of_the_steps_and_of_the_evaluations(slow):
+    found = forecast(slow, steps=1000, eval_every=300, accumulate=2, batch_size=4)
+    assert found.step_seconds == 4  # the first step, which is slow, does not count
+    assert found.evaluations == 4  # after 300, 600, 900 and 1,000
+    assert found.evaluation_seconds == 3 * 5  # three batches
+    assert found.seconds == 1000 * found.step_seconds + 4 * found.evaluation_seconds
+    assert forecast(slow, steps=1, eval_batches=2).evaluation_seconds == 2 * 5
 
 
 @pytest.mark.parametrize(("steps", "eval_every"), [(7, 3), (6, 3), (2, 3), (1, 1)])
@@ -147,19 +145,21 @@ from training.standin import Cycles, StandIn, config
 from unrolled.training import dry_run
 
 class Large(StandIn):
+    nbytes = 1
+
     def loss(self, inputs, targets):
-        torch.ones({nbytes}, dtype=torch.uint8)
+        torch.ones(self.nbytes, dtype=torch.uint8)
         return super().loss(inputs, targets)
 
+print(dry_run(Large(), Cycles(), config()).peak_bytes)
+Large.nbytes = 2**28
 print(dry_run(Large(), Cycles(), config()).peak_bytes)
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the system does not tell the peak of a process")
+@pytest.mark.skipif(sys.platform == "win32", reason="the system does not report the peak of a process")
 def test_the_peak_has_what_a_step_allocates():
-    def peak(nbytes):
-        command = [sys.executable, "-c", PEAK.format(nbytes=nbytes)]
-        tests = Path(__file__).parent.parent
-        return int(subprocess.run(command, cwd=tests, capture_output=True, check=True).stdout)
-
-    assert peak(2**28) - peak(1) == pytest.approx(2**28, rel=0.1)
+    tests = Path(__file__).parent.parent
+    run = subprocess.run([sys.executable, "-c", PEAK], cwd=tests, capture_output=True, check=True)
+    before, after = map(int, run.stdout.split())
+    assert after - before == pytest.approx(2**28, rel=0.1)

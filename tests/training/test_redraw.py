@@ -7,7 +7,7 @@ from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.random_features import Projection
 
 from .standin import VOCAB, StandIn, run, same, weights
-from .test_resume import StopError, StopsAt
+from .test_resume import StopError, stops_at
 
 OPTIONS = {"performer": {"n_features": 8}, "rfa": {"n_features": 8}}
 
@@ -41,7 +41,7 @@ def test_such_a_run_resumes_bit_for_bit(tmp_path, cut):
     options = {"steps": 9, "redraw_every": 3, "checkpoint_every": 2}
     run(tmp_path / "alone", model=model(), **options)
     with pytest.raises(StopError):
-        run(tmp_path / "cut", model=model(), data=StopsAt(cut), **options)
+        run(tmp_path / "cut", model=model(), data=stops_at(cut), **options)
     run(tmp_path / "cut", model=model(), **options)
     assert same(weights(tmp_path / "alone"), weights(tmp_path / "cut"))
 

@@ -2,36 +2,26 @@
 
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
 from unrolled.training import read_log
 
-from .standin import Batch, Cycles, StandIn, run, same, weights
-
-
-def losses(run_dir: Path) -> list[tuple[str, int, float]]:
-    lines = read_log(run_dir / "log.jsonl")
-    return [(x["event"], x["step"], x["loss"]) for x in lines if x["event"] in ("train", "eval")]
+from .standin import CallsAt, StandIn, losses, run, same, weights
 
 
 class StopError(Exception):
     pass
 
 
-class StopsAt(Cycles):
-    """Fails when the batch of a step is asked for, as if the process had ended there."""
+def stops_at(step: int) -> CallsAt:
+    """Data that fail at a step, as if the process had ended there."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
+    def stop() -> None:
+        raise StopError
 
-    def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
-        if step == self.step:
-            raise StopError
-        return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+    return CallsAt(step, stop)
 
 
 ALL = [{"optimizer": o, "schedule": s} for o in ("adamw", "radam") for s in ("cosine", "plateau", "constant")]
@@ -44,7 +34,7 @@ def test_resume_is_bit_for_bit(tmp_path, changes):
     alone = run(tmp_path / "alone", **options)
     for step in (2, 7, 10):
         with pytest.raises(StopError):
-            run(tmp_path / "cut", data=StopsAt(step * options.get("accumulate", 1)), **options)
+            run(tmp_path / "cut", data=stops_at(step * options.get("accumulate", 1)), **options)
     # a model with other weights and a process with another random state: all must come from the checkpoint
     torch.manual_seed(12345)
     cut = run(tmp_path / "cut", model=StandIn(seed=9), **options)
@@ -59,7 +49,7 @@ def test_without_the_random_state_the_runs_would_differ(tmp_path, monkeypatch):
     """So dropout is at work, and the comparison above can fail."""
     run(tmp_path / "alone")
     with pytest.raises(StopError):
-        run(tmp_path / "cut", data=StopsAt(7))
+        run(tmp_path / "cut", data=stops_at(7))
     monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
     run(tmp_path / "cut")
     assert not same(weights(tmp_path / "alone"), weights(tmp_path / "cut"))
@@ -100,16 +90,13 @@ def test_resume_false_starts_over(tmp_path):
     assert losses(tmp_path) == losses(tmp_path / "fresh")
 
 
-class PressesCtrlC(Cycles):
-    def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
-        if step == 5:
-            signal.raise_signal(signal.SIGINT)
-        return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 def test_ctrl_c_finishes_the_step_saves_and_says_so(tmp_path, capfd):
     handler = signal.getsignal(signal.SIGINT)
-    result = run(tmp_path / "cut", data=PressesCtrlC())
+    result = run(tmp_path / "cut", data=CallsAt(5, press_ctrl_c))
     assert result.steps == 6
     assert "Stopped after step 6" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is handler
@@ -119,15 +106,12 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(tmp_path, capfd):
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
-    class Twice(Cycles):
-        def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
-            if step == 5:
-                signal.raise_signal(signal.SIGINT)
-                signal.raise_signal(signal.SIGINT)
-            return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+    def twice() -> None:
+        press_ctrl_c()
+        press_ctrl_c()
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "cut", data=Twice())
+        run(tmp_path / "cut", data=CallsAt(5, twice))
     run(tmp_path / "cut")
     run(tmp_path / "alone")
     assert same(weights(tmp_path / "alone"), weights(tmp_path / "cut"))

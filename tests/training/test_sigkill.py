@@ -12,13 +12,13 @@ import pytest
 
 from unrolled.training import read_log
 
-from .standin import run, same, weights
+from .standin import losses, run, same, weights
 
 # A server that has imported once what an optimiser step imports, and forks: a process costs milliseconds.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["unrolled.training", "torch._dynamo", "filelock"])
 
-LONG = {"steps": 100, "checkpoint_every": 4, "eval_every": 7, "log_every": 1, "schedule": "plateau"}
+LONG = {"steps": 60, "checkpoint_every": 4, "eval_every": 7, "log_every": 1, "schedule": "plateau"}
 SHORT = {"steps": 4, "checkpoint_every": 3, "eval_every": 2, "log_every": 1, "optimizer": "radam"}
 
 
@@ -52,11 +52,6 @@ def die_at_call(run_dir: Path, fatal: int) -> None:
     run(run_dir, **SHORT)
 
 
-def losses(run_dir: Path) -> list[tuple[str, int, float]]:
-    lines = read_log(run_dir / "log.jsonl")
-    return [(x["event"], x["step"], x["loss"]) for x in lines if x["event"] in ("train", "eval")]
-
-
 def leftovers(run_dir: Path) -> list[str]:
     return [path.name for path in run_dir.iterdir() if path.name.startswith(".unrolled")]
 
@@ -69,7 +64,7 @@ def test_killed_at_random_moments(tmp_path):
     run(tmp_path / "alone", **LONG)
     cut = tmp_path / "cut"
     rng = random.Random(0)
-    for kill in range(10):
+    for kill in range(6):
         child = processes.Process(target=train_in_child, args=(cut,))
         child.start()
         step = 8 * kill + rng.randrange(1, 9)

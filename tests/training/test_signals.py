@@ -11,7 +11,7 @@ import pytest
 
 from unrolled.training import read_log
 
-from .standin import Batch, Cycles, StandIn, run, same, weights
+from .standin import Batch, CallsAt, Cycles, StandIn, losses, run, same, weights
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["unrolled.training", "torch._dynamo", "filelock"])
@@ -32,7 +32,7 @@ class SlowToEvaluate(Cycles):
         for batch in super().eval_batches(batch_size):
             if self.left < 0:
                 self.mark.touch()
-                time.sleep(1.0)  # three minutes in all
+                time.sleep(0.25)  # 45 seconds in all
             yield batch
 
 
@@ -52,11 +52,6 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def losses(run_dir: Path) -> list[tuple[str, int, float]]:
-    lines = read_log(run_dir / "log.jsonl")
-    return [(x["event"], x["step"], x["loss"]) for x in lines if x["event"] in ("train", "eval")]
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +82,13 @@ def test_a_signal_in_a_long_evaluation_ends_the_run_soon_and_loses_nothing(numbe
 
 
 def test_the_result_names_the_signal_and_the_handlers_are_put_back(tmp_path):
-    class Signals(Cycles):
-        def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
-            if step == 5:
-                signal.raise_signal(signal.SIGTERM)
-                signal.raise_signal(signal.SIGTERM)  # once more by a parent process: not at once
-                signal.raise_signal(signal.SIGHUP)
-            return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # once more, as by a parent process
+        signal.raise_signal(signal.SIGHUP)
 
     before = [signal.getsignal(number) for number in SIGNALS]
-    result = run(tmp_path, data=Signals())
+    result = run(tmp_path, data=CallsAt(5, interrupt))
     assert (result.steps, result.signal) == (6, signal.SIGTERM)
     assert [signal.getsignal(number) for number in SIGNALS] == before
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
@@ -109,7 +101,7 @@ def test_what_nohup_ignores_stays_ignored(tmp_path):
     child.start()
     wait_for(tmp_path.joinpath("run.mark").exists)
     os.kill(child.pid, signal.SIGHUP)
-    child.join(1)
+    child.join(0.5)
     assert child.is_alive()
     os.kill(child.pid, signal.SIGTERM)
     child.join(30)
@@ -131,18 +123,4 @@ def test_a_second_training_of_a_folder_is_refused_and_the_first_goes_on(tmp_path
     assert child.is_alive()
     child.kill()  # which leaves no lock in the way
     child.join()
-    run(tmp_path, steps=10**6, **{k: v for k, v in OPTIONS.items() if k != "steps"}, data=EndsAt(2))
-
-
-class EndsAt(Cycles):
-    """Asks for the end of the run, as Ctrl-C does, in its n-th step of this process."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
-        self.left -= 1
-        if self.left == 0:
-            signal.raise_signal(signal.SIGINT)
-        return super().batch(split, step=step, batch_size=batch_size, seed=seed)
+    run(tmp_path, resume=False)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from browser import IMAGE, TEXT, opened, served, state, wait_for
@@ -24,44 +25,26 @@ def change(path, **fields):
 
 
 MODEL = "models/image-linear"
+GRAPH, MANIFEST = f"{MODEL}/plain.onnx", f"{MODEL}/manifest.json"
+OTHERS = ["tokens", "position", "layers.7.kv"]
 FAULTS = {
-    "tampered": (
-        lambda page: flip(page / MODEL / "plain.onnx"),
-        "plain.onnx is not the file that was exported",
-    ),
-    "truncated": (
-        lambda page: (page / MODEL / "plain.onnx").write_bytes(
-            (page / MODEL / "plain.onnx").read_bytes()[:999]
-        ),
-        "plain.onnx has 999 bytes where",
-    ),
-    "missing": (
-        lambda page: (page / MODEL / "plain.onnx").unlink(),
-        "plain.onnx is missing: the server answers 404",
-    ),
-    "manifest": (
-        lambda page: (page / MODEL / "manifest.json").write_text("{"),
-        "manifest.json is damaged: it is not JSON",
-    ),
-    "format": (
-        lambda page: change(page / MODEL / "manifest.json", version=2),
-        "of the format unrolled-onnx 2",
-    ),
-    "other model": (
-        lambda page: change(page / MODEL / "manifest.json", inputs=["tokens", "position", "layers.7.kv"]),
-        "plain.onnx has other inputs or outputs than its manifest",
-    ),
-    "vocabulary": (lambda page: flip(page / MODEL / "vocabulary.json"), "vocabulary.json is not the file"),
-    "runtime": (lambda page: flip(page / "runtime/ort-wasm-simd-threaded.wasm"), "wasm is not the file"),
-    "no list": (lambda page: (page / "models.json").unlink(), "models.json is missing"),
-    "empty list": (lambda page: (page / "models.json").write_text("[]"), "models.json lists no model"),
+    "tampered": (GRAPH, flip, "plain.onnx is not the file that was exported"),
+    "truncated": (GRAPH, lambda x: x.write_bytes(x.read_bytes()[:999]), "plain.onnx has 999 bytes where"),
+    "missing": (GRAPH, Path.unlink, "plain.onnx is missing: the server answers 404"),
+    "manifest": (MANIFEST, lambda x: x.write_text("{"), "manifest.json is damaged: it is not JSON"),
+    "format": (MANIFEST, lambda x: change(x, version=2), "of the format unrolled-onnx 2"),
+    "other model": (MANIFEST, lambda x: change(x, inputs=OTHERS), "plain.onnx has other inputs or outputs"),
+    "vocabulary": (f"{MODEL}/vocabulary.json", flip, "vocabulary.json is not the file"),
+    "runtime": ("runtime/ort-wasm-simd-threaded.wasm", flip, "wasm is not the file"),
+    "no list": ("models.json", Path.unlink, "models.json is missing"),
+    "empty list": ("models.json", lambda x: x.write_text("[]"), "models.json lists no model"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_reason_is_shown(browser, copy, fault):
-    damage, reason = FAULTS[fault]
-    damage(copy)
+    file, damage, reason = FAULTS[fault]
+    damage(copy / file)
     with served(copy) as address:
         browser.get(address)
         wait_for(browser, lambda _: state(browser) != "loading")

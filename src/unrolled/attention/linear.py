@@ -37,7 +37,7 @@ from unrolled.ops.feature_maps import FeatureMap, make_feature_map
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear import LinearOptions, LinearState, check_state, linear_attention
 from unrolled.ops.linear import operator as kernels
-from unrolled.ops.linear.chunked import safe_divide
+from unrolled.ops.linear.chunked import Token, safe_divide
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype
 
@@ -161,7 +161,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
             if self.feature_map.positional:
                 q, k, phi = *self._features(heads), None
             v = self._summable(v)
-            o, kv, k_sum = kernels.linear_attention_step(q, k, v, kv, k_sum, None, self.normalize, phi)
+            o, kv, k_sum = kernels.linear_attention_step(Token(q, k, v, kv, k_sum, None), self.normalize, phi)
         return o, LinearAttentionState(kv, k_sum, position + 1)
 
     def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> LinearState:

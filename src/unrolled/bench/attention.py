@@ -1,23 +1,25 @@
 """Shared by the cases of attention functions: realistic inputs, and contenders made from functions."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unrolled.bench import definitions
+from unrolled.bench import definitions, flops
 from unrolled.bench.case import Contender, Definition, MissingError, NotMeasuredError, Settings, tolerance
 from unrolled.ops import native
 
 HEADS, WIDTH = 8, 64
 COMPARE_ALL_UP_TO = 4096  # tokens; beyond, the first and the last head are compared
 RESULTS = ("o", "dq", "dk", "dv")
-Function = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 DEVICES = {"native": "cpu", "triton": "cuda", "flex": "cuda"}
-"""Where those of our backends run that do not run everywhere."""
+"""The devices of our backends; those that are not listed run on all."""
+PASSES = ((False, "", "forward"), (True, "-training", "forward and backward"))
+"""For the cases that exist without gradients and with them: suffix of the name, and description."""
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Inputs(NamedTuple):
@@ -41,15 +43,40 @@ def random_inputs(length: int, settings: Settings) -> Inputs:
     return Inputs(*(x.to(settings.device) for x in (positive(q) + 1, positive(k) + 1, v, grad_o)))
 
 
-def loading(backend: str, attention: Function) -> Callable[[], Function]:
-    """Return what gives `attention`, which runs one of our backends, where that backend is installed."""
+def ours(
+    backend: str,
+    attention: Callable[..., Tensor],
+    inputs: Inputs,
+    *,
+    gradients: bool,
+    definition: str,
+    suffix: str = "",
+    threads: int | None = None,
+) -> Contender:
+    """Make a contender of one of our backends; see `contender`.
+
+    Args:
+        backend: passed to `attention`.
+        attention: a function of q, k, v and `backend`.
+        inputs, gradients, definition, threads: as for `contender`.
+        suffix: follows the backend in the contender's name.
+    """
 
     def load() -> Function:
         if backend == "native" and (why := native.missing()):
             raise MissingError(why)
-        return attention
+        return partial(attention, backend=backend)
 
-    return load
+    return contender(
+        f"unrolled {backend}{suffix}",
+        load,
+        inputs,
+        gradients=gradients,
+        definition=definition,
+        ours=True,
+        threads=threads,
+        device=DEVICES.get(backend),
+    )
 
 
 def contender(
@@ -67,15 +94,12 @@ def contender(
     """Make a contender of a function of q, k and v.
 
     Args:
-        name: see `Contender`.
+        name, definition, ours, threads: see `Contender`.
         load: imports the function.
         inputs: the arguments of the function.
         gradients: whether the job is forward and backward.
-        definition: see `Contender`.
-        ours: see `Contender`.
         heads_first: whether the function takes `[B,H,N,D]`.
-        threads: see `Contender`.
-        device: "cpu" or "cuda" if it only runs there.
+        device: "cpu" or "cuda" if it runs only there.
     """
 
     def prepare() -> Callable[[], Sequence[Tensor]]:
@@ -113,17 +137,18 @@ def define(
     inputs: Inputs,
     *,
     gradients: bool,
-    operations: float,
     softmax: bool,
     left: int | None = None,
     right: int | None = 0,
     normalize: bool = True,
 ) -> Definition:
-    """Define attention of `inputs`; the options are those of `definitions.attention`, `operations` of a head.
+    """Define attention of `inputs`, with the options of `definitions.attention`.
 
-    Its cost in fp64 is quadratic, so for long sequences it covers only the first and the last head.
+    Computing it in fp64 takes quadratic time, so for long sequences it covers only the first and last head.
     """
     length = inputs.q.shape[1]
+    function = "softmax" if softmax else "linear" if normalize else "linear, not normalised"
+    operations = flops.of_head(function, length, WIDTH, gradients, left=left, right=right)
     heads = slice(None, None, HEADS - 1 if length > COMPARE_ALL_UP_TO else None)
     reach = length if left is None else min(length, left + 1 + (right or 0))
 

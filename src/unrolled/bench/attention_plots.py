@@ -1,4 +1,4 @@
-"""Pictures of what models attend to. Importing this module needs matplotlib."""
+"""Plots of attention weights. Importing this module needs matplotlib."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ def alignments(theme: Theme, panels: Sequence[Alignment], across: int = 2) -> Fi
 
 
 def hops(theme: Theme, weights: Weights, sentences: Sequence[str], title: str) -> Figure:
-    """Draw what each hop (column) reads of each sentence (row): `weights [M,hops]`, with their numbers."""
+    """Draw the weight of each sentence (row) in each hop (column): `weights [M,hops]`, with their values."""
     width = max(_inches(sentences) + 0.85 * weights.shape[1], _inches([title]))
     size = (width + 0.6, CELL * len(sentences) + 0.9)
     figure = Figure(figsize=size, facecolor=theme.paper, layout="constrained")
@@ -66,7 +66,7 @@ def hops(theme: Theme, weights: Weights, sentences: Sequence[str], title: str) -
 
 
 def heads(theme: Theme, panels: Sequence[tuple[str, Weights]]) -> Figure:
-    """Draw where heads were, `[T,N]` under a title each: steps to the right, places of the memory up."""
+    """Draw the weights of heads, `[T,N]` under a title each: steps on the x axis, memory places on y."""
     steps, places = panels[0][1].shape
     width = min(LONGEST, 1 + 0.1 * steps)
     height = min(LONGEST / 2, 0.8 + 0.05 * places)

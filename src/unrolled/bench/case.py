@@ -20,7 +20,7 @@ class MissingError(Exception):
 
 
 class NotMeasuredError(Exception):
-    """A contender is skipped on purpose; the message says why."""
+    """A contender is skipped on purpose; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Contender:
         prepare: does the untimed set-up (imports, casts, copies) and returns the function to time, which
             takes no arguments and returns its results in the definition's order. Raises `MissingError`,
             `ImportError` or `NotMeasuredError` if it cannot run.
-        definition: the name of what it computes, among the problem's definitions.
+        definition: the name of the function that it computes, in the problem's `definitions`.
         ours: whether this project made it; all others are peers.
         threads: CPU threads, instead of those of the settings.
     """
@@ -103,8 +103,8 @@ class Problem:
     """A case at one size.
 
     Attributes:
-        contenders: what to time, in the order of the table.
-        definitions: what they compute, by name.
+        contenders: the contenders to time, in the order of the table.
+        definitions: the functions that they compute, by name.
         steps: how often a run does the job; times, operations and bytes are reported per job.
         tokens: sequence positions per job, to report tokens per second.
         remark: maps the medians by contender to a sentence below the table, or to an empty one.
@@ -122,11 +122,11 @@ class Case:
     """A question that the benchmark answers, at several sizes.
 
     Attributes:
-        name: what the user types.
+        name: its name on the command line.
         about: one sentence.
-        axis: what the sizes are; "N" is a sequence length.
+        axis: name of the size; "N" is a sequence length.
         sizes, quick: the sizes to measure, and those for the setting `quick`.
-        problem: what to do at a size.
+        problem: makes the problem of a size.
         memory: whether to measure peak memory, each contender in a separate process.
     """
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -42,7 +43,7 @@ class Row:
     """One mechanism at one length.
 
     Attributes:
-        mechanism, length: what was measured.
+        mechanism, length: the mechanism that was measured, and the number of tokens.
         error: |y - y*| / |y*| over all numbers of the output y; y* is the output of the other mechanism with
             the same projections. None where the projections have other shapes.
         forward, training: median seconds without gradients, and with those of the input and all weights.
@@ -67,8 +68,8 @@ def compare(
 ) -> list[Row]:
     """Compare mechanisms with `settings.against`, which comes first in the result, at each length.
 
-    Inputs are standard normal and the same for all, and so are the weights of the projections. What else a
-    mechanism has, such as gates or random features, is as it is constructed with torch's seed 0.
+    All mechanisms get the same standard normal inputs and the same weights in their projections. Their other
+    parameters, such as gates or random features, are those of a construction with torch's seed 0.
 
     Raises:
         ValueError: a mechanism or one of its options does not exist.
@@ -85,8 +86,8 @@ def compare(
             except UnsupportedError as error:
                 layers[name] = str(error)
     for layer in layers.values():
-        if isinstance(layer, nn.Module):
-            _copy_projections(first, layer)
+        if isinstance(layer, nn.Module) and _comparable(layer, first):
+            layer.load_state_dict(_projections(first), strict=False)
     rows = []
     for length in lengths:
         tell(f"{length:,} tokens")
@@ -111,9 +112,9 @@ def _at(length: int, layers: Mapping[str, nn.Module | str], settings: Settings) 
             if name == settings.against:
                 raise
             refused[name] = " ".join(str(error).split())
-    forward = take_turns(
-        {name: _forward(layer, x) for name, layer in able.items()}, least=3, budget=settings.seconds
-    )
+    calls = {name: partial(layer, x) for name, layer in able.items()}
+    with torch.inference_mode():
+        forward = take_turns(calls, least=3, budget=settings.seconds)
     passes = {name: _training(layer, x) for name, layer in able.items()}
     training = take_turns(passes, least=3, budget=settings.seconds)
     rows = []
@@ -123,18 +124,10 @@ def _at(length: int, layers: Mapping[str, nn.Module | str], settings: Settings) 
             continue
         with PeakBytes() as memory:
             passes[name]()
-        rows.append(
-            Row(
-                name,
-                length,
-                _error(outputs[name], outputs[settings.against])
-                if _comparable(able[name], able[settings.against])
-                else None,
-                median(forward[name]),
-                median(training[name]),
-                memory.peak,
-            )
-        )
+        distance, expected = None, outputs[settings.against]
+        if _comparable(able[name], able[settings.against]):
+            distance = float((outputs[name] - expected).norm() / expected.norm())
+        rows.append(Row(name, length, distance, median(forward[name]), median(training[name]), memory.peak))
     return rows
 
 
@@ -156,34 +149,14 @@ def _layer(name: str, settings: Settings) -> nn.Module:
     return layer.eval()
 
 
+def _projections(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: x for name, x in layer.state_dict().items() if name.startswith(("qkv_proj.", "out_proj."))}
+
+
 def _comparable(layer: nn.Module, other: nn.Module) -> bool:
-    mine, its = (
-        {
-            f"{name}.{key}": x.shape
-            for name in ("qkv_proj", "out_proj")
-            for key, x in m.get_submodule(name).state_dict().items()
-        }
-        for m in (layer, other)
-    )
+    """Whether the projections of two layers have the same shapes, so that they can have the same weights."""
+    mine, its = ({name: x.shape for name, x in _projections(m).items()} for m in (layer, other))
     return mine == its
-
-
-def _copy_projections(source: nn.Module, target: nn.Module) -> None:
-    if _comparable(target, source):
-        for name in ("qkv_proj", "out_proj"):
-            target.get_submodule(name).load_state_dict(source.get_submodule(name).state_dict())
-
-
-def _error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
-def _forward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
-    @torch.inference_mode()
-    def run() -> object:
-        return layer(x)
-
-    return run
 
 
 def _training(layer: nn.Module, x: Tensor) -> Callable[[], object]:

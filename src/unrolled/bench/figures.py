@@ -11,7 +11,7 @@ Cost = Callable[[Row], float | None]
 
 
 def draw(report: Report, case: str, axis: str) -> dict[str, bytes]:
-    """Draw one case: PNGs by file name, of what was measured at two lengths or more."""
+    """Draw one case: PNGs by file name, with the contenders that were measured at two or more lengths."""
     if axis != "N":
         return {}
     rows = [row for row in report.rows if row.case == case]

@@ -1,8 +1,8 @@
-"""How many operations a function needs, whatever an implementation spends.
+"""How many operations a function needs, independent of its implementation.
 
 An operation is one addition, multiplication, division or exponential; a sum of n terms has n, as it starts
-from 0. Not counted: what a program computes twice to save memory, masked entries, the maximum that keeps a
-softmax in range. A share of the machine's limit that is made of these counts cannot be raised by doing more.
+from 0. Not counted: recomputation to save memory, masked entries, the maximum that keeps a softmax in range.
+So an implementation cannot raise its share of the machine's limit by doing redundant work.
 """
 
 
@@ -23,7 +23,7 @@ def linear_attention_gradient(length: int, width: int, values: int) -> int:
 
 
 def pairs_within(length: int, left: int | None, right: int | None) -> int:
-    """How many keys all queries read together, if query i reads keys i - left to i + right (None: all)."""
+    """Number of pairs of a query and a key, if query i reads keys i - left to i + right (None: all)."""
 
     def on_one_side(reach: int | None) -> int:  # sum over i of min(i, reach)
         reach = length - 1 if reach is None else min(reach, length - 1)
@@ -43,6 +43,26 @@ def softmax_attention_gradient(pairs: int, length: int, width: int, values: int)
     Per pair p = e / sum, dp = do . v, ds = scale p (dp - do . o), and the terms of dv, dq and dk.
     """
     return pairs * (4 * width + 4 * values + 4) + length * 2 * values
+
+
+def of_head(
+    function: str,
+    length: int,
+    width: int,
+    gradients: bool,
+    *,
+    left: int | None = None,
+    right: int | None = 0,
+) -> int:
+    """Attention of one head of this width, with its gradients or without.
+
+    `function` is "linear", "linear, not normalised" or "softmax", which reads as in `pairs_within`.
+    """
+    if function == "softmax":
+        sizes = (pairs_within(length, left, right), length, width, width)
+        return softmax_attention(*sizes) + gradients * softmax_attention_gradient(*sizes)
+    forward = linear_attention(length, width, width, normalize=function == "linear")
+    return forward + gradients * linear_attention_gradient(length, width, width)
 
 
 def decoder_matmuls(d_model: int, d_ff: int, n_layers: int, vocab_size: int) -> int:

@@ -17,15 +17,14 @@ WINDOW = 64  # tokens on each side
 REPEATS = 3
 OPTIONS: dict[str, dict[str, int]] = {
     **{name: {"window": WINDOW} for name in ("window", "longformer", "long_short")},
-    # Strides of about sqrt(length) are what makes its cost O(n sqrt(n)). More summary places per block would
-    # grow with them.
+    # O(n sqrt(n)) only with strides of about sqrt(length) and one summary position per block.
     "sparse_transformer": {"summary": 1},
 }
 SETUP = f"forward, one sequence, d = {D_MODEL}, {N_HEADS} heads, CPU time on one thread, medians of {REPEATS}"
 
 
 class Convolutions(nn.Module):
-    """Convolutions over the tokens of `[B,n,d]`, one after the other."""
+    """A stack of convolutions over the tokens of `[B,n,d]`."""
 
     def __init__(self, *layers: nn.Conv1d):
         super().__init__()
@@ -64,9 +63,9 @@ def growth(name: str, lengths: Sequence[int]) -> float:
 
 
 def seconds(name: str, length: int) -> float:
-    """Return the median CPU time of a forward pass, which other work on the machine spares."""
+    """Return the median CPU time of a forward pass; unlike wall time, it excludes other processes."""
     module, x, taken = layer(name, length), torch.randn(1, length, D_MODEL), []
-    module(x)  # the first call does what no other has to
+    module(x)  # warm-up
     for _ in range(REPEATS):
         began = time.process_time()
         module(x)
@@ -75,7 +74,7 @@ def seconds(name: str, length: int) -> float:
 
 
 def layer(name: str, length: int) -> nn.Module:
-    """Make a mechanism, causal where it can be, or one of `OTHERS`, for so many tokens."""
+    """Make a mechanism, causal if it supports that, or one of `OTHERS`, for sequences of this length."""
     if name in OTHERS:
         return OTHERS[name]().eval()
     mechanism: Any = attention.load(name)

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from unrolled.bench import flops, peers
-from unrolled.bench.attention import DEVICES, WIDTH, Inputs, contender, define, loading, random_inputs
+from unrolled.bench import attention, peers
+from unrolled.bench.attention import Inputs, contender, define, random_inputs
 from unrolled.bench.case import Case, Contender, Definition, NotMeasuredError, Problem, Settings
 from unrolled.ops.linear import linear_attention, operator
 
@@ -39,41 +39,28 @@ def ours(
     backend: str, inputs: Inputs, gradients: bool, *, suffix: str = "", threads: int | None = None
 ) -> Contender:
     """Make a contender of one of our backends."""
-
-    half = ", bf16" if inputs.q.dtype == torch.bfloat16 else ""
-    return contender(
-        f"unrolled {backend}{suffix}",
-        loading(backend, partial(linear_attention, causal=True, backend=backend)),
+    return attention.ours(
+        backend,
+        partial(linear_attention, causal=True),
         inputs,
         gradients=gradients,
-        definition=f"linear{half}",
-        ours=True,
+        definition="linear, bf16" if inputs.q.dtype == torch.bfloat16 else "linear",
+        suffix=suffix,
         threads=threads,
-        device=DEVICES.get(backend),
     )
 
 
 def define_all(inputs: Inputs, gradients: bool) -> dict[str, Definition]:
-    """Define linear attention, also not normalised, and softmax, of the inputs and of them in bf16."""
-    found = {}
-    for suffix, rounded in (("", inputs), (", bf16", inputs.to(torch.bfloat16))):
-        for name in ("linear", "linear, not normalised", "softmax"):
-            found[name + suffix] = define(
-                rounded,
-                gradients=gradients,
-                operations=_operations(name, inputs.q.shape[1], gradients),
-                softmax=name == "softmax",
-                normalize=name != "linear, not normalised",
-            )
-    return found
-
-
-def _operations(function: str, length: int, gradients: bool) -> int:
-    if function == "softmax":
-        sizes = (flops.pairs_within(length, None, 0), length, WIDTH, WIDTH)
-        return flops.softmax_attention(*sizes) + gradients * flops.softmax_attention_gradient(*sizes)
-    forward = flops.linear_attention(length, WIDTH, WIDTH, normalize=function == "linear")
-    return forward + gradients * flops.linear_attention_gradient(length, WIDTH, WIDTH)
+    """Define linear attention, normalised and not, and softmax attention, of fp32 and of bf16 inputs."""
+    return {
+        name + suffix: define(rounded, gradients=gradients, softmax=softmax, normalize=normalize)
+        for suffix, rounded in (("", inputs), (", bf16", inputs.to(torch.bfloat16)))
+        for name, softmax, normalize in (
+            ("linear", False, True),
+            ("linear, not normalised", False, False),
+            ("softmax", True, True),
+        )
+    }
 
 
 def _onnxruntime(inputs: Inputs, settings: Settings, gradients: bool) -> Contender:
@@ -82,29 +69,16 @@ def _onnxruntime(inputs: Inputs, settings: Settings, gradients: bool) -> Contend
             raise NotMeasuredError("it has no gradient")
         if inputs.q.is_cuda:
             raise NotMeasuredError("it runs on --device cpu")
-        attention = peers.onnxruntime_linear(*inputs[:3], settings.threads)
-        return lambda: [attention()]
+        bound = peers.onnxruntime_linear(*inputs[:3], settings.threads)
+        return lambda: [bound()]
 
     return Contender("ONNX Runtime, not normalised", prepare, "linear, not normalised")
 
 
 CASES = [
-    Case(
-        "linear-forward",
-        "Causal normalised linear attention, fp32, B = 1, H = 8, D = M = 64.",
-        "N",
-        LENGTHS,
-        QUICK,
-        partial(problem, gradients=False),
-        memory=True,
-    ),
-    Case(
-        "linear-training",
-        "The same, forward and backward.",
-        "N",
-        LENGTHS,
-        QUICK,
-        partial(problem, gradients=True),
-        memory=True,
-    ),
+    Case(name, about, "N", LENGTHS, QUICK, partial(problem, gradients=gradients), memory=True)
+    for gradients, name, about in (
+        (False, "linear-forward", "Causal normalised linear attention, fp32, B = 1, H = 8, D = M = 64."),
+        (True, "linear-training", "The same, forward and backward."),
+    )
 ]

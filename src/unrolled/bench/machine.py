@@ -84,7 +84,7 @@ def synchronized(run: Callable[[], object], device: str) -> Callable[[], object]
 
 
 def describe(settings: Settings) -> dict[str, Any]:
-    """Return what a comparison needs: machine, versions, threads, date."""
+    """Describe the machine, versions, threads and date of a benchmark."""
     described = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "processor": _processor(),

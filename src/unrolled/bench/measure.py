@@ -31,7 +31,7 @@ class Cost(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A decoder at some position: `run` generates `tokens` tokens, `nbytes` is what continuing needs."""
+    """A decoder at some position: `run` generates `tokens` tokens; `nbytes` is the memory that this needs."""
 
     run: Callable[[], object]
     tokens: int
@@ -73,7 +73,7 @@ def linear_and_softmax(
 def stepping(model: Any, begin: Callable[[], Any] | None = None) -> Contender:
     """Decode one sequence as a recurrence; the bytes are those of the state.
 
-    A state is never changed, so every repeat sets out from the same one.
+    A state is never modified, so every repeat starts from the same one.
 
     Args:
         model: has `init_state`, `prefill` and `step`.

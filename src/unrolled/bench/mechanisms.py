@@ -20,11 +20,11 @@ from unrolled.bench.case import (
 )
 
 D_MODEL, N_HEADS = 128, 4
-QUADRATIC, LONGEST = ("similarity", "topk"), 4096  # beyond, they want gigabytes or minutes
+QUADRATIC, LONGEST = ("similarity", "topk"), 4096  # beyond, they need gigabytes or minutes
 OPTIONS: dict[str, dict[str, Any]] = {
     "aft": {"position_bias": "local"}
 }  # whose default is quadratic in memory
-WINDOWED = {  # what each calls the number of tokens that it reads around a query
+WINDOWED = {  # the option that sets how many tokens a mechanism reads around a query
     "window": "window",
     "longformer": "window",
     "long_short": "window",
@@ -33,8 +33,8 @@ WINDOWED = {  # what each calls the number of tokens that it reads around a quer
     "reformer": "chunk",
 }
 WINDOW_LENGTH = 4096
-MOVES = 3  # of all numbers; where few of them decide, as in the first tokens, one may do little by chance
-STAGES = 4  # sums over the length that follow each other in a layer and its gradient
+MOVES = 3  # perturbations; a single one may have little effect by chance
+STAGES = 4  # consecutive sums over the length in a layer and its gradient
 
 
 def mechanisms(length: int, settings: Settings, *, causal: bool) -> Problem:
@@ -48,7 +48,7 @@ def mechanisms(length: int, settings: Settings, *, causal: bool) -> Problem:
 
 
 def windows(window: int, settings: Settings) -> Problem:
-    """Run those that read a number of tokens around each query, and softmax, which reads all."""
+    """Run the mechanisms that read some tokens around each query, and softmax, which reads all."""
     chosen = {name: {option: window} for name, option in WINDOWED.items()} | {"softmax": {}}
     return problem(chosen, min(WINDOW_LENGTH, 8 * window) if settings.quick else WINDOW_LENGTH, settings)
 
@@ -77,10 +77,10 @@ def problem(
 
 
 def rounding(compute: Callable[[], Sequence[Tensor]], make: Callable[[], nn.Module], x: Tensor) -> float:
-    """Bound what rounding may do: that of the sums in a layer, and that of its inputs and weights.
+    """Bound the rounding error: that of the sums in a layer, and that of its inputs and weights.
 
-    The second depends on how well conditioned a mechanism is. So it is measured, by moving every number that
-    goes into the exact layer by one unit of fp32.
+    The second depends on the conditioning of the mechanism. So it is measured: every input and weight of the
+    fp64 layer is perturbed by one unit roundoff of fp32.
     """
     unit, generator = torch.finfo(torch.float32).eps / 2, torch.Generator().manual_seed(1)
 
@@ -100,18 +100,12 @@ def rounding(compute: Callable[[], Sequence[Tensor]], make: Callable[[], nn.Modu
 
 
 def layer(name: str, length: int, causal: bool, options: Mapping[str, Any]) -> nn.Module:
-    """Make a layer of a mechanism for so many tokens; the same one every time."""
+    """Make a layer of a mechanism for sequences of this length, with the same weights in every call."""
     mechanism: Any = attention.load(name)
     bound = {"max_length": length} if mechanism.supports.max_length else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module: nn.Module = mechanism(
-            D_MODEL,
-            N_HEADS,
-            causal=causal,
-            **bound,
-            **options,
-        )
+        module: nn.Module = mechanism(D_MODEL, N_HEADS, causal=causal, **bound, **options)
         return module
 
 

@@ -19,13 +19,13 @@ from unrolled.bench import cases
 from unrolled.bench.case import Case, Settings
 from unrolled.training.memory import process_bytes
 
-WARM_UP = 64  # the length of a first run, which loads what is loaded only once
+WARM_UP = 64  # the length of a first run, which loads libraries and kernels
 CLEAR = Path("/proc/self/clear_refs")
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc would keep blocks of up to 32 MiB for later
 
 
 def peaks(case: Case, contender: str, sizes: Sequence[int], settings: Settings) -> dict[int, int]:
-    """Return bytes by size; nothing if the system cannot measure it: on a CPU, any system but Linux.
+    """Return peak bytes by size; an empty dict on the CPU of systems other than Linux, which report none.
 
     Raises:
         RuntimeError: the process ended with an error, or ran out of memory.
@@ -49,14 +49,14 @@ def peak(run: Callable[[], object], device: str = "cpu") -> int:
         before = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
-    CLEAR.write_text("5")  # sets the peak back to what is held now
+    CLEAR.write_text("5")  # resets the peak to the current memory
     before = process_bytes("VmRSS")
     run()
     return max(0, process_bytes("VmHWM") - before)
 
 
 def main() -> None:
-    """Measure what the parent asks for, and print it as JSON."""
+    """Answer the question of the parent process on stdout, as JSON."""
     case_name, contender, sizes, fields = json.loads(sys.argv[1])
     settings = Settings(**fields)
     case = cases.find(case_name)

@@ -35,51 +35,38 @@ def step(batch: int, settings: Settings) -> Problem:
     model = _decoder("linear", settings).eval()
     tokens = measure.random_tokens(model, STEPS, batch)
 
-    def ours() -> Callable[[], list[Tensor]]:
-        @torch.inference_mode()
-        def run() -> list[Tensor]:
-            state, logits = model.init_state(batch), []
-            for token in tokens.unbind(1):
-                y, state = model.step(token, state)
-                logits.append(y)
-            return [torch.stack(logits, 1)]
+    @torch.inference_mode()
+    def generated(
+        advance: Callable[[Tensor, Any], tuple[Tensor, Any]], begin: Callable[[], Any]
+    ) -> list[Tensor]:
+        state, logits = begin(), []
+        for token in tokens.unbind(1):
+            y, state = advance(token, state)
+            logits.append(y)
+        return [torch.stack(logits, 1)]
 
-        return run
+    def ours() -> Callable[[], list[Tensor]]:
+        return partial(generated, model.step, partial(model.init_state, batch))
 
     def idiap() -> Callable[[], list[Tensor]]:
         encoder = idiap_encoder(model, recurrent=True).eval()
 
-        @torch.inference_mode()
-        def run() -> list[Tensor]:
-            state, logits = None, []
-            for token in tokens.unbind(1):
-                hidden, state = encoder(model.embedding(token), state)
-                logits.append(model.head(hidden))
-            return [torch.stack(logits, 1)]
+        def advance(token: Tensor, state: Any) -> tuple[Tensor, Any]:
+            hidden, state = encoder(model.embedding(token), state)
+            return model.head(hidden), state
 
-        return run
+        return partial(generated, advance, lambda: None)
 
     weights = streamed_bytes(model)
-    config, width = model.config, model.config.d_model // model.config.n_heads
-    attention = flops.linear_attention(1, width, width) * config.n_heads * config.n_layers
-    definition = Definition(
-        partial(_logits, model, tokens),
-        ["logits"],
-        _tolerance(model, STEPS),
-        batch * (_matmuls(model) + attention),
-        weights + 2 * nbytes(model.init_state(batch)),
-    )
+    operations = batch * (_matmuls(model) + _attention_operations(model, 1, gradients=False))
+    moved = weights + 2 * nbytes(model.init_state(batch))
+    compute = partial(_logits, model, tokens)
+    kinds = {"linear": Definition(compute, ["logits"], _tolerance(model, STEPS), operations, moved)}
     contenders = [
         Contender("unrolled", ours, "linear", ours=True),
         Contender("fast-transformers, recurrent", idiap, "linear"),
     ]
-    return Problem(
-        contenders,
-        {"linear": definition},
-        steps=STEPS,
-        tokens=batch,
-        remark=partial(_remark, weights, settings),
-    )
+    return Problem(contenders, kinds, STEPS, batch, partial(_remark, weights, settings))
 
 
 def streamed_bytes(model: Decoder) -> int:
@@ -115,37 +102,35 @@ def position(length: int, settings: Settings) -> Problem:
 
 def training(length: int, settings: Settings) -> Problem:
     """Run the loss of one sequence and its gradient, with linear attention and with softmax."""
-    contenders, kinds = [], {}
-    for attention in ("linear", "softmax"):
-        model = _decoder(attention, settings)
-        tokens = measure.random_tokens(model, length + 1)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-
-        def ours(
-            model: Decoder = model, inputs: Tensor = inputs, targets: Tensor = targets
-        ) -> Callable[[], Sequence[Tensor]]:
-            parameters = list(model.parameters())
-
-            def run() -> Sequence[Tensor]:
-                loss = model.loss(inputs, targets)
-                return [loss.detach(), *torch.autograd.grad(loss, parameters)]
-
-            return run
-
-        def compute(
-            model: Decoder = model, inputs: Tensor = inputs, targets: Tensor = targets
-        ) -> Sequence[Tensor]:
-            weights = _doubled(model)
-            logits = _definition(model, weights, inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            return [loss.detach(), *torch.autograd.grad(loss, list(weights.values()))]
-
-        names = ["loss", *(f"the gradient of {name}" for name, _ in model.named_parameters())]
-        operations = 3 * length * _matmuls(model) + _attention_operations(model, length)
-        kinds[attention] = Definition(compute, names, _tolerance(model, length), operations)
-        contenders.append(Contender(f"unrolled {attention}", ours, attention, ours=True))
-    contenders.append(_idiap_training(settings, length))
+    pairs = [_our_training(attention, length, settings) for attention in ("linear", "softmax")]
+    kinds = {contender.definition: definition for contender, definition in pairs}
+    contenders = [*(contender for contender, _ in pairs), _idiap_training(settings, length)]
     return Problem(contenders, kinds, tokens=length)
+
+
+def _our_training(attention: str, length: int, settings: Settings) -> tuple[Contender, Definition]:
+    model = _decoder(attention, settings)
+    tokens = measure.random_tokens(model, length + 1)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    def ours() -> Callable[[], Sequence[Tensor]]:
+        parameters = list(model.parameters())
+        return lambda: _with_gradients(model.loss(inputs, targets), parameters)
+
+    def compute() -> Sequence[Tensor]:
+        weights = _doubled(model)
+        logits = _definition(model, weights, inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return _with_gradients(loss, list(weights.values()))
+
+    names = ["loss", *(f"the gradient of {name}" for name, _ in model.named_parameters())]
+    operations = 3 * length * _matmuls(model) + _attention_operations(model, length, gradients=True)
+    definition = Definition(compute, names, _tolerance(model, length), operations)
+    return Contender(f"unrolled {attention}", ours, attention, ours=True), definition
+
+
+def _with_gradients(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, weights)]
 
 
 def _idiap_training(settings: Settings, length: int) -> Contender:
@@ -162,13 +147,13 @@ def _idiap_training(settings: Settings, length: int) -> Contender:
         def run() -> Sequence[Tensor]:
             hidden = encoder(model.embedding(tokens[:, :-1]), attn_mask=mask)
             loss = F.cross_entropy(model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
-            found = torch.autograd.grad(loss, [*own.values(), *theirs.values()])
+            detached, *found = _with_gradients(loss, [*own.values(), *theirs.values()])
             gradients = dict(zip([*own, *theirs], found, strict=True))
             ordered = (
                 gradients[name] if name in own else torch.cat([gradients[x] for x in idiap_names(name)])
                 for name, _ in model.named_parameters()
             )
-            return [loss.detach(), *ordered]
+            return [detached, *ordered]
 
         return run
 
@@ -207,15 +192,9 @@ def _matmuls(model: Decoder) -> int:
     return flops.decoder_matmuls(config.d_model, config.ff_width, config.n_layers, config.vocab_size)
 
 
-def _attention_operations(model: Decoder, length: int) -> int:
+def _attention_operations(model: Decoder, length: int, *, gradients: bool) -> int:
     config = model.config
-    width = config.d_model // config.n_heads
-    if config.attention == "softmax":
-        sizes = (flops.pairs_within(length, None, 0), length, width, width)
-        per_head = flops.softmax_attention(*sizes) + flops.softmax_attention_gradient(*sizes)
-    else:
-        per_head = flops.linear_attention(length, width, width)
-        per_head += flops.linear_attention_gradient(length, width, width)
+    per_head = flops.of_head(str(config.attention), length, config.d_model // config.n_heads, gradients)
     return config.n_layers * config.n_heads * per_head
 
 

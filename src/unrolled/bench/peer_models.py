@@ -37,7 +37,7 @@ def idiap_encoder(model: Decoder, *, recurrent: bool) -> Any:
 
 
 def idiap_names(name: str) -> list[str]:
-    """Name the parameters of theirs that one of ours is made of."""
+    """Return the names of their parameters that correspond to one of ours."""
     _, _, layer, *path, kind = name.split(".")
     found = {
         "attention.qkv_proj": [f"attention.{x}_projection" for x in ("query", "key", "value")],

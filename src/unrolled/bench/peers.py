@@ -17,7 +17,7 @@ Function = Callable[[], Tensor]
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, chunk: int = 64) -> Tensor:
-    """Causal normalised linear attention by batched products over chunks, the usual lines; `[B,H,N,D]`."""
+    """Causal normalised linear attention by batched products over chunks, in plain PyTorch; `[B,H,N,D]`."""
     N = q.shape[2]
     padded = (F.pad(x, (0, 0, 0, -N % chunk)) for x in (q, k, v))
     q, k, v = (x.reshape(*x.shape[:2], -1, chunk, x.shape[-1]) for x in padded)
@@ -82,7 +82,7 @@ def fla_triton(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 def onnxruntime_linear(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Function:
     """Bind ONNX Runtime's fused operator to `[1,N,H,D]`: inference, not normalised.
 
-    The operator wants `[B,N,H*D]`, which is the same memory; inputs and outputs are bound to it beforehand.
+    The operator takes `[B,N,H*D]`, which has the same memory layout; inputs and outputs are bound once.
     """
     import numpy as np
     import onnxruntime
@@ -92,13 +92,8 @@ def onnxruntime_linear(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Functio
         raise MissingError(f"onnxruntime is {onnxruntime.__version__}, but must be 1.31 or newer")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     (B, N, H, D), M = q.shape, v.shape[-1]
-    shapes = {
-        "q": [B, N, H * D],
-        "k": [B, N, H * D],
-        "v": [B, N, H * M],
-        "o": [B, N, H * M],
-        "s": [B, H, D, M],
-    }
+    queries, values_shape = [B, N, H * D], [B, N, H * M]
+    shapes = {"q": queries, "k": queries, "v": values_shape, "o": values_shape, "s": [B, H, D, M]}
     values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, s) for name, s in shapes.items()}
     node = helper.make_node(
         "LinearAttention",
@@ -120,14 +115,14 @@ def onnxruntime_linear(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Functio
     )
     binding = session.io_binding()
     o, state = torch.empty(B, N, H, M), torch.empty(B, H, D, M)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        binding.bind_input(name, "cpu", 0, np.float32, shapes[name], x.data_ptr())
-    for name, x in (("o", o), ("s", state)):
-        binding.bind_output(name, "cpu", 0, np.float32, shapes[name], x.data_ptr())
+    bound = {"q": q, "k": k, "v": v, "o": o, "s": state}
+    for name, x in bound.items():
+        bind = binding.bind_input if name in "qkv" else binding.bind_output
+        bind(name, "cpu", 0, np.float32, shapes[name], x.data_ptr())
 
     def attention() -> Tensor:
         session.run_with_iobinding(binding)
         return o
 
-    attention.__dict__["keeps"] = (q, k, v, state)  # the binding holds addresses, not tensors
+    attention.__dict__["keeps"] = bound  # the binding holds addresses, not tensors
     return attention

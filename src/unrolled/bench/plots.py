@@ -1,4 +1,4 @@
-"""The pictures of a report. Importing this module needs matplotlib; nothing here touches its global state."""
+"""The plots of a report. Importing this module needs matplotlib; its global state is not used."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from io import BytesIO
@@ -17,17 +17,18 @@ from unrolled.bench.units import brief_time, size
 DPI = 200
 FONT_SIZE = 10
 GAP = 1  # pixels of an image between two images of a sheet
+Pixels = NDArray[np.uint8]
 
 NAMES = {
     "linear": "linear",
     "softmax_cache": "softmax,\nKV cache",
     "softmax_recompute": "softmax,\nprefix recomputed",
 }
-"""The label of each contender of the measurement."""
+"""Labels of the contenders of `measure.linear_and_softmax`."""
 
 
 class Theme(NamedTuple):
-    """Colours for a light or a dark page; the series are those of Okabe and Ito, told apart by any eye."""
+    """Colours for a light or a dark page; the series have the colour-blind-safe colours of Okabe and Ito."""
 
     paper: str
     ink: str
@@ -60,41 +61,37 @@ def decorate(axes: Axes, title: str = "") -> None:
 
 
 def png(figure: Figure, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Render a figure; `metadata` says more about it, as `Software` for what made it."""
+    """Render a figure; `metadata` are text chunks of the file, such as `Software`."""
     file = BytesIO()
     figure.savefig(file, format="png", dpi=DPI, metadata=metadata)
     return file.getvalue()
 
 
-def digit_sheet(theme: Theme, images: NDArray[np.uint8], levels: int, columns: int = 10) -> Figure:
-    """Draw images [N, H, W] side by side, `columns` in a row; N is a multiple of it."""
+def digit_sheet(theme: Theme, images: Pixels, levels: int, columns: int = 10) -> Figure:
+    """Draw images [N, H, W] side by side, `columns` in a row; N is a multiple of `columns`."""
     grid = images.reshape(-1, columns, *images.shape[1:]) / (levels - 1)
     return _tiles(theme, _grey(grid))
 
 
 def completion_sheet(
-    theme: Theme,
-    originals: NDArray[np.uint8],
-    completed: NDArray[np.uint8],
-    rows_given: int,
-    levels: int,
+    theme: Theme, originals: Pixels, completed: Pixels, rows_given: int, levels: int
 ) -> Figure:
-    """Draw originals [N, H, W] in the top row, what was given below, then completions [N, K, H, W].
+    """Draw originals [N, H, W] in the top row, the given pixels below, then completions [N, K, H, W].
 
-    What the model drew is tinted.
+    Pixels that the model generated are tinted.
     """
     given = originals.copy()
     given[:, rows_given:] = 0
     tiles = _grey(np.concatenate([originals[None], given[None], completed.swapaxes(0, 1)]) / (levels - 1))
     tint = LinearSegmentedColormap.from_list("drawn", ["#000000", "#56b4e9", "#e8f6ff"])
     tiles[2:, :, rows_given:] = tint(completed.swapaxes(0, 1)[:, :, rows_given:] / (levels - 1))
-    tiles[1, :, rows_given:, :, 3] = 0.12  # nothing is known there
+    tiles[1, :, rows_given:, :, 3] = 0.12  # nothing is given there
     return _tiles(theme, tiles, ["original", "given", "drawn", *[""] * (completed.shape[1] - 1)])
 
 
 def loss_curve(theme: Theme, train: Line, val: Line, best: tuple[float, float]) -> Figure:
     """Draw bits/dim against the step, and mark the best evaluation."""
-    figure, axes = _axes(theme)
+    figure, axes = _axes(theme, "bits per pixel")
     blue, orange, _ = theme.series
     axes.plot(train.x, train.y, color=orange, linewidth=1)
     axes.plot(val.x, val.y, color=blue, linewidth=2)
@@ -106,25 +103,18 @@ def loss_curve(theme: Theme, train: Line, val: Line, best: tuple[float, float]) 
     axes.set_xlim(0, max(val.x))
     axes.set_xlabel("training step")
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_title("bits per pixel", loc="left", fontsize=FONT_SIZE, color=theme.ink)
     _name_lines(figure, axes, [train, val], [orange, blue])
     return figure
 
 
 def against_position(theme: Theme, title: str, lines: Sequence[Line], tick: Callable[[float], str]) -> Figure:
     """Draw lines against the position on logarithmic axes, with `tick` writing the values."""
-    figure, axes = _axes(theme)
-    axes.set_xscale("log")
+    figure, axes = _axes(theme, title)
     axes.set_yscale("log")
     axes.margins(y=0.15)
     for line, colour, marker in zip(lines, theme.series, "osD", strict=True):
         axes.plot(line.x, line.y, color=colour, marker=marker, markersize=4, linewidth=2)
-    positions = max((line.x for line in lines), key=len)
-    axes.set_xticks(positions, [f"{x:,}" for x in positions])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    axes.set_xlabel("position in the sequence (tokens)")
-    axes.set_title(title, loc="left", fontsize=FONT_SIZE, color=theme.ink)
+    _scale(axes, lines, "position in the sequence (tokens)", tick, base=10)
     _name_lines(figure, axes, lines, theme.series)
     return figure
 
@@ -141,40 +131,24 @@ def against_size(
 
     Those whose names are in `strong` are thicker.
     """
-    figure, axes = _axes(theme, (8, 4.2))
-    axes.set_xscale("log", base=2)
+    figure, axes = _axes(theme, title, (8, 4.2))
     axes.set_yscale("log")
     styles = zip(cycle(MANY), cycle("osD^vPX*"), cycle(["-"] * len(MANY) + ["--"] * len(MANY)))
     for line, (colour, marker, dashes) in zip(lines, styles, strict=False):
         width = 2.6 if line.name in strong else 1.4
-        style: dict[str, Any] = {
-            "color": colour,
-            "marker": marker,
-            "markersize": 2 + width,
-            "linewidth": width,
-        }
-        axes.plot(line.x, line.y, dashes, label=line.name, **style)
-    sizes = sorted({x for line in lines for x in line.x})
-    axes.set_xticks(sizes, [f"{x:,}" for x in sizes])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    axes.set_xlabel(axis)
-    axes.set_title(title, loc="left", fontsize=FONT_SIZE, color=theme.ink)
-    handles, names = axes.get_legend_handles_labels()
+        axes.plot(
+            line.x, line.y, dashes, marker=marker, ms=2 + width, lw=width, color=colour, label=line.name
+        )
+    _scale(axes, lines, axis, tick, base=2)
     order = sorted(range(len(lines)), key=lambda index: -lines[index].y[-1])
-    figure.legend(
-        [handles[i] for i in order],
-        [names[i] for i in order],
-        loc="outside right upper",
-        frameon=False,
-        labelcolor=theme.ink,
-        fontsize=FONT_SIZE - 1.5,
-    )
+    text: Any = {"labelcolor": theme.ink, "fontsize": FONT_SIZE - 1.5}
+    handles = [axes.lines[i] for i in order]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, **text)
     return figure
 
 
 def patterns(theme: Theme, panels: Mapping[str, NDArray[np.integer]]) -> Figure:
-    """Draw which keys (columns) each query (row) reads, `[T,S]` counts, under the titles of the panels."""
+    """Draw which keys (columns) each query (row) attends to: `[T,S]` counts by the titles of the panels."""
     figure = Figure(figsize=(3.4 * len(panels), 3.6), facecolor=theme.paper, layout="constrained")
     shades = LinearSegmentedColormap.from_list("reads", [theme.paper, theme.series[0], theme.series[1]])
     for place, (title, reads) in enumerate(panels.items()):
@@ -190,14 +164,14 @@ def patterns(theme: Theme, panels: Mapping[str, NDArray[np.integer]]) -> Figure:
 
 def of_report(
     figures: Mapping[str, Any],
-    real: NDArray[np.uint8],
-    samples: NDArray[np.uint8],
-    completed: NDArray[np.uint8],
+    real: Pixels,
+    samples: Pixels,
+    completed: Pixels,
 ) -> dict[str, dict[str, bytes]]:
     """Draw the pictures of the demo's report as PNG files, each as "light" and as "dark".
 
     Args:
-        figures: what `figures.json` holds.
+        figures: the contents of `figures.json`.
         real: validation images [N, H, W].
         samples: images drawn by the model [N, H, W].
         completed: completions [N, K, H, W] of the first of the real images.
@@ -230,7 +204,7 @@ def of_report(
     return {name: {"light": png(light[name]), "dark": png(dark[name])} for name in light}
 
 
-def _axes(theme: Theme, inches: tuple[float, float] = (5.6, 3.5)) -> tuple[Figure, Axes]:
+def _axes(theme: Theme, title: str, inches: tuple[float, float] = (5.6, 3.5)) -> tuple[Figure, Axes]:
     figure = Figure(figsize=inches, facecolor=theme.paper, layout="constrained")
     axes = figure.add_subplot(facecolor=theme.paper)
     axes.spines[["top", "right"]].set_visible(False)
@@ -238,36 +212,37 @@ def _axes(theme: Theme, inches: tuple[float, float] = (5.6, 3.5)) -> tuple[Figur
     axes.tick_params(which="both", color=theme.faint, labelcolor=theme.ink)
     axes.grid(color=theme.faint, linewidth=0.5)
     axes.xaxis.label.set_color(theme.ink)
+    axes.set_title(title, loc="left", fontsize=FONT_SIZE, color=theme.ink)
     return figure, axes
+
+
+def _scale(axes: Axes, lines: Sequence[Line], name: str, tick: Callable[[float], str], base: int) -> None:
+    """Make the x axis logarithmic, with a tick at each size; `tick` writes the values of the y axis."""
+    axes.set_xscale("log", base=base)
+    sizes = sorted({x for line in lines for x in line.x})
+    axes.set_xticks(sizes, [f"{x:,}" for x in sizes])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axes.set_xlabel(name)
 
 
 def _name_lines(figure: Figure, axes: Axes, lines: Sequence[Line], colours: Sequence[str]) -> None:
     """Write each name next to the end of its line: on the right, moved up where names would overlap.
 
-    A line that ends before the others is named above its end, where it is out of their way.
+    A line that ends before the others is named above its end, so that its name does not cross them.
     """
     right = max(line.x[-1] for line in lines)
     lowest = -np.inf
     for line, colour in sorted(zip(lines, colours, strict=True), key=lambda pair: pair[0].y[-1]):
         end = (line.x[-1], line.y[-1])
         if line.x[-1] < 0.9 * right:
-            offset, ha, va = (-4.0, 6.0), "right", "bottom"
+            offset, place = (-4.0, 6.0), {"ha": "right", "va": "bottom"}
         else:
             height = axes.transData.transform(end)[1] * 72 / figure.dpi  # points
             lowest = max(height, lowest + 1.4 * FONT_SIZE)
-            offset, ha, va = (6.0, lowest - height), "left", "center"
-        axes.annotate(
-            line.name,
-            end,
-            offset,
-            textcoords="offset points",
-            color=colour,
-            fontsize=FONT_SIZE,
-            fontweight="bold",
-            annotation_clip=False,
-            ha=ha,
-            va=va,
-        )
+            offset, place = (6.0, lowest - height), {"ha": "left", "va": "center"}
+        text: Any = {"color": colour, "fontsize": FONT_SIZE, "fontweight": "bold", **place}
+        axes.annotate(line.name, end, offset, textcoords="offset points", annotation_clip=False, **text)
 
 
 def _grey(levels: NDArray[np.floating]) -> NDArray[np.floating]:

@@ -18,7 +18,7 @@ class Row:
     """One contender of one case at one size.
 
     Attributes:
-        case, size, contender: what was measured.
+        case, size, contender: the contender that was measured, and where.
         ours: whether this project made the contender.
         definition: the function that it computes.
         status, reason: whether it was measured, and if not, why.
@@ -113,7 +113,7 @@ def machine_text(report: Report) -> str:
 
 
 def case_text(report: Report, case: str, about: str, axis: str) -> str:
-    """Report one case: medians side by side, every row, and the remarks."""
+    """Report one case: a table of medians, a table of all rows, and the remarks."""
     rows = [row for row in report.rows if row.case == case]
     parts = [f"## {case}", about]
     if len({row.size for row in rows}) > 1 and any(row.median is not None for row in rows):

@@ -66,10 +66,9 @@ def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Ro
     peers = [medians[x.name] for x in contenders if x.name in medians and not x.ours]
     for contender in contenders:
         if (name := contender.name) in seconds:
-            rows[name] = _timed(rows[name], seconds[name], problem, contender, limits, settings)
-            rows[name] = replace(
-                rows[name], best_peer=min(peers) if peers else None, working=min(1.0, worked / passed)
-            )
+            threads = contender.threads or settings.threads
+            row = _timed(rows[name], seconds[name], problem, threads, limits, settings)
+            rows[name] = replace(row, best_peer=min(peers, default=None), working=min(1.0, worked / passed))
     return list(rows.values())
 
 
@@ -80,7 +79,7 @@ def _named(contender: Contender, words: Sequence[str]) -> bool:
 def _check(
     contender: Contender, problem: Problem, settings: Settings
 ) -> tuple[Row, Callable[[], object] | None]:
-    """Compare a contender with its definition; if it is correct, also return what to time."""
+    """Compare a contender with its definition; if it is correct, also return the function to time."""
     definition = problem.definitions[contender.definition]
     row = Row(contender=contender.name, ours=contender.ours, definition=contender.definition)
     threads = contender.threads or settings.threads
@@ -122,16 +121,11 @@ def largest_error(found: Sequence[Tensor], definition: Definition) -> tuple[floa
 
 
 def _timed(
-    row: Row,
-    seconds: Sequence[float],
-    problem: Problem,
-    contender: Contender,
-    limits: Limits,
-    settings: Settings,
+    row: Row, taken: Sequence[float], problem: Problem, threads: int, limits: Limits, settings: Settings
 ) -> Row:
-    each = [x / problem.steps for x in seconds]
-    definition = problem.definitions[contender.definition]
-    threads = contender.threads or settings.threads
+    """Add the times of a contender, and its operations and bytes per second, to its row."""
+    each = [x / problem.steps for x in taken]
+    definition = problem.definitions[row.definition]
     middle = median(each)
     flops = None if definition.flops is None else definition.flops / middle
     nbytes = None if definition.nbytes is None else definition.nbytes / middle

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unrolled.bench import peers
-from unrolled.bench.attention import contender, random_inputs
+from unrolled.bench.attention import PASSES, contender, random_inputs
 from unrolled.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
 from unrolled.bench.linear import define_all, ours
 from unrolled.ops.linear import linear_attention, operator
@@ -51,7 +51,10 @@ def two_threads(length: int, settings: Settings, *, gradients: bool) -> Problem:
 
 
 def alternation(length: int, settings: Settings) -> Problem:
-    """Run ours and a matrix product of torch's in turn on two threads, and each alone: they share a pool."""
+    """Run ours and a matrix product of torch's in turn on two threads, and each alone.
+
+    It shows that they share one thread pool.
+    """
     inputs = random_inputs(length, settings)
     a = inputs.q[0].flatten(1)
     b = torch.randn(a.shape[1], COLUMNS, generator=torch.Generator().manual_seed(0)).to(a.device)
@@ -70,16 +73,11 @@ def alternation(length: int, settings: Settings) -> Problem:
         return Contender(name, lambda: run, definition, ours=True, threads=2)
 
     linear = define_all(inputs, False)["linear"]
-    product = Definition(
-        lambda: [a.double() @ b.double()],
-        ["product"],
-        tolerance(a.dtype, a.shape[1]),
-        2 * a.numel() * COLUMNS,
-    )
+    allowed, operations = tolerance(a.dtype, a.shape[1]), 2 * a.numel() * COLUMNS
+    product = Definition(lambda: [a.double() @ b.double()], ["product"], allowed, operations)
+    names = [*linear.names, *product.names]
     both = Definition(
-        lambda: [*linear.results, *product.results],
-        [*linear.names, *product.names],
-        max(linear.allowed, product.allowed),
+        lambda: [*linear.results, *product.results], names, max(linear.allowed, product.allowed)
     )
     contenders = [
         repeated("attention alone", "attention", attend),
@@ -99,42 +97,18 @@ def _together(medians: Mapping[str, float]) -> str:
 
 def _ratios(words: str, one: str, other: str, medians: Mapping[str, float]) -> str:
     """Compare the times of every contender that was measured both ways."""
-    measured = [name.removesuffix(one) for name in medians if name.endswith(one)]
-    names = [name for name in measured if name + other in medians]
-    parts = [f"{medians[name + other] / medians[name + one]:.2f} ({name})" for name in names]
+    names = [name.removesuffix(one) for name in medians if name.endswith(one)]
+    parts = [f"{medians[x + other] / medians[x + one]:.2f} ({x})" for x in names if x + other in medians]
     return f"{words} {', '.join(parts)} of the time of{one.removeprefix(',')}." if parts else ""
 
 
-PASSES = ((False, "", "forward"), (True, "-training", "forward and backward"))
 CASES = [
-    *(
-        Case(
-            f"linear-bf16{suffix}",
-            f"bf16 beside fp32 inputs of linear attention, {what}.",
-            "N",
-            (4096,),
-            (128,),
-            partial(types, gradients=gradients),
-        )
-        for gradients, suffix, what in PASSES
-    ),
-    *(
-        Case(
-            f"threads{suffix}",
-            f"Two threads beside one in linear attention, {what}.",
-            "N",
-            (4096,),
-            (128,),
-            partial(two_threads, gradients=gradients),
-        )
-        for gradients, suffix, what in PASSES
-    ),
-    Case(
-        "alternation",
-        f"Linear attention and a matrix product of torch's, {TURNS} times in turn on two threads.",
-        "N",
-        (4096,),
-        (128,),
-        alternation,
-    ),
+    Case(f"{name}{suffix}", f"{about}, {what}.", "N", (4096,), (128,), partial(problem, gradients=gradients))
+    for name, about, problem in (
+        ("linear-bf16", "bf16 beside fp32 inputs of linear attention", types),
+        ("threads", "Two threads beside one in linear attention", two_threads),
+    )
+    for gradients, suffix, what in PASSES
 ]
+TOGETHER = f"Linear attention and a matrix product of torch's, {TURNS} times in turn on two threads."
+CASES.append(Case("alternation", TOGETHER, "N", (4096,), (128,), alternation))

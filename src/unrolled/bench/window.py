@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from unrolled.bench import flops, peers
-from unrolled.bench.attention import DEVICES, WIDTH, Function, contender, define, loading, random_inputs
-from unrolled.bench.case import Case, Contender, NotMeasuredError, Problem, Settings
+from unrolled.bench import peers
+from unrolled.bench.attention import PASSES, Function, contender, define, ours, random_inputs
+from unrolled.bench.case import Case, NotMeasuredError, Problem, Settings
 from unrolled.ops.window import operator, window_attention
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
@@ -22,45 +22,18 @@ def problem(length: int, settings: Settings, *, left: int, right: int, gradients
             raise NotMeasuredError(f"dense attention is measured up to N = {DENSE_UP_TO:,}")
         return partial(peers.sdpa, causal=right == 0)
 
-    contenders: list[Contender] = [
+    window = partial(window_attention, window_size=(left, right))
+    contenders = [
+        *(ours(x, window, inputs, gradients=gradients, definition="window") for x in operator.BACKENDS),
         contender(
-            f"unrolled {backend}",
-            loading(backend, partial(window_attention, window_size=(left, right), backend=backend)),
-            inputs,
-            gradients=gradients,
-            definition="window",
-            ours=True,
-            device=DEVICES.get(backend),
-        )
-        for backend in operator.BACKENDS
+            "torch SDPA, dense", dense, inputs, gradients=gradients, definition="dense", heads_first=True
+        ),
     ]
-    contenders.append(
-        contender(
-            "torch SDPA, dense",
-            dense,
-            inputs,
-            gradients=gradients,
-            definition="dense",
-            heads_first=True,
-        )
-    )
     kinds = {
-        name: define(
-            inputs,
-            gradients=gradients,
-            operations=_operations(length, first, last, gradients),
-            softmax=True,
-            left=first,
-            right=last,
-        )
+        name: define(inputs, gradients=gradients, softmax=True, left=first, right=last)
         for name, first, last in (("window", left, right), ("dense", None, dense_right))
     }
     return Problem(contenders, kinds)
-
-
-def _operations(length: int, left: int | None, right: int | None, gradients: bool) -> int:
-    sizes = (flops.pairs_within(length, left, right), length, WIDTH, WIDTH)
-    return flops.softmax_attention(*sizes) + gradients * flops.softmax_attention_gradient(*sizes)
 
 
 CASES = [
@@ -74,5 +47,5 @@ CASES = [
         memory=True,
     )
     for left, right in ((128, 0), (128, 128))
-    for gradients, suffix, what in ((False, "", "forward"), (True, "-training", "forward and backward"))
+    for gradients, suffix, what in PASSES
 ]

@@ -48,21 +48,12 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
 )
-app.command()(train)
-app.command()(generate)
-app.command()(convert)
-app.command()(translate)
-app.command()(evaluate)
-app.command()(schema)
+# In the order of --help.
+for command in (train, generate, convert, translate, evaluate, schema):
+    app.command()(command)
 app.command("list")(mechanisms)
-app.command()(info)
-app.command()(demo)
-app.command()(bench)
-app.command()(compare)
-app.command()(linearize)
-app.command()(attend)
-app.command()(table)
-app.command()(export)
+for command in (info, demo, bench, compare, linearize, attend, table, export):
+    app.command()(command)
 
 
 @app.callback()

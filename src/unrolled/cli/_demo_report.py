@@ -25,7 +25,7 @@ ALTERNATIVES = {
 """The pictures of a report, with their alternative texts."""
 
 KEPT = {"linear": "state", "softmax_cache": "cache", "softmax_recompute": "activations"}
-"""What the memory of each contender holds."""
+"""What is stored by each contender."""
 
 
 def build(figures: Mapping[str, Any], pictures: Mapping[str, Mapping[str, bytes]]) -> str:
@@ -39,7 +39,9 @@ def build(figures: Mapping[str, Any], pictures: Mapping[str, Mapping[str, bytes]
     tables = {
         "cost_table": _cost_table(figures["cost"]),
         "command": escape(command(figures)),
-        "seconds": escape(_seconds(figures["seconds"])),
+        "seconds": escape(
+            ", ".join(f"{x} {duration(s)}" for x, s in figures["seconds"].items() if x != "total")
+        ),
     }
     template = resources.files("unrolled.cli").joinpath("report.html").read_text(encoding="utf-8")
     sentences = {name: escape(text) for name, text in _values(figures).items()}
@@ -115,7 +117,7 @@ def _cost_table(cost: Mapping[str, Any]) -> str:
 
 
 def command(figures: Mapping[str, Any]) -> str:
-    """Return the command that trains this model: without defaults and what follows from the data."""
+    """Return the command that trains this model, without defaults and what follows from the data."""
     changed = _changed(DecoderConfig, figures["model"]["config"])
     model = {name: value for name, value in changed.items() if name not in DecoderConfig.from_data()}
     train = _changed(TrainConfig, figures["training"]["config"])
@@ -134,8 +136,3 @@ def _changed(kind: type[Any], config: Mapping[str, Any]) -> dict[str, Any]:
         for field in fields(kind)
     }
     return {name: value for name, value in config.items() if value != defaults[name]}
-
-
-def _seconds(seconds: Mapping[str, float]) -> str:
-    parts = (f"{name} {duration(value)}" for name, value in seconds.items() if name != "total")
-    return ", ".join(parts)

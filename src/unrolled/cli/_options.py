@@ -29,11 +29,10 @@ SAMPLING: dict[str, Any] = {
         typer.Option(help="Sample from the tokens at least this fraction as likely as the most likely one."),
     ],
     "repetition_penalty": Annotated[
-        float | None,
-        typer.Option(help="Above 1 makes tokens that have occurred less likely; by default 1."),
+        float | None, typer.Option(help="Above 1 makes tokens that have occurred less likely; by default 1.")
     ],
 }
-"""The arguments of `unrolled.generation.generate` that say how to sample; None takes its default."""
+"""The sampling arguments of `unrolled.generation.generate`; None for its default."""
 
 
 def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,13 @@
-"""What commands check before they overwrite, and pictures that record which command made them."""
+"""The output of commands: checks before overwriting, reports, progress, pictures that name their command."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+
+import typer
+
+from unrolled.extras import how_to_install
 
 DEMO = {"made_by": "unrolled demo"}
 """The metadata of the demo's checkpoints."""
@@ -42,12 +48,49 @@ def check_picture(file: Path, command: str, force: bool) -> None:
     check_file(file, drawn_by(file, command), force=force)
 
 
-def is_report(file: Path, keys: set[str]) -> bool:
-    """Return whether a file is a JSON object with these keys, like a command's report."""
-    import json
+def require_matplotlib() -> None:
+    """Raise ValueError if matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"matplotlib is missing: {how_to_install('plot')}")
 
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and keys <= found.keys()
+
+def can_plot() -> bool:
+    """Return whether matplotlib is installed; if not, say on stderr that there are no plots."""
+    if find_spec("matplotlib") is not None:
+        return True
+    typer.echo(f"no plots, because matplotlib is missing: {how_to_install('plot')}", err=True)
+    return False
+
+
+def check_report(folder: Path, name: str, keys: set[str], force: bool) -> None:
+    """Reject a folder unless it is empty or has a report of this command, a JSON file with these keys."""
+    from unrolled.folders import check_folder
+
+    check_folder(folder, "a report of this command", lambda: is_report(folder / name, keys), force=force)
+
+
+def write_files(out: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder, each atomically."""
+    from unrolled.folders import writing_folder
+
+    with writing_folder(out) as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a progress bar on stderr; yield the function that advances it."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def is_report(file: Path, keys: set[str]) -> bool:
+    """Return whether a file holds a JSON object with these keys, as reports of commands do."""
+    from unrolled.files import read_object
+
+    return keys <= read_object(file).keys()

@@ -1,14 +1,18 @@
 """Web pages: `unrolled export --web` writes one from runs, `unrolled demo --web` trains the runs first."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from unrolled.cli._output import DEMO
+
+if TYPE_CHECKING:
+    from unrolled.models import Decoder
+    from unrolled.training import TrainConfig
 
 ADDRESS = "127.0.0.1"
 SAMPLING = {"temperature": 0.8}  # at 1, models this small ramble
@@ -56,21 +60,18 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
 
 def demo_page(
     out: Path,
+    train: Callable[..., object],
     digits: Mapping[str, Any],
     digits_train: Mapping[str, Any],
-    *,
-    steps: int,
-    seed: int,
-    resume: bool,
     runtime: Path | None,
 ) -> Path:
     """Train small models of digits and text, recurrent and softmax, and write the page that runs them.
 
     Args:
         out: the folder of the linear model of digits, as in the demo without a page; the rest goes below it.
+        train: `train_demo` with the options of the demo.
         digits: fields of the config of the models of digits.
         digits_train: settings of their training.
-        steps, seed, resume: as for the demo.
         runtime: as for `write_site`.
 
     Returns:
@@ -80,7 +81,6 @@ def demo_page(
     from unrolled.interop.web import runtime_files, write_site
 
     runtime_files(runtime)  # fails before the training rather than after it
-    train = partial(_train, steps=steps, seed=seed, resume=resume)
     runs = {f"digits-{name}": out if name == "linear" else out / f"digits-{name}" for name in DIGITS}
     dataset: Any = data.load("digits")
     for name, run in zip(DIGITS, runs.values(), strict=True):
@@ -97,7 +97,7 @@ def demo_page(
     return write_site(runs, out / "page", runtime=runtime, sampling=SAMPLING)
 
 
-def _train(
+def train_demo(
     run: Path,
     dataset: Any,
     model: Mapping[str, Any],
@@ -106,7 +106,18 @@ def _train(
     steps: int,
     seed: int,
     resume: bool,
-) -> None:
+    describe: "Callable[[Decoder], str] | None" = None,
+) -> tuple["TrainConfig", float]:
+    """Train a model of the demo; return its settings and the seconds that it took.
+
+    Args:
+        run: the folder of the run.
+        dataset: the training data.
+        model: fields of the config of the model.
+        settings: fields of the config of the training, besides the steps and the seed.
+        steps, seed, resume: as for the demo.
+        describe: returns what is printed before the training; by default the name of the mechanism.
+    """
     import torch
 
     from unrolled import training
@@ -115,10 +126,12 @@ def _train(
     torch.manual_seed(seed)  # the initial weights
     decoder = Decoder(DecoderConfig(dataset.vocab_size, start_token=dataset.start_token, **model))
     dataset.vocabulary.attach(decoder)
-    typer.echo(f"{model['attention']} attention, folder {run}", err=True)
+    what = f"{model['attention']} attention" if describe is None else describe(decoder)
+    typer.echo(f"{what}, folder {run}", err=True)
     config = training.TrainConfig(steps=steps, seed=seed, **settings)
     result = training.train(decoder, dataset, config, run, resume=resume, metadata=DEMO)
     result.raise_if_interrupted()
+    return config, result.seconds
 
 
 def make_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:

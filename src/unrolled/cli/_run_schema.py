@@ -1,18 +1,17 @@
 """The JSON Schema of a run's YAML file, from the declarations that `unrolled train` checks it against.
 
-`data.name` chooses the options of the data set, and its task the models; `model.name` chooses the fields of
-the model. Rules that hold between fields are not part of it.
+`data.name` selects the options of the data set, and its task the models; `model.name` selects the fields of
+the model. Constraints between fields are not included.
 """
 
 import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
-from pathlib import Path
 from typing import Any, get_args
 
 from unrolled import data
-from unrolled.cli.run_config import JOBS
+from unrolled.cli.run_config import JOBS, plain
 from unrolled.fields import FromData, field_types, json_schema
 from unrolled.models import KINDS
 from unrolled.training import TrainConfig
@@ -68,16 +67,12 @@ def run_schema() -> Schema:
 
 
 def _object(properties: Mapping[str, Schema], required: Iterable[str] = ()) -> Schema:
-    """Return the schema of a mapping with these keys and no others; its type is the caller's."""
-    return {
-        "properties": dict(properties),
-        "required": list(required),
-        "additionalProperties": False,
-    }
+    """Return the schema of a mapping with these keys and no others, without its `type`."""
+    return {"properties": dict(properties), "required": list(required), "additionalProperties": False}
 
 
 def _chosen(section: str, names: Iterable[str], default: str | None = None) -> Schema:
-    """Return the schema of a section whose key `name` says which of the definitions it follows."""
+    """Return the schema of a section whose key `name` selects one of the definitions."""
     name: Schema = {"enum": list(names)} | ({} if default is None else {"default": default})
     return {
         "properties": {"name": name},
@@ -95,7 +90,7 @@ def _chosen(section: str, names: Iterable[str], default: str | None = None) -> S
 
 
 def _section(kind: Any, *, named: bool = True) -> Schema:
-    """Return the schema of a dataclass, with the key `name` beside its fields where it is chosen by that."""
+    """Return the schema of a dataclass, with the key `name` beside its fields if `named`."""
     hints, texts = field_types(kind), _descriptions(kind)
     properties: dict[str, Schema] = {"name": {}} if named else {}
     required = []
@@ -113,23 +108,16 @@ def _section(kind: Any, *, named: bool = True) -> Schema:
 
 
 def _default(field: Field[Any]) -> Schema:
-    """Return the default of a field as JSON says it."""
+    """Return the default of a field in JSON; nothing if it has none."""
     if field.default_factory is not MISSING:
         return {"default": field.default_factory()}
     if field.default is MISSING:
         return {}
-    value = field.default
-    return {
-        "default": list(value)
-        if isinstance(value, tuple)
-        else str(value)
-        if isinstance(value, Path)
-        else value
-    }
+    return {"default": plain(field.default)}
 
 
 def _descriptions(kind: type[Any]) -> dict[str, str]:
-    """Return what the `Attributes:` of a class and its bases say of each field."""
+    """Return the description of each field, from `Attributes:` in the docstrings of a class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         _, _, section = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unrolled.cli._options import DataDir, Force
-from unrolled.cli._output import check_picture, software
-from unrolled.extras import how_to_install
+from unrolled.cli._output import check_picture, require_matplotlib, software
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,17 +48,17 @@ def attend(
       unrolled attend runs/babi/1 --file story.txt
       unrolled attend runs/ntm
     """
-    from importlib.util import find_spec
-
     from unrolled import models
 
-    if find_spec("matplotlib") is None:
-        raise ValueError(f"matplotlib is missing: {how_to_install('plot')}")
+    require_matplotlib()
     from unrolled.bench import plots
+    from unrolled.cli.run_config import read_text
     from unrolled.files import write_file
 
     check_picture(out, "attend", force)
-    lines = list(text or []) + (_lines(file) if file is not None else [])
+    lines = list(text or [])
+    if file is not None:
+        lines += [line for line in read_text(file).splitlines() if line.strip()]
     model: Any = models.load(run_dir).eval()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box
@@ -118,7 +117,7 @@ def alignment(
 
 
 def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tuple[list[str], "Tensor"]:
-    """Return the words of the pieces, including the end symbol, and the word index of each piece."""
+    """Return the words of the pieces, including the end symbol, and the index of the word of each piece."""
     import torch
 
     place: list[int] = []
@@ -136,8 +135,7 @@ def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tup
 
 
 def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -> "Figure":
-    from unrolled.bench import plots
-    from unrolled.bench.attention_plots import alignments
+    from unrolled.bench import attention_plots, plots
     from unrolled.data import Vocabulary
 
     if not lines:
@@ -146,14 +144,13 @@ def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -
     panels = [alignment(model, vocabulary, line, beam_size=beam_size) for line in lines]
     for panel in panels:
         typer.echo(" ".join(panel.rows))
-    return alignments(plots.LIGHT, panels)
+    return attention_plots.alignments(plots.LIGHT, panels)
 
 
 def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: Path | None) -> "Figure":
     import torch
 
-    from unrolled.bench import plots
-    from unrolled.bench.attention_plots import hops
+    from unrolled.bench import attention_plots, plots
 
     dataset = _dataset(run_dir, data_dir)
     batch = dataset.encode(lines) if lines else _example(dataset.test_batches(1), example)
@@ -167,14 +164,13 @@ def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: 
     if not lines and answer != right:
         title += f"  (right: {dataset.words[right]})"
     typer.echo(title)
-    return hops(plots.LIGHT, weights[0].T.numpy(), story, title)
+    return attention_plots.hops(plots.LIGHT, weights[0].T.numpy(), story, title)
 
 
 def _trace(model: Any, run_dir: Path, example: int, data_dir: Path | None) -> "Figure":
     import torch
 
-    from unrolled.bench import plots
-    from unrolled.bench.attention_plots import heads
+    from unrolled.bench import attention_plots, plots
 
     batch = _example(_dataset(run_dir, data_dir).eval_batches(1), example)
     with torch.inference_mode():
@@ -184,19 +180,14 @@ def _trace(model: Any, run_dir: Path, example: int, data_dir: Path | None) -> "F
         for verb, weights in (("write", trace.write), ("read", trace.read))
         for head in range(weights.shape[2])
     ]
-    return heads(plots.LIGHT, panels)
+    return attention_plots.heads(plots.LIGHT, panels)
 
 
 def _dataset(run_dir: Path, data_dir: Path | None) -> Any:
     from unrolled import data
     from unrolled.cli import run_config
 
-    file = run_dir / run_config.FILE_NAME
-    if not file.exists():
-        raise ValueError(f"{run_dir} is not a run folder of unrolled train: it has no {run_config.FILE_NAME}")
-    options = dict(run_config.read(file, [])["data"])
-    if data_dir is not None:
-        options["data_dir"] = str(data_dir)
+    options = dict(run_config.read_saved(run_dir, data_dir)["data"])
     return data.load(options.pop("name"), **options)
 
 
@@ -205,10 +196,3 @@ def _example(batches: Any, example: int) -> Any:
         if index == example:
             return batch
     raise ValueError(f"--example is {example}, but must be at most {index}")
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not a text file: {error}") from error

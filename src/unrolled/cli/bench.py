@@ -1,7 +1,6 @@
 """`unrolled bench`."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,8 +8,7 @@ import typer
 from rich.console import Console
 
 from unrolled.cli._options import Force
-from unrolled.cli._output import is_report
-from unrolled.extras import how_to_install
+from unrolled.cli._output import can_plot, check_report, write_files
 
 if TYPE_CHECKING:
     from unrolled.bench.case import Case, Settings
@@ -24,8 +22,7 @@ def bench(
         str | None, typer.Option(help="Sequence lengths, as in 256,1024; by default those of each case.")
     ] = None,
     only: Annotated[
-        str | None,
-        typer.Option(help="Words in the names of the contenders to measure, as in performer,aft."),
+        str | None, typer.Option(help="Words in the names of the contenders to measure, as in performer,aft.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of every contender.")] = 1,
     seconds: Annotated[
@@ -61,7 +58,6 @@ def bench(
     from unrolled.bench.case import Settings
     from unrolled.cli._device import choose
     from unrolled.cli._lengths import parse_lengths
-    from unrolled.folders import check_folder
     from unrolled.ops.options import check_finite
 
     chosen = [registry.find(name) for name in cases or registry.CASES]
@@ -76,8 +72,7 @@ def bench(
         for case in chosen:
             typer.echo(f"{case.name:24} {case.about}")
         return
-    keys = {"machine", "limits", "settings", "rows"}
-    check_folder(out, "a report of this command", lambda: is_report(out / "results.json", keys), force=force)
+    check_report(out, "results.json", {"machine", "limits", "settings", "rows"}, force)
     _run(chosen, settings, out)
 
 
@@ -87,19 +82,20 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
 
     from unrolled.bench import machine, report, runner
 
-    console = Console(stderr=True)
-    with console.status("measuring the machine's limits") as status:
+    with Console(stderr=True).status("measuring the machine's limits") as status:
         limits = machine.limits(settings)
         found = report.Report(machine.describe(settings), asdict(limits), asdict(settings))
         typer.echo(report.machine_text(found))
-        if find_spec("matplotlib") is None:
-            typer.echo(f"no plots, because matplotlib is missing: {how_to_install('plot')}", err=True)
+        plotted = can_plot()
+        abouts = {case.name: (case.about, case.axis) for case in chosen}
         for case in chosen:
             rows, remarks = runner.run_case(case, settings, limits, status.update)
             found.rows.extend(rows)
             found.remarks[case.name] = remarks
             typer.echo("\n" + report.case_text(found, case.name, case.about, case.axis))
-            _write(found, case, {x.name: (x.about, x.axis) for x in chosen}, out)
+            files = {"results.json": found.to_json(), "results.md": report.markdown(found, abouts)}
+            plots = _plots(found, case) if plotted else {}
+            write_files(out, {name: text.encode() for name, text in files.items()} | plots)
     typer.echo(f"\nThe report: {out / 'results.md'}")
     if found.refused:
         names = ", ".join(dict.fromkeys(f"{row.contender} ({row.case})" for row in found.refused))
@@ -107,18 +103,7 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
         raise typer.Exit(1)
 
 
-def _write(found: "Report", case: "Case", abouts: dict[str, tuple[str, str]], out: Path) -> None:
-    from unrolled.bench import report
-    from unrolled.folders import writing_folder
+def _plots(found: "Report", case: "Case") -> dict[str, bytes]:
+    from unrolled.bench import figures  # imports matplotlib
 
-    files = {
-        "results.json": found.to_json().encode(),
-        "results.md": report.markdown(found, abouts).encode(),
-    }
-    if find_spec("matplotlib") is not None:
-        from unrolled.bench import figures
-
-        files |= figures.draw(found, case.name, case.axis)
-    with writing_folder(out) as folder:
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+    return figures.draw(found, case.name, case.axis)

@@ -1,7 +1,6 @@
 """`unrolled compare`."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,8 +8,7 @@ import typer
 from rich.console import Console
 
 from unrolled.cli._options import Force
-from unrolled.cli._output import is_report
-from unrolled.extras import how_to_install
+from unrolled.cli._output import can_plot, check_report, write_files
 
 if TYPE_CHECKING:
     from unrolled.bench.comparison import Row, Settings
@@ -58,12 +56,12 @@ def compare(
       comparison.md     the same as a table
       *.png             error, time and memory against the number of tokens
     """
+    import json
     from dataclasses import asdict
 
     from unrolled import attention
     from unrolled.bench import comparison
     from unrolled.cli._lengths import parse_lengths
-    from unrolled.folders import check_folder
     from unrolled.ops.options import check_finite
     from unrolled.threads import cpu_threads
 
@@ -71,18 +69,16 @@ def compare(
     sizes = parse_lengths(lengths)
     if not 0 < spread < float("inf"):
         raise ValueError(f"--spread is {spread}, but must be above 0")
-    report = out / "comparison.json"
-    check_folder(
-        out, "a report of this command", lambda: is_report(report, {"settings", "rows"}), force=force
-    )
+    check_report(out, "comparison.json", {"settings", "rows"}, force)
     settings = comparison.Settings(
         against, d_model, n_heads, causal, spread, seconds=seconds, options=_by_mechanism(options or [])
     )
-    console = Console(stderr=True)
-    with cpu_threads(threads), console.status("measuring") as status:
+    with cpu_threads(threads), Console(stderr=True).status("measuring") as status:
         rows = comparison.compare(mechanisms or attention.names(), sizes, settings, status.update)
     typer.echo(text := _markdown(rows, settings))
-    _write(rows, asdict(settings), text, out)
+    numbers = {"settings": asdict(settings), "rows": [asdict(row) for row in rows]}
+    files = {"comparison.json": json.dumps(numbers, indent=1).encode(), "comparison.md": f"{text}\n".encode()}
+    write_files(out, files | (_plots(rows) if can_plot() else {}))
     typer.echo(f"\nThe report: {out / 'comparison.md'}")
 
 
@@ -127,23 +123,6 @@ def _markdown(rows: "Sequence[Row]", settings: "Settings") -> str:
     )
     header = ["tokens", "contender", "error", "forward", "with gradients", "training memory"]
     return f"{about}\n\n{table(header, lines)}"
-
-
-def _write(rows: "Sequence[Row]", settings: dict[str, Any], text: str, out: Path) -> None:
-    import json
-    from dataclasses import asdict
-
-    from unrolled.folders import writing_folder
-
-    found = {"settings": settings, "rows": [asdict(row) for row in rows]}
-    files = {"comparison.json": json.dumps(found, indent=1).encode(), "comparison.md": text.encode() + b"\n"}
-    if find_spec("matplotlib") is None:
-        typer.echo(f"no plots, because matplotlib is missing: {how_to_install('plot')}", err=True)
-    else:
-        files |= _plots(rows)
-    with writing_folder(out) as folder:
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
 
 
 def _plots(rows: "Sequence[Row]") -> dict[str, bytes]:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 def convert(
     source: Annotated[
-        Path,
-        typer.Argument(help="Run folder of unrolled train, or folder of a model saved by transformers."),
+        Path, typer.Argument(help="Run folder of unrolled train, or folder of a model saved by transformers.")
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     force: Force = False,

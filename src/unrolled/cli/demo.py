@@ -4,21 +4,18 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from unrolled.cli._options import Force, Runtime
-from unrolled.cli._output import DEMO, check_demo
-from unrolled.cli._page import demo_page, serve
+from unrolled.cli._output import check_demo, progress_bar, write_files
+from unrolled.cli._page import demo_page, serve, train_demo
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -61,8 +58,7 @@ def demo(
         bool, typer.Option("--resume/--fresh", help="Resume from the last checkpoint, or start over.")
     ] = True,
     web: Annotated[
-        bool,
-        typer.Option("--web", help="Instead of a report, serve a web page that runs small models."),
+        bool, typer.Option("--web", help="Instead of a report, serve a web page that runs small models.")
     ] = False,
     port: Annotated[
         int | None,
@@ -94,29 +90,22 @@ def demo(
     # Read when torch loads OpenMP: spinning threads slow each other down on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     check_demo(out, force)
+    train = partial(train_demo, steps=steps, seed=seed, resume=resume)
     if web:
-        options: Any = {"steps": steps, "seed": seed, "resume": resume, "runtime": runtime}
-        page = demo_page(out, MODEL, TRAIN, **options)
+        page = demo_page(out, train, MODEL, TRAIN, runtime)
         typer.echo(f"The page: {page / 'index.html'}")
         if not no_serve:
             serve(page, 8000 if port is None else port)
         return
-    import torch
-
-    from unrolled import data, training
-    from unrolled.models import Decoder, DecoderConfig
+    from unrolled import data
+    from unrolled.models import Decoder
 
     dataset: Any = data.load("digits")
-    torch.manual_seed(seed)  # the initial weights
-    model = Decoder(DecoderConfig(dataset.vocab_size, start_token=True, **MODEL))
-    dataset.vocabulary.attach(model)
-    config = training.TrainConfig(steps=steps, seed=seed, **TRAIN)
-    typer.echo(
-        f"{_parameters(model):,} parameters, {dataset.epoch_size('train'):,} digits, folder {out}", err=True
+    images = f"{dataset.epoch_size('train'):,} digits"
+    config, seconds = train(
+        out, dataset, MODEL, TRAIN, describe=lambda model: f"{_parameters(model):,} parameters, {images}"
     )
-    result = training.train(model, dataset, config, out, resume=resume, metadata=DEMO)
-    result.raise_if_interrupted()
-    _report(Decoder.load(out), dataset, config, result.seconds, out)  # the best weights, not the last
+    _report(Decoder.load(out), dataset, config, seconds, out)  # the best weights, not the last
 
 
 def _require(*packages: str) -> None:
@@ -130,30 +119,25 @@ def _report(
     model: "Decoder", dataset: "DigitsDataset", config: "TrainConfig", training_seconds: float, out: Path
 ) -> None:
     """Generate and measure before writing any file, so that an interrupt leaves an earlier report intact."""
+    import torch
+
     from unrolled.bench import measure, plots
     from unrolled.cli import _demo_report, _digits
-    from unrolled.folders import writing_folder
 
     times = [time.perf_counter()]
-    with _bar("drawing", SAMPLES * dataset.length) as advance:
+    with progress_bar("drawing", SAMPLES * dataset.length) as advance:
         samples = _digits.draw(model, SAMPLES, dataset.shape, config.seed, advance)
     times.append(time.perf_counter())
     real = dataset.images("val")
     completed = _digits.complete(model, real[:COMPLETED], ROWS_GIVEN, COMPLETIONS, config.seed)
     times.append(time.perf_counter())
-    with _bar("measuring", REPEATS * (2 * len(POSITIONS) + len(REREAD_POSITIONS))) as advance:
+    with progress_bar("measuring", REPEATS * (2 * len(POSITIONS) + len(REREAD_POSITIONS))) as advance:
         costs = measure.linear_and_softmax(
             SHAPE, POSITIONS, recompute_positions=REREAD_POSITIONS, repeats=REPEATS, on_run=advance
         )
     times.append(time.perf_counter())
-    drawing, completing, measuring = (after - before for before, after in pairwise(times))
-    seconds = {
-        "training": training_seconds,
-        "drawing": drawing,
-        "completing": completing,
-        "measuring": measuring,
-    }
-
+    taken = [training_seconds, *(after - before for before, after in pairwise(times))]
+    seconds = dict(zip(("training", "drawing", "completing", "measuring"), taken, strict=True))
     figures = {
         "folder": str(out),
         "model": {"parameters": _parameters(model), "config": asdict(model.config)},
@@ -169,38 +153,22 @@ def _report(
             "compared_at": COMPARED_AT,
             "contenders": {name: [cost._asdict() for cost in line] for name, line in costs.items()},
         },
-        "machine": _machine(),
+        "machine": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": platform.platform(terse=True),
+            "processors": os.cpu_count(),
+        },
         "seconds": {**seconds, "total": sum(seconds.values())},
     }
     pictures = plots.of_report(figures, real.numpy(), samples.numpy(), completed.numpy())
     files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
     files["figures.json"] = json.dumps(figures, indent=1).encode()
     files["report.html"] = _demo_report.build(figures, pictures).encode()
-    with writing_folder(out) as folder:
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+    write_files(out, files)
     typer.echo(_demo_report.summary(figures))
     typer.echo(f"The report: {out / 'report.html'}")
 
 
 def _parameters(model: "Decoder") -> int:
     return sum(x.numel() for x in model.parameters())
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(terse=True),
-        "processors": os.cpu_count(),
-    }
-
-
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on stderr; yield the function that advances it."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)

@@ -27,8 +27,7 @@ def evaluate(
         typer.Option("--split", help=f"For translation: the split to translate; by default {TEST_PART}."),
     ] = None,
     beam_size: Annotated[
-        int | None,
-        typer.Option(help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}."),
+        int | None, typer.Option(help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}.")
     ] = None,
     length_penalty: Annotated[
         float | None,
@@ -59,12 +58,9 @@ def evaluate(
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
 
-    settings = run_dir / run_config.FILE_NAME
-    if not settings.exists():
-        raise ValueError(f"{run_dir} is not a run folder of unrolled train: it has no {run_config.FILE_NAME}")
+    settings = run_config.read_saved(run_dir, data_dir)
     model: Any = models.load(run_dir)
-    overrides = [] if data_dir is None else [f"data.data_dir={str(data_dir)!r}"]
-    run = run_config.resolve(run_config.read(settings, overrides))
+    run = run_config.resolve(settings)
     task, where = run.dataset.task, choose(device)
     model = model.to(where).eval()
     if task == "translation":

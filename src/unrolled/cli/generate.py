@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from unrolled.cli._options import Device, Force, refuse, takes_sampling
-from unrolled.cli._output import check_picture, software
+from unrolled.cli._output import check_picture, progress_bar, software
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -164,16 +164,13 @@ def _draw_sheet(
     except ImportError as error:
         raise ImportError(f"images need matplotlib, which is missing: {how_to_install('plot')}") from error
     import numpy as np
-    from rich.console import Console
-    from rich.progress import Progress
 
     from unrolled.files import write_file
 
     height, width = shape
     count = DEFAULT_IMAGES if num_samples is None else num_samples
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("generating pixels", total=count * height * width)
-        drawn = draw([[]], height * width, num_samples=count, on_token=lambda *_: bar.advance(task))
+    with progress_bar("generating pixels", count * height * width) as advance:
+        drawn = draw([[]], height * width, num_samples=count, on_token=lambda *_: advance())
     zoom = math.ceil(SHOWN / max(height, width))
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)

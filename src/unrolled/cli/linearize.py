@@ -1,5 +1,6 @@
 """`unrolled linearize`."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,8 +63,8 @@ def linearize(
         finetune=_stage(finetune_steps, finetune_lr, batch_size, seed, eval_batches),
         lora=lora,
     )
-    options_of_run: Any = {"length": length, "val_fraction": val_fraction, "resume": not fresh}
-    losses = run(model, out, data, recipe, force=force, **options_of_run)
+    train = partial(run, length=length, val_fraction=val_fraction, resume=not fresh, force=force)
+    losses = train(model, out, data, recipe)
     before = losses["before"]
     for name, loss in losses.items():
         typer.echo(f"{name:>12}  {loss:.4f} nats per token  {(loss / before - 1):+.1%}")

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unrolled.cli._options import Force
-from unrolled.cli._output import check_picture, software
-from unrolled.extras import how_to_install
+from unrolled.cli._output import check_picture, require_matplotlib, software
 
 COLUMNS = (
     "causal",
@@ -93,14 +92,12 @@ def abilities(names: Sequence[str] | None = None) -> list[list[str]]:
     for name in attention.names() if names is None else names:
         supports = attention.load(name).supports
         values = [getattr(supports, column) for column in COLUMNS]
-        rows.append(
-            [name, *("yes" if value is True else "-" if value is False else value for value in values)]
-        )
+        rows.append([name, *({True: "yes", False: "-"}.get(value, value) for value in values)])
     return rows
 
 
 def markdown_table(names: Sequence[str] | None = None, *, link: str | None = None) -> str:
-    """Return `abilities` in Markdown; each name links to its file, or to `link`, whose braces are it."""
+    """Return `abilities` in Markdown; each name links to its file, or to `link`, a format of the name."""
     header, *rows = abilities(names)
     rows = [[f"[{name}]({link.format(name) if link else source_of(name)})", *words] for name, *words in rows]
     lines = [header, ["---", *[":---:"] * (len(header) - 1)], *rows]
@@ -161,10 +158,7 @@ def pattern_image(pattern: Any) -> bytes:
     Raises:
         ValueError: matplotlib is missing.
     """
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ValueError(f"matplotlib is missing: {how_to_install('plot')}")
+    require_matplotlib()
     from unrolled.bench import plots
 
     heads: dict[str, Any] = {}

@@ -1,12 +1,12 @@
-"""What a run is: a YAML file and `key=value` overrides, checked key by key and completed from the data set.
+"""The settings of a run: a YAML file and `key=value` overrides, checked and completed from the data set.
 
     data:  {name: digits}                      a data set and its options
     model: {n_layers: 4, attention: linear}    fields of its config, and the `name` of its kind, by default
-                                               the first that `JOBS` has for the task of the data set
+                                               the first in `JOBS` for the task of the data set
     train: {steps: 2000}                       fields of `TrainConfig`
     run_dir: runs/digits                       the folder of the run
 
-A resolved run writes all of it, defaults included, to `run_dir/run.yaml`, which is itself such a file.
+A resolved run writes all settings, defaults included, to `run_dir/run.yaml`, which is itself such a file.
 """
 
 import re
@@ -32,11 +32,11 @@ FILE_NAME = "run.yaml"
 
 @dataclass(frozen=True)
 class Job:
-    """What a task asks for.
+    """The models and the loss of a task.
 
     Attributes:
-        kinds: names of the models that can do it, the one to take by default first.
-        unit: what the loss is the mean over, as reports call it; see `unit`.
+        kinds: names of the models that can do it, the default first.
+        unit: unit of the loss in reports; see `unit`.
     """
 
     kinds: tuple[str, ...]
@@ -57,13 +57,13 @@ JOBS: dict[data.Task, Job] = {
 
 
 def unit(task: data.Task, kind: type[SavedModel]) -> str:
-    """Return what reports call the loss of a kind of model: its own `loss_unit`, or that of its task."""
+    """Return the unit of a model's loss in reports: its own `loss_unit`, or that of its task."""
     return kind.loss_unit or JOBS[task].unit
 
 
 @dataclass
 class Run:
-    """A resolved run: everything known, nothing trained yet."""
+    """A run whose settings are complete and checked."""
 
     run_dir: Path
     dataset: data.BaseDataset
@@ -83,23 +83,25 @@ class Run:
             ValueError: the folder cannot be made or written to.
         """
         model = {"name": self.kind.model_name} | asdict(cast(Any, self.model))
-        sections = {"data": self.data, "model": model, "train": asdict(self.train)}
-        text = yaml.safe_dump(
-            _plain(sections | {"run_dir": self.run_dir}), sort_keys=False, allow_unicode=True
-        )
+        sections = {"data": self.data, "model": model, "train": asdict(self.train), "run_dir": self.run_dir}
+        text = yaml.safe_dump(plain(sections), sort_keys=False, allow_unicode=True)
         try:
             write_file(self.run_dir / FILE_NAME, text)
         except OSError as error:
             raise ValueError(f"run_dir {self.run_dir} cannot be written to: {error.strerror}") from error
 
 
-def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = None) -> dict[str, Any]:
     """Read a YAML file, if there is one, and apply overrides such as `"model.n_layers=4"` in order.
+
+    `data_dir` is the last override, of `data.data_dir`.
 
     Raises:
         ValueError: the file is no YAML mapping, or an override has no `=` or goes through a plain value.
     """
-    values: dict[str, Any] = {} if path is None else _parse(_text(path), str(path)) or {}
+    if data_dir is not None:
+        overrides = [*overrides, f"data.data_dir={str(data_dir)!r}"]
+    values: dict[str, Any] = {} if path is None else _parse(read_text(path), str(path)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} is {values!r}, but must be a mapping of the sections {', '.join(SECTIONS)}")
     for override in overrides:
@@ -118,11 +120,23 @@ def read(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def read_saved(run_dir: Path, data_dir: Path | None = None) -> dict[str, Any]:
+    """Read the settings that a run has written to its folder; see `read`.
+
+    Raises:
+        ValueError: it is not the folder of a run.
+    """
+    file = run_dir / FILE_NAME
+    if not file.exists():
+        raise ValueError(f"{run_dir} is not a run folder of unrolled train: it has no {FILE_NAME}")
+    return read(file, [], data_dir)
+
+
 def resolve(values: Mapping[str, Any]) -> Run:
     """Load the data set and make the configs. Fields of the model that follow from the data may be left out.
 
     Raises:
-        ValueError: a key is unknown or missing, or a value is impossible.
+        ValueError: a key is unknown or missing, or a value is out of range.
     """
     _check_keys("", values, SECTIONS)
     sections = {name: values.get(name) or {} for name in ("data", "model", "train")}
@@ -158,7 +172,7 @@ def resolve(values: Mapping[str, Any]) -> Run:
     _check_keys("model.", fields_given, ["name", *field_types(kind.config_type)])
     from_data = kind.config_type.from_data()
     facts = {attribute: getattr(dataset, attribute) for attribute in from_data.values()}
-    # None, False and 0 say nothing: the default of the model stands.
+    # Where the data set has None, False or 0, the model keeps its default.
     follows = {key: facts[attribute] for key, attribute in from_data.items() if facts[attribute]}
     model = kind.config_type(**(follows | fields_given))
     _check_fit(model, dataset, model_name, follows)
@@ -168,7 +182,7 @@ def resolve(values: Mapping[str, Any]) -> Run:
 def _check_fit(
     model: ModelConfig, dataset: data.BaseDataset, model_name: str, follows: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if the fields given to a model are too small for the data set, or need another one."""
+    """Raise ValueError if a model is too small for the data set, or needs a data set with other options."""
     for attribute, expected in model.needs.items():
         if (found := getattr(dataset, attribute)) != expected:
             raise ValueError(f"data.{attribute} is {found}, but must be {expected} for this {model_name}")
@@ -187,7 +201,12 @@ def _check_fit(
             )
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Read a text file.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -202,7 +221,7 @@ def _parse(text: str, source: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: `1e-3` is one, where YAML 1.1 asks for `1.0e-3` and reads anything else as text."""
+    """Reads `1e-3` as a number, as in YAML 1.2; YAML 1.1 requires `1.0e-3` and reads others as text."""
 
 
 _Loader.add_implicit_resolver(
@@ -218,10 +237,10 @@ def _check_keys(prefix: str, given: Iterable[str], valid: Sequence[str]) -> None
             raise ValueError(f"unknown key {prefix}{key}: {hint}The keys are {', '.join(valid)}")
 
 
-def _plain(value: Any) -> Any:
-    """Turn tuples into lists and paths into text, which is what YAML can say."""
+def plain(value: Any) -> Any:
+    """Convert tuples to lists and paths to text, as YAML and JSON need them."""
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     return str(value) if isinstance(value, Path) else value

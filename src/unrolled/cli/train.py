@@ -87,9 +87,7 @@ def train(
     from unrolled.folders import check_folder, contents
     from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
 
-    if data_dir is not None:
-        overrides = [*(overrides or []), f"data.data_dir={str(data_dir)!r}"]
-    run = run_config.resolve(run_config.read(config, overrides or []))
+    run = run_config.resolve(run_config.read(config, overrides or [], data_dir))
 
     def made_before() -> bool:
         found = contents(run.run_dir)
@@ -97,9 +95,8 @@ def train(
 
     check_folder(run.run_dir, "a run of unrolled train with its checkpoint", made_before, force=force)
     torch.manual_seed(run.train.seed)  # the initial weights
-    model: Any = run.kind(run.model)
     where = choose(device)
-    model.to(where)
+    model: Any = run.kind(run.model).to(where)
     run.dataset.vocabulary.attach(model)
 
     if dry_run:
@@ -142,7 +139,7 @@ def _report(result: "TrainResult", run: "Run") -> None:
 
 
 def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:
-    """Write what a dry run found, a line for each quantity."""
+    """Print the results of a dry run, one line per quantity."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

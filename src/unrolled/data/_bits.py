@@ -15,7 +15,7 @@ from unrolled.fields import Size
 
 @dataclass
 class BitsDataset(DrawnDataset):
-    """A task on vectors of bits. A subclass adds its numbers, and draws examples of one size.
+    """A task on vectors of bits. A subclass adds its sizes, and draws examples of one size.
 
     Inputs are `[B, T, input_size]`, 0 or 1: the bits, then one channel for each delimiter; targets are
     `[B, T, output_size]`. A training batch has one size, drawn from (seed, step), so short examples cost
@@ -30,6 +30,8 @@ class BitsDataset(DrawnDataset):
     val_size: Size = 200
 
     task: ClassVar[Task] = "bits"
+    # Sizes that are drawn uniformly, from the option min_<name> to the option max_<name>.
+    _drawn: ClassVar[tuple[str, ...]] = ("length",)
 
     @property
     def output_size(self) -> int:
@@ -46,8 +48,18 @@ class BitsDataset(DrawnDataset):
     def length(self) -> int:
         """Steps of the longest example."""
 
+    def _check(self) -> None:
+        for name in self._drawn:
+            least, most = self._range(name)
+            if least > most:
+                raise ValueError(f"min_{name} is {least}, but must be at most max_{name} = {most}")
+
+    def _range(self, name: str) -> tuple[int, int]:
+        return vars(self)[f"min_{name}"], vars(self)[f"max_{name}"]
+
     def _draw(self, rng: np.random.Generator, count: int) -> Batch:
-        return self._draw_examples(rng, self._draw_size(rng), count)
+        sizes = (rng.integers(*self._range(name), endpoint=True) for name in self._drawn)
+        return self._draw_examples(rng, tuple(map(int, sizes)), count)
 
     def _draw_validation(self, rng: np.random.Generator) -> Batch:
         rows = [self._padded(self._draw(rng, 1)) for _ in range(self.val_size)]
@@ -59,18 +71,8 @@ class BitsDataset(DrawnDataset):
         return Batch(pad(batch.inputs, behind), pad(batch.targets, behind, value=IGNORED))
 
     @abstractmethod
-    def _draw_size(self, rng: np.random.Generator) -> tuple[int, ...]:
-        """Draw the size of an example."""
-
-    @abstractmethod
     def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:
-        """Draw `count` examples of a size."""
-
-
-def check_order(least_name: str, least: int, most_name: str, most: int) -> None:
-    """Raise ValueError unless the first of two numbers is at most the second."""
-    if least > most:
-        raise ValueError(f"{least_name} is {least}, but must be at most {most_name} = {most}")
+        """Draw `count` examples of a size, in the order of `_drawn`."""
 
 
 def as_batch(inputs: np.ndarray, targets: np.ndarray) -> Batch:

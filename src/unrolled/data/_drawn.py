@@ -1,4 +1,4 @@
-"""What synthetic tasks share: fresh examples without end to train on, and a fixed set to validate."""
+"""Base class of synthetic tasks: unlimited random training examples, and a fixed validation set."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from unrolled.data._checks import check_batch_size, check_request, check_split
 
 
 class DrawnDataset(BaseDataset):
-    """A task whose examples are drawn. A subclass has the option `val_size`, and draws."""
+    """A task with random examples. A subclass has the option `val_size`, and draws the examples."""
 
     train_epoch: ClassVar[int] = 10_000  # training examples never repeat; this many count as an epoch
     val_size: int
@@ -25,14 +25,14 @@ class DrawnDataset(BaseDataset):
         self._val = self._draw_validation(np.random.default_rng((0, 0, 1)))
 
     def epoch_size(self, split: Split) -> int:
-        """Return the size of the validation set, or what counts as an epoch of training."""
+        """Return the size of the validation set, or the number of training examples of an epoch."""
         check_split(split)
         return self.train_epoch if split == "train" else self.val_size
 
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
-        """Return examples drawn from (seed, step) to train on.
+        """Return training examples drawn from (seed, step), or consecutive examples of the validation set.
 
-        Of the validation set, return the next ones in order, beginning again after the last.
+        After the last validation example comes the first one again.
         """
         check_request(split, step, batch_size, seed)
         if split == "train":
@@ -48,7 +48,7 @@ class DrawnDataset(BaseDataset):
         return Batch(self._val.inputs[rows], self._val.targets[rows])
 
     def _check(self) -> None:
-        """Raise ValueError if options do not fit each other."""
+        """Raise ValueError if options contradict each other."""
 
     @abstractmethod
     def _draw(self, rng: np.random.Generator, count: int) -> Batch:

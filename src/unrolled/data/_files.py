@@ -6,7 +6,11 @@ The folder to look in is `data_dir` if given, else `$UNROLLED_DATA`, else `~/.ca
 import gzip
 import hashlib
 import http.client
+import io
+import lzma
 import os
+import re
+import tarfile
 import urllib.request
 import zlib
 from collections.abc import Callable, Sequence
@@ -19,8 +23,9 @@ from unrolled.files import write_file
 
 T = TypeVar("T")
 
-TIMEOUT = 30.0  # seconds without an answer before a download is given up
+TIMEOUT = 30.0  # seconds without an answer before a download fails
 BAD_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
+BAD_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,23 @@ def read_file(path: str | Path) -> bytes:
         return _uncompressed(_read(path), path.name)
     except BAD_GZIP as error:
         raise ValueError(f"{path} cannot be uncompressed: {error}") from error
+
+
+def read_archive(archive: bytes, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], bytes]]:
+    """Read the files of a tar archive whose names match a pattern; return the matches and the contents.
+
+    Raises:
+        ValueError: it is not such an archive.
+    """
+    found = []
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            for member in tar:
+                if (match := pattern.fullmatch(member.name)) and (file := tar.extractfile(member)):
+                    found.append((match, file.read()))
+    except BAD_ARCHIVE as error:
+        raise ValueError(f"it is not a tar archive ({error})") from error
+    return found
 
 
 def _read(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Base class of image data sets, which are sequences of pixels, and the order of training examples."""
+"""Base classes of data sets that are read in epochs, images among them, and the order of their examples."""
 
 import math
 from abc import abstractmethod
@@ -30,7 +30,35 @@ def epoch_rows(size: int, *, step: int, batch_size: int, seed: int) -> Tensor:
     return torch.from_numpy(rows)
 
 
-class ImageDataset(BaseDataset):
+class EpochDataset(BaseDataset):
+    """Examples that are counted, and read in epochs. A subclass counts them, and makes batches of them."""
+
+    @abstractmethod
+    def _count(self, split: Split) -> int:
+        """Return the number of examples of a split."""
+
+    @abstractmethod
+    def _rows(self, split: Split, rows: Tensor) -> Batch:
+        """Return a batch of the examples with these indices."""
+
+    def epoch_size(self, split: Split) -> int:
+        """Return the number of examples of a split."""
+        check_split(split)
+        return self._count(split)
+
+    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
+        """Return batch number `step` of the epochs drawn from `seed`; see `epoch_rows`."""
+        check_request(split, step, batch_size, seed)
+        rows = epoch_rows(self._count(split), step=step, batch_size=batch_size, seed=seed)
+        return self._rows(split, rows)
+
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield the validation examples, always in the same order."""
+        check_batch_size(batch_size)
+        return (self._rows("val", x) for x in torch.split(torch.arange(self._count("val")), batch_size))
+
+
+class ImageDataset(EpochDataset):
     """Grey images, read row by row as sequences of levels.
 
     With p the T = H W pixels of an image and s = `vocab_size` the start symbol,
@@ -68,22 +96,10 @@ class ImageDataset(BaseDataset):
         check_split(split)
         return self._images[split]
 
-    def epoch_size(self, split: Split) -> int:
-        """Return the number of images of a split."""
-        return len(self.images(split))
+    def _count(self, split: Split) -> int:
+        return len(self._images[split])
 
-    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
-        """Return batch number `step` of the epochs drawn from `seed`; see `epoch_rows`."""
-        check_request(split, step, batch_size, seed)
-        rows = epoch_rows(self.epoch_size(split), step=step, batch_size=batch_size, seed=seed)
-        return self._as_sequences(self._images[split][rows])
-
-    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield the validation images in their order."""
-        check_batch_size(batch_size)
-        return map(self._as_sequences, torch.split(self._images["val"], batch_size))
-
-    def _as_sequences(self, images: Tensor) -> Batch:
-        pixels = images.flatten(1).long()
+    def _rows(self, split: Split, rows: Tensor) -> Batch:
+        pixels = self._images[split][rows].flatten(1).long()
         start = pixels.new_full((len(pixels), 1), self.vocab_size)
         return Batch(torch.cat([start, pixels[:, :-1]], dim=1), pixels)

@@ -40,11 +40,8 @@ class AddingDataset(DrawnDataset):
     output_size: ClassVar[int] = 1
 
     def _draw(self, rng: np.random.Generator, count: int) -> Batch:
-        numbers, marks, row = (
-            rng.random((count, self.length)),
-            np.zeros((count, self.length)),
-            np.arange(count),
-        )
+        numbers, row = rng.random((count, self.length)), np.arange(count)
+        marks = np.zeros_like(numbers)
         half = self.length // 2
         for place in (rng.integers(half, size=count), rng.integers(half, self.length, size=count)):
             marks[row, place] = 1

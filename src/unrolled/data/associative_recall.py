@@ -8,13 +8,13 @@ The default is the paper's: 2 to 6 items of 3 vectors of 6 bits.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge
 
 from unrolled.contract import IGNORED, Batch
-from unrolled.data._bits import BitsDataset, as_batch, check_order
+from unrolled.data._bits import BitsDataset, as_batch
 from unrolled.fields import Size
 
 
@@ -37,6 +37,8 @@ class AssociativeRecallDataset(BitsDataset):
     min_items: Annotated[int, Ge(2)] = 2
     max_items: Annotated[int, Ge(2)] = 6
 
+    _drawn: ClassVar[tuple[str, ...]] = ("items",)
+
     @property
     def input_size(self) -> int:
         """The bits, next and query."""
@@ -49,12 +51,6 @@ class AssociativeRecallDataset(BitsDataset):
 
     def _steps(self, items: int) -> int:
         return items * (self.item_length + 1) + 2 * self.item_length + 2
-
-    def _check(self) -> None:
-        check_order("min_items", self.min_items, "max_items", self.max_items)
-
-    def _draw_size(self, rng: np.random.Generator) -> tuple[int, ...]:
-        return (int(rng.integers(self.min_items, self.max_items, endpoint=True)),)
 
     def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:
         (n,), L = size, self.item_length

@@ -10,9 +10,7 @@ is one symbol ("apple,milk").
 """
 
 import hashlib
-import io
 import re
-import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,11 +23,10 @@ from annotated_types import Ge, Le, MinLen
 from torch import Tensor
 
 from unrolled.contract import IGNORED, Batch, Split
-from unrolled.data._base import BaseDataset, Task
-from unrolled.data._checks import check_batch_size, check_request, check_split
-from unrolled.data._files import folder, load_published
-from unrolled.data._images import epoch_rows
-from unrolled.data.imdb import BAD_ARCHIVE
+from unrolled.data._base import Task
+from unrolled.data._checks import check_batch_size
+from unrolled.data._files import folder, load_published, read_archive
+from unrolled.data._images import EpochDataset
 from unrolled.fields import Count, Size
 
 URL = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
@@ -104,7 +101,7 @@ class Questions(NamedTuple):
 
 
 @dataclass
-class BabiDataset(BaseDataset):
+class BabiDataset(EpochDataset):
     """The English tasks with 10,000 questions to train on, the last tenth of the stories kept for validation.
 
     Batches have `inputs [B, M + 1, J]`: M sentences of J words, the oldest first, and the question last;
@@ -156,20 +153,11 @@ class BabiDataset(BaseDataset):
         """Number of words, answers included."""
         return len(self.words)
 
-    def epoch_size(self, split: Split) -> int:
-        """Return the number of questions of a split."""
-        check_split(split)
+    def _count(self, split: Split) -> int:
         return len(self._splits[split].answers)
 
-    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
-        """Return batch number `step` of the epochs drawn from `seed`; see `epoch_rows`."""
-        check_request(split, step, batch_size, seed)
-        rows = epoch_rows(self.epoch_size(split), step=step, batch_size=batch_size, seed=seed)
+    def _rows(self, split: Split, rows: Tensor) -> Batch:
         return self._as_batch(self._splits[split], rows)
-
-    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield the validation questions, always in the same order."""
-        return self._all(self._splits["val"], batch_size)
 
     def test_batches(self, batch_size: int, task: int | None = None) -> Iterator[Batch]:
         """Yield the questions of the test files in order, of all tasks chosen or of one of them."""
@@ -280,15 +268,7 @@ def unpack(archive: bytes) -> Files:
     Raises:
         ValueError: it is not such an archive, or the files are not those that were published.
     """
-    found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            for member in tar:
-                if FILE.fullmatch(member.name) and (file := tar.extractfile(member)):
-                    found[member.name] = file.read()
-    except BAD_ARCHIVE as error:
-        raise ValueError(f"it is not a tar archive ({error})") from error
-    return verified(found)
+    return verified({match[0]: content for match, content in read_archive(archive, FILE)})
 
 
 def verified(found: dict[str, bytes]) -> Files:

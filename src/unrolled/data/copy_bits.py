@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unrolled.contract import IGNORED, Batch
-from unrolled.data._bits import BitsDataset, as_batch, check_order
+from unrolled.data._bits import BitsDataset, as_batch
 from unrolled.fields import Size
 
 
@@ -40,12 +40,6 @@ class CopyBitsDataset(BitsDataset):
     def length(self) -> int:
         """Steps of the longest example."""
         return 2 * self.max_length + 2
-
-    def _check(self) -> None:
-        check_order("min_length", self.min_length, "max_length", self.max_length)
-
-    def _draw_size(self, rng: np.random.Generator) -> tuple[int, ...]:
-        return (int(rng.integers(self.min_length, self.max_length, endpoint=True)),)
 
     def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:
         (n,) = size

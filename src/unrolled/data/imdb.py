@@ -1,31 +1,25 @@
 """IMDb: 50,000 film reviews, positive or negative, read as bytes (Maas et al. 2011)."""
 
 import hashlib
-import io
-import lzma
 import re
-import tarfile
-import zlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unrolled.contract import Batch, Split
-from unrolled.data._base import BaseDataset, Task
-from unrolled.data._checks import check_batch_size, check_request, check_split
-from unrolled.data._files import load_published
-from unrolled.data._images import epoch_rows
+from unrolled.data._base import Task
+from unrolled.data._files import load_published, read_archive
+from unrolled.data._images import EpochDataset
 from unrolled.fields import Size
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 PATHS = ["imdb/aclImdb_v1.tar.gz", "imdb/aclImdb_labelled.tar.xz"]  # the second has labelled reviews only
 SHA256 = "547855a64e4712ecaf791b9e6e84adbd8aee292dcf559cba9c7f1852ee7bec3d"  # of the reviews, as hashed below
 REVIEW = re.compile(r"(?:.*/)?(train|test)/(pos|neg)/(\d+)_\d+\.txt")
-BAD_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
 SPLITS: dict[str, Split] = {"train": "train", "test": "val"}
 
 Reviews = dict[Split, list[tuple[int, bytes]]]
@@ -33,7 +27,7 @@ Reviews = dict[Split, list[tuple[int, bytes]]]
 
 
 @dataclass
-class ImdbDataset(BaseDataset):
+class ImdbDataset(EpochDataset):
     """25,000 reviews to train on, validated on the 25,000 of the official test part; one label for each.
 
     A review is cut off after `length` bytes, as in the long-range arena (Tay et al. 2020, arXiv 2011.04006,
@@ -61,25 +55,11 @@ class ImdbDataset(BaseDataset):
         order = np.random.default_rng(0).permutation(len(self._reviews["val"]))
         self._reviews["val"] = [self._reviews["val"][i] for i in order]
 
-    def epoch_size(self, split: Split) -> int:
-        """Return the number of reviews of a split."""
-        check_split(split)
+    def _count(self, split: Split) -> int:
         return len(self._reviews[split])
 
-    def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
-        """Return batch number `step` of the epochs drawn from `seed`; see `epoch_rows`."""
-        check_request(split, step, batch_size, seed)
-        rows = epoch_rows(self.epoch_size(split), step=step, batch_size=batch_size, seed=seed)
-        return self._as_batch([self._reviews[split][i] for i in rows])
-
-    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield the validation reviews, always in the same order."""
-        check_batch_size(batch_size)
-        reviews = self._reviews["val"]
-        for start in range(0, len(reviews), batch_size):
-            yield self._as_batch(reviews[start : start + batch_size])
-
-    def _as_batch(self, reviews: Sequence[tuple[int, bytes]]) -> Batch:
+    def _rows(self, split: Split, rows: Tensor) -> Batch:
+        reviews = [self._reviews[split][i] for i in rows]
         texts = [text[: self.length] for _, text in reviews]
         inputs = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
         padding = torch.ones_like(inputs, dtype=torch.bool)
@@ -95,15 +75,7 @@ def read_reviews(archive: bytes) -> Reviews:
     Raises:
         ValueError: it is not such an archive, or the reviews are not those that were published.
     """
-    found: dict[tuple[str, str, int], bytes] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            for member in tar:
-                match = REVIEW.fullmatch(member.name)
-                if match and (file := tar.extractfile(member)):
-                    found[match[1], match[2], int(match[3])] = file.read()
-    except BAD_ARCHIVE as error:
-        raise ValueError(f"it is not a tar archive ({error})") from error
+    found = {(match[1], match[2], int(match[3])): text for match, text in read_archive(archive, REVIEW)}
     digest = hashlib.sha256()
     reviews: Reviews = {"train": [], "val": []}
     for key in sorted(found):

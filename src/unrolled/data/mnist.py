@@ -15,17 +15,16 @@ from unrolled.data._files import PublishedFile, read_published
 from unrolled.data._images import ImageDataset
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist"  # the authors' own page no longer serves the files
+
+
+def _images(part: str, sha256: str) -> PublishedFile:
+    name = f"{part}-images-idx3-ubyte.gz"
+    return PublishedFile(f"mnist/{name}", f"{MIRROR}/{name}", sha256)
+
+
 FILES: dict[Split, PublishedFile] = {
-    "train": PublishedFile(
-        "mnist/train-images-idx3-ubyte.gz",
-        f"{MIRROR}/train-images-idx3-ubyte.gz",
-        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    ),
-    "val": PublishedFile(
-        "mnist/t10k-images-idx3-ubyte.gz",
-        f"{MIRROR}/t10k-images-idx3-ubyte.gz",
-        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    ),
+    "train": _images("train", "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+    "val": _images("t10k", "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
 }
 IMAGES_MAGIC = 0x0803  # unsigned bytes in three dimensions
 

@@ -4,7 +4,7 @@ The files are those of github.com/multi30k/dataset, task 1, neither tokenised no
 from Flickr30k, whose terms are theirs: research and education, nothing commercial.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args
@@ -15,11 +15,11 @@ from annotated_types import Ge
 from torch import Tensor
 
 from unrolled.contract import IGNORED, Batch, Split
-from unrolled.data._base import BaseDataset, Task
+from unrolled.data._base import Task
 from unrolled.data._bpe import END_ID, SMALLEST, BytePairs
-from unrolled.data._checks import check_batch_size, check_request, check_split
+from unrolled.data._checks import check_request
 from unrolled.data._files import PublishedFile, read_published
-from unrolled.data._images import epoch_rows
+from unrolled.data._images import EpochDataset, epoch_rows
 from unrolled.data._vocabulary import Vocabulary
 
 Direction = Literal["en-de", "de-en"]
@@ -43,7 +43,7 @@ Pairs = list[tuple[Tensor, Tensor]]  # ids of source and target, each with the e
 
 
 @dataclass
-class Multi30kDataset(BaseDataset):
+class Multi30kDataset(EpochDataset):
     """29,000 pairs of sentences to train on and 1,014 to validate, as byte pairs that both languages share.
 
     The byte pairs are learned from the training text. Training batches hold sentences of about one length: of
@@ -117,28 +117,22 @@ class Multi30kDataset(BaseDataset):
         """Return the text of ids [T], up to the end symbol."""
         return self.pieces.decode(ids)
 
-    def epoch_size(self, split: Split) -> int:
-        """Return the number of pairs of a split."""
-        check_split(split)
+    def _count(self, split: Split) -> int:
         return len(self._pairs[split])
+
+    def _rows(self, split: Split, rows: Tensor) -> Batch:
+        return as_batch([self._pairs[split][i] for i in rows])
 
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return batch number `step` of the epochs drawn from `seed`, of pairs of about one length."""
         check_request(split, step, batch_size, seed)
-        pairs = self._pairs[split]
         pool, place = divmod(step, POOL)
-        rows = epoch_rows(len(pairs), step=pool, batch_size=POOL * batch_size, seed=seed)
+        rows = epoch_rows(self._count(split), step=pool, batch_size=POOL * batch_size, seed=seed)
         source, target = self._lengths[split][:, rows]
         by_length = np.lexsort((source, target))  # by that of the target first, where each token costs most
         batches = rows[by_length].reshape(POOL, batch_size)
         chosen = np.random.default_rng((seed, pool, 1)).permutation(POOL)[place]
-        return as_batch([pairs[i] for i in batches[chosen]])
-
-    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield the validation pairs in their order."""
-        check_batch_size(batch_size)
-        pairs = self._pairs["val"]
-        return (as_batch(pairs[i : i + batch_size]) for i in range(0, len(pairs), batch_size))
+        return self._rows(split, batches[chosen])
 
 
 def as_batch(pairs: Pairs) -> Batch:

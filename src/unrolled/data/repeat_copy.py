@@ -10,11 +10,12 @@ default is the paper's: 1 to 10 vectors of 8 bits, 1 to 10 times.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from unrolled.contract import IGNORED, Batch
-from unrolled.data._bits import BitsDataset, as_batch, check_order
+from unrolled.data._bits import BitsDataset, as_batch
 from unrolled.fields import Size
 
 MEAN, DEVIATION = 5.5, math.sqrt(33 / 4)  # of 1 to 10 for any range, so that the scale of the input is fixed
@@ -39,6 +40,8 @@ class RepeatCopyDataset(BitsDataset):
     min_repeats: Size = 1
     max_repeats: Size = 10
 
+    _drawn: ClassVar[tuple[str, ...]] = ("length", "repeats")
+
     @property
     def input_size(self) -> int:
         """The bits, start and repeats."""
@@ -53,14 +56,6 @@ class RepeatCopyDataset(BitsDataset):
     def length(self) -> int:
         """Steps of the longest example."""
         return self.max_length * (self.max_repeats + 1) + 3
-
-    def _check(self) -> None:
-        check_order("min_length", self.min_length, "max_length", self.max_length)
-        check_order("min_repeats", self.min_repeats, "max_repeats", self.max_repeats)
-
-    def _draw_size(self, rng: np.random.Generator) -> tuple[int, ...]:
-        length = rng.integers(self.min_length, self.max_length, endpoint=True)
-        return int(length), int(rng.integers(self.min_repeats, self.max_repeats, endpoint=True))
 
     def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:
         n, repeats = size

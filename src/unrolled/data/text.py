@@ -25,7 +25,7 @@ KNOWN = {
         "tinyshakespeare/input.txt",
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-    ),
+    )
 }
 
 
@@ -41,8 +41,8 @@ class TextDataset(BaseDataset):
         path: a file, decompressed if it ends in `.gz`, or the known name "tiny-shakespeare".
         level: "chars" or "bytes".
         length: tokens per window, T.
-        val_fraction: the part at the end of the text that is kept for validation.
-        data_dir: where known texts are kept; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
+        val_fraction: the fraction at the end of the text that is held out for validation.
+        data_dir: the folder of known texts; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
         ValueError: an option is impossible, the file is missing, corrupt or not UTF-8, or a split is too

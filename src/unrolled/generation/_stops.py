@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from unrolled.ops.checks import wrong
+
 Stop = int | Sequence[int | Sequence[int]] | None
 
 
@@ -17,9 +19,7 @@ def stop_sequences(stop: Stop, vocab_size: int) -> list[list[int]]:
     stops = [list(ids) if isinstance(ids, Sequence) else [ids] for ids in alternatives]
     for ids in stops:
         if not all(type(token) is int for token in ids):
-            raise ValueError(
-                f"stop is {stop!r}, but must be a token id, or a list of ids and of lists of ids"
-            )
+            raise wrong("stop", repr(stop), "a token id, or a list of ids and of lists of ids")
         if not ids:
             raise ValueError("stop holds an empty sequence, which every continuation ends with")
         if not all(0 <= token < vocab_size for token in ids):

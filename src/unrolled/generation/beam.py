@@ -29,7 +29,7 @@ from unrolled.contract import VocabularyConfig
 from unrolled.generation._mode import drawing_mode
 from unrolled.generation._ngrams import end_with, repeated
 from unrolled.generation._stops import Stop, stop_sequences
-from unrolled.ops.checks import check_tensor
+from unrolled.ops.checks import check_tensor, wrong, wrong_shape
 from unrolled.ops.options import at_least, is_number
 from unrolled.ops.state import select
 
@@ -121,7 +121,7 @@ def beam_search(
     """
     check_tensor("logits", logits)
     if logits.dim() != 2:
-        raise ValueError(f"logits has shape {list(logits.shape)}, but must be [B, V]")
+        raise wrong_shape("logits", logits, "[B, V]")
     B, V = logits.shape
     search = _Search(
         V, beam_size, length_penalty, early_stopping, min_new_tokens, no_repeat_ngram_size,
@@ -233,15 +233,14 @@ class _Search(NamedTuple):
         unfinished = ranked.log_probs.masked_fill(ended, -torch.inf)
         log_probs, chosen = unfinished.topk(min(self.beam_size, unfinished.shape[1]), dim=1)
         length = ranked.tokens.shape[2]
-        going = [
-            i
-            for i, (row, best) in enumerate(zip(ranked.rows, log_probs[:, 0].tolist(), strict=True))
-            if best > -torch.inf and not self._is_over(row, length, best)
-        ]
+        likeliest = enumerate(zip(ranked.rows, log_probs[:, 0].tolist(), strict=True))
+        going = [i for i, (row, best) in likeliest if not self._is_over(row, length, best)]
         return going, chosen, log_probs
 
     def _is_over(self, row: int, length: int, best: float) -> bool:
         """Whether a row is finished after `length` tokens; `best` is log p of its most likely prefix."""
+        if best == -torch.inf:
+            return True
         if len(self.found[row]) < self.beam_size or self.early_stopping is True:
             return len(self.found[row]) == self.beam_size
         reach = self.limits[row] if self.early_stopping == "never" else length
@@ -254,11 +253,7 @@ def _limits(max_new_tokens: int | Sequence[int], min_new_tokens: int, rows: int)
     given = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens]
     limits = given if isinstance(max_new_tokens, Sequence) else given * rows
     if len(limits) != rows or any(type(limit) is not int or limit < 0 for limit in given):
-        raise ValueError(
-            f"max_new_tokens is {max_new_tokens}, but must be a whole number of at least 0, or {rows} of them"
-        )
+        raise wrong("max_new_tokens", max_new_tokens, f"a whole number of at least 0, or {rows} of them")
     if given and min_new_tokens > min(given):
-        raise ValueError(
-            f"min_new_tokens is {min_new_tokens}, but must be at most max_new_tokens = {min(given)}"
-        )
+        raise wrong("min_new_tokens", min_new_tokens, f"at most max_new_tokens = {min(given)}")
     return limits

@@ -1,6 +1,7 @@
 """Prefill once, fork, then step: generation from any model that runs as a recurrence."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from unrolled.contract import Recurrent
 from unrolled.generation import sampling
 from unrolled.generation._mode import drawing_mode
 from unrolled.generation._stops import Stop, stop_sequences
-from unrolled.ops.checks import on_cpu
+from unrolled.ops.checks import on_cpu, wrong, wrong_shape
 from unrolled.ops.options import check_integers
 from unrolled.ops.state import leaves, select
 
@@ -74,9 +75,7 @@ def generate(
     check_integers(0, max_new_tokens=max_new_tokens)
     check_integers(1, num_samples=num_samples)
     if len(prompts) * num_samples > MOST_ROWS:
-        raise ValueError(
-            f"num_samples is {num_samples}, but must be at most {MOST_ROWS // len(prompts)} in one call"
-        )
+        raise wrong("num_samples", num_samples, f"at most {MOST_ROWS // len(prompts)} in one call")
     generators = _generators(seed, len(prompts), num_samples)
 
     sampler = _Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -126,12 +125,9 @@ class _Sampler(NamedTuple):
         if self.repetition_penalty != 1.0:
             logits = sampling.repetition_penalty(logits, seen, self.repetition_penalty)
         logits = sampling.temperature(logits, self.temperature)
-        if self.top_k is not None:
-            logits = sampling.top_k(logits, self.top_k)
-        if self.top_p is not None:
-            logits = sampling.top_p(logits, self.top_p)
-        if self.min_p is not None:
-            logits = sampling.min_p(logits, self.min_p)
+        logits = logits if self.top_k is None else sampling.top_k(logits, self.top_k)
+        logits = logits if self.top_p is None else sampling.top_p(logits, self.top_p)
+        logits = logits if self.min_p is None else sampling.min_p(logits, self.min_p)
         return sampling.sample(logits, generators)
 
 
@@ -156,33 +152,26 @@ def _prompts(
 ) -> list[Tensor]:
     """Check the prompts; return them as 1-D int64 tensors, with the start symbol in front if there is one."""
     if not isinstance(prompt_ids, Tensor | Sequence):
-        raise ValueError(
-            f"prompt_ids is a {type(prompt_ids).__name__}, but must be ids [B, T] or B sequences"
-        )
+        raise wrong("prompt_ids", f"a {type(prompt_ids).__name__}", "ids [B, T] or B sequences")
     if isinstance(prompt_ids, Tensor) and prompt_ids.dim() != 2:
-        shape = tuple(prompt_ids.shape)
-        raise ValueError(f"prompt_ids has shape {shape}, but must be [B, T], or a list of prompts")
+        raise wrong_shape("prompt_ids", prompt_ids, "[B, T], or a list of prompts")
     prompts = []
     for index, given in enumerate(prompt_ids):
+        name = f"prompt_ids[{index}]"
         if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
-            raise ValueError(f"prompt_ids[{index}] is {given!r}, but must be a sequence of token ids")
-        prompt = on_cpu(f"prompt_ids[{index}]", given)
+            raise wrong(name, repr(given), "a sequence of token ids")
+        prompt = on_cpu(name, given)
         if prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise ValueError(
-                f"prompt_ids[{index}] is {prompt.dtype} of shape {tuple(prompt.shape)}, "
-                "but must be whole numbers [T]"
-            )
+            raise wrong(name, prompt, "whole numbers [T]")
         prompt = prompt.long()
         if start is not None and (not len(prompt) or prompt[0] != start):
             prompt = torch.cat([torch.tensor([start]), prompt])
         if not len(prompt):
-            raise ValueError(f"prompt_ids[{index}] is empty, but this model has no start symbol")
+            raise ValueError(f"{name} is empty, but this model has no start symbol")
         ids = prompt if start is None else prompt[1:]
         if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-            wrong = ids[(ids < 0) | (ids >= vocab_size)][0].item()
-            raise ValueError(
-                f"prompt_ids[{index}] holds the token id {wrong}, but must be in [0, {vocab_size})"
-            )
+            token = ids[(ids < 0) | (ids >= vocab_size)][0].item()
+            raise ValueError(f"{name} holds the token id {token}, but must be in [0, {vocab_size})")
         prompts.append(prompt)
     return prompts
 
@@ -196,6 +185,5 @@ def _generators(seed: int | None, n_prompts: int, num_samples: int) -> list[torc
         torch.Generator().manual_seed(
             int(np.random.SeedSequence(entropy, spawn_key=(prompt, sample)).generate_state(1, np.uint64)[0])
         )
-        for prompt in range(n_prompts)
-        for sample in range(num_samples)
+        for prompt, sample in product(range(n_prompts), range(num_samples))
     ]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_tensor
+from unrolled.ops.checks import check_tensor, wrong
 from unrolled.ops.options import is_number
 
 
@@ -125,10 +125,7 @@ def sample(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
 def _check_logits(logits: Tensor) -> None:
     check_tensor("logits", logits)
     if logits.dim() < 1 or logits.shape[-1] < 1 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits is {logits.dtype} of shape {list(logits.shape)}, "
-            "but must be floating point [N, V] with V of at least 1"
-        )
+        raise wrong("logits", logits, "floating point [N, V] with V of at least 1")
 
 
 def _keep(logits: Tensor, kept: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from unrolled.generation._mode import drawing_mode
 from unrolled.generation.beam import BeamOptions, Hypothesis, Steps, beam_search
-from unrolled.ops.checks import on_cpu
+from unrolled.ops.checks import on_cpu, wrong
 
 MORE_THAN_SOURCE = 50  # tokens that a translation may be longer than its source (Vaswani et al., section 6.1)
 
@@ -75,9 +75,8 @@ def n_best(
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1")
     given = [_source(index, source) for index, source in enumerate(sources)]
     nothing = torch.empty(0, model.config.vocab_size)  # an empty search checks the options
-    beam_search(
-        model, nothing, None, max_new_tokens=[] if max_new_tokens is None else max_new_tokens, **options
-    )
+    most: int | Sequence[int] = [] if max_new_tokens is None else max_new_tokens
+    beam_search(model, nothing, None, max_new_tokens=most, **options)
     order = sorted(range(len(given)), key=lambda index: len(given[index]))
     found: dict[int, list[Hypothesis]] = {}
     for first in range(0, len(order), batch_size):
@@ -105,9 +104,7 @@ def _begin(model: Translates, sources: list[Tensor]) -> tuple[Tensor, Any]:
 def _source(index: int, source: Tensor | Sequence[int]) -> Tensor:
     ids = on_cpu(f"sources[{index}]", source)
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"sources[{index}] is {ids.dtype} of shape {list(ids.shape)}, but must be whole numbers [S]"
-        )
+        raise wrong(f"sources[{index}]", ids, "whole numbers [S]")
     if not len(ids):
         raise ValueError(f"sources[{index}] is empty, but must have at least one token")
     return ids.long()

@@ -1,1 +1,1 @@
-"""Models and weights of other libraries, in and out. Each needs its extra, so nothing is imported here."""
+"""Import and export of models and weights of other libraries. Each module needs an extra of its own."""

@@ -21,7 +21,7 @@ KINDS = {
     "CausalLinearAttention": ("linear", True),
     "RecurrentLinearAttention": ("linear", True),
 }
-"""Per attention class of theirs: our mechanism, and whether it is causal (None: depends on the mask)."""
+"""For each of their attention classes: our mechanism, and whether it is causal (None: given by the mask)."""
 
 
 def from_fast_transformers(encoder: Foreign, *, causal: bool) -> Stack:

@@ -21,7 +21,7 @@ def from_transformer_encoder(
     Its methods are those of `unrolled.models.stack.Stack`: `forward(x [B,T,d_model], key_padding_mask=)`, and
     `init_state`, `prefill` and `step` if it is causal. With softmax attention it computes the same as
     `encoder`, except that in training it has no dropout on attention weights or inside feed-forward layers.
-    The batch is always the first axis, whatever it is for `encoder`.
+    The batch is always the first axis, also if `encoder` has `batch_first=False`.
 
     Args:
         encoder: made of equal `nn.TransformerEncoderLayer`s; pre- or post-norm, relu or gelu, with or

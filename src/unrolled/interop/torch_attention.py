@@ -66,12 +66,8 @@ class MultiheadAttention(nn.Module):
                 f"dropout is {dropout}, but must be 0: dropout on attention weights is not supported"
             )
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
-        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
-        self.batch_first, self.add_zero_attn, self.head_dim = (
-            batch_first,
-            add_zero_attn,
-            embed_dim // num_heads,
-        )
+        self.kdim, self.vdim, self.head_dim = kdim or embed_dim, vdim or embed_dim, embed_dim // num_heads
+        self.batch_first, self.add_zero_attn = batch_first, add_zero_attn
         # If True, torch's encoder layer would compute softmax attention itself.
         self._qkv_same_embed_dim = False
         mechanism = mechanisms.load(attention)(embed_dim, num_heads, causal=causal, bias=bias, **options)
@@ -252,11 +248,12 @@ class MultiheadAttention(nn.Module):
                     )
                 attn_mask = attn_mask.view(B, self.num_heads, T, S)
             check_attn_mask(attn_mask, (B, self.num_heads, T, S))
-            attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
-            free = True if attn_mask.dtype == torch.bool else 0.0
-            attn_mask = F.pad(attn_mask, (0, further), value=free) if further else attn_mask
-        if key_padding_mask is not None and further:
-            key_padding_mask = F.pad(key_padding_mask, (0, further))
+        # In torch's convention False and 0 leave a key unmasked.
+        key_padding_mask, attn_mask = (
+            F.pad(x, (0, further)) if x is not None and further else x for x in (key_padding_mask, attn_mask)
+        )
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = ~attn_mask
         return Masks(key_padding_mask, attn_mask)
 
 

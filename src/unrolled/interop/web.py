@@ -137,7 +137,8 @@ def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> 
     Raises:
         ValueError: a file is missing, or is not the published one.
     """
-    names = [file for build in _builds(webgpu).values() for file in build.values()]
+    builds = BUILDS if webgpu else {"wasm": BUILDS["wasm"]}
+    names = [file for build in builds.values() for file in build.values()]
     if folder is not None:
         found = {name: Path(folder) / name for name in names}
         for name, path in found.items():
@@ -170,10 +171,6 @@ def _write_runtime(folder: Path, found: Mapping[str, Path], notices: list[Path])
         "bytes": max(sizes.values()),  # of the largest build, for the progress bar of loading
     }
     _write_json(folder / "runtime.json", record)
-
-
-def _builds(webgpu: bool) -> dict[str, dict[str, str]]:
-    return {name: build for name, build in BUILDS.items() if webgpu or name == "wasm"}
 
 
 def _fetch(files: Mapping[str, Path]) -> None:

@@ -1,7 +1,7 @@
 """The transformer block that the models are made of, and its parts."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypedDict, Unpack, cast
 
@@ -14,7 +14,7 @@ from unrolled import attention
 from unrolled.attention import MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.models.config import Activation, TransformerConfig
-from unrolled.ops.dense import Linear
+from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.state import Parts
 
 INIT_STD = 0.02  # of every weight that starts random
@@ -31,14 +31,19 @@ class Masks(TypedDict, total=False):
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """Apply "gelu", "gelu_tanh", "relu" or "tanh" elementwise."""
-    if activation == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    if activation == "tanh":
-        return x.tanh()
-    return F.gelu(x) if activation == "gelu" else F.relu(x)
+    if activation in ("relu", "tanh"):
+        return x.relu() if activation == "relu" else x.tanh()
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-class FeedForward(nn.Module):
+def apply(layer: Callable[..., Tensor], *inputs: object, recompute: bool) -> Tensor:
+    """Call a layer; with `recompute`, keep its inputs only and run it again in the backward pass."""
+    if recompute:
+        return cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))
+    return layer(*inputs)
+
+
+class FeedForward(Layer):
     """Two layers at each position: W2 f(W1 x), where swiglu's f is [g, u] -> silu(g) u (Shazeer 2020).
 
     With a `chunk`, that many positions are computed at a time (Kitaev et al. 2020, "Reformer", arXiv
@@ -69,11 +74,10 @@ class FeedForward(nn.Module):
             x = F.silu(gate) * x
         else:
             x = activate(x, self.activation)
-        y: Tensor = self.down(x)
-        return y
+        return cast(Tensor, self.down(x))
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Attention, then a feed-forward layer, each added to the residual stream.
 
         pre-norm:    x <- x + f(norm(x))     (Xiong et al. 2020)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED
-from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, may_read, shape
+from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, may_read, shape, wrong
 
 
 def check_ids(name: str, ids: Tensor, n_ids: int, table: Tensor | None = None, axes: str = "[B, T]") -> None:
@@ -59,16 +59,12 @@ def check_layer_states(
 ) -> None:
     """Raise ValueError unless `state` is a `kind` for that many rows and layers; layers check their own."""
     if not isinstance(state, kind):
-        raise ValueError(
-            f"state is a {type(state).__name__}, but must be the {kind.__name__} of init_state or prefill"
-        )
+        raise wrong("state", f"a {type(state).__name__}", f"the {kind.__name__} of init_state or prefill")
     position = state.position
     check_tensor("state.position", position)
     check_device("state.position", position, table)
     if position.shape != (rows,) or position.dtype != torch.long:
-        raise ValueError(
-            f"state.position is {position.dtype} of shape {shape(position)}, but must be torch.long [{rows}]"
-        )
+        raise wrong("state.position", position, f"torch.long [{rows}]")
     check_parts("state.layers", state.layers, n_layers)
 
 
@@ -83,13 +79,9 @@ def check_targets(targets: Tensor, expected: Sequence[int], levels: int) -> None
     """Raise ValueError unless `targets` is long, of that shape and, on a CPU, in [0, levels) or ignored."""
     check_tensor("targets", targets)
     if targets.dtype != torch.long or targets.shape != torch.Size(expected):
-        raise ValueError(
-            f"targets is {targets.dtype} of shape {shape(targets)}, but must be torch.long {list(expected)}"
-        )
+        raise wrong("targets", targets, f"torch.long {list(expected)}")
     if may_read(targets) and (asked := targets[targets != IGNORED]).numel():
         low, high = (int(x) for x in asked.aminmax())
         if low < 0 or high >= levels:
-            raise ValueError(
-                f"targets holds values from {low} to {high}, but they must be in [0, {levels}), "
-                f"or {IGNORED} for none"
-            )
+            classes = f"in [0, {levels}), or {IGNORED} for none"
+            raise ValueError(f"targets holds values from {low} to {high}, but they must be {classes}")

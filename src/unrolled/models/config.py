@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Gt, Lt, MinLen
 
 from unrolled.fields import Checked, Fraction, FromData, Size, field_types
+from unrolled.ops.checks import wrong
 
 Norm = Literal["pre", "post"]
 NormType = Literal["layernorm", "rmsnorm"]
@@ -23,11 +24,8 @@ class ModelConfig(Checked):
     @classmethod
     def from_data(cls) -> dict[str, str]:
         """Return the fields that follow from the data set, each with the name of the data set's attribute."""
-        marks = {
-            name: [mark.name for mark in get_args(hint) if isinstance(mark, FromData)]
-            for name, hint in field_types(cls).items()
-        }
-        return {name: found[0] for name, found in marks.items() if found}
+        marks = ((name, mark) for name, hint in field_types(cls).items() for mark in get_args(hint))
+        return {name: mark.name for name, mark in marks if isinstance(mark, FromData)}
 
     @property
     def needs(self) -> dict[str, object]:
@@ -121,15 +119,11 @@ class TransformerConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n_heads % (self.n_kv_heads or self.n_heads):
-            raise ValueError(
-                f"n_kv_heads is {self.n_kv_heads}, but must be a divisor of n_heads = {self.n_heads}"
-            )
+            raise wrong("n_kv_heads", self.n_kv_heads, f"a divisor of n_heads = {self.n_heads}")
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"d_model is {self.d_model}, but must be even with positions 'sinusoidal'")
         if self.reversible and self.norm != "pre":
-            raise ValueError(
-                f"norm is {self.norm!r}, but must be 'pre' with reversible True: others have no inverse"
-            )
+            raise wrong("norm", repr(self.norm), "'pre' with reversible True: others have no inverse")
         self._check_axial()
         self._check_attention()
 
@@ -173,9 +167,7 @@ class TransformerConfig(ModelConfig):
         if self.positions != "axial":
             for name, given in {"axial_shape": shape, "axial_widths": widths}.items():
                 if given is not None:
-                    raise ValueError(
-                        f"{name} is {given}, but must be None with positions {self.positions!r}: use 'axial'"
-                    )
+                    raise wrong(name, given, f"None with positions {self.positions!r}: use 'axial'")
             return
         if shape is None:
             raise ValueError(
@@ -185,10 +177,7 @@ class TransformerConfig(ModelConfig):
         if widths is None:
             self.axial_widths = widths = [total // axes + (i < total % axes) for i in range(axes)]
         if len(widths) != axes or sum(widths) != total or min(widths) < 1:
-            raise ValueError(
-                f"axial_widths is {widths}, but must be {axes} widths, one for each axis, "
-                f"that add up to {total}"
-            )
+            raise wrong("axial_widths", widths, f"{axes} widths, one for each axis, that add up to {total}")
 
     def _check_attention(self) -> None:
         if not isinstance(self.attention, str) and len(self.attention) != self.n_layers:

@@ -10,10 +10,11 @@ from unrolled import attention
 from unrolled.contract import UnsupportedError
 from unrolled.models.blocks import Attention, FeedForward, make_attention, make_norm
 from unrolled.models.config import TransformerConfig
+from unrolled.ops.dense import Layer
 from unrolled.ops.state import Parts
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(Layer):
     """Causal self-attention, attention to a memory, and a feed-forward layer, with the norms of `Block`.
 
     `config` describes the block, and `cross` its attention to the memory.
@@ -39,21 +40,22 @@ class DecoderBlock(nn.Module):
     def prefill(self, x: Tensor, memory: Parts, state: Parts) -> tuple[Tensor, Parts]:
         """[B, T, d_model] -> [B, T, d_model], from a state to a state; `memory` comes from `cross.read`."""
         y, state = self.attention.prefill(self._before(x, self.attention_norm), state)
-        x = self._after(x, y, self.attention_norm)
-        return self._finish(self._add(x, self.cross_norm, partial(self.cross.recall, memory=memory))), state
+        return self._recall(self._after(x, y, self.attention_norm), memory), state
 
     def step(self, x: Tensor, memory: Parts, state: Parts) -> tuple[Tensor, Parts]:
         """[B, d_model] -> [B, d_model], from a state to a state."""
         y, state = self.attention.step(self._before(x, self.attention_norm), state)
-        x = self._after(x, y, self.attention_norm).unsqueeze(1)
-        x = self._add(x, self.cross_norm, partial(self.cross.recall, memory=memory))
-        return self._finish(x).squeeze(1), state
+        return self._recall(self._after(x, y, self.attention_norm).unsqueeze(1), memory).squeeze(1), state
 
     def weights(self, x: Tensor, memory: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Weight of each place of the memory at each position, `[B,H,T,S]`."""
         x = self._add(x, self.attention_norm, self.attention)
         query = self._before(x, self.cross_norm)
         return self.cross.weights(query, memory, key_padding_mask=key_padding_mask)
+
+    def _recall(self, x: Tensor, memory: Parts) -> Tensor:
+        """Attend to a memory that `cross.read` has projected, then the feed-forward layer."""
+        return self._finish(self._add(x, self.cross_norm, partial(self.cross.recall, memory=memory)))
 
     def _finish(self, x: Tensor) -> Tensor:
         return self._add(x, self.ff_norm, self.ff)

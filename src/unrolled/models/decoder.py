@@ -1,7 +1,7 @@
 """The transformer that predicts the next token: trained on whole sequences, run one token at a time."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from unrolled.models.checks import check_layer_states
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
-from unrolled.models.language_model import LanguageModel
+from unrolled.models.language_model import LanguageModel, TokenMasks
 from unrolled.models.reversible import make_stack
+from unrolled.models.saving import RecomputingModel
 from unrolled.models.stack import States
 from unrolled.ops.options import check_batch_size
 
@@ -61,12 +62,10 @@ class DecoderState(NamedTuple):
     layers: States  # the state of each layer's attention
 
 
-class Decoder(LanguageModel[DecoderState]):
+class Decoder(LanguageModel[DecoderState], RecomputingModel):
     """Embeddings, causal blocks, and a distribution over the next token at every position.
 
     See `LanguageModel` for its methods. `unrolled.models.blocks.init_weights` initialises the weights.
-
-    Set `gradient_checkpointing` to True to keep only the input of each block for the backward pass.
     """
 
     model_name = "decoder"
@@ -75,7 +74,6 @@ class Decoder(LanguageModel[DecoderState]):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.gradient_checkpointing = False
         self.n_ids = config.vocab_size + config.start_token
         table = None
         if config.inputs == "pixels":
@@ -109,14 +107,10 @@ class Decoder(LanguageModel[DecoderState]):
         """Raise ValueError unless `state` is a `DecoderState` of that many rows; layers check their own."""
         check_layer_states(state, DecoderState, rows, self.config.n_layers, self.embedding.weight)
 
-    def read_all(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def read_all(self, tokens: Tensor, **masks: Unpack[TokenMasks]) -> Tensor:
         """Read sequences `[B,T]`: `[B,T,d_model]`."""
-        x = self.positions(self.embedding(tokens), key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
-        recompute = self.gradient_checkpointing and self.training
-        hidden: Tensor = self.stack(
-            self.dropout(x), key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, recompute=recompute
-        )
-        return hidden
+        x = self.positions(self.embedding(tokens), **masks)
+        return self.stack(self.dropout(x), recompute=self.recompute, **masks)
 
     def read_some(
         self, tokens: Tensor, state: DecoderState, key_padding_mask: Tensor | None

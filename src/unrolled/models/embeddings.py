@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from unrolled.models.blocks import INIT_STD
 from unrolled.models.config import Positions, TransformerConfig
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
+from unrolled.ops.dense import Layer
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, sinusoidal
 
 
-class PixelEmbedding(nn.Module):
+class PixelEmbedding(Layer):
     """Intensities as numbers: level l of L becomes x w + b with x = 2 l / (L - 1) - 1 in [-1, 1].
 
     Neighbouring levels start with similar vectors, which a table of L vectors would have to learn.
@@ -40,7 +41,7 @@ class PixelEmbedding(nn.Module):
         return torch.where((level == self.levels).unsqueeze(-1), self.start, embedded)
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(Layer):
     """Adds positions to embeddings; does nothing for "none" and for "rotary", which the attention applies.
 
     With "axial", position p is the point (p // n_2, p % n_2) of a grid [n_1, n_2], likewise for more axes,

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.fields import Count, FromData, Size
-from unrolled.models.blocks import activate, init_weights, make_norm
+from unrolled.models.blocks import Masks, activate, init_weights, make_norm
 from unrolled.models.checks import check_ids
 from unrolled.models.config import TransformerConfig, check_classes, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
-from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import check_key_padding_mask, shape
-from unrolled.ops.dense import Linear
+from unrolled.models.saving import RecomputingModel
+from unrolled.ops.checks import check_key_padding_mask, shape, wrong, wrong_shape
+from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.masks import without_padding
 
 Output = Literal["classification", "tokens", "masked", "hidden"]
@@ -68,19 +68,13 @@ class EncoderConfig(TransformerConfig):
             raise ValueError(f"tie_embeddings is True, but must be False with output {self.output!r}")
 
     def _check_no_head(self) -> None:
-        head = {
-            "n_classes": self.n_classes,
-            "head_hidden": self.head_hidden,
-            "output_bias": self.output_bias,
-        }
+        head = {"n_classes": self.n_classes, "head_hidden": self.head_hidden, "output_bias": self.output_bias}
         for name, value in head.items():
             if value is not None:
-                raise ValueError(
-                    f"{name} is {value!r}, but must be None with output 'hidden', which has no output layer"
-                )
+                raise wrong(name, repr(value), "None with output 'hidden', which has no output layer")
 
 
-class HiddenLayer(nn.Module):
+class HiddenLayer(Layer):
     """A layer between the last block and the output layer: norm(f(W h + b)), or without the norm.
 
     BERT's masked language model has one with a norm, and its pooler is one without (Devlin et al. 2019,
@@ -96,8 +90,7 @@ class HiddenLayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., d_model] -> [..., d_model]."""
-        y: Tensor = self.norm(activate(self.dense(hidden), self.activation))
-        return y
+        return cast(Tensor, self.norm(activate(self.dense(hidden), self.activation)))
 
 
 class Reading(TypedDict, total=False):
@@ -108,7 +101,7 @@ class Reading(TypedDict, total=False):
     global_mask: Tensor | None
 
 
-class Encoder(SavedModel):
+class Encoder(RecomputingModel):
     """Embeddings, bidirectional blocks, and a linear output.
 
     Weights start as in `unrolled.models.blocks.init_weights`.
@@ -120,7 +113,6 @@ class Encoder(SavedModel):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
-        self.gradient_checkpointing = False
         table = None
         if config.vocab_size is None:
             assert config.input_dim is not None  # the config has checked it
@@ -138,8 +130,7 @@ class Encoder(SavedModel):
             n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
             assert n_outputs is not None  # the config has checked it
             tied = table if config.tie_embeddings else None
-            bias = tied is None if config.output_bias is None else config.output_bias
-            self.head = Categorical(config.d_model, n_outputs, bias=bias, tied=tied)
+            self.head = Categorical(config.d_model, n_outputs, bias=config.output_bias, tied=tied)
         init_weights(self, config)
 
     def forward(
@@ -165,7 +156,7 @@ class Encoder(SavedModel):
             "hidden": [B, T, d_model].
         """
         hidden = self.hidden(x, key_padding_mask=key_padding_mask, segments=segments, global_mask=global_mask)
-        return hidden if self.head is None else cast(Tensor, self.head(hidden))
+        return hidden if self.head is None else self.head(hidden)
 
     def loss(self, inputs: Tensor, targets: Tensor, **reading: Unpack[Reading]) -> Tensor:
         """Mean cross-entropy in nats, computed in at least fp32.
@@ -193,24 +184,28 @@ class Encoder(SavedModel):
             y = self._pool(y, reading.get("key_padding_mask"))
         return cast(Tensor, self.head_hidden(y))
 
-    def encode(self, x: Tensor, **reading: Unpack[Reading]) -> Tensor:
+    def encode(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        global_mask: Tensor | None = None,
+    ) -> Tensor:
         """The output of the last block, [B, T, d_model]; the arguments are those of `forward`."""
-        padding = reading.get("key_padding_mask")
         if self.config.vocab_size is not None:
             check_ids("x", x, self.config.vocab_size, self.embedding.weight)
         elif x.dim() != 3 or x.shape[-1] != self.config.input_dim:
-            raise ValueError(
-                f"x has shape {shape(x)}, but must be [B, T, input_dim = {self.config.input_dim}]"
-            )
-        elif padding is not None:  # 0 before the embedding, whose gradient would take NaN from padding
-            check_key_padding_mask(padding, *x.shape[:2])
-            x = without_padding(x, padding)
+            raise wrong_shape("x", x, f"[B, T, input_dim = {self.config.input_dim}]")
+        elif (
+            key_padding_mask is not None
+        ):  # 0 before the embedding, whose gradient would take NaN from padding
+            check_key_padding_mask(key_padding_mask, *x.shape[:2])
+            x = without_padding(x, key_padding_mask)
         y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream
-        y = self.positions(y, key_padding_mask=padding)
-        y = self.dropout(self.embedding_norm(self._add_segments(y, reading.get("segments"))))
-        recompute = self.gradient_checkpointing and self.training
-        masks = {"key_padding_mask": padding, "global_mask": reading.get("global_mask")}
-        return cast(Tensor, self.stack(y, recompute=recompute, **masks))
+        y = self.positions(y, key_padding_mask=key_padding_mask)
+        y = self.dropout(self.embedding_norm(self._add_segments(y, segments)))
+        masks: Masks = {"key_padding_mask": key_padding_mask, "global_mask": global_mask}
+        return self.stack(y, recompute=self.recompute, **masks)
 
     def _add_segments(self, y: Tensor, segments: Tensor | None) -> Tensor:
         if self.segments is None:

@@ -13,25 +13,25 @@ length of the source or of the target.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from unrolled.attention.base import MultiHeadAttention
 from unrolled.fields import Fraction, FromData, Size
-from unrolled.models.blocks import FeedForward, make_norm, tie_layers
+from unrolled.models.blocks import FeedForward, apply, make_norm, tie_layers
 from unrolled.models.checks import check_ids, check_layer_states, check_parts, check_source
 from unrolled.models.config import Activation, Mechanisms, Norm, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll, token_nll
-from unrolled.models.saving import SavedModel
+from unrolled.models.saving import RecomputingModel
 from unrolled.models.stack import Stack, States
 from unrolled.models.targets import shifted
+from unrolled.ops.state import Parts
 
 
 @dataclass
@@ -79,10 +79,8 @@ class EncoderDecoderConfig(TransformerConfig):
     @property
     def mechanisms(self) -> set[str]:
         """The names of all mechanisms."""
-        named: set[str] = set()
-        for given in (self.attention, self.decoder_attention, self.cross_attention):
-            named |= {given} if isinstance(given, str) else set(given or ())
-        return named
+        given = (self.attention, self.decoder_attention, self.cross_attention)
+        return {name for x in given for name in ([x] if isinstance(x, str) else x or ())}
 
     @property
     def cross_side(self) -> TransformerConfig:
@@ -115,12 +113,14 @@ class SourceMasks(TypedDict, total=False):
     global_mask: Tensor | None
 
 
-class EncoderDecoder(SavedModel):
+Verb = Callable[[Tensor, Parts, Parts], tuple[Tensor, Parts]]  # `prefill` or `step` of a block
+
+
+class EncoderDecoder(RecomputingModel):
     """Reads a source and predicts its target, such as a sentence and its translation.
 
     Matrices start Xavier-uniform (queries, keys and values separately), biases at 0 and token vectors from
-    N(0, 1 / d_model). Set `gradient_checkpointing` to True to keep only the input of each block for the
-    backward pass.
+    N(0, 1 / d_model).
     """
 
     model_name = "encoder_decoder"
@@ -129,7 +129,6 @@ class EncoderDecoder(SavedModel):
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__(config)
-        self.gradient_checkpointing = False
         self.n_source_ids = config.source_vocab_size or config.vocab_size
         self.embedding = nn.Embedding(config.vocab_size + 1, config.d_model)
         self.source_embedding: nn.Embedding | None = None
@@ -168,8 +167,7 @@ class EncoderDecoder(SavedModel):
             [B, T, vocab_size].
         """
         memory = self.encode(source, key_padding_mask=key_padding_mask, global_mask=global_mask)
-        logits: Tensor = self.head(self._hidden(memory, target, key_padding_mask))
-        return logits
+        return self.head(self._hidden(memory, target, key_padding_mask))
 
     def loss(self, inputs: Tensor, targets: Tensor, **masks: Unpack[SourceMasks]) -> Tensor:
         """Mean cross-entropy in nats per target, computed in at least fp32.
@@ -198,17 +196,12 @@ class EncoderDecoder(SavedModel):
         check_source(source, padding, self.n_source_ids, table.weight)
         x = table(source).to(table.weight.dtype)  # autocast must not narrow the residual stream
         x = self.dropout(self.source_positions(x, key_padding_mask=padding))
-        y: Tensor = self.encoder(x, recompute=self.gradient_checkpointing and self.training, **masks)
-        return y
+        return self.encoder(x, recompute=self.recompute, **masks)
 
     def init_state(
-        self,
-        source: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        global_mask: Tensor | None = None,
+        self, source: Tensor, *, key_padding_mask: Tensor | None = None, global_mask: Tensor | None = None
     ) -> EncoderDecoderState:
-        """Encode the source [B, S], and project it once for each layer."""
+        """Encode the source [B, S], and project it once for each layer; the masks are those of `forward`."""
         memory = self.encode(source, key_padding_mask=key_padding_mask, global_mask=global_mask)
         B = source.shape[0]
         read = tuple(block.cross.read(memory, key_padding_mask=key_padding_mask) for block in self._blocks())
@@ -223,12 +216,7 @@ class EncoderDecoder(SavedModel):
         check_ids("tokens", tokens, self.config.vocab_size + 1, self.embedding.weight)
         self._check_state(state, tokens.shape[0])
         x = self.dropout(self.positions(self.embedding(tokens), start=state.position))
-        layers = []
-        for block, memory, layer in zip(self._blocks(), state.memory, state.layers, strict=True):
-            x, layer = block.prefill(x, memory, layer)
-            layers.append(layer)
-        position = state.position + tokens.shape[1]
-        return self.head(self.norm(x)), EncoderDecoderState(position, state.memory, tuple(layers))
+        return self._advance(x, [block.prefill for block in self._blocks()], state, tokens.shape[1])
 
     def step(self, token: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
         """Read one token [B] of each target; return logits [B, V] and the new state.
@@ -238,11 +226,7 @@ class EncoderDecoder(SavedModel):
         check_ids("token", token, self.config.vocab_size + 1, self.embedding.weight, "[B]")
         self._check_state(state, token.shape[0])
         x = self.dropout(self.positions.at(self.embedding(token), state.position))
-        layers = []
-        for block, memory, layer in zip(self._blocks(), state.memory, state.layers, strict=True):
-            x, layer = block.step(x, memory, layer)
-            layers.append(layer)
-        return self.head(self.norm(x)), EncoderDecoderState(state.position + 1, state.memory, tuple(layers))
+        return self._advance(x, [block.step for block in self._blocks()], state, 1)
 
     def attend(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Weights of the source tokens in the last layer at each target token: [B, T, S], mean of the heads.
@@ -257,14 +241,21 @@ class EncoderDecoder(SavedModel):
             x = block(x, memory, key_padding_mask)
         return last.weights(x, memory, key_padding_mask).mean(1)
 
+    def _advance(
+        self, x: Tensor, verbs: list[Verb], state: EncoderDecoderState, n_tokens: int
+    ) -> tuple[Tensor, EncoderDecoderState]:
+        """Run `prefill` or `step` of each block: the logits, and the state `n_tokens` further."""
+        layers = []
+        for verb, memory, layer in zip(verbs, state.memory, state.layers, strict=True):
+            x, layer = verb(x, memory, layer)
+            layers.append(layer)
+        after = EncoderDecoderState(state.position + n_tokens, state.memory, tuple(layers))
+        return self.head(self.norm(x)), after
+
     def _hidden(self, memory: Tensor, target: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         x = self._embed(target, memory.shape[0])
-        recompute = self.gradient_checkpointing and self.training
         for block in self._blocks():
-            if recompute:
-                x = checkpoint(block, x, memory, key_padding_mask, use_reentrant=False)
-            else:
-                x = block(x, memory, key_padding_mask)
+            x = apply(block, x, memory, key_padding_mask, recompute=self.recompute)
         return cast(Tensor, self.norm(x))
 
     def _embed(self, target: Tensor, rows: int) -> Tensor:

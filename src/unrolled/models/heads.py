@@ -1,6 +1,7 @@
 """Output layers: a distribution over the levels of the next token or pixel."""
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
 from unrolled.models.checks import check_targets
-from unrolled.ops.dense import Linear, linear
+from unrolled.ops.dense import Layer, Linear, linear
 
 
 def mean_nll(nll: Tensor, target: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def token_nll(logits: Tensor, target: Tensor, *, smoothing: float = 0.0) -> Tens
     return nll.view_as(target)
 
 
-class Head(nn.Module):
+class Head(Layer):
     """An output layer over `levels` outcomes."""
 
     levels: int
@@ -55,17 +56,18 @@ class Categorical(Head):
     Args:
         d_model: width of the hidden vectors.
         levels: number of outcomes.
-        bias: add a bias b.
+        bias: add a bias b; None for one unless the output is tied.
         tied: use the first `levels` rows of this embedding table as W.
     """
 
     tied: nn.Embedding
 
     def __init__(
-        self, d_model: int, levels: int, *, bias: bool = False, tied: nn.Embedding | None = None
+        self, d_model: int, levels: int, *, bias: bool | None = False, tied: nn.Embedding | None = None
     ) -> None:
         super().__init__()
         self.levels = levels
+        bias = tied is None if bias is None else bias
         self.project = Linear(d_model, levels, bias=bias) if tied is None else None
         self.bias = nn.Parameter(torch.zeros(levels)) if bias and tied is not None else None
         self.__dict__["tied"] = tied  # not a submodule: the table has one name in the state_dict
@@ -74,8 +76,7 @@ class Categorical(Head):
         """Logits: [..., d_model] -> [..., levels]."""
         if self.project is None:
             return linear(hidden, self.tied.weight[: self.levels], self.bias)
-        logits: Tensor = self.project(hidden)
-        return logits
+        return cast(Tensor, self.project(hidden))
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities in at least fp32: [..., d_model] -> [..., levels]."""

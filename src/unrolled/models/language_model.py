@@ -1,6 +1,6 @@
 """The contract of a language model: it predicts the next token everywhere, and runs as a recurrence."""
 
-from typing import Generic, TypeVar
+from typing import Generic, TypedDict, TypeVar, Unpack
 
 from torch import Tensor, nn
 
@@ -10,6 +10,13 @@ from unrolled.models.heads import Head
 from unrolled.models.saving import SavedModel
 
 State = TypeVar("State")
+
+
+class TokenMasks(TypedDict, total=False):
+    """The masks of a batch of tokens; see `LanguageModel.forward`."""
+
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 class LanguageModel(SavedModel, Generic[State]):
@@ -28,7 +35,7 @@ class LanguageModel(SavedModel, Generic[State]):
         """The state before the first token, on the model's device."""
         raise NotImplementedError
 
-    def read_all(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def read_all(self, tokens: Tensor, **masks: Unpack[TokenMasks]) -> Tensor:
         """Read sequences `[B,T]`: the input of the head, `[B,T,width]`."""
         raise NotImplementedError
 
@@ -60,26 +67,18 @@ class LanguageModel(SavedModel, Generic[State]):
             [B, T, vocab_size]; log-probabilities with a mixture head.
         """
         check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
-        logits: Tensor = self.head(self.read_all(tokens, key_padding_mask, cu_seqlens))
-        return logits
+        return self.head(self.read_all(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens))
 
-    def loss(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, **masks: Unpack[TokenMasks]) -> Tensor:
         """Mean -log p(target) in nats per token, computed in at least fp32; 0 if every target is ignored.
 
         Args:
             inputs: as `tokens` of `forward`.
             targets: [B, T] long, what follows each position; -100 and those at padding are ignored.
-            key_padding_mask, cu_seqlens: as for `forward`.
+            masks: `key_padding_mask` and `cu_seqlens`, as for `forward`.
         """
         check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
-        return self.head.loss(self.read_all(inputs, key_padding_mask, cu_seqlens), targets, key_padding_mask)
+        return self.head.loss(self.read_all(inputs, **masks), targets, masks.get("key_padding_mask"))
 
     def prefill(
         self, tokens: Tensor, state: State, *, key_padding_mask: Tensor | None = None

@@ -1,21 +1,19 @@
 """Parts of the Perceiver and Perceiver IO: an input array, cross-attention, and latents that read it."""
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from unrolled.fields import FromData, Size
-from unrolled.models.blocks import INIT_STD, FeedForward, init_weights, make_norm
+from unrolled.models.blocks import INIT_STD, FeedForward, apply, init_weights, make_norm
 from unrolled.models.checks import check_ids
 from unrolled.models.config import Mechanisms, Sizes, TransformerConfig, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
-from unrolled.ops.checks import check_key_padding_mask, shape
-from unrolled.ops.dense import Linear
+from unrolled.ops.checks import check_key_padding_mask, shape, wrong
+from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.positions import fourier_features, grid_positions
 from unrolled.ops.softmax import softmax_attention
@@ -65,13 +63,9 @@ class LatentConfig(TransformerConfig):
         if self.positions == "rotary":
             raise ValueError("positions is 'rotary', but must be another kind: latents have no positions")
         if self.input_width is not None and self.vocab_size is None:
-            raise ValueError(
-                f"input_width is {self.input_width}, but must be None: continuous inputs have input_dim"
-            )
+            raise wrong("input_width", self.input_width, "None: continuous inputs have input_dim")
         if self.positions == "sinusoidal" and self.array_width % 2:
-            raise ValueError(
-                f"the width of the inputs is {self.array_width}, but must be even with positions 'sinusoidal'"
-            )
+            raise wrong("the width of the inputs", self.array_width, "even with positions 'sinusoidal'")
         if self.grid is not None and (self.input_dim is None or self.positions != "none"):
             raise ValueError(
                 f"grid is {self.grid}, but must be None with vocab_size {self.vocab_size} and positions "
@@ -96,7 +90,7 @@ class LatentConfig(TransformerConfig):
         return self.array_width
 
 
-class InputArray(nn.Module):
+class InputArray(Layer):
     """Tokens or continuous inputs, with their positions, as the array `[B, S, array_width]` to be read."""
 
     def __init__(self, config: LatentConfig) -> None:
@@ -118,8 +112,7 @@ class InputArray(nn.Module):
         if key_padding_mask is not None:  # the array is read without a stack, which would check it
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
             x = without_padding(x, key_padding_mask)
-        y: Tensor = self.dropout(self.positions(x, key_padding_mask=key_padding_mask))
-        return y
+        return cast(Tensor, self.dropout(self.positions(x, key_padding_mask=key_padding_mask)))
 
     def _continuous(self, x: Tensor) -> Tensor:
         grid, width = self.config.grid, self.config.input_dim
@@ -134,7 +127,7 @@ class InputArray(nn.Module):
         return x.flatten(1, -2)
 
 
-class CrossAttend(nn.Module):
+class CrossAttend(Layer):
     """Softmax attention from queries to an array, then a feed-forward layer (pre-norm).
 
         z <- z + W_o attend(W_q norm(z), W_kv norm(x))        z <- z + ff(norm(z))
@@ -171,9 +164,7 @@ class CrossAttend(nn.Module):
         for size in (width, value_width):
             if size % self.heads:
                 name = "cross_heads" if heads is None else "decoder_heads"
-                raise ValueError(
-                    f"{name} is {self.heads}, but must be a divisor of the cross-attention's width {size}"
-                )
+                raise wrong(name, self.heads, f"a divisor of the cross-attention's width {size}")
         self.query_norm = make_norm(config, query_width)
         self.array_norm = make_norm(config, array_width)
         self.q_proj = Linear(query_width, width)
@@ -193,8 +184,7 @@ class CrossAttend(nn.Module):
         o = softmax_attention(q, k, v, key_padding_mask=key_padding_mask)
         y = self.dropout(self.out_proj(o.flatten(-2)))
         y = z + y if self.query_residual else y
-        out: Tensor = y + self.dropout(self.ff(self.ff_norm(y)))
-        return out
+        return cast(Tensor, y + self.dropout(self.ff(self.ff_norm(y))))
 
 
 def init_perceiver(model: nn.Module, config: LatentConfig) -> None:
@@ -210,7 +200,7 @@ def init_perceiver(model: nn.Module, config: LatentConfig) -> None:
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
 
-class Latents(nn.Module):
+class Latents(Layer):
     """Learned latents that read an array before each of their first `n_reads` passes through the stack.
 
     With `shared` weights there is one stack, and one cross-attention for all reads after the first.
@@ -221,23 +211,19 @@ class Latents(nn.Module):
         self.n_iterations, self.n_reads = config.n_iterations, n_reads
         self.initial = nn.Parameter(torch.empty(config.n_latents, config.d_model))
         nn.init.trunc_normal_(self.initial, std=INIT_STD, a=-2, b=2)
-        self.reads = nn.ModuleList(
-            CrossAttend(config, config.array_width) for _ in range(min(n_reads, 2) if shared else n_reads)
-        )
-        self.stacks = nn.ModuleList(
-            make_stack(config, causal=False, final_norm=False)
-            for _ in range(1 if shared else config.n_iterations)
-        )
+        n_modules = min(n_reads, 2) if shared else n_reads
+        self.reads = nn.ModuleList(CrossAttend(config, config.array_width) for _ in range(n_modules))
+        n_stacks = 1 if shared else config.n_iterations
+        stacks = (make_stack(config, causal=False, final_norm=False) for _ in range(n_stacks))
+        self.stacks = nn.ModuleList(stacks)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None, *, recompute: bool = False) -> Tensor:
         """Read `x [B, S, array_width]`: `[B, n_latents, d_model]`."""
         z = self.initial.expand(x.shape[0], -1, -1)
         for i in range(self.n_iterations):
             if i < self.n_reads:
-                read: Callable[..., Tensor] = self.reads[min(i, len(self.reads) - 1)]
-                if recompute:
-                    z = checkpoint(read, z, x, key_padding_mask, use_reentrant=False)
-                else:
-                    z = read(z, x, key_padding_mask)
+                z = apply(
+                    self.reads[min(i, len(self.reads) - 1)], z, x, key_padding_mask, recompute=recompute
+                )
             z = self.stacks[min(i, len(self.stacks) - 1)](z, recompute=recompute)
         return z

@@ -58,10 +58,6 @@ class _LSTMNSeq2Seq(Seq2Seq[State]):
         entry = torch.cat([hidden[rows, last], memory[rows, last]], -1)
         return hidden, memory, entry.unsqueeze(1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """W s + b."""
-        return self.out(hidden)  # type: ignore[no-any-return]
-
     def _initial(self, cell: LSTMN, entry: Tensor) -> LSTMNState:
         """The state of a tape whose first entry is `entry [B,1,2 hidden_size]`."""
         state = cell.init_state(len(entry))

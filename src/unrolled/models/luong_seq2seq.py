@@ -114,7 +114,3 @@ class LuongSeq2Seq(Seq2Seq[LuongSeq2SeqState]):
                 weights.append(weight)
         after = LuongSeq2SeqState(torch.stack(hs, 1), torch.stack(cs, 1), v, attended)
         return self.dropout(torch.stack(vectors, 1).to(dtype)), torch.cat(weights, 1), after
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """W_s v."""
-        return self.out(hidden)  # type: ignore[no-any-return]

@@ -88,11 +88,6 @@ class MemNN(StoryModel):
         self.U_R = nn.Parameter(INIT_STD * torch.randn(n_features, d))
         self.n_words, self.max_sentences = config.vocab_size, config.memory_size
 
-    @property
-    def table(self) -> Tensor:
-        """U_O."""
-        return self.U_O
-
     def answer(self, inputs: Tensor, padding: Tensor) -> Tensor:
         """Score the answers after the memories that the network chooses, `[B,vocab_size]`."""
         return self._answer(inputs, padding, self._choose(inputs, padding, None)[1])
@@ -200,7 +195,5 @@ def _check_facts(facts: Tensor, present: Tensor) -> None:
         return
     given = facts != IGNORED
     if (facts >= present.shape[1]).any() or not present.gather(1, facts.masked_fill(~given, 0))[given].all():
-        raise ValueError(
-            "targets names a supporting sentence where there is none, but must hold places of sentences in "
-            f"[0, {present.shape[1]}), or {IGNORED}"
-        )
+        places = f"places of sentences in [0, {present.shape[1]}), or {IGNORED}"
+        raise ValueError(f"targets names a supporting sentence where there is none, but must hold {places}")

@@ -16,7 +16,7 @@ Equals softmax attention: one hop without temporal encoding is attention of one 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import numpy as np
 import torch
@@ -66,9 +66,7 @@ def bag(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
 
 
 ENCODINGS: dict[str, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {
-    "printed": printed,
-    "code": code,
-    "bag": bag,
+    f.__name__: f for f in (printed, code, bag)
 }
 
 
@@ -136,12 +134,6 @@ class MemN2N(StoryModel):
         self.max_sentences = config.memory_size if config.temporal else None
 
     @property
-    def table(self) -> Tensor:
-        """The first table of words."""
-        table: Tensor = self.words[0]
-        return table
-
-    @property
     def linear(self) -> bool:
         """Whether the hops have no softmax; see `MemN2NConfig.linear_start`."""
         return self.config.linear_start > 0 and int(self.batches) < self.config.linear_start
@@ -169,14 +161,12 @@ class MemN2N(StoryModel):
     @property
     def B(self) -> nn.Parameter:  # noqa: N802
         """The table of the question."""
-        table: nn.Parameter = self.words[0 if self.config.tying == "adjacent" else 2]
-        return table
+        return cast(nn.Parameter, self.words[0 if self.config.tying == "adjacent" else 2])
 
     @property
     def W(self) -> nn.Parameter:  # noqa: N802
         """The table of the answers."""
-        table: nn.Parameter = self.words[-1]
-        return table
+        return cast(nn.Parameter, self.words[-1])
 
     def answer(self, inputs: Tensor, padding: Tensor) -> Tensor:
         """Logits of the answers, `[B,vocab_size]`."""

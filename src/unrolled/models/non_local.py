@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import shape, wrong_shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.softmax import softmax_attention
 
@@ -83,9 +83,7 @@ class NonLocalBlock(nn.Module):
         """
         space = x.shape[2:]
         if not 1 <= len(space) <= 3 or x.shape[1] != self.channels:
-            raise ValueError(
-                f"x has shape {shape(x)}, but must be [B, {self.channels}, *space] with 1 to 3 axes"
-            )
+            raise wrong_shape("x", x, f"[B, {self.channels}, *space] with 1 to 3 axes")
         if min(space[-2:]) < self.pool:
             raise ValueError(f"x has shape {shape(x)}, but the last axes must be at least pool = {self.pool}")
         places = x.flatten(2).mT

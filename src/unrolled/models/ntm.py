@@ -8,7 +8,7 @@ section 4. Any other cell can be used instead; the paper compares with an LSTM.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from unrolled.models.cells import stack_of
 from unrolled.models.config import ModelConfig
 from unrolled.models.heads import at_least_fp32
 from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import shape, wrong
 from unrolled.recurrent.ntm import NTM, NTMTrace
 
 
@@ -63,8 +63,7 @@ class _Layers(SavedModel):
 
     def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """The input of the output layer: `[B,T,hidden_size]`."""
-        y: Tensor = self.stack(x, key_padding_mask=key_padding_mask)
-        return y
+        return cast(Tensor, self.stack(x, key_padding_mask=key_padding_mask))
 
     @torch.no_grad()
     def trace(self, x: Tensor) -> NTMTrace:
@@ -89,8 +88,7 @@ class NTMModel(_Layers):
 
         Steps at padding (`[B,T]`, True) are skipped; their logits are meaningless.
         """
-        logits: Tensor = self.head(self.hidden(x, key_padding_mask=key_padding_mask))
-        return logits
+        return cast(Tensor, self.head(self.hidden(x, key_padding_mask=key_padding_mask)))
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Mean binary cross-entropy in nats per bit, computed in at least fp32.
@@ -112,8 +110,7 @@ class NTMModel(_Layers):
     @torch.no_grad()
     def wrong_bits(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Number of wrongly predicted bits in each row, `[B]`: a bit is 1 where p > 1/2."""
-        logits: Tensor = self(inputs)
-        wrong = (logits > 0) != (targets > 0.5)
+        wrong = (self(inputs) > 0) != (targets > 0.5)
         return (wrong & (targets != IGNORED)).flatten(1).sum(1)
 
 
@@ -136,8 +133,7 @@ class NTMNumbers(_Layers):
         else:
             place = torch.arange(x.shape[1], device=x.device).masked_fill(key_padding_mask, 0).amax(1)
             last = hidden.gather(1, place[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
-        numbers: Tensor = self.head(last)
-        return numbers
+        return cast(Tensor, self.head(last))
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Mean squared error, computed in at least fp32; 0 for no rows.
@@ -157,6 +153,4 @@ class NTMNumbers(_Layers):
 
 def _check_targets(targets: Tensor, like: Tensor) -> None:
     if targets.shape != like.shape or not targets.is_floating_point():
-        raise ValueError(
-            f"targets is {targets.dtype} of shape {shape(targets)}, but must be floating point {shape(like)}"
-        )
+        raise wrong("targets", targets, f"floating point {shape(like)}")

@@ -17,7 +17,7 @@ Without positions the inputs are a set: their order has no effect.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from unrolled.models.config import check_classes
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.latents import CrossAttend, InputArray, LatentConfig, Latents, init_perceiver
-from unrolled.models.saving import SavedModel
+from unrolled.models.saving import RecomputingModel
 from unrolled.ops.checks import shape
 
 Output = Literal["classification", "tokens", "masked"]
@@ -85,12 +85,11 @@ class PerceiverIOConfig(LatentConfig):
             )
 
 
-class Perceiver(SavedModel):
+class Perceiver(RecomputingModel):
     """Latents that read the inputs before each pass through their stack; their mean is classified.
 
     Weights start as in `unrolled.models.latents.init_perceiver`, and the latents from a normal distribution
-    of standard deviation 0.02, truncated at 2. Set `gradient_checkpointing` to True to keep only the input of
-    each layer for the backward pass.
+    of standard deviation 0.02, truncated at 2.
     """
 
     model_name = "perceiver"
@@ -99,7 +98,6 @@ class Perceiver(SavedModel):
 
     def __init__(self, config: PerceiverConfig) -> None:
         super().__init__(config)
-        self.gradient_checkpointing = False
         self.array = InputArray(config)
         self.latents = Latents(config, n_reads=config.n_iterations, shared=config.share_weights)
         self.head = Categorical(config.d_model, config.n_classes, bias=True)
@@ -114,8 +112,7 @@ class Perceiver(SavedModel):
             key_padding_mask: `[B, S]` bool, True at inputs that are masked, a grid's in row-major order; the
                 positions of tokens do not count them, points of a grid keep their place.
         """
-        logits: Tensor = self.head(self.hidden(x, key_padding_mask=key_padding_mask))
-        return logits
+        return self.head(self.hidden(x, key_padding_mask=key_padding_mask))
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats, computed in at least fp32.
@@ -130,16 +127,20 @@ class Perceiver(SavedModel):
     def hidden(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """The input of the output layer, `[B, d_model]`: the mean of the latents."""
         x = self.array(x, key_padding_mask=key_padding_mask)
-        recompute = self.gradient_checkpointing and self.training
-        z: Tensor = self.latents(x, key_padding_mask, recompute=recompute)
-        return z.mean(dim=1)
+        return self.latents(x, key_padding_mask, recompute=self.recompute).mean(dim=1)
 
 
-class PerceiverIO(SavedModel):
+class Reading(TypedDict, total=False):
+    """The options of `PerceiverIO.forward`."""
+
+    queries: Tensor | None
+    key_padding_mask: Tensor | None
+
+
+class PerceiverIO(RecomputingModel):
     """Latents that read the inputs once, and output queries that read the latents after their last pass.
 
-    Weights start as those of the `Perceiver`. Set `gradient_checkpointing` to True to keep only the input of
-    each layer for the backward pass.
+    Weights start as those of the `Perceiver`.
     """
 
     model_name = "perceiver_io"
@@ -148,7 +149,6 @@ class PerceiverIO(SavedModel):
 
     def __init__(self, config: PerceiverIOConfig) -> None:
         super().__init__(config)
-        self.gradient_checkpointing = False
         self.array = InputArray(config)
         self.latents = Latents(config, n_reads=1, shared=True)
         one = config.output == "classification"
@@ -166,8 +166,7 @@ class PerceiverIO(SavedModel):
         n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
         assert n_outputs is not None  # the config has checked it
         tied = self.array.embedding if config.tie_embeddings else None
-        bias = tied is None if config.output_bias is None else config.output_bias
-        self.head = Categorical(self.query_width, n_outputs, bias=bias, tied=tied)
+        self.head = Categorical(self.query_width, n_outputs, bias=config.output_bias, tied=tied)
         init_perceiver(self, config)
 
     def forward(
@@ -185,37 +184,27 @@ class PerceiverIO(SavedModel):
             "classification": `[B, n_classes]`; "tokens": `[B, S, n_classes]`; "masked": `[B, S, vocab_size]`;
             with `queries`, for each of them: `[B, O, n_classes or vocab_size]`.
         """
-        logits: Tensor = self.head(self.hidden(x, queries=queries, key_padding_mask=key_padding_mask))
-        return logits
+        return self.head(self.hidden(x, queries=queries, key_padding_mask=key_padding_mask))
 
-    def loss(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        *,
-        queries: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, **reading: Unpack[Reading]) -> Tensor:
         """Mean cross-entropy in nats, computed in at least fp32.
 
         Args:
             inputs: as `x` of `forward`.
             targets: long, one for each output; -100 and, with an output for each input, those at padding are
                 ignored.
-            queries: as for `forward`.
-            key_padding_mask: as for `forward`.
+            reading: `queries` and `key_padding_mask`, as for `forward`.
         """
-        hidden = self.hidden(inputs, queries=queries, key_padding_mask=key_padding_mask)
-        per_input = queries is None and self.config.output != "classification"
-        return self.head.loss(hidden, targets, key_padding_mask if per_input else None)
+        per_input = reading.get("queries") is None and self.config.output != "classification"
+        padding = reading.get("key_padding_mask") if per_input else None
+        return self.head.loss(self.hidden(inputs, **reading), targets, padding)
 
     def hidden(
         self, x: Tensor, *, queries: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
         """The input of the output layer: as `forward`, but of width query_width."""
         x = self.array(x, key_padding_mask=key_padding_mask)
-        recompute = self.gradient_checkpointing and self.training
-        z: Tensor = self.latents(x, key_padding_mask, recompute=recompute)
+        z = self.latents(x, key_padding_mask, recompute=self.recompute)
         (B, S), width = x.shape[:2], self.query_width
         one = queries is None and self.config.output == "classification"
         if one:
@@ -224,5 +213,5 @@ class PerceiverIO(SavedModel):
             queries = self.queries(z.new_zeros(B, S, width), key_padding_mask=key_padding_mask)
         elif queries.dim() != 3 or queries.shape[0] != B or queries.shape[2] != width:
             raise ValueError(f"queries has shape {shape(queries)}, but must be [{B}, O, {width}]")
-        y: Tensor = self.decoder(queries, z)
+        y = self.decoder(queries, z)
         return y[:, 0] if one else y

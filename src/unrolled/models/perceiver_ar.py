@@ -20,20 +20,20 @@ attention a state of constant size.
 
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import TypedDict, Unpack, cast
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from unrolled.attention.base import Masks
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.fields import Fraction, Size
-from unrolled.models.blocks import Block, init_weights
+from unrolled.models.blocks import Block, apply, init_weights
 from unrolled.models.checks import check_ids, check_targets
 from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
+from unrolled.models.language_model import TokenMasks
 from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.positions import rotary
 from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill
@@ -70,11 +70,9 @@ class PerceiverARConfig(DecoderConfig):
             )
 
 
-class Reading(TypedDict, total=False):
+class Reading(TokenMasks, total=False):
     """The options of `PerceiverAR.forward`."""
 
-    key_padding_mask: Tensor | None
-    cu_seqlens: Tensor | None
     n_latents: int | None
 
 
@@ -117,13 +115,7 @@ class PerceiverAR(Decoder):
             UnsupportedError: packed sequences.
         """
         check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
-        reading: Reading = {
-            "key_padding_mask": key_padding_mask,
-            "cu_seqlens": cu_seqlens,
-            "n_latents": n_latents,
-        }
-        logits: Tensor = self.head(self._latents(tokens, **reading))
-        return logits
+        return self.head(self._latents(tokens, key_padding_mask, cu_seqlens, n_latents))
 
     def loss(self, inputs: Tensor, targets: Tensor, **reading: Unpack[Reading]) -> Tensor:
         """Mean -log p(target) in nats over the last `n_latents` tokens of each row, in at least fp32.
@@ -195,11 +187,9 @@ class PerceiverAR(Decoder):
             hidden = torch.rand(x.shape[:2], device=x.device) < self.config.prefix_dropout
             hidden[:, T - n :] = False
         read = partial(self._reader.last, n=n, key_padding_mask=key_padding_mask, hidden=hidden)
-        recompute = self.gradient_checkpointing and self.training
-        z = checkpoint(read, x, use_reentrant=False) if recompute else read(x)
+        z = apply(read, x, recompute=self.recompute)
         padding = None if key_padding_mask is None else key_padding_mask[:, T - n :]
-        y: Tensor = self.stack(z, key_padding_mask=padding, recompute=recompute, start=1)
-        return y
+        return self.stack(z, key_padding_mask=padding, recompute=self.recompute, start=1)
 
     @property
     def _reader(self) -> "ReadingBlock":

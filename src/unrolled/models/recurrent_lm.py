@@ -1,7 +1,7 @@
 """The recurrent language model: embeddings, layers of any cell of `unrolled.recurrent`, and a head."""
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack, cast
 
 from torch import Tensor, nn
 
@@ -10,7 +10,8 @@ from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.cells import stack_of
 from unrolled.models.config import ModelConfig
 from unrolled.models.heads import Categorical
-from unrolled.models.language_model import LanguageModel
+from unrolled.models.language_model import LanguageModel, TokenMasks
+from unrolled.ops.checks import wrong
 from unrolled.recurrent import StackedState
 
 
@@ -47,9 +48,7 @@ class RecurrentLMConfig(ModelConfig):
         if self.cell not in recurrent.names():
             raise ValueError(f"cell is {self.cell!r}, but must be one of {', '.join(recurrent.names())}")
         if self.tie_embeddings and self.width != self.d_model:
-            raise ValueError(
-                f"hidden_size is {self.hidden_size}, but must be d_model = {self.d_model} to tie embeddings"
-            )
+            raise wrong("hidden_size", self.hidden_size, f"d_model = {self.d_model} to tie embeddings")
 
     @property
     def width(self) -> int:
@@ -76,7 +75,7 @@ class RecurrentLM(LanguageModel[StackedState]):
         widths = [config.d_model, *[config.width] * config.n_layers]
         self.stack = stack_of(config.cell, config.cell_options, widths, dropout=config.dropout)
         tied = self.embedding if config.tie_embeddings else None
-        self.head = Categorical(config.width, config.vocab_size, bias=tied is None, tied=tied)
+        self.head = Categorical(config.width, config.vocab_size, bias=None, tied=tied)
         if tied is not None:
             nn.init.normal_(tied.weight, std=config.d_model**-0.5)
 
@@ -84,11 +83,9 @@ class RecurrentLM(LanguageModel[StackedState]):
         """The state before the first token, on the model's device."""
         return self.stack.init_state(batch_size)
 
-    def read_all(self, tokens: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def read_all(self, tokens: Tensor, **masks: Unpack[TokenMasks]) -> Tensor:
         """Read sequences `[B,T]`: `[B,T,width]`."""
-        x = self.dropout(self.embedding(tokens))
-        y: Tensor = self.dropout(self.stack(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens))
-        return y
+        return cast(Tensor, self.dropout(self.stack(self.dropout(self.embedding(tokens)), **masks)))
 
     def read_some(
         self, tokens: Tensor, state: StackedState, key_padding_mask: Tensor | None

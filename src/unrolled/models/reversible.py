@@ -93,11 +93,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        blocks: Sequence[ReversibleBlock],
-        masks: Sequence[Masks],
-        *parameters: nn.Parameter,
+        ctx: Any, x: Tensor, blocks: Sequence[ReversibleBlock], masks: Sequence[Masks], *parameters: Tensor
     ) -> Tensor:
         ctx.blocks, ctx.masks, ctx.parameters, ctx.replays = blocks, masks, parameters, []
         y1, y2 = x.chunk(2, dim=-1)

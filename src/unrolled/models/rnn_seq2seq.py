@@ -102,9 +102,8 @@ class RNNSeq2Seq(Seq2Seq[RNNSeq2SeqState]):
         with without_autocast(tokens.device):
             for now in inputs.unbind(1):
                 context, weight, attended = self.attention.recall(s.to(dtype).unsqueeze(1), attended)
-                s, _ = self.cell.advance(
-                    now + F.linear(context.squeeze(1).to(s.dtype), of_context), GRUState(s)
-                )
+                projected = now + F.linear(context.squeeze(1).to(s.dtype), of_context)
+                s, _ = self.cell.advance(projected, GRUState(s))
                 states.append(s)
                 contexts.append(context)
                 weights.append(weight)
@@ -112,7 +111,3 @@ class RNNSeq2Seq(Seq2Seq[RNNSeq2SeqState]):
         joined = torch.cat([torch.stack(read, 1).to(dtype), y, torch.cat(contexts, 1)], -1)
         pairs = self.readout(joined).unflatten(-1, (-1, 2))
         return self.dropout(pairs.amax(-1)), torch.cat(weights, 1), RNNSeq2SeqState(s, attended)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """W_o t."""
-        return self.out(hidden)  # type: ignore[no-any-return]

@@ -39,6 +39,8 @@ class SavedModel(nn.Module):
         self.config = config
         self.documents: dict[str, object] = {}
 
+    __call__: Callable[..., torch.Tensor]
+
     def save(self, path: str | Path) -> None:
         """Write the model into the folder `path`, created if needed. A crash leaves no file half-written.
 
@@ -79,6 +81,21 @@ class SavedModel(nn.Module):
         load_weights(model, weights, lambda name: documents.setdefault(name, read_json(folder / name)))
         model.documents = {name: x for name, x in documents.items() if name != CONFIG_FILE}
         return model
+
+
+class RecomputingModel(SavedModel):
+    """A model that can recompute activations in the backward pass, to save memory.
+
+    Attributes:
+        gradient_checkpointing: set to True to keep only the input of each block for the backward pass.
+    """
+
+    gradient_checkpointing = False
+
+    @property
+    def recompute(self) -> bool:
+        """Whether this forward pass keeps the inputs of the blocks only: never in evaluation."""
+        return self.gradient_checkpointing and self.training
 
 
 def read_config(path: str | Path) -> dict[str, object]:

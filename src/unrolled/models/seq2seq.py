@@ -63,11 +63,12 @@ class AttentiveSeq2SeqConfig(Seq2SeqConfig):
 class Seq2Seq(SavedModel, Generic[State]):
     """Reads a source sentence, then predicts each token of its translation from those before it.
 
-    A model derives from this class and defines `encode`, `decode` and `logits`; `growing` says which fields
-    of the state are as long as the source, or grow.
+    A model derives from this class, defines `encode` and `decode`, and makes the output layer `out`;
+    `growing` says which fields of the state are as long as the source, or grow.
     """
 
     config: Seq2SeqConfig
+    out: nn.Linear
     growing: Growing = CONSTANT
 
     def __init__(self, config: Seq2SeqConfig) -> None:
@@ -83,11 +84,7 @@ class Seq2Seq(SavedModel, Generic[State]):
         raise NotImplementedError
 
     def decode(self, tokens: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
-        """Read `tokens [B,T]`, T of at least 1: the input of `logits`, weights `[B,T,S]`, the new state."""
-        raise NotImplementedError
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[...,vocab_size]` of the first result of `decode`."""
+        """Read `tokens [B,T]`, T of at least 1: the input of `out`, weights `[B,T,S]`, the new state."""
         raise NotImplementedError
 
     def forward(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -117,7 +114,7 @@ class Seq2Seq(SavedModel, Generic[State]):
         state = self.init_state(inputs, key_padding_mask=key_padding_mask)
         hidden, _, _ = self._decode(shifted(targets, len(inputs), self.config.vocab_size), state)
         asked = targets != IGNORED
-        logits = at_least_fp32(self.logits(hidden[asked]))  # the widest layer, only where it is needed
+        logits = at_least_fp32(self.out(hidden[asked]))  # the widest layer, only where it is needed
         smoothing = self.config.label_smoothing if self.training else 0.0
         total = F.cross_entropy(logits, targets[asked], reduction="sum", label_smoothing=smoothing)
         return total / asked.sum().clamp(min=1)
@@ -134,14 +131,14 @@ class Seq2Seq(SavedModel, Generic[State]):
         check_ids("tokens", tokens, self.n_ids, self.target_embedding.weight)
         self._check_state(state, len(tokens))
         hidden, _, state = self._decode(tokens, state)
-        return self.logits(hidden), state
+        return self.out(hidden), state
 
     def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
         """Read one token `[B]` of the target: logits `[B,vocab_size]` and the new state."""
         check_ids("token", token, self.n_ids, self.target_embedding.weight, "[B]")
         self._check_state(state, len(token))
         hidden, _, state = self.decode(token.unsqueeze(1), state)
-        return self.logits(hidden.squeeze(1)), state
+        return self.out(hidden.squeeze(1)), state
 
     def attend(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Weight of each source token at each target token: `[B,T,S]`; arguments as for `forward`."""

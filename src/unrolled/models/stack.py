@@ -4,13 +4,13 @@ from functools import partial
 from typing import Unpack, cast
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from unrolled.contract import UnsupportedError
 from unrolled.models import fused
-from unrolled.models.blocks import Block, Masks, make_norm, tie_layers
+from unrolled.models.blocks import Block, Masks, apply, make_norm, tie_layers
 from unrolled.models.config import TransformerConfig
 from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.dense import Layer
 from unrolled.ops.masks import without_padding
 from unrolled.ops.state import Parts
 
@@ -18,7 +18,7 @@ States = tuple[Parts, ...]
 """One state per block."""
 
 
-class Stack(nn.Module):
+class Stack(Layer):
     """`n_layers` blocks; after pre-norm blocks a norm of the residual stream (post-norm blocks end in one).
 
     Without `final_norm` the stream is returned as it is, so that more blocks can follow.
@@ -52,17 +52,14 @@ class Stack(nn.Module):
         of_blocks = self._masks(masks)[start:]
         x = self._enter(x, masks.get("key_padding_mask"))
         for block, own in zip(self.layers[start:], of_blocks, strict=True):
-            run = partial(block, **own)
-            x = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
+            x = apply(partial(block, **own), x, recompute=recompute)
         return self._leave(x)
 
     def _masks(self, masks: Masks) -> list[Masks]:
         """The masks of each block: `global_mask` only where the attention takes it."""
-        common: Masks = {
-            "key_padding_mask": masks.get("key_padding_mask"),
-            "cu_seqlens": masks.get("cu_seqlens"),
-        }
-        if (global_mask := masks.get("global_mask")) is None:
+        common, global_mask = masks.copy(), masks.get("global_mask")
+        common.pop("global_mask", None)
+        if global_mask is None:
             return [common] * len(self.blocks)
         takes = [block.attention.supports.global_mask for block in self.layers]
         if not any(takes):

@@ -5,22 +5,17 @@ from torch import Tensor
 
 from unrolled.models.checks import check_ids
 from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import shape, wrong
 
 
 class StoryModel(SavedModel):
     """Reads a story and a question, and scores each word as the answer.
 
-    A model derives from this class and defines `answer`, `weights` and `table`.
+    A model derives from this class and defines `answer` and `weights`.
     """
 
     max_sentences: int | None  # None for any number
     n_words: int
-
-    @property
-    def table(self) -> Tensor:
-        """A parameter, on the device where inputs must be."""
-        raise NotImplementedError
 
     def answer(self, inputs: Tensor, padding: Tensor) -> Tensor:
         """Score the answers, `[B,vocab_size]`, for checked inputs and their padding."""
@@ -48,25 +43,19 @@ class StoryModel(SavedModel):
 
     def padding_of(self, inputs: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Check the arguments of `forward`; return the padding `[B,M+1,J]`, bool."""
-        check_ids("inputs", inputs, self.n_words, self.table, "[B, M + 1, J]")
+        check_ids("inputs", inputs, self.n_words, next(self.parameters()), "[B, M + 1, J]")
         found, n_sentences = shape(inputs), inputs.shape[1] - 1
         if n_sentences < 1:
             raise ValueError(
-                f"inputs has shape {found}, but must have at least one sentence before the question, "
-                "[B, M + 1, J]"
+                f"inputs has shape {found}, but must have at least one sentence before the question"
             )
         if found[2] < 1:
             raise ValueError(f"inputs has shape {found}, but sentences must have at least one word")
         if self.max_sentences is not None and n_sentences > self.max_sentences:
-            raise ValueError(
-                f"inputs has {n_sentences} sentences, but must have at most "
-                f"memory_size = {self.max_sentences}"
-            )
+            most = f"memory_size = {self.max_sentences}"
+            raise ValueError(f"inputs has {n_sentences} sentences, but must have at most {most}")
         if key_padding_mask is None:
             return torch.zeros_like(inputs, dtype=torch.bool)
         if key_padding_mask.shape != inputs.shape or key_padding_mask.dtype != torch.bool:
-            raise ValueError(
-                f"key_padding_mask is {key_padding_mask.dtype} of shape {shape(key_padding_mask)}, "
-                f"but must be torch.bool {found}"
-            )
+            raise wrong("key_padding_mask", key_padding_mask, f"torch.bool {found}")
         return key_padding_mask

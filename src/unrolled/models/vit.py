@@ -16,7 +16,7 @@ Cost: that of the blocks for N + 1 tokens, where N is the number of patches.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 from annotated_types import Len
@@ -30,9 +30,9 @@ from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
-from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import check_device, check_tensor, shape
-from unrolled.ops.dense import Linear
+from unrolled.models.saving import RecomputingModel
+from unrolled.ops.checks import check_device, check_tensor, shape, wrong
+from unrolled.ops.dense import Layer, Linear
 
 Pooling = Literal["class", "mean"]
 Axes = Annotated[list[Size], Len(2, 3)]
@@ -66,9 +66,7 @@ class ViTConfig(TransformerConfig):
                 f"patch_size is {self.patch_size}, but must divide image_size = {self.image_size}"
             )
         if self.max_length not in (TransformerConfig.max_length, self.n_tokens):
-            raise ValueError(
-                f"max_length is {self.max_length}, but must be {self.n_tokens}, the number of tokens"
-            )
+            raise wrong("max_length", self.max_length, f"{self.n_tokens}, the number of tokens")
         self.max_length = self.n_tokens
         if self.positions == "axial" and math.prod(self.axial_shape or ()) < self.n_tokens:
             raise ValueError(
@@ -103,7 +101,7 @@ class ViTConfig(TransformerConfig):
             )
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(Layer):
     """Maps each patch of an image to a vector: a convolution with the patch as kernel and stride.
 
     The weight is the convolution's, `[d_model, channels, *patch_size]`, with its last axes flattened.
@@ -125,15 +123,13 @@ class PatchEmbedding(nn.Module):
         split = [size for n, p in zip(x.shape[2:], self.patch_size, strict=True) for size in (n // p, p)]
         x = x.reshape(*x.shape[:2], *split)
         x = x.permute(0, *range(2, 2 + 2 * n_axes, 2), 1, *range(3, 3 + 2 * n_axes, 2))
-        y: Tensor = self.project(x.flatten(1 + n_axes).flatten(1, n_axes))
-        return y
+        return cast(Tensor, self.project(x.flatten(1 + n_axes).flatten(1, n_axes)))
 
 
-class ViT(SavedModel):
+class ViT(RecomputingModel):
     """Patches, positions, bidirectional blocks, and a linear output.
 
-    Weights start as in `unrolled.models.blocks.init_weights`, and the class token like an embedding. Set
-    `gradient_checkpointing` to True to keep only the input of each block for the backward pass.
+    Weights start as in `unrolled.models.blocks.init_weights`, and the class token like an embedding.
     """
 
     model_name = "vit"
@@ -142,7 +138,6 @@ class ViT(SavedModel):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
-        self.gradient_checkpointing = False
         self.embedding = PatchEmbedding(config.channels, config.patch_size, config.d_model)
         self.class_token = None
         if config.pooling == "class":
@@ -155,8 +150,7 @@ class ViT(SavedModel):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `[B, n_classes]` of images `x [B, channels, *image_size]`, in floating point."""
-        logits: Tensor = self.head(self.hidden(x))
-        return logits
+        return self.head(self.hidden(x))
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats, computed in at least fp32.
@@ -183,9 +177,7 @@ class ViT(SavedModel):
         y = self.embedding(x).to(self.embedding.project.weight.dtype)  # autocast must not narrow the stream
         if self.class_token is not None:
             y = torch.cat([self.class_token.expand(len(y), 1, -1), y], dim=1)
-        recompute = self.gradient_checkpointing and self.training
-        z: Tensor = self.stack(self.dropout(self.positions(y)), recompute=recompute)
-        return z
+        return self.stack(self.dropout(self.positions(y)), recompute=self.recompute)
 
     @torch.no_grad()
     def resized(self, image_size: list[int]) -> "ViT":

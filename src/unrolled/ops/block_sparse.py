@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import check_qkv, shape, transforming
+from unrolled.ops.checks import check_qkv, transforming, wrong
 from unrolled.ops.masks import without_padding
+from unrolled.ops.merge import average_and_lse
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 
 CPU_SCORES = 2**18  # of a group: 1 MB, which fits the cache
@@ -71,9 +72,7 @@ def block_sparse_attention(
     N, n_keys = -(-T // C), -(-S // K)
     fits = blocks.dim() == 4 and blocks.shape[0] in (1, B) and blocks.shape[1] in (1, H)
     if blocks.dtype != torch.int64 or not fits or blocks.shape[2] != N:
-        raise ValueError(
-            f"blocks is {blocks.dtype} of shape {shape(blocks)}, but must be torch.int64 [{B}, {H}, {N}, L]"
-        )
+        raise wrong("blocks", blocks, f"torch.int64 [{B}, {H}, {N}, L]")
     if key_padding_mask is not None:
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
     q, k, v, out_dtype = *promoted(q, k, v), v.dtype
@@ -169,13 +168,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, allowed: Tensor | N
     if allowed is not None:
         masked = masked | ~allowed.expand(q.shape[1], *allowed.shape[-2:]).unsqueeze(1)
     scores = (q @ k.mT).masked_fill(masked, -math.inf)
-    top = scores.detach().amax(-1, keepdim=True)
-    nothing = top == -math.inf
-    top = top.masked_fill(nothing, 0)
-    weights = (scores - top).exp_()
-    total = weights.sum(-1, keepdim=True).masked_fill(nothing, 1)
-    o = (weights @ v / total).masked_fill(nothing, 0)
-    return o, (top + total.log()).masked_fill(nothing, -math.inf).squeeze(-1)
+    o, lse = average_and_lse(scores, v)
+    return o, lse.squeeze(-1)
 
 
 def _groups(places: Tensor, per_pair: int, device: torch.device) -> list[slice]:

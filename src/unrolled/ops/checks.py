@@ -10,12 +10,20 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 
+def wrong(name: str, found: object, must_be: object) -> ValueError:
+    """Make the error of a wrong argument; a tensor is described by its dtype and shape."""
+    if isinstance(found, Tensor):
+        found = f"{found.dtype} of shape {shape(found)}"
+    return ValueError(f"{name} is {found}, but must be {must_be}")
+
+
+def wrong_shape(name: str, x: Tensor, must_be: object) -> ValueError:
+    """Make the error of a tensor of the wrong shape."""
+    return ValueError(f"{name} has shape {shape(x)}, but must be {must_be}")
+
+
 def check_qkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> None:
     """Require `q [B,T,H,R]`, `k [B,S,G,R]`, `v [B,S,G,M]` with H a multiple of G, and masks that fit."""
     _check_heads(q, k, v, 4, "must have four axes: batch, length, heads, width", "T, ")
@@ -87,10 +95,8 @@ def check_attn_mask(mask: Tensor, sizes: tuple[int, ...]) -> None:
         raise ValueError(
             f"attn_mask has dtype {mask.dtype}, but must be torch.bool (True = attend) or floating point"
         )
-    fits = mask.dim() <= 4 and all(
-        a in (1, b) for a, b in zip(reversed(mask.shape), reversed(sizes), strict=False)
-    )
-    if not fits:
+    pairs = zip(reversed(mask.shape), reversed(sizes), strict=False)
+    if mask.dim() > 4 or not all(a in (1, b) for a, b in pairs):
         raise ValueError(
             f"attn_mask has shape {shape(mask)}, but must broadcast to [B, H, T, S] = {list(sizes)}"
         )
@@ -112,15 +118,10 @@ def check_log_decay(log_decay: Tensor, k: Tensor, axes: str) -> None:
     check_tensor("log_decay", log_decay)
     sizes = k.shape[: axes.count(",") + 1]
     if log_decay.shape != sizes or not log_decay.is_floating_point():
-        raise ValueError(
-            f"log_decay has shape {shape(log_decay)} and dtype {log_decay.dtype}, "
-            f"but must be floating point {axes} = {list(sizes)}"
-        )
+        raise wrong("log_decay", log_decay, f"floating point {axes} = {list(sizes)}")
     check_device("log_decay", log_decay, k, "k is")
     if may_read(log_decay) and bool((log_decay > 0).any()):
-        raise ValueError(
-            f"log_decay is up to {log_decay.max().item():g}, but must be at most 0 (a gate of at most 1)"
-        )
+        raise wrong("log_decay", f"up to {log_decay.max().item():g}", "at most 0 (a gate of at most 1)")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
@@ -128,9 +129,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor of int32")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} of shape {shape(cu_seqlens)}, but must be torch.int32 [N+1]"
-        )
+        raise wrong("cu_seqlens", cu_seqlens, "torch.int32 [N+1]")
     if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
         raise ValueError(
             f"cu_seqlens packs sequences into one row with T = S, but q has shape {shape(q)} and k {shape(k)}"
@@ -174,9 +173,8 @@ def observed() -> bool:
         return True
     # A default device is a mode too, but has no effect here.
     modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
-    return bool(torch._C._len_torch_dispatch_stack()) or any(
-        type(mode) is not DeviceContext for mode in modes
-    )
+    others = (mode for mode in modes if type(mode) is not DeviceContext)
+    return bool(torch._C._len_torch_dispatch_stack()) or next(others, None) is not None
 
 
 def plain(tensors: Iterable[Tensor | None]) -> bool:

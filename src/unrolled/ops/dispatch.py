@@ -6,6 +6,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from unrolled.ops.checks import wrong
+
 _preferred: str | None = None
 
 
@@ -39,9 +41,7 @@ def prefers(backend: str) -> bool:
 def check_backend(backend: str | None, backends: Mapping[str, object]) -> None:
     """Require the name of a backend, or None."""
     if backend is not None and backend not in backends:
-        raise ValueError(
-            f"backend is {backend!r}, but must be None for the fastest or one of {', '.join(backends)}"
-        )
+        raise wrong("backend", repr(backend), f"None for the fastest or one of {', '.join(backends)}")
 
 
 def choose(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import wrong_shape
 from unrolled.ops.options import check_finite
 from unrolled.ops.precision import accumulation_dtype
 
@@ -34,9 +34,7 @@ class HeadRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., H, M]`; the result has the dtype of the weight."""
         if x.shape[-2:] != self.weight.shape:
-            raise ValueError(
-                f"x has shape {shape(x)}, but must be [..., {', '.join(map(str, self.weight.shape))}]"
-            )
+            raise wrong_shape("x", x, f"[..., {', '.join(map(str, self.weight.shape))}]")
         wide = x.to(accumulation_dtype(x.dtype))
         scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (wide * scale * self.weight).to(self.weight.dtype)

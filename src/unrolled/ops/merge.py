@@ -13,6 +13,21 @@ import torch
 from torch import Tensor
 
 
+def average_and_lse(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute one part from `scores [...,T,S]`, minus infinity where masked, and `v [...,S,M]`.
+
+    Returns:
+        `o [...,T,M]` and `lse [...,T,1]`; 0 and minus infinity, with zero gradient, where all is masked.
+    """
+    top = scores.detach().amax(-1, keepdim=True)
+    nothing = top == -torch.inf
+    top = top.masked_fill(nothing, 0)
+    weights = (scores - top).exp_()
+    total = weights.sum(-1, keepdim=True).masked_fill(nothing, 1)
+    o = (weights @ v / total).masked_fill(nothing, 0)
+    return o, (top + total.log()).masked_fill(nothing, -torch.inf)
+
+
 def merge_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge `o [...,M]` and `lse [...]` of each part into those of all.
 
@@ -28,11 +43,7 @@ def merge_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tenso
     total = shares.sum(0)
     empty = total == 0
     total = total.masked_fill(empty, 1)
-    o = sum(
-        (
-            (share / total).unsqueeze(-1) * o.to(lse.dtype)
-            for share, (o, _) in zip(shares, parts, strict=True)
-        ),
-        start=torch.zeros((), dtype=lse.dtype, device=lse.device),
-    )
+    o = lse.new_zeros(())
+    for share, (part, _) in zip(shares, parts, strict=True):
+        o = o + (share / total).unsqueeze(-1) * part.to(lse.dtype)
     return o.to(parts[0][0].dtype), (total.log() + largest).masked_fill(empty, -torch.inf)

@@ -89,6 +89,13 @@ def linear_saved_floats(linear: bytes) -> int:
     return int(_function("linear_saved_floats", instruction_set())(linear))
 
 
+def sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Return the fields that the structs of attention share, for `q [...,H,R]` and `v [...,G,M]`."""
+    (H, R), (G, M) = q.shape[-2:], v.shape[-2:]
+    shape = {"heads": H, "groups": G, "features": R, "values": M}
+    return shape | {"type": TYPES[q.dtype], "threads": torch.get_num_threads()}
+
+
 def view(x: Tensor) -> View:
     """Describe a tensor `[batch, tokens, heads, width]` whose last axis is contiguous."""
     batch, token, head, _ = x.stride()

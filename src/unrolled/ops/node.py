@@ -41,9 +41,8 @@ def one_node(result: Callable[..., Result]) -> Callable[[Callable[P, Result]], C
 
     def wrap(function: Callable[P, Result]) -> Callable[P, Result]:
         taken = inspect.signature(function)
-        layouts: dict[str, Any] = {
-            name: x.annotation for name, x in taken.parameters.items() if is_dataclass(x.annotation)
-        }
+        annotations = {name: x.annotation for name, x in taken.parameters.items()}
+        layouts: dict[str, Any] = {name: kind for name, kind in annotations.items() if is_dataclass(kind)}
         # An operator has no keyword-only tensors; a dataclass is passed as JSON.
         parameters = [
             x.replace(kind=x.POSITIONAL_OR_KEYWORD, annotation=str if name in layouts else x.annotation)

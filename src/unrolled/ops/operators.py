@@ -20,7 +20,7 @@ def register(
     plain: Computes,
     *,
     like_outputs: Computes,
-    like_gradients: Computes,
+    like_gradients: Computes | None = None,
     n_inputs: int,
     n_tensors: int,
     n_outputs: int,
@@ -31,18 +31,29 @@ def register(
     Args:
         forward_schema: `NAME(inputs, other tensors, options) -> outputs`, as `torch.library` writes it.
         backward_schema: `NAME(output gradients, inputs, other tensors, saved outputs, options) -> Tensor[]`.
-        forward: computes the outputs.
+        forward: computes the outputs, in any memory layout.
         backward: computes the gradients of all inputs; that of an absent input is ignored.
         plain: computes the outputs by differentiable operations, for gradients of gradients.
         like_outputs: returns empty tensors like those of `forward`, for the same arguments.
-        like_gradients: returns empty tensors like those of `backward`, for the same arguments.
+        like_gradients: returns empty tensors like those of `backward`, for the same arguments; by default,
+            tensors like the inputs.
         n_inputs: number of inputs, which are the tensors that have gradients.
         n_tensors: number of inputs and other tensors.
         n_outputs: number of outputs that have gradients, which are the first.
         saved_outputs: indices of the outputs that `backward` needs.
     """
-    operator = _custom_op(forward_schema, forward, like_outputs)
-    backward_operator = _custom_op(backward_schema, backward, like_gradients)
+
+    def like_inputs(*arguments: Tensor) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in arguments[n_outputs : n_outputs + n_inputs]]
+
+    def contiguous_outputs(*arguments: object) -> tuple[Tensor, ...]:
+        return tuple(x.contiguous() for x in forward(*arguments))
+
+    def contiguous_gradients(*arguments: object) -> list[Tensor]:
+        return [x.contiguous() for x in backward(*arguments)]
+
+    operator = _custom_op(forward_schema, contiguous_outputs, like_outputs)
+    backward_operator = _custom_op(backward_schema, contiguous_gradients, like_gradients or like_inputs)
 
     def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[n_tensors:]
@@ -64,9 +75,8 @@ def register(
 
 def _custom_op(schema: str, function: Computes, fake: Computes) -> Any:
     name, parenthesis, arguments = schema.partition("(")
-    operator: Any = torch.library.custom_op(
-        f"unrolled::{name}", function, mutates_args=(), schema=parenthesis + arguments
-    )
+    signature = parenthesis + arguments
+    operator: Any = torch.library.custom_op(f"unrolled::{name}", function, mutates_args=(), schema=signature)
     operator.register_fake(fake)
     return operator
 

@@ -13,10 +13,8 @@ def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Lay sequences `[L_n, ...]` end to end: `[1, sum L_n, ...]` and their offsets `cu_seqlens [N+1]`."""
     if not sequences:
         raise ValueError("sequences is empty, but pack needs at least one to know the width")
-    lengths = torch.tensor([0, *(len(x) for x in sequences)], dtype=torch.int32)
-    return torch.cat(list(sequences)).unsqueeze(0), lengths.cumsum(0, dtype=torch.int32).to(
-        sequences[0].device
-    )
+    lengths = torch.tensor([0, *map(len, sequences)], device=sequences[0].device)
+    return torch.cat(list(sequences)).unsqueeze(0), lengths.cumsum(0, dtype=torch.int32)
 
 
 def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
@@ -72,9 +70,8 @@ def valid_tokens_first(
     places = valid_first(key_padding_mask)
     padding = key_padding_mask.gather(1, places)
     back = places.argsort(1)
-    first = tuple(
-        reorder(x, places).masked_fill(padding.reshape(*padding.shape, *[1] * (x.dim() - 2)), 0) for x in xs
-    )
+    masks = (padding.reshape(*padding.shape, *[1] * (x.dim() - 2)) for x in xs)
+    first = tuple(reorder(x, places).masked_fill(mask, 0) for x, mask in zip(xs, masks, strict=True))
     return first, padding, lambda x: reorder(x, back)
 
 
@@ -82,6 +79,13 @@ def segment_ids(cu_seqlens: Tensor, total: int) -> Tensor:
     """Index of the sequence that each of the `total` packed tokens belongs to, `[total]`."""
     place = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), place, right=True)
+
+
+def spans(cu_seqlens: Tensor | None, B: int, T: int) -> list[tuple[int, int, int]]:
+    """List the row of each sequence in its batch `[B,T]` or pack, and where it begins and ends there."""
+    if cu_seqlens is None:
+        return [(b, 0, T) for b in range(B)]
+    return [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
 
 
 def length_buckets(cu_seqlens: Tensor, total: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import shape
+from unrolled.ops.checks import shape, wrong_shape
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import exact_dtype
 
@@ -82,9 +82,7 @@ def rotary(x: Tensor, positions: Tensor, *, closed: bool = False) -> Tensor:
     the weights in the denominator must stay positive (eq. 19 there).
     """
     if positions.shape != x.shape[:-2]:
-        raise ValueError(
-            f"positions has shape {shape(positions)}, but must be {list(x.shape[:-2])} for x {shape(x)}"
-        )
+        raise wrong_shape("positions", positions, f"{list(x.shape[:-2])} for x {shape(x)}")
     angles = _angles(positions, x.shape[-1], "the head width", closed).unsqueeze(-2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -95,7 +93,6 @@ def _angles(positions: Tensor, dim: int, name: str, closed: bool = False) -> Ten
     if dim % 2:
         raise ValueError(f"{name} is {dim}, but must be even: sinusoidal and rotary positions come in pairs")
     exact = exact_dtype(positions.device)
-    exponents = torch.arange(0, dim, 2, device=positions.device, dtype=exact) / (
-        max(1, dim - 2) if closed else dim
-    )
+    last = max(1, dim - 2) if closed else dim
+    exponents = torch.arange(0, dim, 2, device=positions.device, dtype=exact) / last
     return positions.to(exact).unsqueeze(-1) * 10000.0**-exponents

@@ -135,15 +135,8 @@ def signed_linear_attention(
     keys that query i attends to. Other arguments and results are those of `linear_attention` with
     `return_state`.
     """
-    o, after = linear_attention(
-        q,
-        k,
-        _with_ones(v),
-        state=None if state is None else _joined(state, q, k, v),
-        return_state=True,
-        normalize=False,
-        **keys,
-    )
+    before = None if state is None else _joined(state, q, k, v)
+    o, after = linear_attention(q, k, _with_ones(v), state=before, return_state=True, normalize=False, **keys)
     return _divided(o, weight).to(v.dtype), LinearState(after.kv[..., :-1], after.k_sum)
 
 

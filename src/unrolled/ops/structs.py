@@ -44,12 +44,6 @@ def layouts(header: str) -> dict[str, Layout]:
     return found
 
 
-def enums(header: str) -> dict[str, list[str]]:
-    """List the constants of every `enum NAME : int32_t { FIRST, SECOND };`, whose values count from 0."""
-    found = re.findall(r"enum (?:\[\[nodiscard\]\] )?(\w+) : int32_t \{(.*?)\};", _code(header), re.DOTALL)
-    return {name: re.findall(r"\w+", constants) for name, constants in found}
-
-
 def _code(header: str) -> str:
     return re.sub(r"//.*", "", header)
 

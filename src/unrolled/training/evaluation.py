@@ -17,11 +17,7 @@ class EvaluationStoppedError(Exception):
 
 
 def evaluate(
-    model: Trainable,
-    dataset: Dataset,
-    config: TrainConfig,
-    *,
-    stop: Callable[[], bool] = lambda: False,
+    model: Trainable, dataset: Dataset, config: TrainConfig, *, stop: Callable[[], bool] = lambda: False
 ) -> float:
     """Mean loss over all targets of the validation split, in nats per token.
 

@@ -15,33 +15,26 @@ class Trainable(Protocol):
 
     def loss(self, inputs: Tensor, targets: Tensor, /) -> Tensor:
         """Return the mean over the targets that are not -100, in nats."""
-        ...
 
     def save(self, path: Path, /) -> None:
         """Write the weights and all that is needed to load them into a folder."""
-        ...
 
     # the rest is torch.nn.Module's
 
     def train(self, mode: bool = True) -> object:
         """Turn dropout on."""
-        ...
 
     def eval(self) -> object:
         """Turn dropout off."""
-        ...
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the model and every module in it."""
-        ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter once."""
-        ...
 
     def state_dict(self, *, keep_vars: bool) -> Mapping[str, Tensor]:
         """Return parameters and buffers by name."""
-        ...
 
 
 @runtime_checkable

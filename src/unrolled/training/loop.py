@@ -9,17 +9,8 @@ from pathlib import Path
 from unrolled.contract import Dataset
 from unrolled.folders import held, remove_staging, replacing_files
 from unrolled.threads import cpu_threads
-from unrolled.training import checkpoint
+from unrolled.training import _steps, checkpoint
 from unrolled.training._session import Interrupted, SignalFlag, interrupt_flag, own_random_state
-from unrolled.training._steps import (
-    CHECKPOINT,
-    begin,
-    device_of,
-    go_back,
-    identity_of,
-    recompute_activations,
-    update,
-)
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import EvaluationStoppedError, evaluate
@@ -90,16 +81,17 @@ def train(
         UnsupportedError: TensorBoard is not installed, or the model cannot recompute activations.
     """
     run_dir = Path(run_dir)
-    recompute_activations(model, config)
-    with own_random_state(device_of(model)), cpu_threads(config.threads), interrupt_flag() as interrupted:
+    _steps.recompute_activations(model, config)
+    device = _steps.device_of(model)
+    with own_random_state(device), cpu_threads(config.threads), interrupt_flag() as interrupted:
         # draws a batch first, so that a failure creates no folder
-        identity = identity_of(model, dataset, config)
+        identity = _steps.identity_of(model, dataset, config)
         _make_folder(run_dir)
         with held(run_dir):
             remove_staging(run_dir)
-            state = begin(model, config)
+            state = _steps.begin(model, config)
             run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), interrupted)
-            resumed = resume and go_back(run.checkpoint, state, identity, config)
+            resumed = resume and _steps.go_back(run.checkpoint, state, identity, config)
             on_start(resumed)
             run.go(resumed, progress=progress, tensorboard=tensorboard)
     model.eval()
@@ -121,7 +113,7 @@ class _Run:
 
     @property
     def checkpoint(self) -> Path:
-        return self.run_dir / CHECKPOINT
+        return self.run_dir / _steps.CHECKPOINT
 
     def go(self, resumed: bool, *, progress: bool, tensorboard: bool) -> None:
         """Train to the end, or to a signal, and write a checkpoint."""
@@ -160,7 +152,7 @@ class _Run:
         p, config = self.state.progress, self.config
         began = time.perf_counter()
         lr = self.state.schedule.lr(p.step)
-        loss, grad_norm, tokens = update(self.state, self.dataset, config, lr)
+        loss, grad_norm, tokens = _steps.update(self.state, self.dataset, config, lr)
         p.step += 1
         p.recent.add(loss, tokens, time.perf_counter() - began)
         if p.step % config.log_every == 0:

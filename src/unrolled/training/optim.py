@@ -28,11 +28,10 @@ def build_optimizer(
         {"params": [(n, p) for n, p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    lr, betas, eps = config.lr, config.betas, config.eps
     if config.optimizer == "radam":
-        return torch.optim.RAdam(
-            groups, lr=config.lr, betas=config.betas, eps=config.eps, decoupled_weight_decay=True
-        )
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        return torch.optim.RAdam(groups, lr=lr, betas=betas, eps=eps, decoupled_weight_decay=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The cache holds states as values and does to their rows what generation does to a batch."""
+"""The cache holds states as values, and selects their rows as generation does those of a batch."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_a_cache_has_one_empty_state_by_default():
     assert not cache.is_croppable
 
 
-def test_putting_a_state_counts_what_it_has_read():
+def test_putting_a_state_counts_the_positions_read():
     cache = StateCache()
     cache.layers[0].put(make_state(), 7)
     cache.layers[0].put(make_state(), 1)
@@ -71,7 +71,7 @@ def test_reset_forgets():
     assert cache.get_seq_length() == 0
 
 
-def test_states_and_keys_live_side_by_side():
+def test_states_and_keys_in_one_cache():
     cache = StateCache([StateLayer(make_state(2), 3), DynamicLayer()])
     keys = torch.zeros(2, 4, 3, 8)
     cache.update(keys, keys, 1)

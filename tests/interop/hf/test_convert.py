@@ -1,4 +1,4 @@
-"""Our models become theirs and come back with the very same weights; the tokens of a text come along."""
+"""Conversion to transformers and back keeps all weights; tokenizers have the ids of the data set."""
 
 import copy
 
@@ -31,7 +31,7 @@ def models():
 
 
 @pytest.mark.parametrize("name", models())
-def test_there_and_back_through_files_changes_no_bit(name, tmp_path):
+def test_a_round_trip_through_files_changes_no_bit(name, tmp_path):
     model = models()[name].eval()
     tokens = torch.randint(9, (2, 6))
     converted = hf.to_transformers(model)
@@ -58,7 +58,7 @@ def test_a_conversion_is_a_copy():
     assert converted.generation_config.bos_token_id == 9
 
 
-def test_generation_goes_on_from_a_state_of_our_own(tmp_path):
+def test_generation_continues_a_decoder_state(tmp_path):
     model = models()["decoder"].eval()
     tokens = torch.randint(9, (1, 5))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Linearized models of transformers: what is kept, what is put in its place, and how they generate."""
+"""Linearized models of transformers: kept weights, replaced attention, generation and saving."""
 
 import copy
 import json
@@ -7,26 +7,8 @@ import pickle
 import huggingface_hub
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    BertLMHeadModel,
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from unrolled import attention
@@ -35,35 +17,34 @@ from unrolled.interop import hf
 from unrolled.interop.hf.linearized_attention import LinearizedAttention, padding_of
 from unrolled.testing._kit import assert_identical, with_gradients
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 50, "max_position_embeddings": 128}
 GROUPED = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-MAKERS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
-    "llama-bias": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, attention_bias=True, head_dim=12)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=None)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=4, n_positions=128, **IDS, **SCALED)
-    ),
-    "bert": lambda: BertForMaskedLM(BertConfig(**TEXT)),
-    "vit": lambda: ViTForImageClassification(ViTConfig(**SIZES, image_size=16, patch_size=4)),
+GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+GPT2 |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None, "scale_attn_by_inverse_layer_idx": True}
+MODELS = {
+    "llama": ("Llama", "ForCausalLM", GROUPED),
+    "llama-bias": ("Llama", "ForCausalLM", GROUPED | {"attention_bias": True, "head_dim": 12}),
+    "mistral": ("Mistral", "ForCausalLM", GROUPED | {"sliding_window": None}),
+    "qwen2": ("Qwen2", "ForCausalLM", GROUPED),
+    "qwen3": ("Qwen3", "ForCausalLM", GROUPED | {"head_dim": 8}),
+    "gpt2": ("GPT2", "LMHeadModel", GPT2),
+    "bert": ("Bert", "ForMaskedLM", TEXT),
+    "vit": ("ViT", "ForImageClassification", SIZES | {"image_size": 16, "patch_size": 4}),
 }
-IDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
-SCALED = {"scale_attn_by_inverse_layer_idx": True}
 CAUSAL = ["llama", "qwen3", "gpt2"]
+
+
+def initial(family, head, fields):
+    """Make a model of transformers with the weights of its initialisation."""
+    config = getattr(transformers, f"{family}Config")(**fields)
+    return getattr(transformers, family + head)(config).eval()
 
 
 def make(name):
     """Make a small model whose attention is far from uniform."""
     torch.manual_seed(0)
-    model = MAKERS[name]().eval()
+    model = initial(*MODELS[name])
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -82,24 +63,24 @@ def inputs(name, padded="left"):
     return {"input_ids": ids * tokens, "attention_mask": tokens}
 
 
-def logits(model, given, **further):
-    """Give the logits of what is no padding."""
+def logits(model, given):
+    """Return the logits at valid tokens."""
     with torch.no_grad():
-        found = model(**given, **further).logits
+        found = model(**given).logits
     return found[given["attention_mask"].bool()] if "attention_mask" in given else found
 
 
 @pytest.mark.parametrize("padded", ["left", "right"])
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all layers", "one layer"])
-@pytest.mark.parametrize("name", MAKERS)
-def test_softmax_in_the_place_of_softmax_changes_nothing(name, layers, padded):
+@pytest.mark.parametrize("name", MODELS)
+def test_replacing_softmax_by_softmax_changes_nothing(name, layers, padded):
     model, given = make(name), inputs(name, padded)
     expected = logits(model, given)
     found = logits(hf.linearize(model, "softmax", layers), given)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_masks_made_for_eager_attention_are_read_too():
+def test_masks_of_eager_attention_are_accepted():
     model, given = make("llama"), inputs("llama")
     model.set_attn_implementation("eager")
     expected = logits(model, given)
@@ -108,7 +89,7 @@ def test_masks_made_for_eager_attention_are_read_too():
 
 
 def plain_linear(module, query, key, value, mask, scaling, dropout=0.0, **further):
-    """Linear attention by its definition, quadratic, in transformers' own place for attention functions."""
+    """Linear attention by its definition, quadratic, as an attention function of transformers."""
     groups = query.shape[1] // key.shape[1]
     q, k = (
         torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (query, key.repeat_interleave(groups, 1))
@@ -123,14 +104,13 @@ def plain_linear(module, query, key, value, mask, scaling, dropout=0.0, **furthe
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
-def test_linear_attention_is_that_of_its_definition(name):
-    from transformers import AttentionMaskInterface
+def test_linear_attention_equals_its_definition(name):
     from transformers.masking_utils import flash_attention_mask
 
     model, given = make(name), inputs(name)
     ours = hf.linearize(copy.deepcopy(model), "linear")
-    AttentionInterface.register("plain_linear", plain_linear)
-    AttentionMaskInterface.register("plain_linear", flash_attention_mask)
+    transformers.AttentionInterface.register("plain_linear", plain_linear)
+    transformers.AttentionMaskInterface.register("plain_linear", flash_attention_mask)
     softmax = logits(model, given)
     model.config._attn_implementation = "plain_linear"
     expected = logits(model, given)
@@ -151,32 +131,23 @@ def test_the_projections_are_kept_bit_for_bit():
 
 
 def test_another_model_of_the_same_config_is_left_alone():
-    config = LlamaConfig(**GROUPED)
-    one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    config = transformers.LlamaConfig(**GROUPED)
+    one, other = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
     expected = logits(other, inputs("llama"))
     hf.linearize(one)
     assert torch.equal(logits(other, inputs("llama")), expected)
     assert not hasattr(other.config, "unrolled_attention")
 
 
-OPTIONS = {
-    "window": {"window": 4},
-    "longformer": {"window": 4},
-    "aft": {"max_length": 128},
-}
+OPTIONS = {"window": {"window": 4}, "longformer": {"window": 4}, "aft": {"max_length": 128}}
 
 UNGROUPED = {"aft"}  # takes as many heads of keys as of queries
 
 
-def recurrent():
-    return [
-        name
-        for name in attention.names()
-        if attention.load(name).supports.recurrence != "none" and name != "reformer"
-    ]
+RECURRENT = [x for x in attention.names() if attention.load(x).supports.recurrence != "none"]
 
 
-@pytest.mark.parametrize("name", recurrent())
+@pytest.mark.parametrize("name", [x for x in RECURRENT if x != "reformer"])
 def test_every_recurrent_mechanism_continues_in_chunks(name):
     model, given = make("gpt2" if name in UNGROUPED else "llama"), inputs("llama")
     hf.linearize(model, name, **OPTIONS.get(name, {}))
@@ -184,11 +155,8 @@ def test_every_recurrent_mechanism_continues_in_chunks(name):
         expected = model(**given).logits
         cache, found = None, []
         for start, end in [(0, 4), (4, 7), (7, 8), (8, 9)]:
-            piece = {
-                "input_ids": given["input_ids"][:, start:end],
-                "attention_mask": given["attention_mask"][:, :end],
-            }
-            out = model(**piece, past_key_values=cache, use_cache=True)
+            ids, mask = given["input_ids"][:, start:end], given["attention_mask"][:, :end]
+            out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
             cache, found = out.past_key_values, [*found, out.logits]
     keep = given["attention_mask"].bool()
     torch.testing.assert_close(torch.cat(found, 1)[keep], expected[keep], atol=1e-4, rtol=1e-4)
@@ -204,7 +172,7 @@ def linear():
     "how", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}], ids=str
 )
 @pytest.mark.parametrize("name", CAUSAL)
-def test_generating_with_states_gives_the_tokens_of_generating_without(linear, name, how):
+def test_generating_with_and_without_states_gives_the_same_tokens(linear, name, how):
     found = []
     for use_cache in (True, False):
         torch.manual_seed(0)
@@ -221,7 +189,7 @@ def test_a_padded_row_generates_as_it_does_alone(linear, name):
     assert torch.equal(together[:1, 3:], alone)
 
 
-def test_generating_goes_on_from_a_state(linear):
+def test_generating_continues_a_state(linear):
     model, ids = linear["llama"], inputs("llama")["input_ids"][1:]
     whole = model.generate(ids, max_new_tokens=10, do_sample=False)
     first = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
@@ -256,9 +224,8 @@ def test_the_cache_holds_states_where_layers_were_replaced():
 def test_a_saved_model_is_read_back_bit_for_bit(name, tmp_path):
     model, given = make(name), inputs(name)
     hf.linearize(model, "linear", [0], feature_map="t2r")
-    hf.linearize(
-        model, "window" if name != "vit" else "nystromformer", [2], **({"window": 4} if name != "vit" else {})
-    )
+    other, options = ("nystromformer", {}) if name == "vit" else ("window", {"window": 4})
+    hf.linearize(model, other, [2], **options)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     record = json.loads((tmp_path / "config.json").read_text())["unrolled_attention"]
@@ -269,7 +236,7 @@ def test_a_saved_model_is_read_back_bit_for_bit(name, tmp_path):
 
 
 def test_transformers_refuses_a_saved_model_rather_than_make_a_softmax_model(tmp_path):
-    model = hf.linearize(MAKERS["llama"](), "linear")
+    model = hf.linearize(make("llama"), "linear")
     copy.deepcopy(model).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="model type `unrolled-linearized`"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -285,21 +252,21 @@ def test_transformers_refuses_a_saved_model_rather_than_make_a_softmax_model(tmp
     assert not hasattr(hf.load_linearized(tmp_path).config, "linearized_model_type")
 
 
-def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path):
-    model = make("llama")
+def test_unreadable_folders_are_refused(tmp_path):
+    model, file = make("llama"), tmp_path / "model.safetensors"
+
+    def refuses(message, path=tmp_path):
+        with pytest.raises(ValueError, match=message):
+            hf.load_linearized(path)
+
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="was not linearized: read it by from_pretrained"):
-        hf.load_linearized(tmp_path)
+    refuses("was not linearized: read it by from_pretrained")
     hf.linearize(model).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="is not a readable safetensors file"):
-        hf.load_linearized(tmp_path)
+    refuses("is not a readable safetensors file")
     file.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
-        hf.load_linearized(tmp_path)
-    with pytest.raises(ValueError, match="not the folder of a model"):
-        hf.load_linearized(tmp_path.parent)
+    refuses(r"has no model\.safetensors")
+    refuses("not the folder of a model", tmp_path.parent)
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("some/name", "could be fetched"), ("a b", "nor the name")])
@@ -315,7 +282,8 @@ def test_a_name_on_the_hub_without_a_network_gets_a_sentence(name, sentence, mon
 
 def test_half_precision_is_kept(tmp_path):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED), dtype=torch.bfloat16).eval()
+    config = transformers.LlamaConfig(**GROUPED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     hf.linearize(model, "linear", feature_map="hedgehog")
     model.save_pretrained(tmp_path)
     read = hf.load_linearized(tmp_path)
@@ -325,9 +293,9 @@ def test_half_precision_is_kept(tmp_path):
     assert read.generate(**given, max_new_tokens=5, do_sample=False).shape == (2, 14)
 
 
-def test_a_bert_that_decodes_has_states_too():
+def test_a_bert_decoder_has_states():
     torch.manual_seed(0)
-    model = BertLMHeadModel(BertConfig(**TEXT, is_decoder=True, pad_token_id=0, eos_token_id=None)).eval()
+    model = initial("Bert", "LMHeadModel", TEXT | {"is_decoder": True, "eos_token_id": None})
     hf.linearize(model)
     ids = inputs("llama")["input_ids"][1:]
     cached, plain = (
@@ -344,15 +312,6 @@ def test_packed_sequences_are_refused(layers):
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     with pytest.raises(UnsupportedError, match="packed sequences"):
         model(inputs("llama")["input_ids"][1:], position_ids=positions, use_cache=False)
-
-
-def test_a_mask_of_pairs_is_refused():
-    causal = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
-    assert padding_of(causal, 5, causal=True) is None
-    with pytest.raises(UnsupportedError, match="more than padding"):
-        padding_of(causal.triu(-1), 5, causal=True)
-    with pytest.raises(UnsupportedError, match=r"must be \[B, S\]"):
-        padding_of(torch.ones(5), 5, causal=True)
 
 
 def test_a_cache_of_keys_and_values_is_refused():
@@ -373,37 +332,38 @@ def test_a_cache_of_keys_and_values_is_refused():
         ({"window": 3}, ValueError, "invalid options .* for linear attention"),
         ({"feature_map": torch.nn.ReLU()}, ValueError, "options must be JSON-serialisable"),
         ({"rotary": True}, ValueError, "rotary is True, but must be left out"),
-        (
-            {"attention": "linformer", "max_length": 8},
-            UnsupportedError,
-            "linformer attention is not causal",
-        ),
+        ({"attention": "linformer", "max_length": 8}, UnsupportedError, "linformer attention is not causal"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(given, error, sentence):
+def test_wrong_arguments_are_refused(given, error, sentence):
     model = make("llama")
     with pytest.raises(error, match=sentence):
         hf.linearize(model, **given)
     assert not any(isinstance(module, LinearizedAttention) for module in model.modules())
 
 
-def test_models_that_cannot_be_linearized_are_refused():
-    with pytest.raises(UnsupportedError, match="Linear has no attention to replace"):
-        hf.linearize(torch.nn.Linear(2, 2))
-    with pytest.raises(UnsupportedError, match="sliding window of 8 tokens"):
-        hf.linearize(MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=8)))
-    with pytest.raises(UnsupportedError, match="cross-attention"):
-        hf.linearize(
-            GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, add_cross_attention=True))
-        )
-    with pytest.raises(UnsupportedError, match="reformer attention has projections of other shapes"):
-        hf.linearize(make("gpt2"), "reformer")
-    model = hf.linearize(make("llama"), layers=[1])
-    with pytest.raises(ValueError, match="layer 1 was replaced before"):
-        hf.linearize(model)
+LOWER = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
 
 
-def test_gradients_reach_what_is_new_with_and_without_checkpointing():
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: hf.linearize(torch.nn.Linear(2, 2)), UnsupportedError, "Linear has no attention to replace"),
+        (lambda: hf.linearize(initial("Mistral", "ForCausalLM", GROUPED | {"sliding_window": 8})), UnsupportedError, "sliding window of 8 tokens"),
+        (lambda: hf.linearize(initial("GPT2", "LMHeadModel", GPT2 | {"add_cross_attention": True})), UnsupportedError, "cross-attention"),
+        (lambda: hf.linearize(make("gpt2"), "reformer"), UnsupportedError, "reformer attention has projections of other shapes"),
+        (lambda: hf.linearize(hf.linearize(make("llama"), layers=[1])), ValueError, "layer 1 was replaced before"),
+        (lambda: padding_of(LOWER.triu(-1), 5, causal=True), UnsupportedError, "more than padding"),
+        (lambda: padding_of(torch.ones(5), 5, causal=True), UnsupportedError, r"must be \[B, S\]"),
+    ],
+)  # fmt: skip
+def test_models_and_masks_that_cannot_be_linearized_are_refused(call, error, message):
+    assert padding_of(LOWER, 5, causal=True) is None
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_new_parameters_get_gradients_with_and_without_checkpointing():
     found = []
     for checkpointing in (False, True):
         model = hf.linearize(make("llama"), "linear", feature_map="hedgehog").train()
@@ -420,7 +380,7 @@ def test_gradients_reach_what_is_new_with_and_without_checkpointing():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, torch.finfo(torch.float32).max])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_what_stands_at_padding_reaches_nothing(name, value):
+def test_values_at_padding_affect_neither_outputs_nor_gradients(name, value):
     model = hf.linearize(make(name), "linear")
     layer = next(module for module in model.modules() if isinstance(module, LinearizedAttention))
     layer.rotary = False

@@ -1,4 +1,4 @@
-"""The classes for transformers say what our models say, and come back from files as they were."""
+"""The classes for transformers compute the same as our models, and survive saving and loading."""
 
 import json
 
@@ -7,14 +7,9 @@ import pytest
 import torch
 from hf_models import SMALL, make, prompts
 from safetensors.torch import load, save_file
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForMaskedLM as AutoMaskedLM
+from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
@@ -22,8 +17,8 @@ from unrolled.models import Decoder, DecoderConfig
 
 CLASSES = {
     hf.UnrolledForCausalLM: AutoModelForCausalLM,
-    hf.UnrolledForMaskedLM: AutoModelForMaskedLM,
-    hf.UnrolledForSequenceClassification: AutoModelForSequenceClassification,
+    hf.UnrolledForMaskedLM: AutoMaskedLM,
+    hf.UnrolledForSequenceClassification: AutoClassifier,
 }
 MASK = torch.tensor([[1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]])
 
@@ -49,7 +44,7 @@ def same_weights(one, other):
         ("softmax", {"attention": ["softmax", "linear"], "positions": "none", "reversible": True}),
     ],
 )
-def test_a_saved_model_comes_back(kind, name, fields, ids, tmp_path):
+def test_a_saved_model_is_loaded_unchanged(kind, name, fields, ids, tmp_path):
     model = make(name, kind, **fields)
     model.save_pretrained(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
@@ -66,7 +61,7 @@ def test_a_saved_model_comes_back(kind, name, fields, ids, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*CLASSES, hf.UnrolledModel], ids=lambda kind: kind.__name__)
-def test_a_bare_model_is_any_of_them_without_its_head(kind, ids, tmp_path):
+def test_a_bare_model_loads_any_of_them_without_its_head(kind, ids, tmp_path):
     model = make("softmax", kind, head_hidden="gelu" if kind is hf.UnrolledForMaskedLM else None)
     model.save_pretrained(tmp_path)
     bare = AutoModel.from_pretrained(tmp_path)
@@ -84,7 +79,7 @@ def test_a_bare_model_is_any_of_them_without_its_head(kind, ids, tmp_path):
     assert type(again.model) is type(bare.model)
 
 
-def test_a_bare_decoder_goes_on_from_a_cache_and_gets_a_new_head(ids, tmp_path):
+def test_a_bare_decoder_continues_a_cache_and_gets_a_new_head(ids, tmp_path):
     model = AutoModel.from_config(make().config).double().eval()
     whole = model(ids, attention_mask=MASK)
     assert whole.past_key_values.get_seq_length() == ids.shape[1]
@@ -101,19 +96,16 @@ def test_a_bare_decoder_goes_on_from_a_cache_and_gets_a_new_head(ids, tmp_path):
     assert 0.005 < with_head.model.head.project.weight.std() < 0.05
 
 
-def test_a_bare_model_refuses_what_it_does_not_have(ids):
-    encoder = hf.UnrolledModel(hf.UnrolledConfig(**SMALL, n_segments=2, is_decoder=False))
+def bare(**fields):
+    return hf.UnrolledModel(hf.UnrolledConfig(**SMALL, **fields))
+
+
+def test_a_bare_encoder_has_segments_and_no_cache(ids):
+    encoder = bare(n_segments=2, is_decoder=False)
     assert encoder(ids, token_type_ids=torch.ones_like(ids)).past_key_values is None
-    with pytest.raises(UnsupportedError, match="an encoder has no cache"):
-        encoder(ids, past_key_values=hf.StateCache())
-    decoder = hf.UnrolledModel(hf.UnrolledConfig(**SMALL))
-    with pytest.raises(UnsupportedError, match="a decoder has no segments"):
-        decoder(ids, token_type_ids=torch.ones_like(ids))
-    with pytest.raises(UnsupportedError, match="lacks its decoder's output layer"):
-        hf.from_transformers(decoder)
 
 
-def test_random_features_drawn_by_a_generator_come_back(ids, tmp_path):
+def test_random_features_survive_saving(ids, tmp_path):
     model = make("rfa").float()
     model.save_pretrained(tmp_path)
     assert same_weights(hf.UnrolledForCausalLM.from_pretrained(tmp_path), model)
@@ -121,7 +113,7 @@ def test_random_features_drawn_by_a_generator_come_back(ids, tmp_path):
     assert half(ids).logits.dtype == torch.bfloat16
 
 
-def test_layers_that_share_weights_come_back(ids, tmp_path):
+def test_layers_that_share_weights_survive_saving(ids, tmp_path):
     options = {"linformer": {"max_length": 16, "rank": 4, "sharing": "layerwise"}}
     model = make("linformer", hf.UnrolledForMaskedLM, attention_options=options)
     model.save_pretrained(tmp_path)
@@ -138,7 +130,7 @@ def test_logits_and_losses_are_those_of_the_model_inside(ids):
     inside = decoder.model(ids, key_padding_mask=padding)
     assert torch.equal(out.logits[~padding], inside[~padding])
     targets = labels.masked_fill(padding, -100)[:, 1:]
-    # The mask of the inputs leaves out what would be predicted at padding, as it is told.
+    # Nothing is predicted at padding.
     loss = decoder.model.loss(ids[:, :-1], targets, key_padding_mask=padding[:, :-1])
     torch.testing.assert_close(out.loss.double(), loss, rtol=1e-6, atol=0)
     for parts in (1, 4):  # as `Trainer` counts them
@@ -170,7 +162,7 @@ def test_padding_changes_nothing_whatever_its_id(ids):
 def test_a_new_head_starts_as_in_a_new_model(ids, tmp_path):
     masked = make(kind=hf.UnrolledForMaskedLM)
     masked.save_pretrained(tmp_path)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
+    model, info = AutoClassifier.from_pretrained(
         tmp_path, num_labels=3, ignore_mismatched_sizes=True, output_loading_info=True
     )
     head = model.model.head.project
@@ -193,7 +185,7 @@ def test_gradient_checkpointing_changes_no_gradient(ids):
         torch.testing.assert_close(x.grad, expected[name])
 
 
-def test_names_of_both_libraries_are_the_same_field():
+def test_names_of_both_libraries_set_the_same_field():
     theirs = {
         "hidden_size": 24,
         "num_hidden_layers": 3,
@@ -236,26 +228,30 @@ def test_a_wrong_field_gets_one_sentence(fields, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_what_only_the_model_knows_is_refused_by_it(ids):
-    with pytest.raises(ValueError, match="vocab_size is None, but must be an integer"):
-        hf.UnrolledForCausalLM(hf.UnrolledConfig(d_model=16, n_heads=2))
-    with pytest.raises(UnsupportedError, match="'bigbird' attention cannot be causal"):
-        make("bigbird")
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda ids: bare(is_decoder=False)(ids, past_key_values=hf.StateCache()), UnsupportedError, "an encoder has no cache"),
+        (lambda ids: bare()(ids, token_type_ids=ids), UnsupportedError, "a decoder has no segments"),
+        (lambda ids: hf.from_transformers(bare()), UnsupportedError, "lacks its decoder's output layer"),
+        (lambda ids: hf.UnrolledForCausalLM(hf.UnrolledConfig(d_model=16, n_heads=2)), ValueError, "vocab_size is None, but must be an integer"),
+        (lambda ids: make("bigbird"), UnsupportedError, "'bigbird' attention cannot be causal"),
+        (lambda ids: make()(ids, attention_mask=MASK[:, :3]), ValueError, r"attention_mask has shape \[2, 3\], but must have \[2, 7\]"),
+        (lambda ids: make()(ids, attention_mask=torch.ones(2, 1, 7, 7)), UnsupportedError, r"only padding can be masked; use a mask \[batch, length\]"),
+        (lambda ids: make()(ids + 17), ValueError, "17"),
+        (lambda ids: make()(torch.full((1, 1), 17)), ValueError, "holds ids from 17 to 17, but they must be in"),
+        *((lambda ids, kind=kind: make(kind=kind)(ids[0]), ValueError, r"input_ids has shape \[7\], but must have \[batch, length\]") for kind in CLASSES),
+        (lambda ids: make().resize_token_embeddings(20), UnsupportedError, "the vocabulary of a model is fixed"),
+        (lambda ids: make().set_input_embeddings(None), UnsupportedError, "the vocabulary of a model is fixed"),
+    ],
+)  # fmt: skip
+def test_what_a_model_does_not_support_is_refused(call, error, message, ids):
+    with pytest.raises(error, match=message):
+        call(ids)
+
+
+def test_embeddings_are_found():
     model = make()
-    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\], but must have \[2, 7\]"):
-        model(ids, attention_mask=MASK[:, :3])
-    with pytest.raises(UnsupportedError, match=r"only padding can be masked; use a mask \[batch, length\]"):
-        model(ids, attention_mask=torch.ones(2, 1, 7, 7))
-    with pytest.raises(ValueError, match="17"):
-        model(ids + 17)
-    with pytest.raises(ValueError, match="holds ids from 17 to 17, but they must be in"):
-        model(torch.full((1, 1), 17))
-    for kind in CLASSES:
-        with pytest.raises(ValueError, match=r"input_ids has shape \[7\], but must have \[batch, length\]"):
-            make(kind=kind)(ids[0])
-    for change in (lambda: model.resize_token_embeddings(20), lambda: model.set_input_embeddings(None)):
-        with pytest.raises(UnsupportedError, match="the vocabulary of a model is fixed"):
-            change()
     assert model.get_input_embeddings() is model.model.embedding
     assert model.get_output_embeddings() is model.model.head.project
 
@@ -271,7 +267,7 @@ def test_arguments_of_other_models_may_be_given_but_not_used(kind, ids):
 
 
 @pytest.mark.parametrize("kind", [hf.UnrolledForMaskedLM, hf.UnrolledForSequenceClassification])
-def test_kinds_of_tokens_are_segments(kind, ids):
+def test_token_types_are_segments(kind, ids):
     model = make(kind=kind, n_segments=2)
     kinds = (torch.arange(7) > 3).long().expand(2, -1)
     found = model(ids, token_type_ids=kinds).logits

@@ -1,21 +1,20 @@
-"""The two stages of training a linearized model: what is trained, what is not, and that a run can be resumed."""
+"""The two stages of training a linearized model: which parameters they train, and resumed runs."""
 
 import copy
 import json
 
 import pytest
 import torch
+from commands import error, works
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-from unrolled.cli import app
 from unrolled.interop import hf
 from unrolled.interop.hf.recipe import Recipe, train_linearized
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import AttentionTransfer, FineTuning, LanguageModel, finetune, transfer
-from unrolled.training import TrainConfig
+from unrolled.training import TrainConfig, train
 from unrolled.training.evaluation import evaluate
 
 # peft asks transformers by the older name
@@ -34,26 +33,16 @@ def make_tokenizer():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a text, and a model that has learned it a little."""
+    """A folder with a text, and a model briefly trained on it."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "text.txt").write_text(TEXT)
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_bias=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
+    ids = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ids))
     data = TokenizedText([folder / "text.txt"], tokenizer, length=32)
-    from unrolled.training import train
-
     train(LanguageModel(model), data, CONFIG, folder / "run", progress=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -90,7 +79,7 @@ def test_the_tokens_are_those_of_the_text(data):
     assert sum(int((x.targets >= 0).sum()) for x in data.eval_batches(4)) == -(-len(TEXT) // 10) - 1
 
 
-def test_the_loss_of_transfer_is_that_of_its_definition(teacher, data):
+def test_the_loss_of_transfer_equals_its_definition(teacher, data):
     ids = data.batch("train", step=0, batch_size=2, seed=0).inputs
     student = linear(teacher)
     inputs, outputs = [], []
@@ -110,7 +99,7 @@ def test_the_loss_of_transfer_is_that_of_its_definition(teacher, data):
     torch.testing.assert_close(found, torch.stack(errors).mean())
 
 
-def test_nothing_is_to_be_learned_where_nothing_was_replaced_but_softmax(teacher, data):
+def test_transfer_needs_new_parameters(teacher, data):
     student = hf.linearize(copy.deepcopy(teacher), "softmax")
     with pytest.raises(ValueError, match="no parameters of their own to train"):
         AttentionTransfer(student, teacher)
@@ -119,7 +108,7 @@ def test_nothing_is_to_be_learned_where_nothing_was_replaced_but_softmax(teacher
     assert AttentionTransfer(hedgehog, teacher).loss(ids, ids) > 1e-4
 
 
-def test_transfer_trains_what_is_new_and_nothing_else(teacher, data, tmp_path):
+def test_transfer_trains_new_parameters_only(teacher, data, tmp_path):
     student = linear(teacher)
     before, of_teacher = weights(student), weights(teacher)
     start = evaluate(AttentionTransfer(linear(teacher), teacher), data, CONFIG)
@@ -134,7 +123,7 @@ def test_transfer_trains_what_is_new_and_nothing_else(teacher, data, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [0, 2])
-def test_fine_tuning_trains_all_or_updates_of_low_rank(teacher, data, tmp_path, lora):
+def test_fine_tuning_trains_all_weights_or_low_rank_updates(teacher, data, tmp_path, lora):
     model = linear(teacher)
     before = weights(model)
     start = evaluate(LanguageModel(model), data, CONFIG)
@@ -153,7 +142,7 @@ def test_fine_tuning_trains_all_or_updates_of_low_rank(teacher, data, tmp_path, 
         assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4) == lora
 
 
-def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(teacher, data, tmp_path):
+def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(teacher, data, tmp_path):
     settings = TrainConfig(steps=6, batch_size=2, warmup_steps=0, schedule="constant", checkpoint_every=3)
     found = []
     for lora in (0, 2):
@@ -177,7 +166,7 @@ def test_the_run_of_another_model_is_not_resumed(teacher, data, tmp_path):
         finetune(other, data, config, tmp_path, progress=False)
 
 
-def test_losses_of_another_recipe_are_not_taken_for_its_own(teacher, data, tmp_path):
+def test_losses_of_another_recipe_are_not_reused(teacher, data, tmp_path):
     found = {}
     for name in ("linear", "window", "linear"):
         recipe = Recipe(attention=name, options={}, transfer=None, finetune=None)
@@ -188,66 +177,43 @@ def test_losses_of_another_recipe_are_not_taken_for_its_own(teacher, data, tmp_p
     assert found["linear"]["right after"] != found["window"]["right after"]
 
 
-def test_the_model_is_not_written_over_itself(folder):
-    before = (folder / "config.json").read_text()
-    made = CliRunner().invoke(
-        app, ["linearize", str(folder), str(folder), "--data", str(folder / "text.txt")]
-    )
-    assert made.exit_code == 2
-    assert "is the model's own folder" in made.output
-    assert (folder / "config.json").read_text() == before
-
-
-def test_the_command_does_it_all_and_can_be_run_again(folder, tmp_path):
-    command = ["linearize", str(folder), str(tmp_path), "--data", str(folder / "text.txt")]
-    command += ["--length", "32", "--batch-size", "4", "--transfer-steps", "10", "--finetune-steps", "10"]
-    command += ["--lora", "2", "--layers", "1"]
-    first = CliRunner().invoke(app, command)
-    assert first.exit_code == 0, first.output
+def test_the_command_runs_both_stages_and_can_be_repeated(folder, tmp_path):
+    command = ["linearize", folder, tmp_path, "--data", folder / "text.txt", "--length", 32]
+    command += ["--batch-size", 4, "--transfer-steps", 10, "--finetune-steps", 10, "--lora", 2, "--layers", 1]
+    works(*command)
     losses = json.loads((tmp_path / "linearize.json").read_text())
     assert list(losses) == ["before", "right after", "transfer", "finetune"]
     assert (tmp_path / "transfer" / "log.jsonl").exists()
     written = (tmp_path / "model.safetensors").read_bytes()
-    again = CliRunner().invoke(app, command)
-    assert again.exit_code == 0, again.output
+    works(*command)
     assert (tmp_path / "model.safetensors").read_bytes() == written
-    once_more = CliRunner().invoke(app, ["linearize", str(tmp_path), "out", *command[3:]])
-    assert once_more.exit_code == 2
-    assert "was linearized before" in once_more.output
+    assert "was linearized before" in error("linearize", tmp_path, "out", *command[3:])
     model = hf.load_linearized(tmp_path)
     assert list(model.config.unrolled_attention) == ["1"]
     data = TokenizedText([folder / "text.txt"], make_tokenizer(), length=32)
     assert evaluate(LanguageModel(model), data, CONFIG) == pytest.approx(losses["finetune"], abs=1e-5)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors or config\.json was changed after it was saved"
-    ):
+    with pytest.raises(ValueError, match=r"model\.safetensors or config\.json was changed after it was"):
         hf.load_linearized(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--option", "window"], "must be NAME=VALUE"),
-        (["--layers", "a"], "layers is 'a'"),
-        (["--attention", "linaer"], "attention is 'linaer'"),
-        (["--data", "nowhere.txt"], "nowhere.txt: No such file"),
+        ("{folder} {out} --option window", "must be NAME=VALUE"),
+        ("{folder} {out} --layers a", "layers is 'a'"),
+        ("{folder} {out} --attention linaer", "attention is 'linaer'"),
+        ("{folder} {out} --data nowhere.txt", "nowhere.txt: No such file"),
+        ("{folder} {folder}", "is the model's own folder"),
+        ("{out} {out}/new", "cannot be read as a causal language model"),
     ],
 )
-def test_wrong_words_get_a_sentence(folder, tmp_path, words, sentence):
-    command = ["linearize", str(folder), str(tmp_path), "--data", str(folder / "text.txt"), "--length", "32"]
-    result = CliRunner().invoke(app, [*command, *words])
-    assert result.exit_code == 2
-    assert sentence in result.output
-
-
-def test_a_folder_without_a_model_gets_a_sentence(tmp_path):
-    result = CliRunner().invoke(
-        app, ["linearize", str(tmp_path), str(tmp_path / "out"), "--data", "text.txt"]
-    )
-    assert result.exit_code == 2
-    assert "cannot be read as a causal language model" in result.output
+def test_wrong_commands_are_refused(folder, tmp_path, words, sentence):
+    before = (folder / "config.json").read_text()
+    words = words.format(folder=folder, out=tmp_path).split()
+    assert sentence in error("linearize", *words, "--data", folder / "text.txt", "--length", 32)
+    assert (folder / "config.json").read_text() == before
 
 
 def test_fine_tuning_with_updates_keeps_the_embedding(teacher):

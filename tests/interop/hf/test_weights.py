@@ -1,4 +1,4 @@
-"""Models of transformers, made on the spot, against what `import_weights` makes of them."""
+"""Models imported by `import_weights` compute the same as the models of transformers."""
 
 import sys
 
@@ -38,7 +38,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 def hugging_face(family, head="Model", **settings):
-    """A model of transformers whose every parameter counts."""
+    """A model of transformers in which every parameter affects the output."""
     config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | settings)
     torch.manual_seed(0)
     model = getattr(transformers, family + head)(config).eval()
@@ -100,7 +100,7 @@ def test_left_padding_counts_positions_from_the_first_token():
 
 
 @torch.no_grad()
-def test_longformer_with_tokens_that_are_told_to_be_global():
+def test_longformer_with_chosen_global_tokens():
     theirs = hugging_face("Longformer")
     tokens, padding = batch()
     is_global = torch.zeros(2, 20, dtype=torch.long)
@@ -109,7 +109,7 @@ def test_longformer_with_tokens_that_are_told_to_be_global():
     expected = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
     assert_agree(found[~padding], expected[~padding])
     assert (import_weights(theirs)(tokens, key_padding_mask=padding) - found).abs().max() > 1e-3
-    is_global[1, [1, 2, 3, 9]] = 1  # others in each row, as the tokens of two questions are
+    is_global[1, [1, 2, 3, 9]] = 1  # different tokens in each row, as with two questions
     expected = theirs_of(theirs, tokens, padding, global_attention_mask=is_global)
     ours = import_weights(theirs)
     found = ours(tokens, key_padding_mask=padding, global_mask=is_global.bool())
@@ -131,16 +131,10 @@ def test_answers_to_questions(family):
     assert_agree(found[~padding], torch.stack([out.start_logits, out.end_logits], -1)[~padding])
 
 
-@pytest.fixture
-def numpys_state():
-    state = np.random.get_state()  # noqa: NPY002
-    yield
-    np.random.set_state(state)  # noqa: NPY002
-
-
 @torch.no_grad()
-def test_big_bird_reads_blocks(monkeypatch, numpys_state):
+def test_big_bird_reads_blocks(monkeypatch):
     """Theirs draws its blocks in training only, from numpy's generator; ours is given that table."""
+    generator = np.random.get_state()  # noqa: NPY002
     theirs = hugging_face("BigBird", "ForMaskedLM", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     theirs.double().train()
     ours = import_weights(theirs)
@@ -155,6 +149,7 @@ def test_big_bird_reads_blocks(monkeypatch, numpys_state):
         table = sparse._bigbird_block_rand_mask_with_head(48, 48, 4, 4, 4, plan, counts)
         drawn = nn.functional.pad(torch.tensor(np.stack(table)).long(), (0, 0, 1, 1), value=-1)
         tables.append(drawn.unsqueeze(0))
+    np.random.set_state(generator)  # noqa: NPY002
     drawn_in_turn = iter(tables)
     monkeypatch.setattr("unrolled.attention.bigbird.draw_blocks", lambda *_: next(drawn_in_turn))
     assert_agree(ours(tokens), expected, tolerance=1e-10)
@@ -320,24 +315,19 @@ def test_what_has_no_counterpart_is_refused(source, error, message):
 
 def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ValueError, match=r"nobody/nothing cannot be read as a model of transformers: [^\n]+$"
-    ):
+    file = tmp_path / "model.safetensors"
+    unreadable = r"cannot be read as a model of transformers: [^\n]+$"
+    with pytest.raises(ValueError, match=f"nobody/nothing {unreadable}"):
         import_weights("nobody/nothing")
     gpt2().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="holds a 'gpt2' model of the class 'GPT2LMHeadModel'"):
         import_weights(tmp_path)
-    hugging_face("Bert").save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(ValueError, match=r"cannot be read as a model of transformers: [^\n]+$"):
-        import_weights(tmp_path)
-
-
-def test_a_folder_without_some_of_its_weights_is_refused(tmp_path):
     hugging_face("Bert", "ForMaskedLM").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
     weights = load_file(file)
     del weights["cls.predictions.transform.dense.bias"]
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 tensors of a BertForMaskedLM, .*transform\.dense\.bias"):
+        import_weights(tmp_path)
+    file.write_bytes(b"broken")
+    with pytest.raises(ValueError, match=unreadable):
         import_weights(tmp_path)

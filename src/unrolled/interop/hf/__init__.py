@@ -1,20 +1,14 @@
-"""Hugging Face transformers: our models among theirs. Needs the extra `hf`.
+"""Our models in Hugging Face transformers, and theirs in ours. Needs the extra `hf`.
 
-Importing this package tells transformers of the classes below, so that its `AutoConfig`,
-`AutoModelForCausalLM` and so on find them by the `model_type` "unrolled" of a config. It is the one import of
-this library with such an effect.
+Importing this package registers the classes below with transformers, so that its `AutoConfig`,
+`AutoModelForCausalLM` and so on find them by the `model_type` "unrolled" of a config. No other import of this
+library has such a side effect.
 """
 
 from unrolled.extras import how_to_install
 
 try:
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSequenceClassification,
-    )
+    import transformers
 except ImportError as error:
     raise ImportError(f"unrolled.interop.hf needs transformers: {how_to_install('hf')}") from error
 
@@ -54,8 +48,11 @@ __all__ = [
     "to_transformers",
 ]
 
-AutoConfig.register(UnrolledConfig.model_type, UnrolledConfig, exist_ok=True)
-AutoModel.register(UnrolledConfig, UnrolledModel, exist_ok=True)
-AutoModelForCausalLM.register(UnrolledConfig, UnrolledForCausalLM, exist_ok=True)
-AutoModelForMaskedLM.register(UnrolledConfig, UnrolledForMaskedLM, exist_ok=True)
-AutoModelForSequenceClassification.register(UnrolledConfig, UnrolledForSequenceClassification, exist_ok=True)
+transformers.AutoConfig.register(UnrolledConfig.model_type, UnrolledConfig, exist_ok=True)
+for auto, kind in (
+    (transformers.AutoModel, UnrolledModel),
+    (transformers.AutoModelForCausalLM, UnrolledForCausalLM),
+    (transformers.AutoModelForMaskedLM, UnrolledForMaskedLM),
+    (transformers.AutoModelForSequenceClassification, UnrolledForSequenceClassification),
+):
+    auto.register(UnrolledConfig, kind, exist_ok=True)

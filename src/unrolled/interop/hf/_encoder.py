@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from unrolled.interop.hf._model import UnrolledPreTrainedModel, encode, refuse_others
+from unrolled.interop.hf._model import Count, UnrolledPreTrainedModel, encode, refuse_others
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Encoder
 
@@ -40,7 +40,7 @@ class EncoderModel(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
             attention_mask: [B, T]; 0 at padding.
             token_type_ids: [B, T] long, the `segments` of a model that has some; all 0 by default.
             global_attention_mask: [B, T], nonzero at global tokens; see `global_mask` of `Encoder.forward`.
-            labels: as the class says.
+            labels: see the class.
             return_dict: False for a tuple.
             others: `num_items_in_batch` where the class takes it: the number of labels other than -100 in all
                 batches of a step, by which the summed loss is divided; in evaluation without those at
@@ -59,7 +59,5 @@ class EncoderModel(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
         loss = None if labels is None else self._loss(logits, labels, padding, n_items)
         return self._returned(self._output_type(loss=loss, logits=logits), return_dict)
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Tensor | int | None
-    ) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Count) -> Tensor:
         raise NotImplementedError

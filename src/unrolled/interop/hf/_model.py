@@ -17,6 +17,8 @@ from unrolled.models import Decoder, Encoder
 from unrolled.models.saving import CONFIG_FILE
 
 Output = TypeVar("Output", bound=ModelOutput)
+Count = Tensor | int | None
+"""The number of labels by which a summed loss is divided; None for a mean over the batch."""
 FIXED_VOCABULARY = "the vocabulary of a model is fixed: make a model of another vocab_size instead"
 
 
@@ -131,13 +133,7 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         return output if as_dict else output.to_tuple()
 
     def _token_loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        ignored: Tensor | None,
-        n_items: Tensor | int | None,
-        *,
-        first: int = 0,
+        self, logits: Tensor, labels: Tensor, ignored: Tensor | None, n_items: Count, *, first: int = 0
     ) -> Tensor:
         """The loss of transformers for labels [B, T], without those at `ignored` and before `first`."""
         if ignored is not None:
@@ -205,25 +201,20 @@ def without_padding(input_ids: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def encode(
-    model: Encoder,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    token_type_ids: Tensor | None,
-    global_attention_mask: Tensor | None,
+    model: Encoder, ids: Tensor, mask: Tensor | None, segments: Tensor | None, global_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Run an encoder on the inputs of transformers; return its output and the padding.
 
     Raises:
         UnsupportedError, ValueError: as `key_padding_mask`, or as the model.
     """
-    padding = key_padding_mask(attention_mask, input_ids)
-    tokens = without_padding(input_ids, padding)
-    global_mask = None if global_attention_mask is None else global_attention_mask != 0
-    out = model(tokens, key_padding_mask=padding, segments=token_type_ids, global_mask=global_mask)
-    return out, padding
+    padding = key_padding_mask(mask, ids)
+    is_global = None if global_mask is None else global_mask != 0
+    tokens = without_padding(ids, padding)
+    return model(tokens, key_padding_mask=padding, segments=segments, global_mask=is_global), padding
 
 
-def n_targets(counted: Tensor | int | None, given: Tensor, kept: Tensor) -> Tensor | int | None:
+def n_targets(counted: Count, given: Tensor, kept: Tensor) -> Count:
     """The divisor of a summed loss, where `counted` has all labels but -100, as `Trainer` counts them.
 
     Labels at padding are not in the sum, so their share is subtracted.

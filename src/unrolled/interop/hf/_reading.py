@@ -16,30 +16,25 @@ class ReadsTokens:
     model: Decoder
 
     def _run(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: StateCache | DecoderState | None,
-        use_cache: bool | None,
-        otherwise: bool,
+        self, ids: Tensor, mask: Tensor | None, past: object, use_cache: bool | None, otherwise: bool
     ) -> tuple[Tensor, Tensor | None, StateCache | None]:
         """Read tokens after those of a cache.
 
         Args:
-            input_ids, attention_mask, past_key_values, use_cache: as for the `forward` of transformers.
+            ids, mask, past, use_cache: `input_ids`, `attention_mask` and so on of `forward` in transformers.
             otherwise: the default of `use_cache` without a cache.
 
         Returns:
             the output of the decoder, [B, T, ...]; the padding [B, T], or None; the cache, or None without
             `use_cache`.
         """
-        cache = self._cache(past_key_values)
+        cache = self._cache(past)
         if use_cache is None:
             use_cache = cache is not None or otherwise
         if use_cache and cache is None:
             cache = StateCache()
-        padding = self._padding(attention_mask, input_ids, 0 if cache is None else cache.get_seq_length())
-        tokens = without_padding(input_ids, padding)
+        padding = self._padding(mask, ids, 0 if cache is None else cache.get_seq_length())
+        tokens = without_padding(ids, padding)
         if cache is None or cache.only is None:
             return self.model(tokens, key_padding_mask=padding), padding, None
         return self._read(tokens, cache.only, padding), padding, cache if use_cache else None

@@ -33,7 +33,7 @@ OUTPUTS = {
     "ForMaskedLM": "masked",
     "ForSequenceClassification": "classification",
     "ForTokenClassification": "tokens",
-    "ForQuestionAnswering": "tokens",  # two logits: the answer begins here, it ends here
+    "ForQuestionAnswering": "tokens",  # two logits: for the first and the last token of the answer
 }
 
 
@@ -186,7 +186,7 @@ def _encoder(
         (ours.positions.table, positions[first:]),
         (ours.segments, base.embeddings.token_type_embeddings.weight),
     ):
-        assert table is not None  # as the config above says
+        assert table is not None  # by the config above
         fill(table.weight, rows)
     copy_norm(ours.embedding_norm, base.embeddings.LayerNorm)
     for block, layer in _pairs(ours, model):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from unrolled.interop.hf._model import UnrolledPreTrainedModel, refuse_others
+from unrolled.interop.hf._model import Count, UnrolledPreTrainedModel, refuse_others
 from unrolled.interop.hf._reading import ReadsTokens
 from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.config import UnrolledConfig
@@ -69,17 +69,11 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             ValueError: the cache is of another model or batch, or a mask or token is out of range.
         """
         refuse_others(others)
-        logits, padding, cache = self._run(
-            input_ids,
-            attention_mask,
-            past_key_values,
-            use_cache,
-            otherwise=self.config.use_cache and labels is None,
-        )
+        otherwise = self.config.use_cache and labels is None
+        logits, padding, cache = self._run(input_ids, attention_mask, past_key_values, use_cache, otherwise)
         loss = None if labels is None else self._loss(logits, labels, padding, num_items_in_batch)
-        return self._returned(
-            CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache), return_dict
-        )
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return self._returned(output, return_dict)
 
     def generate(
         self,
@@ -150,12 +144,10 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             return padding
         return also if padding is None else also | padding
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor, padding: Tensor | None, num_items_in_batch: Tensor | int | None
-    ) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Count) -> Tensor:
         # Nothing is predicted at padding, neither the next padding nor the first token after it.
         ignored = None if padding is None else padding | torch.cat([padding[:, :1], padding[:, :-1]], dim=1)
-        return self._token_loss(logits, labels, ignored, num_items_in_batch, first=1)
+        return self._token_loss(logits, labels, ignored, n_items, first=1)
 
 
 def _positions_read(state: DecoderState, attention_mask: Tensor) -> int:

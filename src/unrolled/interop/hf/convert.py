@@ -1,6 +1,5 @@
 """Conversion between our models and our classes for transformers, and loading of the latter."""
 
-import json
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from unrolled.contract import UnsupportedError
+from unrolled.files import read_object
 from unrolled.interop.hf._model import UnrolledPreTrainedModel
 from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
 from unrolled.interop.hf.config import BY_CLASS, UnrolledConfig
@@ -18,7 +18,7 @@ from unrolled.interop.hf.masked_lm import UnrolledForMaskedLM
 from unrolled.interop.hf.model import UnrolledModel
 from unrolled.interop.hf.sequence_classification import UnrolledForSequenceClassification
 from unrolled.models import Decoder, Encoder
-from unrolled.models.saving import SavedModel
+from unrolled.models.saving import CONFIG_FILE, SavedModel
 
 END = "<|end|>"
 CLASSES = (UnrolledForCausalLM, UnrolledForMaskedLM, UnrolledForSequenceClassification, UnrolledModel)
@@ -80,7 +80,7 @@ def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
 
 def is_saved_by_transformers(path: str | Path) -> bool:
     """Whether the folder `path` holds a model of transformers, ours or not."""
-    return "model_type" in _config(path)
+    return "model_type" in read_object(Path(path) / CONFIG_FILE)
 
 
 def load(path: str | Path) -> UnrolledPreTrainedModel:
@@ -89,7 +89,7 @@ def load(path: str | Path) -> UnrolledPreTrainedModel:
     Raises:
         ValueError: the folder holds no such model, or it is damaged.
     """
-    values = _config(path)
+    values = read_object(Path(path) / CONFIG_FILE)
     if (found := values.get("model_type")) != UnrolledConfig.model_type:
         raise ValueError(
             f"{path} holds a model of type {found!r}, but must hold {UnrolledConfig.model_type!r}"
@@ -103,14 +103,6 @@ def load(path: str | Path) -> UnrolledPreTrainedModel:
     except (ValueError, UnsupportedError, OSError, TypeError) as error:  # ours and those of transformers
         raise ValueError(f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
     return model
-
-
-def _config(path: str | Path) -> dict[str, object]:
-    try:
-        values = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizerFast:

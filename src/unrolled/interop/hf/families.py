@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import Foreign
+from unrolled.interop.copying import Foreign, fill
 
 
 class PostNorm(nn.Module):
@@ -185,17 +185,16 @@ FAMILIES: dict[str, Callable[[Foreign], AttentionParts]] = {
 
 def copy_projections(parts: AttentionParts, qkv_proj: nn.Linear, out_proj: nn.Linear) -> None:
     """Copy the weights into two projections of ours, bit for bit; a missing bias is removed."""
-    with torch.no_grad():
-        _fill(qkv_proj, torch.cat(parts.qkv), None if parts.qkv_bias is None else torch.cat(parts.qkv_bias))
-        _fill(out_proj, parts.out, parts.out_bias)
-
-
-def _fill(projection: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    projection.weight.copy_(weight)
-    if bias is None:
-        projection.register_parameter("bias", None)
-    else:
-        projection.bias.copy_(bias)
+    qkv_bias = None if parts.qkv_bias is None else torch.cat(parts.qkv_bias)
+    for projection, weight, bias in (
+        (qkv_proj, torch.cat(parts.qkv), qkv_bias),
+        (out_proj, parts.out, parts.out_bias),
+    ):
+        fill(projection.weight, weight)
+        if bias is None:
+            projection.register_parameter("bias", None)
+        else:
+            fill(projection.bias, bias)
 
 
 def class_name(architectures: object) -> str:

@@ -15,13 +15,7 @@ from typing import TypeVar
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -81,7 +75,7 @@ def linearize(
     record = dict(getattr(model.config, RECORD, None) or {})
     record |= {str(i): {"attention": attention, "options": options} for i in chosen}
     setattr(model.config, RECORD, dict(sorted(record.items(), key=lambda item: int(item[0]))))
-    # none: names of older checkpoints would not be found on loading
+    # Disable renaming of parameters of older checkpoints, whose modules no longer exist.
     vars(model)["_weight_conversions"] = []
     _prepare_masks(model)
     _prepare_cache(model)
@@ -131,9 +125,9 @@ def load_linearized(path: str | Path) -> PreTrainedModel:
     if not record:
         raise ValueError(f"{path} was not linearized: read it by from_pretrained")
     original = values.pop(ORIGINAL_TYPE, values["model_type"])
-    if original not in CONFIG_MAPPING:
+    if original not in transformers.CONFIG_MAPPING:
         raise ValueError(f"{path} has the type {original!r}, which transformers does not have")
-    config = CONFIG_MAPPING[original].from_dict(values | {"model_type": original})
+    config = transformers.CONFIG_MAPPING[original].from_dict(values | {"model_type": original})
     architecture = class_name(config.architectures)
     kind = getattr(transformers, architecture, None)
     if kind is None:
@@ -212,8 +206,8 @@ def _prepare_masks(model: PreTrainedModel) -> None:
     """If no softmax attention is left, let transformers pass a padding mask, linear in the length."""
     if any(is_softmax_attention(module) for module in model.modules()):
         return
-    AttentionInterface.register(PADDING_ONLY, _no_softmax_left)
-    AttentionMaskInterface.register(PADDING_ONLY, _padding_mask)
+    transformers.AttentionInterface.register(PADDING_ONLY, _no_softmax_left)
+    transformers.AttentionMaskInterface.register(PADDING_ONLY, _padding_mask)
     model.config._attn_implementation = PADDING_ONLY
 
 

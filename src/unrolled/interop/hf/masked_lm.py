@@ -4,6 +4,7 @@ from torch import Tensor
 from transformers.modeling_outputs import MaskedLMOutput
 
 from unrolled.interop.hf._encoder import EncoderModel
+from unrolled.interop.hf._model import Count
 
 
 class UnrolledForMaskedLM(EncoderModel):  # type: ignore[no-untyped-call]
@@ -14,7 +15,5 @@ class UnrolledForMaskedLM(EncoderModel):  # type: ignore[no-untyped-call]
 
     _output, _output_type = "masked", MaskedLMOutput
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Tensor | int | None
-    ) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Count) -> Tensor:
         return self._token_loss(logits, labels, padding, n_items)

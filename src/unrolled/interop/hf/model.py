@@ -68,13 +68,11 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
                 raise UnsupportedError(
                     "token_type_ids are given, but a decoder has no segments; leave them out"
                 )
-            hidden, _, cache = self._run(
-                input_ids, attention_mask, past_key_values, use_cache, otherwise=self.config.use_cache
-            )
+            otherwise = self.config.use_cache
+            hidden, _, cache = self._run(input_ids, attention_mask, past_key_values, use_cache, otherwise)
         else:
             if past_key_values is not None:
                 raise UnsupportedError("past_key_values is given, but an encoder has no cache; leave it out")
             hidden, _ = encode(self.model, input_ids, attention_mask, token_type_ids, global_attention_mask)
-        return self._returned(
-            BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache), return_dict
-        )
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+        return self._returned(output, return_dict)

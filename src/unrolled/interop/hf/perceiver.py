@@ -13,11 +13,8 @@ from unrolled.models.blocks import Block
 from unrolled.models.latents import CrossAttend
 from unrolled.models.stack import Stack
 
-MASKED, TEXT, IMAGE = (
-    "PerceiverForMaskedLM",
-    "PerceiverForSequenceClassification",
-    "PerceiverForImageClassificationFourier",
-)
+MASKED, TEXT = "PerceiverForMaskedLM", "PerceiverForSequenceClassification"
+IMAGE = "PerceiverForImageClassificationFourier"
 
 
 def from_perceiver(model: Foreign, options: Mapping[str, object]) -> PerceiverIO:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from unrolled.contract import Dataset
-from unrolled.files import write_file
+from unrolled.files import read_object, write_file
 from unrolled.folders import check_folder, writing_folder
 from unrolled.interop.hf import digest
 from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
@@ -93,7 +93,7 @@ def run(
 
 def _began_with(out: Path, teacher: PreTrainedModel) -> bool:
     """Whether a folder holds the results of an earlier `run` with the same teacher."""
-    of = _known(out / EVALUATED_FILE).get("before")
+    of = read_object(out / EVALUATED_FILE).get("before")
     return isinstance(of, list) and of[:1] == _plain([asdict(LanguageModel(teacher).config)])
 
 
@@ -109,7 +109,7 @@ def train_linearized(
         torch.manual_seed(settings.seed)
         model = linearize(copy.deepcopy(teacher), recipe.attention, recipe.layers, **recipe.options)
     out.mkdir(parents=True, exist_ok=True)  # only now, since `linearize` may refuse the model or the recipe
-    known, evaluated = (_known(out / name) if resume else {} for name in (LOSSES_FILE, EVALUATED_FILE))
+    known, evaluated = (read_object(out / name) if resume else {} for name in (LOSSES_FILE, EVALUATED_FILE))
     losses: dict[str, float] = {}
     batch = next(iter(data.eval_batches(settings.batch_size)), None)
     texts = None if batch is None else fingerprint(batch.inputs, batch.targets)
@@ -138,15 +138,6 @@ def train_linearized(
 
 
 def _plain(value: object) -> object:
-    """Convert a value to what JSON makes of it."""
+    """Return a value after a round trip through JSON."""
     plain: object = json.loads(json.dumps(value))
     return plain
-
-
-def _known(file: Path) -> dict[str, object]:
-    """Read the results of an interrupted run; none without a file."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

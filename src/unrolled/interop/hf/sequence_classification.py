@@ -4,6 +4,7 @@ from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from unrolled.interop.hf._encoder import EncoderModel
+from unrolled.interop.hf._model import Count
 
 
 class UnrolledForSequenceClassification(EncoderModel):  # type: ignore[no-untyped-call]
@@ -18,8 +19,6 @@ class UnrolledForSequenceClassification(EncoderModel):  # type: ignore[no-untype
 
     _output, _output_type = "classification", SequenceClassifierOutput
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Tensor | int | None
-    ) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Count) -> Tensor:
         loss: Tensor = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return loss

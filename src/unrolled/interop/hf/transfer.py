@@ -52,8 +52,12 @@ class _Trained(nn.Module):
 
     def save(self, path: Path) -> None:
         """Write the trained weights into a folder."""
-        trained = {name: x.detach().contiguous() for name, x in self.named_parameters() if x.requires_grad}
+        trained = {name: x.detach() for name, x in self.named_parameters() if x.requires_grad}
         save_tensors(trained, path / "trained.safetensors")
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of `targets [B,T]`, in nats; -100 is ignored."""
+        return token_loss(self.model, inputs, targets)
 
 
 class AttentionTransfer(_Trained):
@@ -127,11 +131,8 @@ class FineTuning(_Trained):
             parameter.requires_grad_(True)
         trained: PreTrainedModel | PeftModel = model
         if lora:
-            names = [
-                f"{name}.mechanism.{own}"
-                for name in linearized_layers(model)
-                for own in ("qkv_proj", "out_proj")
-            ]
+            owners = [f"{name}.mechanism" for name in linearized_layers(model)]
+            names = [f"{owner}.{own}" for owner in owners for own in ("qkv_proj", "out_proj")]
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 trained = get_peft_model(model, LoraConfig(r=lora, lora_alpha=lora, target_modules=names))
@@ -139,10 +140,6 @@ class FineTuning(_Trained):
                 if name in new:
                     parameter.requires_grad_(True)
         super().__init__(trained, stage)
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of `targets [B,T]`, in nats; -100 is ignored."""
-        return token_loss(self.model, inputs, targets)
 
     def merged(self) -> nn.Module:
         """Return the model itself, with low-rank updates added to the weights."""
@@ -154,10 +151,6 @@ class LanguageModel(_Trained):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, _stage("model", model))
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of `targets [B,T]`, in nats; -100 is ignored."""
-        return token_loss(self.model, inputs, targets)
 
 
 def transfer(
@@ -175,9 +168,8 @@ def transfer(
     The losses of the result are those of `AttentionTransfer`, not nats. `run_dir` holds log and checkpoint.
     """
     with _frozen_as_found(student):
-        return train(
-            AttentionTransfer(student, teacher), data, config, run_dir, resume=resume, progress=progress
-        )
+        stage = AttentionTransfer(student, teacher)
+        return train(stage, data, config, run_dir, resume=resume, progress=progress)
 
 
 def finetune(

@@ -77,7 +77,7 @@ def export(
         raise UnsupportedError(
             f"{type(model).__name__} cannot be exported: it lacks init_state, prefill or step"
         )
-    generate(model, [], 0, **(sampling or {}))  # raises now what it would raise later
+    generate(model, [], 0, **(sampling or {}))  # checks the ranges of the arguments
     exported = deepcopy(model).cpu().eval()  # the caller's model keeps its mode and device
     recurrence, contents = _graphs(exported, opset=opset, fused=fused, int8=int8, probes=probes)
     folder = Path(folder)

@@ -12,7 +12,6 @@ with b the cumulated log gates and D_ij = exp(b_i - b_j) for i >= j; without gat
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,22 +40,13 @@ def fused() -> Forms:
     return {**portable(), _linear._operator._opoverload: _of_a_call(fused_linear_attention)}
 
 
-class LinearCall(NamedTuple):
-    """The arguments of the operator `unrolled::linear_attention` that continue a state."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    kv: Tensor
-    k_sum: Tensor
-    normalize: bool
+LinearCall = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, bool]
+"""q, k, v, log_decay, kv, k_sum and normalize of a call of `unrolled::linear_attention` from a state."""
+LinearResult = tuple[Tensor, Tensor, Tensor, Tensor]
+"""o, kv, k_sum and the denominators."""
 
 
-LinearForm = Callable[[LinearCall], tuple[Tensor, Tensor, Tensor, Tensor]]
-
-
-def _of_a_call(form: LinearForm) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _of_a_call(form: Callable[[LinearCall], LinearResult]) -> Callable[..., LinearResult]:
     """Give a form the signature of the operator; refuse calls that do not continue a state."""
 
     def operator(
@@ -70,15 +60,15 @@ def _of_a_call(form: LinearForm) -> Callable[..., tuple[Tensor, Tensor, Tensor, 
         causal: bool,
         normalize: bool,
         backend: str | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> LinearResult:
         if kv is None or k_sum is None or cu_seqlens is not None or not causal:
             raise UnsupportedError("an exported graph continues a state: causal, from a state, without packs")
-        return form(LinearCall(q, k, v, log_decay, kv, k_sum, normalize))
+        return form((q, k, v, log_decay, kv, k_sum, normalize))
 
     return operator
 
 
-def linear_attention(call: LinearCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def linear_attention(call: LinearCall) -> LinearResult:
     """Compute the operator `unrolled::linear_attention`, causally and from a state (see above)."""
     q, k, v, log_decay, kv, k_sum, normalize = call
     share = q.shape[2] // k.shape[2]
@@ -110,7 +100,7 @@ def linear_attention(call: LinearCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return o.transpose(1, 2).contiguous(), kv, k_sum, den
 
 
-def fused_linear_attention(call: LinearCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fused_linear_attention(call: LinearCall) -> LinearResult:
     """Compute the same by `com.microsoft.LinearAttention`, with z as one more column of S: values (v, 1)."""
     q, k, v, log_decay, kv, k_sum, normalize = call
     if not normalize or log_decay is not None:
@@ -131,12 +121,8 @@ def fused_linear_attention(call: LinearCall) -> tuple[Tensor, Tensor, Tensor, Te
     )
     num, den = sums.reshape(B, T, H, M + 1).split_with_sizes((M, 1), -1)
     kv, sum_after = state.split_with_sizes((M, 1), -1)
-    return (
-        _divide(num, den).contiguous(),
-        kv.contiguous(),
-        sum_after.squeeze(-1).contiguous(),
-        den.contiguous(),
-    )
+    o, k_sum = _divide(num, den), sum_after.squeeze(-1)
+    return o.contiguous(), kv.contiguous(), k_sum.contiguous(), den.contiguous()
 
 
 def window_attention(

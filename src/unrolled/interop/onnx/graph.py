@@ -37,9 +37,12 @@ class Leaf(NamedTuple):
     growing_axis: int | None
     fill: float
 
-    def initial(self, batch_size: int) -> Tensor:
-        """The tensor before the first token."""
-        return torch.full((batch_size, *self.shape), self.fill, dtype=self.dtype)
+    def initial(self, batch_size: int, past: int = 0) -> Tensor:
+        """The tensor before the first token; with `past`, of the size after that many tokens."""
+        sizes = [batch_size, *self.shape]
+        if self.growing_axis is not None:
+            sizes[self.growing_axis] = past
+        return torch.full(sizes, self.fill, dtype=self.dtype)
 
 
 class Recurrence(nn.Module):
@@ -81,13 +84,7 @@ class Recurrence(nn.Module):
     def example(self, batch_size: int, length: int, past: int) -> tuple[Tensor, ...]:
         """Make arguments of these sizes, for tracing."""
         tokens = torch.zeros(batch_size, length, dtype=torch.long)
-        state = []
-        for leaf in self.leaves:
-            sizes = [batch_size, *leaf.shape]
-            if leaf.growing_axis is not None:
-                sizes[leaf.growing_axis] = past
-            state.append(torch.full(sizes, leaf.fill, dtype=leaf.dtype))
-        return (tokens, *state)
+        return (tokens, *(leaf.initial(batch_size, past) for leaf in self.leaves))
 
     def _unflatten(self, batch_size: int, state: tuple[Tensor, ...]) -> State:
         found = dict(zip((leaf.name for leaf in self.leaves), state, strict=True))
@@ -210,15 +207,11 @@ def _features_of_queries(layers: Iterable[LinearAttention], seen: list[Tensor]) 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the warnings of exporter and quantiser, which do not concern users."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    root = logging.getLogger()
-    levels = [(logger, logger.level) for logger in (*loggers, root)]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for logger, _ in levels:
-            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in levels:
-            logger.setLevel(level)
+        logging.disable(before)

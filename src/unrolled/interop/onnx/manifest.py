@@ -10,7 +10,7 @@ from typing import NamedTuple, TypedDict
 import torch
 
 from unrolled.files import write_file
-from unrolled.interop.onnx.graph import POSITION, Leaf, Length
+from unrolled.interop.onnx.graph import Leaf, Length
 
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "unrolled-onnx", 1
@@ -178,11 +178,6 @@ def describe_file(path: Path) -> FileEntry:
 def _digest(values: dict[str, object]) -> str:
     """SHA-256 of a manifest without its own digest, regardless of order and whitespace in the file."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def is_position(leaf: Leaf) -> bool:
-    """Whether a tensor counts the tokens read."""
-    return leaf.name == POSITION
 
 
 def _leaf_to_json(leaf: Leaf) -> LeafEntry:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from unrolled.contract import UnsupportedError
 from unrolled.extras import how_to_install
-from unrolled.interop.onnx.manifest import Manifest, is_position
+from unrolled.interop.onnx.graph import POSITION
+from unrolled.interop.onnx.manifest import Manifest
 from unrolled.models.checks import check_ids
 from unrolled.ops.checks import check_key_padding_mask
 
@@ -47,7 +48,8 @@ class ExportedModel(ABC):
             manifest.vocab_size, manifest.start_token is not None, manifest.max_positions
         )
         self._fields = tuple(leaf.name.replace(".", "_") for leaf in manifest.state)
-        self._state_type = _state_type(self._fields)
+        make: Callable[..., Callable[..., State]] = namedtuple
+        self._state_type = make("ExportedState", self._fields)
 
     @abstractmethod
     def _call(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -120,7 +122,7 @@ class ExportedModel(ABC):
         if bound is None or not len(state[0]):
             return
         for leaf, x in zip(self.manifest.state, state, strict=True):
-            if is_position(leaf) and (reached := int(x.max()) + length) > bound:
+            if leaf.name == POSITION and (reached := int(x.max()) + length) > bound:
                 raise ValueError(f"the length is {reached}, but must be at most {bound}")
 
     def _check_state(self, state: State, batch_size: int) -> None:
@@ -136,10 +138,6 @@ class ExportedModel(ABC):
                     f"state {leaf.name} is {x.dtype} of shape {list(x.shape)}, "
                     f"but must be {leaf.dtype} of shape {expected}"
                 )
-
-
-def _state_type(fields: Sequence[str]) -> Callable[..., State]:
-    return namedtuple("ExportedState", fields)
 
 
 class OnnxModel(ExportedModel):

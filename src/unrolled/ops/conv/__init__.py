@@ -12,8 +12,6 @@ show (arXiv 2212.14052, section 3).
 Time O(T C W), memory O(T C), state O(C W).
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ from unrolled.ops.checks import (
     shape,
 )
 from unrolled.ops.conv import operator, plain
-from unrolled.ops.packing import valid_tokens_first
+from unrolled.ops.packing import spans, valid_tokens_first
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -92,13 +90,8 @@ def causal_conv_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute what `causal_conv` does by its definition, token by token, with the same arguments."""
     state = _check(x, weight, key_padding_mask, cu_seqlens, state)
-    spans = (
-        [(b, 0, x.shape[1]) for b in range(x.shape[0])]
-        if cu_seqlens is None
-        else [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
-    )
     y, states = torch.zeros_like(x), []
-    for n, (b, start, end) in enumerate(spans):
+    for n, (b, start, end) in enumerate(spans(cu_seqlens, *x.shape[:2])):
         past = state[n : n + 1]
         for t in range(start, end):
             if key_padding_mask is None or not key_padding_mask[b, t]:

@@ -10,17 +10,17 @@ Length" (arXiv 2406.06484), section 2.2. Yang, Kautz and Hatamizadeh 2024, "Gate
 2412.06464), eq. 10.
 """
 
-from itertools import pairwise
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, may_read, shape
+from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, may_read, wrong
 from unrolled.ops.delta import chunked, operator
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import one_node
+from unrolled.ops.packing import spans
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -109,15 +109,8 @@ def delta_rule_reference(
     q, k, v, beta, log_decay, state = _prepare(
         q, k, v, beta, options.get("log_decay"), padding, cu_seqlens, options.get("state")
     )
-    B, T = q.shape[:2]
-    # Each sequence: its row in the inputs, and where it begins and ends there.
-    spans = (
-        [(b, 0, T) for b in range(B)]
-        if cu_seqlens is None
-        else [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
-    )
     o, states = v.new_zeros(*q.shape[:3], v.shape[3]), []
-    for n, (b, start, end) in enumerate(spans):
+    for n, (b, start, end) in enumerate(spans(cu_seqlens, *q.shape[:2])):
         S = state[n : n + 1]
         for t in range(start, end):
             q_t, k_t, v_t, beta_t = (x[b : b + 1, t] for x in (q, k, v, beta))
@@ -144,7 +137,8 @@ def _prepare(
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, T), (_, _, G, D), M = q.shape[:2], k.shape, v.shape[3]
     if k.shape[1] != T:
-        raise ValueError(f"k has shape {shape(k)}, but must be [{B}, {T}, G, {D}] like q {shape(q)}")
+        like_q = f"[{B}, {T}, G, {D}] like q {list(q.shape)}"
+        raise ValueError(f"k has shape {list(k.shape)}, but must be {like_q}")
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state is None:
         state = q.new_zeros(N, G, D, M, dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
@@ -165,10 +159,7 @@ def _check_rule(
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     check_state_tensor("state", state, (rows, G, D, M), dtype)
     if beta.shape != k.shape[:-1] or not beta.is_floating_point():
-        raise ValueError(
-            f"beta has shape {shape(beta)} and dtype {beta.dtype}, "
-            f"but must be floating point {shape(k)[:-1]} for k {shape(k)}"
-        )
+        raise wrong("beta", beta, f"floating point {list(k.shape)[:-1]} for k {list(k.shape)}")
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, G]" if k.dim() == 3 else "[B, T, G]")
     if not may_read(k) or k.numel() == 0:
@@ -181,4 +172,4 @@ def _check_rule(
         )
     lowest, highest = (x.item() for x in beta.detach().aminmax())
     if lowest < 0 or highest > 2:
-        raise ValueError(f"beta is from {lowest:g} to {highest:g}, but must be in [0, 2]")
+        raise wrong("beta", f"from {lowest:g} to {highest:g}", "in [0, 2]")

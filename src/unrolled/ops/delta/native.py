@@ -57,7 +57,8 @@ def step(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute `o [B,H,M]` and the new state from one token of each."""
-    o, state, _ = linear_step(q, k, v, state, state.new_empty(0), log_decay, normalize=False, rates=beta)
+    token = linear.Token(q, k, v, state, state.new_empty(0), log_decay)
+    o, state, _ = linear_step(token, normalize=False, rates=beta)
     return o, state
 
 

@@ -1,5 +1,7 @@
 """Linear layers that are fast for a few rows too, as in a step of generation."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -11,13 +13,19 @@ from unrolled.ops.dense import native
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b, as `torch.nn.functional.linear`: `x [..., in]`, `weight [out, in]` -> `[..., out]`.
 
-    A few rows of x have to read all of W, and torch's products of matrices do not read it in the order of
-    memory. So they run in a kernel of their own in eager inference on a CPU.
+    With few rows the time goes into reading W, which torch's matrix products do not read in memory order.
+    So a separate kernel computes them, in eager inference on a CPU.
     """
     eager = inferring(x, weight, bias) and not torch.is_autocast_enabled(x.device.type)
     if eager and native.supports(x, weight, bias):
         return native.linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+class Layer(nn.Module):
+    """A module whose call returns a tensor; torch's annotation leaves open what a call returns."""
+
+    __call__: Callable[..., Tensor]
 
 
 class Linear(nn.Linear):

@@ -7,6 +7,7 @@ Features of half-precision inputs are fp32: fp16 can represent neither large squ
 
 from typing import Any
 
+from unrolled.ops.checks import wrong
 from unrolled.ops.feature_maps.base import FeatureMap, QueryKeyMap
 from unrolled.ops.feature_maps.elementwise import Dpfp, Elu, Exp, Relu, SquaredRelu
 from unrolled.ops.feature_maps.learned import T2R, Hedgehog, HedgehogSoftmax, PerHeadMap
@@ -61,9 +62,7 @@ def make_feature_map(
         options: further arguments of the map, such as `max_length` of "cosformer".
     """
     if not isinstance(name, str) or name not in FEATURE_MAPS:
-        raise ValueError(
-            f"feature_map is {name!r}, but must be one of {', '.join(FEATURE_MAPS)}, or a FeatureMap"
-        )
+        raise wrong("feature_map", repr(name), f"one of {', '.join(FEATURE_MAPS)}, or a FeatureMap")
     check_integers(1, head_dim=head_dim, n_heads=n_heads)
     if n_kv_heads is not None:
         check_integers(1, n_kv_heads=n_kv_heads)

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from unrolled.ops.checks import check_tensor, shape
+from unrolled.ops.checks import check_tensor, wrong
 from unrolled.ops.options import check_integers
 from unrolled.ops.precision import accumulation_dtype
 
@@ -40,9 +40,7 @@ class FeatureMap(nn.Module):
         """Check heads `[...,D]` and convert them to the accumulation dtype."""
         check_tensor(name, x)
         if x.dim() < 1 or x.shape[-1] != self.head_dim or not x.is_floating_point():
-            raise ValueError(
-                f"{name} is {x.dtype} of shape {shape(x)}, but must be floating point [..., {self.head_dim}]"
-            )
+            raise wrong(name, x, f"floating point [..., {self.head_dim}]")
         return x.to(accumulation_dtype(x.dtype))
 
     def extra_repr(self) -> str:

@@ -80,13 +80,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -
 
 
 def backward(
-    grad_o: Tensor,
-    grad_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
+    grad_o: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
 ) -> list[Tensor]:
     """Compute the gradients of `q, k, v, log_decay, state`."""
     spans = _spans(k)
@@ -190,10 +184,8 @@ def _cuts(decay: Tensor) -> Iterator[Cut]:
     yield cut
     while cut.from_start.shape[-3] > 1:
         (l_from, r_from), (l_to, r_to) = ((x[..., ::2, :, :], x[..., 1::2, :, :]) for x in cut)
-        cut = Cut(
-            torch.cat([l_from, l_from[..., -1:, :] * r_from], dim=-2),
-            torch.cat([l_to * r_from[..., -1:, :], r_to], dim=-2),
-        )
+        from_start = torch.cat([l_from, l_from[..., -1:, :] * r_from], dim=-2)
+        cut = Cut(from_start, torch.cat([l_to * r_from[..., -1:, :], r_to], dim=-2))
         yield cut
 
 
@@ -215,21 +207,8 @@ def _parted(weights: Tensor, s: int) -> Tensor:
     return blocks[..., s:, :s, :].movedim(-1, 3)
 
 
-def _forward(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    o, state_end = forward(*inputs)
-    return o.contiguous(), state_end
-
-
-def _backward(*arguments: Tensor) -> list[Tensor]:
-    return [g.contiguous() for g in backward(*arguments)]
-
-
 def _like_outputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return v.new_empty(*q.shape[:3], v.shape[3]), state.new_empty(state.shape)
-
-
-def _like_gradients(grad_o: Tensor, grad_state: Tensor, *inputs: Tensor) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs]
 
 
 _operator = register(
@@ -237,11 +216,10 @@ _operator = register(
     " -> (Tensor, Tensor)",
     "diagonal_linear_attention_backward(Tensor grad_o, Tensor grad_state,"
     " Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor state) -> Tensor[]",
-    _forward,
-    _backward,
+    forward,
+    backward,
     forward,
     like_outputs=_like_outputs,
-    like_gradients=_like_gradients,
     n_inputs=5,
     n_tensors=5,
     n_outputs=2,

@@ -22,7 +22,7 @@ from torch import Tensor
 from unrolled.ops.checks import check_device, check_log_decay, check_qkv, check_state_tensor, check_step
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.linear import operator as kernels
-from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, decay_between, safe_divide
+from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, Token, decay_between, safe_divide
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import check_booleans
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, promoted, without_autocast
@@ -170,7 +170,7 @@ def linear_attention_step(
     check_device("state", state.kv, k, "k is")
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, G]")
-    o, kv, k_sum = kernels.linear_attention_step(q, k, v, *state, log_decay, normalize, feature_map)
+    o, kv, k_sum = kernels.linear_attention_step(Token(q, k, v, *state, log_decay), normalize, feature_map)
     return o, LinearState(kv, k_sum)
 
 
@@ -224,10 +224,8 @@ def _reference(inputs: Inputs, causal: bool, normalize: bool) -> tuple[Tensor, L
         o = torch.einsum("bhts,bshm->bthm", weights, v.repeat_interleave(H // G, 2))
         o = o + torch.einsum("bthr,bhrm,bht->bthm", q, kv.repeat_interleave(H // G, 1), from_start)
         if normalize:
-            total = weights.sum(-1) + torch.einsum(
-                "bthr,bhr,bht->bht", q, k_sum.repeat_interleave(H // G, 1), from_start
-            )
-            o = safe_divide(o, total.transpose(1, 2).unsqueeze(-1))
+            from_state = torch.einsum("bthr,bhr,bht->bht", q, k_sum.repeat_interleave(H // G, 1), from_start)
+            o = safe_divide(o, (weights.sum(-1) + from_state).transpose(1, 2).unsqueeze(-1))
         to_end = decay_between(b[:, :, -1:], b[:, :, 1:], allowed.new_ones(1, S), dtype).squeeze(2)
         through = b[:, :, -1].to(dtype).exp()
         kv = kv * through[:, :, None, None] + torch.einsum("bsgr,bsgm,bgs->bgrm", k, v, to_end)
@@ -260,8 +258,7 @@ def _check_and_mask(
         check_device("state", state.kv, k, "k is")
     if key_padding_mask is not None:
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
-        if log_decay is not None:  # a gate of 1
-            log_decay = without_padding(log_decay, key_padding_mask)
+        log_decay = None if log_decay is None else without_padding(log_decay, key_padding_mask)  # a gate of 1
     return k, v, log_decay
 
 

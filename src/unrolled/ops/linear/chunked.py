@@ -48,6 +48,17 @@ class Inputs(NamedTuple):
     k_sum: Tensor | None  # [B,G,R]
 
 
+class Token(NamedTuple):
+    """The inputs of one step."""
+
+    q: Tensor  # [B,H,R]
+    k: Tensor  # [B,G,R]
+    v: Tensor  # [B,G,M]
+    kv: Tensor  # [B,G,R,M]
+    k_sum: Tensor  # [B,G,R]
+    log_decay: Tensor | None  # [B,G]
+
+
 class Options(NamedTuple):
     """The options of linear attention over whole sequences."""
 
@@ -132,10 +143,9 @@ def forward(inputs: Inputs, causal: bool, normalize: bool) -> Outputs:
         )
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `o [B,H,M]` and the new state from q, k and v of one token and the previous state."""
+def step(token: Token, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `o [B,H,M]` and the new state from one token and the previous state."""
+    q, k, v, kv, k_sum, log_decay = token
     (B, H, R), (_, G, M), dtype = q.shape, v.shape, accumulation_dtype(q.dtype)
     with without_autocast(q.device):
         keys = k.to(dtype)
@@ -178,10 +188,8 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, causal: bool, 
             passed = (_times(S[:, :-1], x.gates.through) * dS[:, 1:]).sum((-2, -1))
             passed = passed + (_times(z[:, :-1], x.gates.through) * dz[:, 1:]).sum((-2, -1))
             d_gates = d_gates + given.cumsum(-1) - given + passed.unsqueeze(-1)
-            d_log_decay = (
-                join_chunks(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1).to(inputs.log_decay.dtype)
-            )
-            d_log_decay = d_log_decay.masked_fill(inputs.log_decay < LOWEST_GATE, 0)
+            joined = join_chunks(d_gates.unsqueeze(-1), B, S_len, G).squeeze(-1).to(inputs.log_decay.dtype)
+            d_log_decay = joined.masked_fill(inputs.log_decay < LOWEST_GATE, 0)
         return Gradients(
             join_chunks(dq, B, T, G).to(inputs.q.dtype),
             join_chunks(dk, B, S_len, G).to(inputs.k.dtype),
@@ -192,15 +200,9 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, causal: bool, 
         )
 
 
-class Reads(NamedTuple):
-    """Gradients through what queries read: of queries, keys and values of their chunk, and all states."""
-
-    dq: Tensor  # [X,n,P,C,R]
-    dk: Tensor  # [X,n,1,C,R]
-    dv: Tensor  # [X,n,1,C,M]
-    d_states: Tensor  # [X,n+1,1,R,M]
-    d_sums: Tensor  # [X,n+1,1,R,1]
-    d_gates: Tensor  # [X,n,1,C], without what passes through the states
+# Gradients through what queries read: of queries, keys and values of their chunk, of all states S
+# `[X,n+1,1,R,M]` and z `[X,n+1,1,R,1]`, and of the gates `[X,n,1,C]` except through the states.
+Reads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _causal_reads(
@@ -224,7 +226,7 @@ def _causal_reads(
         pairs = sum_heads(d_weights * scores)
         read = sum_heads((x.q * dq_read).sum(-1, keepdim=True)).squeeze(-1)
         d_gates = (pairs.cumsum(-1) - pairs).tril().sum(-2) + read.flip(-1).cumsum(-1).flip(-1)
-    return Reads(
+    return (
         dq,
         sum_heads(d_weights.mT @ x.q),
         sum_heads((scores * x.gates.within).mT @ g),
@@ -244,7 +246,7 @@ def _bidirectional_reads(
         dden = -safe_divide((x.q * dq).sum(-1, keepdim=True), divisor)
         dq = dq + dden * z[:, 1:].mT
         dz_end = dz_end + sum_heads(x.q.mT @ dden)
-    return Reads(
+    return (
         dq,
         torch.zeros_like(x.k),
         torch.zeros_like(x.v),

@@ -6,7 +6,7 @@ from torch import Tensor
 from unrolled.ops import native
 from unrolled.ops.feature_maps import Elu, FeatureMap, Relu, SquaredRelu
 from unrolled.ops.linear import packed
-from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
+from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs, Token
 from unrolled.ops.native import TYPES, View, address, readable, sequences, struct, view
 
 # Feature maps that the step can apply to q and k, with the values of the enum in C++.
@@ -59,21 +59,14 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Optio
 
 
 def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    k_sum: Tensor,
-    log_decay: Tensor | None,
-    normalize: bool,
-    feature_map: FeatureMap | None = None,
-    rates: Tensor | None = None,
+    token: Token, normalize: bool, feature_map: FeatureMap | None = None, rates: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `o [B,H,M]` and the new state from one token of each and the state `kv`, `k_sum`.
+    """Compute `o [B,H,M]` and the new state from one token and the previous state.
 
     With `rates` it is a step of the delta rule, without `normalize` and with an empty `k_sum`.
     """
-    (B, H, R), (_, G, M) = q.shape, v.shape
+    q, k, v, kv, k_sum, log_decay = token
+    B, H, M = *q.shape[:2], v.shape[2]
     q, k, v, kv, k_sum = readable(q), readable(k), readable(v), kv.contiguous(), k_sum.contiguous()
     log_decay = None if log_decay is None else log_decay.double().contiguous()
     rates = None if rates is None else rates.float().contiguous()
@@ -81,13 +74,8 @@ def step(
     kv_after, k_sum_after = torch.empty_like(kv), torch.empty_like(k_sum)
     step = struct("LinearStep")(
         batch=B,
-        heads=H,
-        groups=G,
-        features=R,
-        values=M,
-        type=TYPES[q.dtype],
+        **native.sizes(q, v),
         normalize=normalize,
-        threads=torch.get_num_threads(),
         feature_map=FEATURE_MAPS[type(feature_map)],
         q=_token(q),
         k=_token(k),
@@ -116,7 +104,7 @@ def described(
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     q, k, v, log_decay, kv, k_sum = inputs
     cu_seqlens, causal, normalize = options
-    (B, T, H, R), (_, S, G, M) = q.shape, v.shape
+    (B, T), S = q.shape[:2], v.shape[1]
     N, cu_seqlens = sequences(cu_seqlens, B, T)
     q, k, v = readable(q), readable(k), readable(v)
     log_decay = None if log_decay is None else log_decay.double().contiguous()
@@ -125,14 +113,9 @@ def described(
         sequences=N,
         queries=T,
         keys=S,
-        heads=H,
-        groups=G,
-        features=R,
-        values=M,
-        type=TYPES[q.dtype],
+        **native.sizes(q, v),
         causal=causal,
         normalize=normalize,
-        threads=torch.get_num_threads(),
         offsets=address(cu_seqlens),
         q=view(q),
         k=view(k),

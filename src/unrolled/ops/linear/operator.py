@@ -8,7 +8,7 @@ from unrolled.ops.checks import inferring, transforming
 from unrolled.ops.dispatch import check_backend, choose, prefers
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.linear import chunked, native, packed, triton
-from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
+from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs, Token
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
 
@@ -44,54 +44,42 @@ def linear_attention(inputs: Inputs, options: Options, backend: str | None) -> t
 
 
 def linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    k_sum: Tensor,
-    log_decay: Tensor | None,
-    normalize: bool,
-    feature_map: FeatureMap | None,
+    token: Token, normalize: bool, feature_map: FeatureMap | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `o` and the new state for one checked token, after applying `feature_map` to q and k.
 
     The kernels run in eager inference only: they have no gradients, and they are not torch operators, whose
     dispatch would take longer than they do. Otherwise the plain form runs, which `torch.compile` fuses.
     """
-    eager = inferring(q, k, v, kv, k_sum, log_decay)
+    q, k, v, *_ = token
+    eager = inferring(*token)
     fusible = q.dtype == k.dtype == v.dtype and type(feature_map) in native.FEATURE_MAPS
     if eager and fusible and prefers("native") and native.supports(q, v):
-        return native.step(q, k, v, kv, k_sum, log_decay, normalize, feature_map)
+        return native.step(token, normalize, feature_map)
     if feature_map is not None:
         q, k = feature_map.phi_q(q), feature_map.phi_k(k)
     out_dtype = v.dtype
     q, k, v = promoted(q, k, v)
     kernels = (kernel for name, kernel in STEPS.items() if prefers(name) and kernel.supports(q, v))
     kernel = next(kernels, chunked) if eager else chunked
-    o, kv, k_sum = kernel.step(q, k, v, kv, k_sum, log_decay, normalize)
+    o, kv, k_sum = kernel.step(token._replace(q=q, k=k, v=v), normalize)
     return o.to(out_dtype), kv, k_sum
 
 
-def _forward(*arguments: object) -> tuple[Tensor, ...]:
-    inputs, options = Inputs._make(arguments[:6]), Options._make(arguments[6:9])
-    chosen = choose(BACKENDS, arguments[9], inputs.q, inputs.q, inputs.v)
-    return tuple(x.contiguous() for x in chosen.forward(inputs, options))
+def _split(arguments: tuple[object, ...]) -> tuple[Inputs, Options]:
+    return Inputs._make(arguments[:6]), Options._make(arguments[6:9])
 
 
-def _backward(*arguments: Any) -> list[Tensor]:
+def _forward(*arguments: object) -> Outputs:
+    inputs, options = _split(arguments)
+    return choose(BACKENDS, arguments[9], inputs.q, inputs.q, inputs.v).forward(inputs, options)
+
+
+def _backward(*arguments: Any) -> Gradients:
     *tensors, cu_seqlens, den, causal, normalize, backend = arguments
     grads, inputs = OutputGradients(*tensors[:3]), Inputs(*tensors[3:])
     chosen = choose(BACKENDS, backend, inputs.q, inputs.q, inputs.v)
-    found = chosen.backward(grads, inputs, den, Options(cu_seqlens, causal, normalize))
-    return [g.contiguous() for g in found]
-
-
-def _plain(*arguments: object) -> tuple[Tensor, ...]:
-    return packed.forward(Inputs._make(arguments[:6]), Options._make(arguments[6:9]))[:3]
-
-
-def _like_outputs(*arguments: object) -> tuple[Tensor, ...]:
-    return packed.like_outputs(Inputs._make(arguments[:6]), Options._make(arguments[6:9]))
+    return chosen.backward(grads, inputs, den, Options(cu_seqlens, causal, normalize))
 
 
 def _like_gradients(*arguments: object) -> list[Tensor]:
@@ -107,8 +95,8 @@ _operator = register(
     " Tensor? cu_seqlens, Tensor den, bool causal, bool normalize, str? backend) -> Tensor[]",
     _forward,
     _backward,
-    _plain,
-    like_outputs=_like_outputs,
+    lambda *arguments: packed.forward(*_split(arguments))[:3],
+    like_outputs=lambda *arguments: packed.like_outputs(*_split(arguments)),
     like_gradients=_like_gradients,
     n_inputs=6,
     n_tensors=7,

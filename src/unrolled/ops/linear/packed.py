@@ -21,9 +21,8 @@ def forward(inputs: Inputs, options: Options) -> Outputs:
         return chunked.forward(inputs, causal, normalize)
     o, kv_end, k_sum_end, den = like_outputs(inputs, options)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
-        o_part, kv_end[rows], k_sum_end[rows], den_part = chunked.forward(
-            _part(inputs, rows, tokens, padding), causal, normalize
-        )
+        part = _part(inputs, rows, tokens, padding)
+        o_part, kv_end[rows], k_sum_end[rows], den_part = chunked.forward(part, causal, normalize)
         o[0, tokens[~padding]] = o_part[~padding]
         if normalize:
             den[0, tokens[~padding]] = den_part[~padding]
@@ -37,13 +36,10 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Optio
         return chunked.backward(grads, inputs, den, causal, normalize)
     gradients = like_gradients(grads, inputs)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
-        part = chunked.backward(
-            OutputGradients(_gather(grads.o, tokens, padding), grads.kv[rows], grads.k_sum[rows]),
-            _part(inputs, rows, tokens, padding),
-            _gather(den, tokens, padding) if normalize else den,
-            causal,
-            normalize,
-        )
+        part_grads = OutputGradients(_gather(grads.o, tokens, padding), grads.kv[rows], grads.k_sum[rows])
+        part_den = _gather(den, tokens, padding) if normalize else den
+        part_inputs = _part(inputs, rows, tokens, padding)
+        part = chunked.backward(part_grads, part_inputs, part_den, causal, normalize)
         for whole, piece in zip(gradients[:4], part[:4], strict=True):
             if len(piece):
                 whole[0, tokens[~padding]] = piece[~padding]
@@ -66,28 +62,16 @@ def like_outputs(inputs: Inputs, options: Options) -> Outputs:
 
 def like_gradients(grads: OutputGradients, inputs: Inputs) -> Gradients:
     """Uninitialised tensors of the shapes and types that a backward pass returns, contiguous."""
-    q, k, v, log_decay, _, _ = inputs
-    return Gradients(
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        grads.kv.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape),
-        grads.kv.new_empty(grads.kv.shape),
-        grads.k_sum.new_empty(grads.k_sum.shape),
-    )
+    log_decay = grads.kv.new_empty(0) if inputs.log_decay is None else inputs.log_decay
+    like = (*inputs[:3], log_decay, grads.kv, grads.k_sum)
+    return Gradients._make(x.new_empty(x.shape) for x in like)
 
 
 def _part(inputs: Inputs, rows: Tensor, tokens: Tensor, padding: Tensor) -> Inputs:
     """The inputs of one bucket: its tokens, padded, and the states of its rows."""
-    q, k, v, log_decay, kv, k_sum = inputs
-    return Inputs(
-        _gather(q, tokens, padding),
-        _gather(k, tokens, padding),
-        _gather(v, tokens, padding),
-        None if log_decay is None else _gather(log_decay, tokens, padding),
-        None if kv is None else kv[rows],
-        None if k_sum is None else k_sum[rows],
-    )
+    of_tokens = (None if x is None else _gather(x, tokens, padding) for x in inputs[:4])
+    states = (None if x is None else x[rows] for x in inputs[4:])
+    return Inputs._make((*of_tokens, *states))
 
 
 def _gather(x: Tensor, tokens: Tensor, padding: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.linear import chunked, packed
-from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
+from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs, Token
 from unrolled.ops.linear.triton_check import Call, triton_version, trusted
 
 WIDEST = 256
@@ -113,22 +113,17 @@ def _backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Opti
         return Gradients(dq, dk, dv, d_log_decay, *d_first)
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one token `q [B,H,R]`, `k [B,G,R]`, `v [B,G,M]` of the recurrence: `o [B,H,M]` and a new state."""
-    if not trusted(Call.of("step", Inputs(q, k, v, log_decay, kv, k_sum), True, normalize), _step):
-        return chunked.step(q, k, v, kv, k_sum, log_decay, normalize)
-    return _step(q, k, v, kv, k_sum, log_decay, normalize)
+def step(token: Token, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one token of the recurrence: `o [B,H,M]` and a new state."""
+    form = _step if trusted(Call.of("step", token, True, normalize), _step) else chunked.step
+    return form(token, normalize)
 
 
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _step(token: Token, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     from unrolled.ops.linear import triton_launch
 
-    with _on(q.device):
-        return triton_launch.step(q, k, v, kv, k_sum, log_decay, normalize)
+    with _on(token.q.device):
+        return triton_launch.step(token, normalize)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

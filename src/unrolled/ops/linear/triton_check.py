@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.linear import chunked
-from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
+from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients, Token
 
 Version = tuple[int, ...]
 TOKENS = 130  # three chunks, the last of them cut off
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     normalize: bool
 
     @classmethod
-    def of(cls, kind: str, inputs: Inputs, causal: bool, normalize: bool) -> "Call":
+    def of(cls, kind: str, inputs: Inputs | Token, causal: bool, normalize: bool) -> "Call":
         """Describe a call by its inputs, whose heads and widths are the last two axes."""
         (H, R), (G, M), gated = inputs.q.shape[-2:], inputs.v.shape[-2:], inputs.log_decay is not None
         return cls(kind, inputs.q.device, inputs.q.dtype, H // max(G, 1), R, M, gated, causal, normalize)
@@ -105,9 +105,7 @@ def compiled_for(device: torch.device) -> tuple[tuple[int, int], Version] | None
 @cache
 def triton_version() -> Version:
     """Return the version of Triton; raises ImportError if it is not installed."""
-    return tuple(
-        int(number) for number in re.findall(r"\d+", importlib.import_module("triton").__version__)[:3]
-    )
+    return tuple(map(int, re.findall(r"\d+", importlib.import_module("triton").__version__)[:3]))
 
 
 def known_fault(call: Call, capability: tuple[int, int], triton: Version) -> str | None:
@@ -145,24 +143,20 @@ def _example(call: Call) -> tuple[tuple[object, ...], tuple[Tensor, ...]]:
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator).to(call.device, dtype)
 
-    inputs = Inputs(
-        random(1, T, P, R).abs().add(0.5).to(call.dtype),
-        random(1, T, 1, R).abs().add(0.5).to(call.dtype),
-        random(1, T, 1, M, dtype=call.dtype),
-        -random(1, T, 1).abs() / 20
-        if call.gated
-        else None,  # weak, so that the initial state reaches the final one
-        random(1, 1, R, M),
-        random(1, 1, R).abs(),
-    )
+    q, k = (random(1, T, heads, R).abs().add(0.5).to(call.dtype) for heads in (P, 1))
+    v = random(1, T, 1, M, dtype=call.dtype)
+    # weak gates, so that the initial state reaches the final one
+    gates = -random(1, T, 1).abs() / 20 if call.gated else None
+    inputs = Inputs(q, k, v, gates, random(1, 1, R, M), random(1, 1, R).abs())
     flags = call.causal, call.normalize
     exact = Inputs(*(None if x is None else x.double() for x in inputs))  # type: ignore[arg-type]
     o, *state, den = chunked.forward(exact, *flags)
     if call.kind == "forward":
         return (inputs, Options(None, *flags)), (o, *state, den)
     if call.kind == "step":
-        q, k, v, gate = (None if x is None else x[:, 0] for x in inputs[:4])
-        return (q, k, v, inputs.kv, inputs.k_sum, gate, call.normalize), (o[:, 0], *state)
+        gate = None if gates is None else gates[:, 0]
+        token = Token._make((q[:, 0], k[:, 0], v[:, 0], inputs.kv, inputs.k_sum, gate))
+        return (token, call.normalize), (o[:, 0], *state)
     grads = OutputGradients(random(1, T, P, M, dtype=call.dtype), random(1, 1, R, M), random(1, 1, R))
     exact_grads = OutputGradients(*(x.double() for x in grads))
     expected = chunked.backward(exact_grads, exact, den, *flags)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unrolled.ops.linear import triton_backward as backward_kernels
 from unrolled.ops.linear import triton_kernels as kernels
-from unrolled.ops.linear.chunked import Inputs, Options
+from unrolled.ops.linear.chunked import Inputs, Options, Token
 
 
 class Config(NamedTuple):
@@ -87,35 +87,27 @@ class Problem:
         self.chunk = config.chunk
         self.options = {"R": R, "M": M, "C": config.chunk, "BR": BR, "BM": BM}
         self.options |= {"num_warps": config.warps, "num_stages": config.stages}
-        self.options_of_pairs = {**self.options, "CAUSAL": causal, "RAW": self.raw}
 
     def key_sums(self) -> tuple[Tensor, Tensor | None]:
         """What each chunk of keys adds to the state `[slots, G, R*M + R]`, and exp(b_C) `[slots, G]`."""
-        slots, gated = self.keys, self.inputs.log_decay is not None
-        states = self._scratch(slots.n, self.G, self.R * self.M + self.R)
-        through = self._scratch(slots.n, self.G, dtype=torch.float64) if gated else None
-        launch(
-            kernels.chunk_sums,
-            (slots.n, self.G, self.blocks_r * self.blocks_m),
-            *(*self.k, *self.v, None, None, *self.gates, states, through, *slots[1:], self.G, 1),
-            **self.options,
-            QUERIES=False,
-            PRECISION="tf32x3" if gated else self.raw,
-        )
-        return states, through
+        gated = self.inputs.log_decay is not None
+        through = self._scratch(self.keys.n, self.G, dtype=torch.float64) if gated else None
+        tensors = (*self.k, *self.v, None, None, *self.gates)
+        precision = "tf32x3" if gated else self.raw
+        return self._chunk_sums(self.keys, tensors, through, 1, QUERIES=False, PRECISION=precision), through
 
     def query_sums(self, grad: OutputGradient, d_den: Tensor | None) -> Tensor:
         """What each chunk of queries adds to the gradient of the state `[slots, G, R*M + R]`."""
-        slots, gates = self.queries, self.gates if self.causal else (None, None)
+        tensors = (*self.q, *grad, d_den, *(self.gates if self.causal else (None, None)))
+        return self._chunk_sums(self.queries, tensors, None, self.P, QUERIES=True, PRECISION="tf32x3")
+
+    def _chunk_sums(
+        self, slots: Slots, tensors: tuple[object, ...], through: Tensor | None, heads: int, **options: object
+    ) -> Tensor:
         states = self._scratch(slots.n, self.G, self.R * self.M + self.R)
-        launch(
-            kernels.chunk_sums,
-            (slots.n, self.G, self.blocks_r * self.blocks_m),
-            *(*self.q, *grad, d_den, *gates, states, None, *slots[1:], self.G, self.P),
-            **self.options,
-            QUERIES=True,
-            PRECISION="tf32x3",
-        )
+        grid = slots.n, self.G, self.blocks_r * self.blocks_m
+        arguments = (*tensors, states, through, *slots[1:], self.G, heads)
+        launch(kernels.chunk_sums, grid, *arguments, **self.options, **options)
         return states
 
     def scan(
@@ -147,13 +139,8 @@ class Problem:
         """Compute `o [B,T,H,M]` and the divisor `[B,T,H,1]`, empty without."""
         o = self.inputs.v.new_empty(self.B, self.T, self.H, self.M)
         den = self._scratch(self.B, self.T, self.H, 1) if normalize else None
-        launch(
-            kernels.outputs,
-            (self.queries.n, self.H),
-            *(*self.q, *self.k, *self.v, *self.gates, *_rows(states), o, den),
-            *(*self.queries[1:], self.G, self.P),
-            **self.options_of_pairs,
-        )
+        tensors = (*self.q, *self.k, *self.v, *self.gates, *_rows(states), o, den)
+        self._launch_pairs(kernels.outputs, tensors, self.queries, self.H)
         return o, self._scratch(0) if den is None else den
 
     def divisor_gradients(self, states: State, grad: OutputGradient) -> tuple[Tensor | None, Tensor | None]:
@@ -162,25 +149,15 @@ class Problem:
         d_den = None if grad.den is None else self._scratch(*per_query)
         d_reads = self._scratch(*per_query) if self.causal and self.gates[0] is not None else None
         if d_den is not None or d_reads is not None:
-            launch(
-                backward_kernels.divisor_gradients,
-                (self.queries.n, self.H),
-                *(*self.q, *self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, d_reads),
-                *(*self.queries[1:], self.G, self.P),
-                **self.options_of_pairs,
-            )
+            tensors = (*self.q, *self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, d_reads)
+            self._launch_pairs(backward_kernels.divisor_gradients, tensors, self.queries, self.H)
         return d_den, d_reads
 
     def query_gradients(self, states: State, grad: OutputGradient, d_den: Tensor | None) -> Tensor:
         """Compute dq from the states that the queries read."""
         dq = self.inputs.q.new_empty(self.inputs.q.shape)
-        launch(
-            backward_kernels.query_gradients,
-            (self.queries.n, self.H),
-            *(*self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, dq),
-            *(*self.queries[1:], self.G, self.P),
-            **self.options_of_pairs,
-        )
+        tensors = (*self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, dq)
+        self._launch_pairs(backward_kernels.query_gradients, tensors, self.queries, self.H)
         return dq
 
     def key_and_value_gradients(
@@ -188,20 +165,11 @@ class Problem:
     ) -> tuple[Tensor, Tensor]:
         """Compute dk and dv from the gradients of the states after each chunk."""
         dk, dv = (x.new_empty(x.shape) for x in (self.inputs.k, self.inputs.v))
-        d_kv, d_kv_stride, *d_k_sum = _rows(d_states)
-        sizes = (*self.keys[1:], self.G, self.P)
-        launch(
-            backward_kernels.key_gradients,
-            (self.keys.n, self.G, self.blocks_r),
-            *(*self.q, *self.v, *self.gates, d_kv, d_kv_stride, *d_k_sum, *grad, d_den, dk, *sizes),
-            **self.options_of_pairs,
-        )
-        launch(
-            backward_kernels.value_gradients,
-            (self.keys.n, self.G, self.blocks_m),
-            *(*self.q, *self.k, *self.gates, d_kv, d_kv_stride, *grad, dv, *sizes),
-            **self.options_of_pairs,
-        )
+        rows = _rows(d_states)
+        of_keys = (*self.q, *self.v, *self.gates, *rows, *grad, d_den, dk)
+        self._launch_pairs(backward_kernels.key_gradients, of_keys, self.keys, self.G, self.blocks_r)
+        of_values = (*self.q, *self.k, *self.gates, *rows[:2], *grad, dv)
+        self._launch_pairs(backward_kernels.value_gradients, of_values, self.keys, self.G, self.blocks_m)
         return dk, dv
 
     def gate_gradients(
@@ -219,6 +187,11 @@ class Problem:
         )
         return d_log_decay
 
+    def _launch_pairs(self, kernel: Any, tensors: tuple[object, ...], slots: Slots, *grid: int) -> None:
+        """Launch a kernel that multiplies queries with keys, once for each slot and point of the grid."""
+        sizes = (*slots[1:], self.G, self.P)
+        launch(kernel, (slots.n, *grid), *tensors, *sizes, **self.options, CAUSAL=self.causal, RAW=self.raw)
+
     def split(self, states: Tensor) -> State:
         """Views of kv and k_sum in a scratch of states."""
         return states.flatten(0, 1)[:, : self.R * self.M], states.flatten(0, 1)[:, self.R * self.M :]
@@ -227,10 +200,9 @@ class Problem:
         return self.inputs.q.new_empty(shape, dtype=dtype)
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, k_sum: Tensor, log_decay: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def step(token: Token, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Run the recurrence for one token."""
+    q, k, v, kv, k_sum, log_decay = token
     (B, H, R), (_, G, M) = q.shape, v.shape
     P, BM = H // G, _block(M, STEP_BLOCK_M)
     o, new_kv, new_k_sum = v.new_empty(B, H, M), kv.new_empty(B, G, R, M), kv.new_empty(B, G, R)

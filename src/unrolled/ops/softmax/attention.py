@@ -111,14 +111,9 @@ def _sdpa(
     if backend is None and transforming():
         backend = "math"  # the only one that has forward mode
     with nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend]):
+        q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (q, k, v))
         o = scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=causal,
-            scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
+            q_heads, k_heads, v_heads, mask, 0.0, causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
         ).transpose(1, 2)
     if backend is None and o.requires_grad and not torch.compiler.is_compiling():
         o = _DoubleBackward.apply(o, q, k, v, mask, causal, scale)  # type: ignore[no-untyped-call]

@@ -38,10 +38,7 @@ CACHE_GROWS = {
 
 def empty_cache(batch_size: int, n_kv_heads: int, head_dim: int, value_dim: int, like: Tensor) -> KVCache:
     """Make an empty cache with the device and dtype of `like`."""
-    k, v = (
-        like.new_empty(batch_size, n_kv_heads, 0, head_dim),
-        like.new_empty(batch_size, n_kv_heads, 0, value_dim),
-    )
+    k, v = (like.new_empty(batch_size, n_kv_heads, 0, width) for width in (head_dim, value_dim))
     padding = torch.empty(batch_size, 0, dtype=torch.bool, device=like.device)
     position = torch.zeros(batch_size, dtype=torch.long, device=like.device)
     return KVCache(k, v, padding, k, v, padding, position)
@@ -67,15 +64,10 @@ def softmax_prefill(
     anything_padded = key_padding_mask is not None or cached_length(cache) > 0
     cache = extend_cache(cache, k, v, key_padding_mask)
     dtype = cache.past_k.dtype
+    keys, values = cache.past_k.transpose(1, 2), cache.past_v.transpose(1, 2)
+    padding = cache.past_padding if anything_padded else None
     with without_autocast(q.device):
-        o = softmax_attention(
-            q.to(dtype),
-            cache.past_k.transpose(1, 2),
-            cache.past_v.transpose(1, 2),
-            causal=True,
-            key_padding_mask=cache.past_padding if anything_padded else None,
-            scale=scale,
-        )
+        o = softmax_attention(q.to(dtype), keys, values, causal=True, key_padding_mask=padding, scale=scale)
     return o.to(v.dtype), cache
 
 

@@ -21,7 +21,7 @@ from typing import Literal, Required, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_qkv
+from unrolled.ops.checks import check_qkv, wrong
 from unrolled.ops.masks import without_padding
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 from unrolled.ops.window import operator as kernels
@@ -170,9 +170,7 @@ def _check_and_mask(
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     pair = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not pair or not all(isinstance(side, int) and side >= -1 for side in window_size):
-        raise ValueError(
-            f"window_size is {window_size}, but must be (left, right), each at least 0, or -1 for unbounded"
-        )
+        raise wrong("window_size", window_size, "(left, right), each at least 0, or -1 for unbounded")
     if key_padding_mask is not None:
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
     return k, v

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unrolled.ops.merge import average_and_lse
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
@@ -88,13 +89,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         lses = [x.v.new_full((B, unread, H), -math.inf)]
         for block in blocks:
             scores = _scores(x, block, T, S, options.window_size)
-            top = scores.detach().amax(-1, keepdim=True)
-            nothing = top == -math.inf
-            top = top.masked_fill(nothing, 0)
-            weights = (scores - top).exp_()
-            total = weights.sum(-1, keepdim=True).masked_fill(nothing, 1)
-            o = (weights @ x.v[:, block.low : block.high] / total).masked_fill(nothing, 0)
-            lse = (top + total.log()).masked_fill(nothing, -math.inf)
+            o, lse = average_and_lse(scores, x.v[:, block.low : block.high])
             outs.append(_join(o, B, G, block))
             lses.append(_join(lse, B, G, block).squeeze(-1))
         return torch.cat(outs, 1).to(inputs.v.dtype), torch.cat(lses, 1)

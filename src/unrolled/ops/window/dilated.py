@@ -66,15 +66,10 @@ def dilated_window_attention(
         ValueError: an argument of the wrong shape or type; decreasing offsets.
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
-    parts = [
-        _of_one_dilation(
-            Inputs(q[:, :, run.heads], k[:, :, run.kv_heads], v[:, :, run.kv_heads], key_padding_mask),
-            window_size,
-            run.dilation,
-            cu_seqlens,
-        )
-        for run in runs(dilation, k.shape[2])
-    ]
+    parts = []
+    for d, heads, kv_heads in runs(dilation, k.shape[2]):
+        inputs = Inputs(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], key_padding_mask)
+        parts.append(_of_one_dilation(inputs, window_size, d, cu_seqlens))
     if len(parts) == 1:
         return parts[0]
     return torch.cat([o for o, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
@@ -121,11 +116,9 @@ def dilated_window(
         key_padding_mask = torch.zeros(B, S - unread, dtype=torch.bool, device=q.device)
     if key_padding_mask is not None:
         key_padding_mask = _classes(key_padding_mask, d, filler=True)
+    classes = (_classes(x, d) for x in (q, k, v))
     o, lse = window_attention(
-        *(_classes(x, d) for x in (q, k, v)),
-        window_size=(left, right),
-        key_padding_mask=key_padding_mask,
-        return_lse=True,
+        *classes, window_size=(left, right), key_padding_mask=key_padding_mask, return_lse=True
     )
     return _interleaved(o, B, d)[:, :T], _interleaved(lse, B, d)[:, :T]
 
@@ -140,12 +133,11 @@ def _packed(
     sizes = torch.zeros(n_classes, dtype=torch.int32, device=q.device)
     sizes = sizes.scatter_add(0, of_token, torch.ones_like(of_token, dtype=torch.int32))
     order = of_token.argsort(stable=True)
+    offsets = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    padding = None if key_padding_mask is None else key_padding_mask[:, order]
+    q, k, v = (x[:, order] for x in (q, k, v))
     o, lse = window_attention(
-        *(x[:, order] for x in (q, k, v)),
-        window_size=window_size,
-        key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, order],
-        cu_seqlens=F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0)),
-        return_lse=True,
+        q, k, v, window_size=window_size, key_padding_mask=padding, cu_seqlens=offsets, return_lse=True
     )
     back = order.argsort()
     return o[:, back], lse[:, back]

@@ -49,7 +49,7 @@ def _problem(inputs: Inputs, options: Options) -> tuple[bytes, tuple[Tensor | No
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     q, k, v, padding = inputs
     cu_seqlens, window_size, scale = options
-    (B, T, H, D), (_, S, G, M) = q.shape, v.shape
+    (B, T), S = q.shape[:2], v.shape[1]
     N, cu_seqlens = sequences(cu_seqlens, B, T)
     q, k, v = readable(q), readable(k), readable(v)
     padding = None if padding is None else padding.contiguous()
@@ -58,14 +58,9 @@ def _problem(inputs: Inputs, options: Options) -> tuple[bytes, tuple[Tensor | No
         sequences=N,
         queries=T,
         keys=S,
-        heads=H,
-        groups=G,
-        features=D,
-        values=M,
+        **native.sizes(q, v),
         left=min(left, S),
         right=min(right, T),
-        type=TYPES[q.dtype],
-        threads=torch.get_num_threads(),
         scale=scale,
         offsets=address(cu_seqlens),
         padding=address(padding),

@@ -44,36 +44,26 @@ def window_attention(inputs: Inputs, options: Options, backend: str | None) -> t
     return o, lse
 
 
+def _split(*arguments: object) -> tuple[Inputs, Options]:
+    *tensors, cu_seqlens, left, right, scale, _ = arguments
+    return Inputs._make(tensors), Options._make((cu_seqlens, (left, right), scale))
+
+
 def _forward(*arguments: object) -> tuple[Tensor, Tensor]:
-    *tensors, cu_seqlens, left, right, scale, backend = arguments
-    inputs = Inputs._make(tensors)
-    chosen = choose(BACKENDS, backend, inputs.q, inputs)
-    o, lse = chosen.forward(inputs, Options._make((cu_seqlens, (left, right), scale)))
-    return o.contiguous(), lse.contiguous()
+    inputs, options = _split(*arguments)
+    return choose(BACKENDS, arguments[-1], inputs.q, inputs).forward(inputs, options)
 
 
-def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, cu_seqlens, lse, left, right, scale, backend = arguments
     inputs = Inputs(*tensors)
     chosen = choose(BACKENDS, backend, inputs.q, inputs)
-    grads = chosen.backward(grad_o, grad_lse, inputs, lse, Options(cu_seqlens, (left, right), scale))
-    return [g.contiguous() for g in grads]
-
-
-def _plain(*arguments: object) -> tuple[Tensor, Tensor]:
-    *tensors, cu_seqlens, left, right, scale, _ = arguments
-    return blocks.forward(Inputs._make(tensors), Options._make((cu_seqlens, (left, right), scale)))
+    return chosen.backward(grad_o, grad_lse, inputs, lse, Options(cu_seqlens, (left, right), scale))
 
 
 def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     return v.new_empty(*q.shape[:3], v.shape[3]), lse
-
-
-def _like_gradients(
-    grad_o: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v)]
 
 
 _operator = register(
@@ -84,9 +74,8 @@ _operator = register(
     " SymInt left, SymInt right, float scale, str? backend) -> Tensor[]",
     _forward,
     _backward,
-    _plain,
+    lambda *arguments: blocks.forward(*_split(*arguments)),
     like_outputs=_like_outputs,
-    like_gradients=_like_gradients,
     n_inputs=3,
     n_tensors=5,
     n_outputs=2,

@@ -67,13 +67,9 @@ def window_prefill(
     unwritten = place < R - state.position.unsqueeze(1)
     keys = torch.cat([state.k.transpose(1, 2), k], 1)
     values = torch.cat([state.v.transpose(1, 2), v], 1)
+    masked = torch.cat([unwritten, padding], 1)
     o, _ = dilated_window_attention(
-        q,
-        keys,
-        values,
-        window_size=(left, 0),
-        dilation=dilation,
-        key_padding_mask=torch.cat([unwritten, padding], 1),
+        q, keys, values, window_size=(left, 0), dilation=dilation, key_padding_mask=masked
     )
     seen = (~padding).sum(1)
     if back is None:
