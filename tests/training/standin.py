@@ -34,7 +34,7 @@ class StandIn(nn.Module):
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             self.embedding = nn.Embedding(VOCAB, width)
-            self.hidden = nn.Linear(2 * width, width)
+            self.blocks = nn.Linear(2 * width, width)
             self.norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, VOCAB)
         self.head.weight = self.embedding.weight
@@ -42,7 +42,7 @@ class StandIn(nn.Module):
 
     def _body(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(
-            self.norm(torch.tanh(self.hidden(x))), self.config.dropout, self.training
+            self.norm(torch.tanh(self.blocks(x))), self.config.dropout, self.training
         )
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:

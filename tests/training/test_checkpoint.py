@@ -67,9 +67,9 @@ def test_refuses_another_model_by_tensor_name_and_shape(stopped):
     more, less = StandIn(), StandIn()
     more.extra = torch.nn.Parameter(torch.zeros(1))
     refused(stopped, "is a checkpoint of another model: it has no tensor extra", model=more)
-    del less.hidden.bias
-    less.hidden.register_parameter("bias", None)
-    refused(stopped, "another model: it has a tensor hidden.bias too many", model=less)
+    del less.blocks.bias
+    less.blocks.register_parameter("bias", None)
+    refused(stopped, "another model: it has a tensor blocks.bias too many", model=less)
 
 
 def test_refuses_another_config_by_field(stopped):
@@ -126,6 +126,6 @@ def test_shared_tensors_are_stored_once_and_step_counters_kept(stopped):
     names = weights(stopped).keys()
     assert "model.embedding.weight" in names
     assert "model.head.weight" not in names
-    assert weights(stopped)["optimizer.hidden.bias.step"] == 4
+    assert weights(stopped)["optimizer.blocks.bias.step"] == 4
     assert weights(stopped)["model.calls"] == 4
     assert weights(stopped)["rng.cpu"].dtype == torch.uint8

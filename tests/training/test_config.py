@@ -21,7 +21,7 @@ from unrolled.training import TrainConfig
         ({"weight_decay": -0.1}, "weight_decay is -0.1, but must be a number of at least 0"),
         ({"betas": (0.9,)}, "betas is (0.9,), but must be a list of 2 numbers in [0, 1)"),
         ({"betas": (0.9, 1.0)}, "betas is (0.9, 1.0), but must be a list of 2 numbers in [0, 1)"),
-        ({"optimizer": "sgd"}, "optimizer is 'sgd', but must be one of 'radam', 'adamw'"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd', but must be one of 'adamw', 'radam', 'muon'"),
         (
             {"schedule": ["cosine"]},
             "schedule is ['cosine'], but must be one of 'cosine', 'plateau', 'constant', 'inverse_sqrt'",

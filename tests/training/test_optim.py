@@ -1,10 +1,11 @@
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from unrolled.training.optim import Schedule, build_optimizer
+from unrolled.training.optim import Schedule, build_optimizers
 
 from .standin import config
 
@@ -13,7 +14,7 @@ from .standin import config
 def test_only_matrices_decay(name):
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = build_optimizer(model.named_parameters(), config(optimizer=name, lr=0.1, weight_decay=0.5))
+    (optimizer,) = build_optimizers(model, config(optimizer=name, lr=0.1, weight_decay=0.5))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -24,8 +25,37 @@ def test_only_matrices_decay(name):
 def test_a_frozen_parameter_is_not_the_optimisers():
     model = nn.Linear(3, 3)
     model.weight.requires_grad_(False)
-    optimizer = build_optimizer(model.named_parameters(), config())
+    (optimizer,) = build_optimizers(model, config())
     assert [n for group in optimizer.param_groups for n in group["param_names"]] == ["bias"]
+
+
+def test_muon_trains_the_linear_layers_of_blocks_and_adamw_the_rest():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"blocks": nn.Linear(3, 4), "head": nn.Linear(4, 2)})
+    alone = copy.deepcopy(model)
+    blocks, head = alone["blocks"], alone["head"]
+    adamw = [
+        {"params": [head.weight], "weight_decay": 0.5},
+        {"params": [blocks.bias, head.bias], "weight_decay": 0},
+    ]
+    expected = [
+        torch.optim.Muon([blocks.weight], lr=0.1, weight_decay=0.5, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(adamw, lr=0.1, betas=(0.9, 0.99)),
+    ]
+    given = build_optimizers(model, config(optimizer="muon", lr=0.1, weight_decay=0.5))
+    for _ in range(3):
+        for module, optimizers in ((model, given), (alone, expected)):
+            module["head"](module["blocks"](torch.ones(1, 3))).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_muon_needs_a_model_with_blocks():
+    with pytest.raises(ValueError, match="optimizer is 'muon', but must be 'adamw' or 'radam' for a model"):
+        build_optimizers(nn.Linear(3, 3), config(optimizer="muon"))
 
 
 def test_warm_up_then_cosine():
@@ -68,5 +98,5 @@ def test_inverse_sqrt_is_the_rate_of_the_transformer(d_model, warmup):
 
 @pytest.mark.parametrize("name", ["adamw", "radam"])
 def test_eps_reaches_the_optimiser(name):
-    optimizer = build_optimizer(nn.Linear(3, 3).named_parameters(), config(optimizer=name, eps=1e-9))
+    (optimizer,) = build_optimizers(nn.Linear(3, 3), config(optimizer=name, eps=1e-9))
     assert {group["eps"] for group in optimizer.param_groups} == {1e-9}

@@ -24,7 +24,11 @@ def stops_at(step: int) -> CallsAt:
     return CallsAt(step, stop)
 
 
-ALL = [{"optimizer": o, "schedule": s} for o in ("adamw", "radam") for s in ("cosine", "plateau", "constant")]
+ALL = [
+    {"optimizer": o, "schedule": s}
+    for o in ("adamw", "radam", "muon")
+    for s in ("cosine", "plateau", "constant")
+]
 EXTRAS = [{"accumulate": 3}, {"bf16": True}, {"gradient_checkpointing": True}, {"clip_norm": None}]
 
 

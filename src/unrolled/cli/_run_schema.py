@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, get_args
 
 from unrolled import data
+from unrolled.cli.recipes import RECIPES
 from unrolled.cli.run_config import JOBS, plain
 from unrolled.fields import FromData, field_types, json_schema
 from unrolled.models import KINDS
@@ -60,7 +61,7 @@ def run_schema() -> Schema:
         ],
         "$defs": {
             **{f"data.{name}": _section(dataset) for name, dataset in sets.items()},
-            **{f"model.{name}": _section(KINDS[name].config_type) for name in kinds},
+            **{f"model.{name}": _model(name) for name in kinds},
             "train": {**_section(TrainConfig, named=False), "type": ["object", "null"]},
         },
     }
@@ -87,6 +88,14 @@ def _chosen(section: str, names: Iterable[str], default: str | None = None) -> S
             for each in name["enum"]
         ],
     }
+
+
+def _model(name: str) -> Schema:
+    section = _section(KINDS[name].config_type)
+    names = list(RECIPES) if name == "decoder" else ["classic"]
+    text = "A name for settings, of the training too, that were found to train well together."
+    section["properties"]["recipe"] = {"description": text, "enum": names, "default": "classic"}
+    return section
 
 
 def _section(kind: Any, *, named: bool = True) -> Schema:

@@ -1,8 +1,8 @@
 """The settings of a run: a YAML file and `key=value` overrides, checked and completed from the data set.
 
     data:  {name: digits}                      a data set and its options
-    model: {n_layers: 4, attention: linear}    fields of its config, and the `name` of its kind, by default
-                                               the first in `JOBS` for the task of the data set
+    model: {n_layers: 4, attention: linear}    fields of its config, the `name` of its kind, by default the
+                                               first in `JOBS` for the task of the data set, and a `recipe`
     train: {steps: 2000}                       fields of `TrainConfig`
     run_dir: runs/digits                       the folder of the run
 
@@ -19,9 +19,10 @@ from typing import Any, cast
 import yaml
 
 from unrolled import data
+from unrolled.cli import recipes
 from unrolled.fields import field_types
 from unrolled.files import write_file
-from unrolled.models import KINDS
+from unrolled.models import KINDS, Decoder
 from unrolled.models.config import ModelConfig
 from unrolled.models.saving import SavedModel
 from unrolled.training import TrainConfig
@@ -143,6 +144,8 @@ def resolve(values: Mapping[str, Any]) -> Run:
     for name, section in sections.items():
         if not isinstance(section, dict):
             raise ValueError(f"{name} is {section!r}, but must be a section of keys and values")
+    recipe = sections["model"].get("recipe", "classic")
+    sections = recipes.apply(sections)
     _check_keys("train.", sections["train"], list(field_types(TrainConfig)))
     run_dir = values.get("run_dir")
     if run_dir in (None, ""):
@@ -169,6 +172,8 @@ def resolve(values: Mapping[str, Any]) -> Run:
             f"model.name is {model_name!r}, but must be one of {', '.join(kinds)} for the data set {name}"
         )
     kind = KINDS[model_name]
+    if recipe != "classic" and kind is not Decoder:
+        raise ValueError(f"model.recipe is {recipe!r}, but must be 'classic' for the model {model_name}")
     _check_keys("model.", fields_given, ["name", *field_types(kind.config_type)])
     from_data = kind.config_type.from_data()
     facts = {attribute: getattr(dataset, attribute) for attribute in from_data.values()}

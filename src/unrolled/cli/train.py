@@ -55,6 +55,10 @@ def train(
       unrolled train data.name=copy_bits run_dir=runs/ntm
 
     \b
+    By a recipe, settings that train well together:
+      unrolled train data.name=text data.path=book.txt model.recipe=small-lm run_dir=runs/book
+
+    \b
     From a file, with settings changed:
       unrolled train --config book.yaml train.lr=3e-4 run_dir=runs/slower
       unrolled train --config book.yaml "model.attention=\\[linear, softmax]"

@@ -14,16 +14,15 @@ from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import batch_loss, count_targets
 from unrolled.training.interfaces import Recomputes, Trainable
-from unrolled.training.optim import Schedule, build_optimizer
+from unrolled.training.optim import Schedule, build_optimizers
 
 CHECKPOINT = "last.safetensors"
 
 
 def begin(model: Trainable, config: TrainConfig) -> TrainState:
-    """Make the optimiser and the schedule, and seed torch's random generators."""
+    """Make the optimisers and the schedule, and seed torch's random generators."""
     torch.manual_seed(config.seed)
-    optimizer = build_optimizer(model.named_parameters(), config)
-    return TrainState(model, optimizer, Schedule(config), device_of(model))
+    return TrainState(model, build_optimizers(model, config), Schedule(config), device_of(model))
 
 
 def device_of(model: Trainable) -> torch.device:
@@ -64,7 +63,8 @@ def update(state: TrainState, dataset: Dataset, config: TrainConfig, lr: float) 
     targets = sum(counts)
     if targets == 0:
         raise ValueError(f"the training batch of step {step + 1} has no target to predict: all are {IGNORED}")
-    state.optimizer.zero_grad()  # before, since a caller may bring a model with gradients on it
+    for optimizer in state.optimizers:  # before, since a caller may bring a model with gradients on it
+        optimizer.zero_grad()
     parts = []
     for batch, count in zip(batches, counts, strict=True):
         if count:
@@ -73,16 +73,17 @@ def update(state: TrainState, dataset: Dataset, config: TrainConfig, lr: float) 
             loss.backward()  # type: ignore[no-untyped-call]
             parts.append(loss.detach())
     total = torch.stack(parts).sum()
-    parameters = [x for group in state.optimizer.param_groups for x in group["params"]]
+    parameters = [x for optimizer in state.optimizers for g in optimizer.param_groups for x in g["params"]]
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
     if not math.isfinite(total) or not math.isfinite(grad_norm):
         raise FloatingPointError(
             f"the loss of step {step + 1} is {total:g} with a gradient of norm {grad_norm:g} at lr {lr:g}: "
             "lower lr, raise warmup_steps or set clip_norm"
         )
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
-    state.optimizer.step()
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
     return total.item(), grad_norm.item(), targets
 
 

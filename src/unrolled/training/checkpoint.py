@@ -75,7 +75,7 @@ class TrainState:
     """The state of a run, except the global random generators."""
 
     model: Trainable
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     schedule: Schedule
     device: torch.device
     progress: Progress = field(default_factory=Progress)
@@ -86,9 +86,10 @@ def save(
 ) -> None:
     """Write a checkpoint, replacing the one at `path` atomically."""
     tensors = {f"model.{name}": x for name, x in _model_tensors(state.model).items()}
-    names = _parameter_names(state.optimizer)
-    for index, moments in state.optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{names[index]}.{key}": x for key, x in moments.items()}
+    for optimizer in state.optimizers:
+        names = _parameter_names(optimizer)
+        for index, moments in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{names[index]}.{key}": x for key, x in moments.items()}
     tensors["rng.cpu"] = torch.get_rng_state()
     if state.device.type == "cuda":
         tensors["rng.cuda"] = torch.cuda.get_rng_state(state.device)
@@ -139,10 +140,10 @@ def load(path: Path, state: TrainState, identity: Mapping[str, object], free: fr
         for name, x in current.items():
             x.copy_(weights[name])
     moments = _moments(tensors)
-    names = enumerate(_parameter_names(state.optimizer))
-    optimizer = state.optimizer.state_dict()
-    optimizer["state"] = {index: moments[name] for index, name in names if name in moments}
-    state.optimizer.load_state_dict(optimizer)
+    for optimizer in state.optimizers:
+        names, restored = enumerate(_parameter_names(optimizer)), optimizer.state_dict()
+        restored["state"] = {index: moments[name] for index, name in names if name in moments}
+        optimizer.load_state_dict(restored)
     state.schedule.state = ScheduleState(**document["schedule"])
     progress = document["progress"]
     state.progress = Progress(**progress | {"recent": Recent(**progress["recent"])})

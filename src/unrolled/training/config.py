@@ -7,7 +7,7 @@ from annotated_types import Ge, Le
 
 from unrolled.fields import Checked, Count, Fraction, Positive, Size
 
-Optimizer = Literal["radam", "adamw"]
+Optimizer = Literal["adamw", "radam", "muon"]
 Decay = Literal["cosine", "plateau", "constant", "inverse_sqrt"]
 MAX_THREADS = 1024  # the system cannot start more, and fails only after the work has begun
 
@@ -21,8 +21,11 @@ class TrainConfig(Checked):
         batch_size: examples per micro-batch; an update sees `batch_size * accumulate` examples.
         lr: peak learning rate.
         min_lr: where the cosine ends and where the plateau schedule stops halving.
-        optimizer: "adamw" (Loshchilov & Hutter 2019) or "radam" (Liu et al. 2020, with decoupled decay).
-        betas: decay rates of the first and second moment.
+        optimizer: "adamw" (Loshchilov & Hutter 2019), "radam" (Liu et al. 2020, with decoupled decay) or
+            "muon" (Jordan et al. 2024), which trains the linear layers of the blocks, and everything else by
+            "adamw". Its updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982, section
+            2.2), so that both take the same `lr`.
+        betas: decay rates of the first and second moment, of "adamw" and "radam".
         eps: added to the root of the second moment.
         weight_decay: applied to tensors of two or more dimensions, never to biases and norms.
         warmup_steps: updates over which the rate rises linearly to `lr`.

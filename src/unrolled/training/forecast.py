@@ -109,12 +109,14 @@ def dry_run(
         model.eval()
         evaluation_seconds = _evaluation_seconds(model, dataset, config) if left else 0.0
     parameters = [x for _, x in model.named_parameters()]
-    kept = [x for values in state.optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
+    moments = [
+        x for optimizer in state.optimizers for kept in optimizer.state.values() for x in kept.values()
+    ]
     return Forecast(
         parameters=sum(x.numel() for x in parameters),
         weight_bytes=_nbytes(parameters),
         gradient_bytes=_nbytes(x for x in parameters if x.requires_grad),
-        optimizer_bytes=_nbytes(kept),
+        optimizer_bytes=_nbytes(x for x in moments if isinstance(x, Tensor)),
         peak_bytes=_peak_bytes(device),
         step=first,
         steps=config.steps,

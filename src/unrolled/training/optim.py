@@ -1,37 +1,64 @@
-"""The optimiser, AdamW or RAdam, and its learning-rate schedule."""
+"""The optimisers, AdamW, RAdam and Muon, and the learning-rate schedule."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from unrolled.contract import UnsupportedError
+from unrolled.ops.checks import wrong
 from unrolled.training.config import TrainConfig
+from unrolled.training.interfaces import Trainable
 
 PLATEAU_FACTOR = 0.5
 PLATEAU_PATIENCE = 3
 """Evaluations in a row without a new lowest loss before the plateau schedule lowers the rate."""
 
 
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig
-) -> torch.optim.Optimizer:
-    """Make the optimiser of a model, with weight decay on matrices only.
+Named = list[tuple[str, nn.Parameter]]
+
+
+def build_optimizers(model: Trainable, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Make the optimisers of a model, with weight decay on matrices only.
 
     Decay shrinks directions of a linear map; on a bias or a norm's gain it would shrink an offset or a scale.
     Parameters are passed by name, so that the state can be checkpointed by name.
+
+    Raises:
+        ValueError: Muon, but no block of the model has a linear layer.
+        UnsupportedError: Muon, which this version of torch does not have.
     """
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = _matrices_of_blocks(model, trained) if config.optimizer == "muon" else []
+    orthogonal = {name for name, _ in matrices}
+    rest = [(name, p) for name, p in trained if name not in orthogonal]
     groups = [
-        {"params": [(n, p) for n, p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [(n, p) for n, p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [(n, p) for n, p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [(n, p) for n, p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     lr, betas, eps = config.lr, config.betas, config.eps
     if config.optimizer == "radam":
-        return torch.optim.RAdam(groups, lr=lr, betas=betas, eps=eps, decoupled_weight_decay=True)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+        return [torch.optim.RAdam(groups, lr=lr, betas=betas, eps=eps, decoupled_weight_decay=True)]
+    optimizers: list[torch.optim.Optimizer] = []
+    if groups:
+        optimizers.append(torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps))
+    if matrices:
+        decay = config.weight_decay
+        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
+    return optimizers
+
+
+def _matrices_of_blocks(model: Trainable, trained: Named) -> Named:
+    if not hasattr(torch.optim, "Muon"):
+        raise UnsupportedError("optimizer 'muon' needs torch 2.9 or newer; use 'adamw'")
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    found = [(name, p) for name, p in trained if id(p) in linear and "blocks." in name]
+    if not found:
+        raise wrong("optimizer", "'muon'", "'adamw' or 'radam' for a model without blocks of linear layers")
+    return found
 
 
 @dataclass

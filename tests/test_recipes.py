@@ -1,0 +1,77 @@
+"""Recipes: settings of a run under one name, which its own settings complete or replace."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from unrolled.cli import run_config
+from unrolled.cli.recipes import RECIPES
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return ["data.name=text", f"data.path={text}", f"run_dir={tmp_path / 'run'}"]
+
+
+def resolved(*overrides: str) -> run_config.Run:
+    return run_config.resolve(run_config.read(None, overrides))
+
+
+def test_classic_is_the_defaults(settings: list[str]) -> None:
+    plain, classic = resolved(*settings), resolved(*settings, "model.recipe=classic")
+    assert (plain.model, plain.train) == (classic.model, classic.train)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "classic"])
+def test_a_recipe_sets_all_sections_and_trains(name: str, settings: list[str]) -> None:
+    run = resolved(*settings, f"model.recipe={name}", "model.n_layers=3", "model.d_model=32")
+    recipe = RECIPES[name]
+    pattern = recipe["model"]["attention"]
+    assert run.model.attention == (pattern * 3)[:3]
+    assert run.model.d_model == 32
+    assert run.model.n_heads == recipe["model"]["n_heads"]
+    assert run.train.optimizer == recipe["train"]["optimizer"]
+    assert run.dataset.length == recipe["data"]["length"]
+    model = run.kind(run.model)
+    batch = run.dataset.batch("train", step=0, batch_size=1, seed=0)
+    model.loss(batch.inputs, batch.targets).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_own_settings_win(settings: list[str]) -> None:
+    own = ["data.length=16", "train.lr=0.5", "model.attention_options.window.window=7"]
+    run = resolved(*settings, "model.recipe=small-lm", *own)
+    assert (run.dataset.length, run.train.lr) == (16, 0.5)
+    assert run.model.attention_options == {"linear": {"conv": 4, "rotary": False}, "window": {"window": 7}}
+
+
+def test_options_of_replaced_mechanisms_go(settings: list[str]) -> None:
+    run = resolved(*settings, "model.recipe=small-lm", "model.attention=softmax")
+    assert run.model.attention == "softmax"
+    assert run.model.attention_options == {}
+
+
+def test_a_saved_run_is_complete_without_the_recipe(settings: list[str]) -> None:
+    run = resolved(*settings, "model.recipe=best-lm")
+    run.save()
+    assert "recipe" not in (run.run_dir / run_config.FILE_NAME).read_text()
+    again = run_config.resolve(run_config.read_saved(run.run_dir))
+    assert (again.model, again.train, again.data) == (run.model, run.train, run.data)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.recipe=best"], "model.recipe is 'best', but must be one of classic, small-lm, best-lm"),
+        (["model.recipe=[a]"], r"model.recipe is \['a'\], but must be one of"),
+        (["model.recipe=best-lm", "model.name=recurrent_lm"], "must be 'classic' for the model recurrent_lm"),
+        (["model.recipe=best-lm", "model.n_layers=x"], "n_layers is 'x'"),
+        (["model.recipe=best-lm", "model.attention=[{}]"], "attention is"),
+    ],
+)
+def test_wrong_recipes_are_named(overrides: list[str], message: str, settings: list[str]) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolved(*settings, *overrides)
