@@ -80,8 +80,8 @@ def test_packed_sequences_do_not_mix(lengths, W):
 def test_the_kernel_is_as_exact_as_the_plain_form(dtype, instruction_set):
     total = {form: torch.zeros(5, dtype=torch.double) for form in (causal_conv, plain)}
     for seed in range(3):
-        given = inputs(3, 1100, 20, 4, dtype=dtype, seed=seed)
-        exact = results(causal_conv_reference, given, exact=True)
+        given = inputs(2, 600, 20, 4, dtype=dtype, seed=seed)  # more tokens than one task of the kernel has
+        exact = results(plain, given, exact=True)
         for form, sums in total.items():
             found = results(form, given)
             sums += torch.stack(

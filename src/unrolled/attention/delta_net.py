@@ -41,7 +41,7 @@ from torch.nn.functional import silu, softplus
 from unrolled.attention._state import advance
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import CAUSAL_RECURRENCE
-from unrolled.ops.delta import delta_rule, delta_rule_step
+from unrolled.ops.delta import delta_rule, operator
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.options import check_finite
@@ -140,18 +140,23 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
     def step_heads(self, heads: Heads[Rates], state: DeltaNetState) -> tuple[Tensor, DeltaNetState]:
         """Run one step of the recurrence."""
         q, k, v, beta, log_decay = self._rule(heads)
-        o, kv = delta_rule_step(q, k, v, beta, state.kv, log_decay=log_decay)
+        # Without the checks of `delta_rule_step`, which reads the lengths of the keys: these have length 1.
+        o, kv = operator.delta_rule_step(q, k, v, beta, state.kv, log_decay)
         return o, DeltaNetState(kv, state.position + 1)
 
     def _rule(self, heads: Heads[Rates]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Compute the inputs of the rule: q and k of length 1, v in the accumulation dtype, and the rates."""
         q, k, v, positions, (beta, log_decay), _ = heads
         if self.short_conv is None:
-            q, k = silu(q.to(self.state_dtype)), silu(k.to(self.state_dtype))
+            q, k = _wide_silu(q), _wide_silu(k)
         q, k = _unit(q), _unit(k)
         if positions is not None:
             q, k = rotary(q, positions), rotary(k, positions)
         return q, k, v.to(q.dtype), beta, log_decay
+
+
+def _wide_silu(x: Tensor) -> Tensor:
+    return silu(x.to(accumulation_dtype(x.dtype)))
 
 
 def _unit(x: Tensor) -> Tensor:

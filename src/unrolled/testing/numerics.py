@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import Supports
+from unrolled.ops.dispatch import prefer
 from unrolled.testing._kit import Maker, assert_finite, normal, recurrent, require, unroll, with_gradients
 
 HALF = (torch.bfloat16, torch.float16)
@@ -46,7 +47,7 @@ def check_half_precision(make: Maker, supports: Supports) -> None:
         for causal, module in replace(make, dtype=dtype).each_direction(supports):
             exact = copy.deepcopy(module).double()
             x = make.input(2, LENGTH, dtype=dtype)
-            with torch.no_grad():
+            with torch.no_grad(), prefer("plain"):
                 expected = exact(x.double())
             allowed = _Allowed(exact, x, expected, torch.finfo(dtype).eps / 2)
             y = module(x)
@@ -85,7 +86,8 @@ class _Allowed:
         for i, parameter in enumerate(moved.parameters()):
             parameter *= 1 + self.unit * normal(*parameter.shape, seed=100 * seed + i).sign()
         x = self.x * (1 + self.unit * normal(*self.x.shape, seed=seed).sign())
-        return _size(moved(x) - self.expected)
+        with prefer("plain"):
+            return _size(moved(x) - self.expected)
 
 
 def _size(difference: Tensor) -> Tensor:
