@@ -27,7 +27,7 @@ pytest.importorskip("onnxruntime")
 VOCABULARY = 11
 MODELS: dict[str, dict[str, Any]] = {
     "linear": {"positions": "sinusoidal", "n_kv_heads": 2, "start_token": True},
-    "window": {"positions": "rotary", "attention_options": {"window": {"window": 5}}},
+    "window": {"positions": "rotary", "attention_options": {"window": {"window": 5, "conv": 3}}},
     "softmax": {"positions": "rotary", "n_kv_heads": 1},
 }
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from unrolled.contract import UnsupportedError
+from unrolled.ops.conv import operator as _conv
+from unrolled.ops.conv import plain
 from unrolled.ops.linear import operator as _linear
 from unrolled.ops.linear.chunked import LOWEST_GATE
 from unrolled.ops.window import operator as _window
@@ -30,6 +32,7 @@ def portable() -> Forms:
     return {
         _linear._operator._opoverload: _of_a_call(linear_attention),
         _window._operator._opoverload: window_attention,
+        _conv._operator._opoverload: causal_conv,
         torch.ops.aten.copysign.Tensor: copysign,
         torch.ops.aten.log_sigmoid.default: log_sigmoid,
     }
@@ -157,6 +160,13 @@ def window_attention(
     o = weights @ _per_query_head(v, share)
     lse = scores.logsumexp(-1)
     return o.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def causal_conv(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute the operator `unrolled::causal_conv`."""
+    if cu_seqlens is not None:
+        raise UnsupportedError("an exported graph reads rows of one sequence each, not packs (cu_seqlens)")
+    return plain.forward(x, weight, state)
 
 
 def copysign(x: Tensor, sign: Tensor) -> Tensor:
