@@ -84,8 +84,8 @@ struct WindowGradients {
     void *d_q, *d_k, *d_v;     // results, contiguous; rows of d_k and d_v that no query reads are not written
 };
 
-// Causal convolution of every channel with its own taps: y_t = sum_l weight_l * x_(t-l). The inputs before the
-// first token are those of the state. `offsets` as in `Linear`.
+// Causal convolution of every channel with its own taps: y_t = sum_l weight_l * x_(t-l). The inputs before
+// the first token are those of the state. `offsets` as in `Linear`.
 struct Conv {
     int64_t sequences, tokens, channels, taps;
     int32_t type, threads;
