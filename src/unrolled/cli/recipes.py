@@ -16,7 +16,7 @@ _TRAIN = {"optimizer": "muon", "lr": 4e-3, "batch_size": 8, "bf16": True}
 RECIPES: dict[str, Sections] = {
     # Katharopoulos et al. 2020: linear attention in every layer, learned positions. The fields' own defaults.
     "classic": {},
-    # Linear attention with a short convolution and, in every second layer, a window: the fastest.
+    # Linear attention with a short convolution and, in every second layer, a window.
     "small-lm": {
         "data": {"length": 256},
         "model": {
@@ -27,7 +27,7 @@ RECIPES: dict[str, Sections] = {
         },
         "train": _TRAIN,
     },
-    # The gated delta rule with a short convolution: the lowest loss.
+    # The gated delta rule with a short convolution.
     "best-lm": {
         "data": {"length": 256},
         "model": {
