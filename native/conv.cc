@@ -111,12 +111,6 @@ Status forward(const Conv& x, const ConvOutputs& out, const Segment& s) {
     return SUCCESS;
 }
 
-// The result, as large as x.
-void advise_huge_pages(const Conv& x, const void* result) {
-    const Int batches = x.offsets ? 1 : x.sequences;
-    UNROLLED_ISA::advise_huge_pages(result, batches * x.tokens * x.channels * size_of(x.type));
-}
-
 // `d_weight [taps, channels]` is that of this segment.
 Status backward(const Conv& x, const ConvGradients& out, const Segment& s, double* d_weight) {
     if (s.from && s.from == s.to) return SUCCESS;
@@ -170,14 +164,14 @@ Status backward(const Conv& x, const ConvGradients& out, const Segment& s, doubl
 using namespace UNROLLED_ISA;
 
 Status EXPORTED(conv_forward)(const Conv* x, const ConvOutputs* out) {
-    advise_huge_pages(*x, out->y);
+    advise_huge_pages(*x, out->y, x->tokens, 1, x->channels);
     const Segments segments(*x);
     return parallel_for(segments.count(), segments.threads(),
                         [&](Int i) { return forward(*x, *out, segments.at(i)); });
 }
 
 Status EXPORTED(conv_backward)(const Conv* x, const ConvGradients* out) {
-    advise_huge_pages(*x, out->d_x);
+    advise_huge_pages(*x, out->d_x, x->tokens, 1, x->channels);
     const Segments segments(*x);
     const Int n = x->taps * x->channels;
     Workspace memory;

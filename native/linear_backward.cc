@@ -493,8 +493,7 @@ class KeyGradients {
     Corrections corrections_;
     QueryChunk queries_;
     Rows gradient_T_, values_T_, d_k_T_, q_T_, g_T_, scores_, d_scores_, d_k_, d_v_;
-    Rows d_read_{},
-        d_read_keys_{};  // with the delta rule: gradients of what keys read from keys, and of keys
+    Rows d_read_{}, d_read_keys_{};  // phase 9: gradients of the reads, and of the keys through the state
     float *decay_, *pairs_;
     double* d_gates_;
     float* d_rates_ = nullptr;

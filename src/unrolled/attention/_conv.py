@@ -48,23 +48,13 @@ class ShortConvolution(nn.Module):
         Returns:
             the three of them, and the last inputs after them, one row per sequence.
         """
-        flat = [x.flatten(-2) for x in projected]
-        if recent is not None and flat[0].dim() == 2:
-            y, after = causal_conv_step(torch.cat(flat, -1), self.weight, recent)
-            ys = y.split_with_sizes(self.widths, -1)
+        x = torch.cat([part.flatten(-2) for part in projected], -1)
+        if recent is not None and x.dim() == 2:
+            y, after = causal_conv_step(x, self.weight, recent)
         else:
-            weights = self.weight.split_with_sizes(self.widths)
-            states = [None] * 3 if recent is None else recent.split_with_sizes(self.widths, -1)
-            results = [
-                causal_conv(x, weight, state=state, **masks.of_keys())
-                for x, weight, state in zip(flat, weights, states, strict=True)
-            ]
-            ys, afters = zip(*results, strict=True)
-            after = torch.cat(afters, -1)
-        q, k, v = (
-            torch.unflatten(silu(y) if self.activation else y, -1, x.shape[-2:])
-            for y, x in zip(ys, projected, strict=True)
-        )
+            y, after = causal_conv(x, self.weight, state=recent, **masks.of_keys())
+        parts = (silu(y) if self.activation else y).split_with_sizes(self.widths, -1)
+        q, k, v = (torch.unflatten(y, -1, part.shape[-2:]) for y, part in zip(parts, projected, strict=True))
         return (q, k, v), after
 
     def extra_repr(self) -> str:

@@ -12,6 +12,8 @@ show (arXiv 2212.14052, section 3).
 Time O(T C W), memory O(T C), state O(C W).
 """
 
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,14 @@ from unrolled.ops.checks import (
 from unrolled.ops.conv import operator, plain
 from unrolled.ops.packing import spans, valid_tokens_first
 from unrolled.ops.precision import accumulation_dtype
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `causal_conv`."""
+
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    state: Tensor | None
 
 
 def causal_conv(
@@ -74,22 +84,19 @@ def causal_conv_step(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, 
 
     Returns:
         `y [B,C]` in the dtype of `x`, and the new state.
+
+    Raises:
+        ValueError: an argument of the wrong shape or type.
     """
     _check(x.unsqueeze(1), weight, None, None, state)
     y, after = plain.forward(x.unsqueeze(1), weight, state)
     return y.squeeze(1), after
 
 
-def causal_conv_reference(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv_reference(x: Tensor, weight: Tensor, **options: Unpack[Options]) -> tuple[Tensor, Tensor]:
     """Compute what `causal_conv` does by its definition, token by token, with the same arguments."""
-    state = _check(x, weight, key_padding_mask, cu_seqlens, state)
+    key_padding_mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
+    state = _check(x, weight, key_padding_mask, cu_seqlens, options.get("state"))
     y, states = torch.zeros_like(x), []
     for n, (b, start, end) in enumerate(spans(cu_seqlens, *x.shape[:2])):
         past = state[n : n + 1]
