@@ -1,27 +1,19 @@
-"""The Triton kernels of linear attention must equal the definition, on a GPU or under Triton's interpreter.
+"""The Triton kernels of linear attention must equal the definition, on a GPU or under Triton's interpreter."""
 
-Whether Triton interprets is decided when it is imported, which some other test may already have done: the
-interpreter runs in a process of its own. Uninitialised memory holds NaN.
-"""
-
-import importlib.util
-import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import gpu_compiler
 import linear_cases as cases
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import ON_GPU, needs_triton, on_gpu
 from torch import Tensor
 
 from unrolled.ops.linear import LinearState, linear_attention_reference
@@ -32,43 +24,8 @@ from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, OutputGrad
 
 NAMES = ("o", "kv", "k_sum", "dq", "dk", "dv", "dlog_decay", "dkv", "dk_sum")
 CAUSAL = Options(None, causal=True, normalize=True)
-ON_GPU = torch.cuda.is_available()
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., tuple[Tensor, ...]]]:
-    """`run(linear_triton.forward, ...)` calls it where the kernels can run; arguments and results are on the CPU."""
-    if ON_GPU:
-
-        def call(function, *arguments):
-            torch.use_deterministic_algorithms(True)  # which fills uninitialised memory with NaN
-            try:
-                return tuple(x.cpu() for x in function(*on_gpu(arguments)))
-            finally:
-                torch.use_deterministic_algorithms(False)
-
-        yield call
-    else:
-        context = multiprocessing.get_context("spawn")
-        with (
-            pytest.MonkeyPatch.context() as environment,
-            ProcessPoolExecutor(1, context, torch.use_deterministic_algorithms, (True,)) as pool,
-        ):
-            environment.setenv("TRITON_INTERPRET", "1")
-            yield lambda function, *arguments: pool.submit(function, *arguments).result()
-
-
-def on_gpu(x: Any) -> Any:
-    """Tensors, also inside of tuples, on the GPU with the same strides."""
-    if isinstance(x, tuple):
-        moved = (on_gpu(y) for y in x)
-        return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
-    if not isinstance(x, Tensor):
-        return x
-    memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).cuda()
-    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+pytestmark = needs_triton
 
 
 Case = partial(cases.Case, B=1, G=1, dtype=torch.float32)
@@ -337,26 +294,9 @@ def test_importing_it_does_not_import_triton():
 
 
 COMPILE = """
-import json, types
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from unrolled.ops.linear import triton as linear_triton
-from unrolled.ops.linear import triton_launch as linear_triton_launch
 from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients, Token
 
-driver.set_active(types.SimpleNamespace(
-    get_current_device=lambda: 0,
-    get_current_stream=lambda device: 0,
-    get_current_target=lambda: GPUTarget("cuda", 80, 32),
-))
-shared = {}
-
-def compile_only(kernel, grid, *arguments, **options):
-    compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
-    shared[compiled.metadata.name] = compiled.metadata.shared
-
-linear_triton_launch.launch = compile_only
 q, k, v = (torch.empty(1, 128, heads, 256) for heads in (4, 2, 2))
 log_decay, kv, k_sum = torch.empty(1, 128, 2), torch.empty(1, 2, 256, 256), torch.empty(1, 2, 256)
 inputs = Inputs(q, k, v, log_decay, kv, k_sum)
@@ -364,14 +304,11 @@ options = Options(None, causal=True, normalize=True)
 o, kv, k_sum, den = linear_triton.forward(inputs, options)
 linear_triton.backward(OutputGradients(o, kv, k_sum), inputs, den, options)
 linear_triton.step(Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0]), True)
-print(json.dumps(shared))
 """
 
 
 @pytest.mark.compilers
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
-    shared = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
-    assert len(shared) == 9
-    assert max(shared.values()) <= 99 * 1024  # bytes that the smaller GPUs from Ampere on have for a program
+    found = gpu_compiler.needs(COMPILE, 80, tmp_path)
+    assert len(found) == 9
+    gpu_compiler.assert_fits(found)
