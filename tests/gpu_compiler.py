@@ -50,9 +50,9 @@ def needs(script: str, capability: int, folder: Path) -> dict[str, list[dict[str
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
 
 
-def assert_fits(found: dict[str, list[dict[str, int]]]) -> None:
-    """No kernel needs more shared memory than the smaller GPUs have, or spills more than 16 of a thread's numbers."""
+def assert_fits(found: dict[str, list[dict[str, int]]], spilled: int = 0) -> None:
+    """No kernel needs more shared memory than the smaller GPUs have, or spills more bytes of a thread's registers."""
     for name, variants in found.items():
         for each in variants:
             assert each["shared"] <= SMALLEST_SHARED_MEMORY, (name, each)
-            assert each["spilled"] <= 16 * 4, (name, each)
+            assert each["spilled"] <= spilled, (name, each)

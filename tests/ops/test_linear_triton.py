@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import ON_GPU, needs_triton, on_gpu
+from interpreted import ON_GPU, assert_as_exact_as_plain, needs_triton, on_gpu
 from torch import Tensor
 
 from unrolled.ops.linear import LinearState, linear_attention_reference
@@ -51,9 +51,8 @@ def make(case: cases.Case) -> tuple[Inputs, Options, OutputGradients]:
 def in_triton(run, case: cases.Case) -> tuple[Tensor, ...]:
     inputs, options, grads = make(case)
     *results, den = run(linear_triton.forward, inputs, options)
-    results = (*results, *run(linear_triton.backward, grads, inputs, den, options))
-    assert all(x.is_contiguous() for x in (*results, den))
-    return results
+    assert den.is_contiguous()
+    return (*results, *run(linear_triton.backward, grads, inputs, den, options))
 
 
 def in_plain(case: cases.Case) -> tuple[Tensor, ...]:
@@ -82,25 +81,7 @@ def by_definition(case: cases.Case) -> tuple[Tensor, ...]:
 
 
 def check(run, case: cases.Case) -> None:
-    """Largest error of each result at most twice the plain form's, or one rounding of each 16-bit number.
-
-    The plain form may be exact by luck, and some results are differences of terms that are about 1, like
-    the inputs: 16 units in the last place of 1 plus the largest value are always allowed.
-    """
-    for name, x, plain, exact in zip(
-        NAMES, in_triton(run, case), in_plain(case), by_definition(case), strict=True
-    ):
-        assert x.shape == plain.shape, name
-        assert x.dtype == plain.dtype, name
-        if exact is not None and exact.numel():
-            allowed = 16 * torch.finfo(torch.float32).eps * (1 + exact.abs().max())
-            if x.dtype == torch.float32:
-                allowed = allowed + 2 * (plain - exact).abs().max()
-            else:  # the interpreter rounds to bf16 by cutting off digits, everything else to nearest
-                cut_off = x.dtype == torch.bfloat16 and not ON_GPU
-                allowed = allowed + torch.finfo(x.dtype).eps / (1 if cut_off else 2) * exact.abs()
-            excess = ((x - exact).abs() - allowed).max()
-            assert excess <= 0, f"{name}: {excess:g} above what is allowed"
+    assert_as_exact_as_plain(NAMES, in_triton(run, case), in_plain(case), by_definition(case))
 
 
 switches = st.booleans()
@@ -311,4 +292,4 @@ linear_triton.step(Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0]),
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path):
     found = gpu_compiler.needs(COMPILE, 80, tmp_path)
     assert len(found) == 9
-    gpu_compiler.assert_fits(found)
+    gpu_compiler.assert_fits(found, spilled=256)  # at the widest, in fp32
