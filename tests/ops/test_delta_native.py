@@ -126,7 +126,7 @@ def test_a_step_is_a_sequence_of_one_token(gated, dtype):
 def test_it_is_a_sound_torch_operator(gated):
     given = [x.requires_grad_() for x in inputs((1, 20, 1, 2, 5, 3), torch.float32, 0)]
     given[4] = given[4] if gated else None
-    torch.library.opcheck(torch.ops.unrolled.native_delta_rule.default, (*given, None))
+    torch.library.opcheck(torch.ops.unrolled.delta_rule_kernels.default, (*given, None))
 
 
 def test_second_derivatives_are_those_of_the_plain_form():

@@ -96,7 +96,8 @@ def _backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Opti
             d_first = d_after = d_end
 
         # The gradients of the keys, the values and the gates.
-        dk, dv = problem.key_and_value_gradients(d_after, grad, d_den)
+        dk = problem.key_gradients(d_after, grad, d_den, inputs.k.new_empty(inputs.k.shape))
+        dv = problem.value_gradients(d_after, grad, inputs.v)
         d_log_decay = grads.kv.new_empty(0)
         if inputs.log_decay is not None:
             d_log_decay = problem.gate_gradients(inputs.log_decay, states, d_states, d_reads)

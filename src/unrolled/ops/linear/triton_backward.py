@@ -190,11 +190,12 @@ def value_gradients(
     index = ((slot if CAUSAL or log_decay is not None else sequence) * G + g).to(tl.int64)
     k += row * k_strides[0] + g * k_strides[2]
     dv_tile = tl.zeros([C, BM], tl.float32)
-    for first in range(0, R, BR):
-        r = first + tl.arange(0, BR)
-        k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
-        d_kv_tile = load_tile(d_kv + index * kv_stride, r, M, r < R, m, 1, m < M)
-        dv_tile = product(k_tile, d_kv_tile, dv_tile)
+    if d_kv is not None:
+        for first in range(0, R, BR):
+            r = first + tl.arange(0, BR)
+            k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+            d_kv_tile = load_tile(d_kv + index * kv_stride, r, M, r < R, m, 1, m < M)
+            dv_tile = product(k_tile, d_kv_tile, dv_tile)
     j = tl.arange(0, C)
     allowed = j[:, None] <= j[None, :]
     if log_decay is not None:

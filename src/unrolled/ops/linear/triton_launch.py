@@ -131,17 +131,21 @@ class Problem:
         self._launch_pairs(backward_kernels.query_gradients, tensors, self.queries, self.H)
         return dq
 
-    def key_and_value_gradients(
-        self, d_states: State, grad: OutputGradient, d_den: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute dk and dv from the gradients of the states after each chunk."""
-        dk, dv = (x.new_empty(x.shape) for x in (self.inputs.k, self.inputs.v))
-        rows = _rows(d_states)
-        of_keys = (*self.q, *self.v, *self.gates, *rows, *grad, d_den, dk)
-        self._launch_pairs(backward_kernels.key_gradients, of_keys, self.keys, self.G, self.blocks_r)
-        of_values = (*self.q, *self.k, *self.gates, *rows[:2], *grad, dv)
-        self._launch_pairs(backward_kernels.value_gradients, of_values, self.keys, self.G, self.blocks_m)
-        return dk, dv
+    def key_gradients(
+        self, d_states: State, grad: OutputGradient, d_den: Tensor | None, dk: Tensor
+    ) -> Tensor:
+        """Fill dk from the gradients of the states after each chunk."""
+        tensors = (*self.q, *self.v, *self.gates, *_rows(d_states), *grad, d_den, dk)
+        self._launch_pairs(backward_kernels.key_gradients, tensors, self.keys, self.G, self.blocks_r)
+        return dk
+
+    def value_gradients(self, d_kv: State | None, grad: OutputGradient, like: Tensor) -> Tensor:
+        """Compute dv, of the type of `like`, from the gradients of the states after each chunk, if given."""
+        dv = like.new_empty(like.shape)
+        rows = (None, 0) if d_kv is None else _rows(d_kv)[:2]
+        tensors = (*self.q, *self.k, *self.gates, *rows, *grad, dv)
+        self._launch_pairs(backward_kernels.value_gradients, tensors, self.keys, self.G, self.blocks_m)
+        return dv
 
     def gate_gradients(
         self, log_decay: Tensor, states: Tensor, d_states: Tensor, d_reads: Tensor | None
