@@ -7,6 +7,7 @@ interpreter runs in a process of its own. Uninitialised memory holds NaN.
 import importlib.util
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -57,6 +58,10 @@ def on_gpu(x: Any) -> Any:
         return x
     memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).cuda()
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _imported(name: str) -> tuple[Tensor, ...]:
+    return (torch.tensor(1),) if name in sys.modules else ()
 
 
 def differentiate(
@@ -123,6 +128,7 @@ def check(
 ) -> None:
     """The kernels must be about as exact as the plain form, which is measured against the definition in fp64."""
     found = run(differentiate, form, given, options)
+    assert run(_imported, f"{form.__module__}.triton_kernels")  # by the first call of a kernel
     plain = differentiate(form, given, options, "plain")
     exact = differentiate(reference, given, options, "exact")
     names = ["the output", "the state", *(f"d{name}" for name, x in given.items() if x is not None)]

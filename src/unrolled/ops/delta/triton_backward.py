@@ -12,9 +12,17 @@ K' = diag(b e^L) K have the gradients dV' = X^T dU and dK' = X^T dW, and dA = -(
 import triton
 import triton.language as tl
 
-from unrolled.ops.delta.triton_kernels import add_outer, load_rows, sequence_slots, store_rows, times_rows
+from unrolled.ops.delta.triton_kernels import add_outer, load_rows, store_rows, times_rows
 from unrolled.ops.linear.triton_kernels import cumulated_gates, decay_between, inner_products
-from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, place_sequence, product, store_tile
+from unrolled.ops.triton.tiles import (
+    UNSPECIALIZED,
+    load_tile,
+    place,
+    place_sequence,
+    product,
+    sequence_slots,
+    store_tile,
+)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

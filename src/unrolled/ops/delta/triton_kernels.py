@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 
 from unrolled.ops.linear.triton_kernels import cumulated_gates, decay_between, inner_products
-from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, place_sequence, product, store_tile
+from unrolled.ops.triton.tiles import (
+    UNSPECIALIZED,
+    load_tile,
+    place,
+    place_sequence,
+    product,
+    sequence_slots,
+    store_tile,
+)
 
 
 @triton.jit
@@ -76,18 +84,6 @@ def corrections(
         r = first + tl.arange(0, BR)
         k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
         store_tile(w, at, R, exists, r, r < R, product(of_keys, k_tile, tl.zeros([C, BR], tl.float32)))
-
-
-@triton.jit
-def sequence_slots(sequence, chunks, cu_seqlens, C: tl.constexpr):
-    """Return the first slot of a sequence, and how many it has."""
-    if cu_seqlens is not None:
-        begin = tl.load(cu_seqlens + sequence)
-        first = begin // C + sequence
-        n = tl.cdiv(tl.load(cu_seqlens + sequence + 1) - begin, C)
-    else:
-        first, n = sequence * chunks, chunks
-    return first, n
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from unrolled.ops.linear.chunked import LOWEST_GATE
-from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, store_tile
+from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, sequence_slots, store_tile
 
 LOWEST = tl.constexpr(LOWEST_GATE)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # see `safe_divide`
@@ -139,12 +139,7 @@ def scan(
     sequence, g = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_kv, in_sum = at < R * M, (at >= R * M) & (at < R * M + R)
-    if cu_seqlens is not None:
-        begin = tl.load(cu_seqlens + sequence)
-        first_slot = begin // C + sequence
-        n = tl.cdiv(tl.load(cu_seqlens + sequence + 1) - begin, C)
-    else:
-        first_slot, n = sequence * chunks, chunks
+    first_slot, n = sequence_slots(sequence, chunks, cu_seqlens, C)
     state = tl.zeros([BLOCK], tl.float64)
     if first_kv is not None:
         offsets = sequence.to(tl.int64) * kv_strides[0] + g * kv_strides[1]

@@ -48,6 +48,18 @@ def place_sequence(sequence, length, cu_seqlens):
 
 
 @triton.jit
+def sequence_slots(sequence, chunks, cu_seqlens, C: tl.constexpr):
+    """Return the first slot of a sequence, and how many it has."""
+    if cu_seqlens is not None:
+        begin = tl.load(cu_seqlens + sequence)
+        first = begin // C + sequence
+        n = tl.cdiv(tl.load(cu_seqlens + sequence + 1) - begin, C)
+    else:
+        first, n = sequence * chunks, chunks
+    return first, n
+
+
+@triton.jit
 def load_tile(x, rows, row_stride, row_exists, columns, column_stride, column_exists):
     """Load x[rows, columns] in its own type, with zeros out of bounds."""
     offsets = rows[:, None].to(tl.int64) * row_stride + columns[None, :].to(tl.int64) * column_stride
