@@ -52,7 +52,7 @@ def test_equals_explicit_matrices(run):
 
 
 @pytest.mark.compilers
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     T=st.integers(0, 140),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 1)]),

@@ -45,7 +45,7 @@ def test_equals_the_definition(run, forgetting, dtype):
 
 
 @pytest.mark.compilers
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     T=st.integers(0, 140),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 1)]),
@@ -128,4 +128,4 @@ gla_triton.backward(q, inputs.state, inputs, None)
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, dtype, width):
     found = gpu_compiler.needs(COMPILE.format(dtype=dtype, width=width), capability, tmp_path)
     assert len(found) == 7
-    gpu_compiler.assert_fits(found)
+    gpu_compiler.assert_fits(found, spilled=800)  # of `feature_gradients` with two query heads for a key head

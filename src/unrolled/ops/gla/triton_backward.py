@@ -11,7 +11,7 @@ Letters and layouts are those of `triton_kernels.py`. No two programs write to t
 import triton
 import triton.language as tl
 
-from unrolled.ops.gla.triton_kernels import after, decays, load_gates, parted, up_to
+from unrolled.ops.gla.triton_kernels import after, are_parted, decays, load_gates, up_to
 from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, store_tile
 
 
@@ -78,6 +78,19 @@ def read_from_states(
     return total
 
 
+@triton.jit
+def load_parted(d_pairs, at, exists, level, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return dW of the pairs that a cut parts, [query, key] or [key, query]."""
+    i = tl.arange(0, C)
+    if TRANSPOSED:
+        right, left = i[None, :], i[:, None]
+        pointers, exists = d_pairs + at[None, :] * C + left, exists[None, :]
+    else:
+        right, left = i[:, None], i[None, :]
+        pointers, exists = d_pairs + at[:, None] * C + left, exists[:, None]
+    return tl.load(pointers, mask=exists & are_parted(right, left, level), other=0)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def feature_gradients(
     q, q_strides, k, k_strides, v, v_strides, grad_o, o_strides, log_decay, gate_strides,
@@ -116,20 +129,22 @@ def feature_gradients(
         dq_tile = read_from_states(o_head, o_strides, tokens, exists, states + index, r, R, M, C, BR, BM)
         dq_tile *= decays(up_to(LEVELS, C), gates, C, BR)
         d_gates = product(tl.trans(up_to(LEVELS, C)), q_tile * dq_tile, d_gates)
-        pairs = load_tile(d_pairs, at, C, exists, i, 1, i < C)
-        itself = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)[:, None]
+        itself = tl.load(d_pairs + at * C + i, mask=exists, other=0)[:, None]
         dq_tile += itself * k_tile
         dk_tile += itself * q_tile
-        for level in range(LEVELS):
-            right = decays(up_to(level, C), gates, C, BR)
-            left = decays(after(level, C), gates, C, BR)
-            cut = parted(pairs, level, C)
-            zeros = tl.zeros([C, BR], tl.float32)
-            dq_right = product(cut, k_tile * left, zeros) * right
-            dk_left = product(tl.trans(cut), q_tile * right, zeros) * left
+        for level in tl.range(0, LEVELS, loop_unroll_factor=1):
+            left = k_tile * decays(after(level, C), gates, C, BR)
+            cut = load_parted(d_pairs, at, exists, level, C, False)
+            dq_right = product(cut, left, tl.zeros([C, BR], tl.float32))
+            dq_right *= decays(up_to(level, C), gates, C, BR)
             d_gates = product(tl.trans(up_to(level, C)), q_tile * dq_right, d_gates)
-            d_gates = product(tl.trans(after(level, C)), k_tile * dk_left, d_gates)
             dq_tile += dq_right
+        for level in tl.range(0, LEVELS, loop_unroll_factor=1):
+            right = q_tile * decays(up_to(level, C), gates, C, BR)
+            cut = load_parted(d_pairs, at, exists, level, C, True)
+            dk_left = product(cut, right, tl.zeros([C, BR], tl.float32))
+            dk_left *= decays(after(level, C), gates, C, BR)
+            d_gates = product(tl.trans(after(level, C)), k_tile * dk_left, d_gates)
             dk_tile += dk_left
         store_tile(dq, at, R, exists, r, r < R, dq_tile)
     at = (row * length + tokens) * G + g

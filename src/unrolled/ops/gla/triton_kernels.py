@@ -43,11 +43,9 @@ def after(level, C: tl.constexpr):
 
 
 @triton.jit
-def parted(pairs, level, C: tl.constexpr):
-    """Keep the pairs [i, j] with j in the left half and i in the right half of a block of 2^(level + 1)."""
-    i = tl.arange(0, C)
-    chosen = (((i[:, None] >> level) ^ (i[None, :] >> level)) == 1) & (i[:, None] > i[None, :])
-    return tl.where(chosen, pairs, 0.0)
+def are_parted(i, j, level):
+    """Return whether j is in the left half and i in the right half of a block of 2^(level + 1) tokens."""
+    return (((i >> level) ^ (j >> level)) == 1) & (i > j)
 
 
 @triton.jit
@@ -75,10 +73,11 @@ def weights(
         k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R).to(tl.float32)
         gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
         total += tl.where(i[:, None] == i[None, :], tl.sum(q_tile * k_tile, 1)[:, None], 0.0)
-        for level in range(LEVELS):
+        for level in tl.range(0, LEVELS, loop_unroll_factor=1):
             right = q_tile * decays(up_to(level, C), gates, C, BR)
             left = k_tile * decays(after(level, C), gates, C, BR)
-            total += parted(product(right, tl.trans(left), tl.zeros([C, C], tl.float32)), level, C)
+            products = product(right, tl.trans(left), tl.zeros([C, C], tl.float32))
+            total += tl.where(are_parted(i[:, None], i[None, :], level), products, 0.0)
     store_tile(pairs, ((row * length + tokens) * G * P + head), C, exists, i, i < C, total)
 
 

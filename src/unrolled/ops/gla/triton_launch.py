@@ -8,7 +8,8 @@ from unrolled.ops.gla import triton_kernels as kernels
 from unrolled.ops.gla.packed import Inputs
 from unrolled.ops.triton.launch import Slots, block, blocks, launch, with_strides
 
-CHUNK, BLOCK_R, BLOCK_M = 64, 32, 64
+CHUNK, BLOCK_R, BLOCK_M, BLOCK_M_OF_FP32 = 64, 32, 64, 32
+FEATURES = 16  # of a program of `feature_gradients`; more do not fit into registers
 WARPS, STAGES = 4, 2
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
 
@@ -20,7 +21,7 @@ class Problem:
         (B, T, H, R), (G, M) = inputs.q.shape, inputs.v.shape[2:]
         self.inputs, self.B, self.T, self.H, self.G, self.R, self.M = inputs, B, T, H, G, R, M
         self.slots = Slots.cut(B, T, cu_seqlens, CHUNK)
-        BR, BM = block(R, BLOCK_R), block(M, BLOCK_M)
+        BR, BM = block(R, BLOCK_R), block(M, BLOCK_M_OF_FP32 if inputs.q.dtype == torch.float32 else BLOCK_M)
         self.blocks_r, self.blocks_m = blocks(R, BR), blocks(M, BM)
         self.q, self.k, self.v, self.gates = (with_strides(x) for x in inputs[:4])
         self.places = *self.slots[1:], G, H // G
@@ -89,14 +90,15 @@ class Problem:
         self, grad_o: Tensor, pairs: Tensor, states: Tensor, d_states: Tensor
     ) -> list[Tensor]:
         """Compute dq, dk and dlog_decay; dW replaces W."""
-        grad, grid = with_strides(grad_o), (self.slots.n, self.H)
-        sizes = self.of_values | self.options
-        launch(backward_kernels.weight_gradients, grid, *self.v, *grad, pairs, *self.places, **sizes)
+        grad, sizes = with_strides(grad_o), self.of_values | self.options
+        of_pairs = (*self.v, *grad, pairs, *self.places)
+        launch(backward_kernels.weight_gradients, (self.slots.n, self.H), *of_pairs, **sizes)
         q, k, _, log_decay, _ = self.inputs
         found = [x.new_empty(x.shape) for x in (q, k, log_decay)]
         tensors = (*self.q, *self.k, *self.v, *grad, *self.gates, pairs, states, d_states, *found)
-        grid = self.slots.n, self.G, self.blocks_r
-        launch(backward_kernels.feature_gradients, grid, *tensors, *self.places, **self.sizes)
+        grid = self.slots.n, self.G, blocks(self.R, FEATURES)
+        sizes = self.sizes | {"BR": FEATURES, "BM": block(self.M, BLOCK_M_OF_FP32), "num_stages": 1}
+        launch(backward_kernels.feature_gradients, grid, *tensors, *self.places, **sizes)
         return found
 
     def _scratch(self, *shape: int) -> Tensor:
