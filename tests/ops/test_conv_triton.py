@@ -33,7 +33,7 @@ def test_equals_the_definition(run, dtype):
 
 
 @pytest.mark.compilers
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.tuples(st.integers(0, 2), st.integers(0, 130), st.sampled_from([1, 16, 70]), st.integers(1, 5)),
     st.booleans(),

@@ -41,7 +41,7 @@ def equals_the_definition(run, drawn, **options):
 
 @pytest.mark.parametrize(("gated", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_equals_the_definition(run, gated, dtype):
-    equals_the_definition(run, draw(70, P=2, gated=gated, dtype=dtype))
+    equals_the_definition(run, draw(66, B=1, P=2, gated=gated, dtype=dtype))
 
 
 def test_equals_explicit_matrices(run):
@@ -52,7 +52,7 @@ def test_equals_explicit_matrices(run):
 
 
 @pytest.mark.compilers
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     T=st.integers(0, 140),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 1)]),
@@ -64,7 +64,7 @@ def test_equals_explicit_matrices(run):
 )
 def test_any_sizes_equal_the_definition(run, T, heads, D, M, gated, max_beta, dtype):
     G, P = heads
-    equals_the_definition(run, draw(T, G=G, P=P, D=D, M=M, gated=gated, max_beta=max_beta, dtype=dtype))
+    equals_the_definition(run, draw(T, B=1, G=G, P=P, D=D, M=M, gated=gated, max_beta=max_beta, dtype=dtype))
 
 
 @pytest.mark.parametrize("max_beta", [1.0, 2.0])
@@ -79,12 +79,12 @@ def test_keys_that_repeat_cost_few_digits(run, max_beta):
 @pytest.mark.compilers
 @pytest.mark.parametrize(("D", "M"), [(256, 20), (20, 130)])
 def test_wide_heads_are_worked_through_in_blocks(run, D, M):
-    equals_the_definition(run, draw(66, B=1, D=D, M=M))
+    equals_the_definition(run, draw(20, B=1, D=D, M=M))
 
 
 @pytest.mark.compilers
-@settings(max_examples=5, deadline=None)
-@given(st.lists(st.sampled_from([0, 1, 5, 63, 64, 65]), max_size=4))
+@settings(max_examples=3, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 5, 64, 65]), max_size=3))
 def test_packed_sequences_equal_the_definition(run, lengths):
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     equals_the_definition(run, draw(sum(lengths), B=1, rows=len(lengths)), cu_seqlens=cu_seqlens)
@@ -144,7 +144,7 @@ delta_triton.backward(q, state, inputs, None)
 
 
 @pytest.mark.compilers
-@pytest.mark.parametrize(("capability", "dtype", "width"), [(80, "float32", 256), (90, "bfloat16", 128)])
+@pytest.mark.parametrize(("capability", "dtype", "width"), [(80, "float32", 256), (90, "bfloat16", 64)])
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, dtype, width):
     found = gpu_compiler.needs(COMPILE.format(dtype=dtype, width=width), capability, tmp_path)
     assert set(found) == {"corrections", "scan", "scan_back", "correction_gradients", "key_gradients"}

@@ -41,13 +41,13 @@ def equals_the_definition(run, drawn, **options):
 
 @pytest.mark.parametrize(("forgetting", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_equals_the_definition(run, forgetting, dtype):
-    equals_the_definition(run, draw(70, P=2, forgetting=forgetting, dtype=dtype))
+    equals_the_definition(run, draw(66, B=1, P=2, forgetting=forgetting, dtype=dtype))
 
 
 @pytest.mark.compilers
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
-    T=st.integers(0, 140),
+    T=st.integers(0, 100),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 1)]),
     R=st.integers(1, 36),
     M=st.integers(1, 36),
@@ -57,19 +57,19 @@ def test_equals_the_definition(run, forgetting, dtype):
 )
 def test_any_sizes_equal_the_definition(run, T, heads, R, M, strength, forgetting, dtype):
     G, P = heads
-    drawn = draw(T, G=G, P=P, R=R, M=M, strength=strength, forgetting=forgetting, dtype=dtype)
+    drawn = draw(T, B=1, G=G, P=P, R=R, M=M, strength=strength, forgetting=forgetting, dtype=dtype)
     equals_the_definition(run, drawn)
 
 
 @pytest.mark.compilers
 @pytest.mark.parametrize(("R", "M"), [(256, 20), (20, 130)])
 def test_wide_heads_are_worked_through_in_blocks(run, R, M):
-    equals_the_definition(run, draw(66, B=1, R=R, M=M))
+    equals_the_definition(run, draw(20, B=1, R=R, M=M))
 
 
 @pytest.mark.compilers
-@settings(max_examples=5, deadline=None)
-@given(st.lists(st.sampled_from([0, 1, 5, 63, 64, 65]), max_size=4))
+@settings(max_examples=3, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 5, 64, 65]), max_size=3))
 def test_packed_sequences_equal_the_definition(run, lengths):
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     equals_the_definition(run, draw(sum(lengths), B=1, rows=len(lengths)), cu_seqlens=cu_seqlens)
