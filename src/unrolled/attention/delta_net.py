@@ -47,7 +47,6 @@ from unrolled.ops.delta import delta_rule, operator
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.options import check_finite
-from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -169,7 +168,7 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         if self.n_groups is not None:
             q, k = of_every_head(q, self.n_heads), of_every_head(k, self.n_heads)
         if positions is not None:
-            q, k = rotary(q, positions), rotary(k, positions)
+            q, k = self.rotate(q, positions), self.rotate(k, positions)
         return q, k, v.to(q.dtype), beta, log_decay
 
 
