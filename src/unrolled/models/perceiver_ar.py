@@ -209,26 +209,19 @@ class ReadingBlock(Block):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, 0, causal=True)
-        self.attention = ReadingAttention(
-            config.d_model,
-            config.n_heads,
-            causal=True,
-            n_kv_heads=config.n_kv_heads,
-            rotary=config.positions == "rotary",
-            **config.options_of(0),
-        )
+        self.attention = ReadingAttention(config.d_model, causal=True, **config.options_of(0))
 
     def last(self, x: Tensor, n: int, key_padding_mask: Tensor | None, hidden: Tensor | None) -> Tensor:
         """The last n outputs for `x` [B, T, d_model], with the inputs `hidden` [B, T] masked."""
-        y = self.attention.last(self._before(x), n, key_padding_mask, hidden)
-        return self._after(x[:, x.shape[1] - n :], y)
+        y = self.attention.last(self._read(x), n, key_padding_mask, hidden)
+        return self._finish(x[:, x.shape[1] - n :], y)
 
     def prefill_last(
         self, x: Tensor, n: int, state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """The last n outputs of `prefill`, and the state after it."""
-        y, state = self.attention.prefill_last(self._before(x), n, state, key_padding_mask)
-        return self._after(x[:, x.shape[1] - n :], y), state
+        y, state = self.attention.prefill_last(self._read(x), n, state, key_padding_mask)
+        return self._finish(x[:, x.shape[1] - n :], y), state
 
 
 class ReadingAttention(SoftmaxAttention):
