@@ -55,8 +55,15 @@ CASES = {
         QWEN3_5 | {"layer_types": [FULL, FULL, LINEAR], "tie_word_embeddings": True, "attention_bias": True}
         | {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
     ),
+    "olmo_hybrid": ("OlmoHybrid", SIZES | MIXED | {"attention_bias": True}),
+    "olmo_hybrid rotary": (
+        "OlmoHybrid",
+        SIZES | {"layer_types": [FULL, LINEAR, FULL], "linear_allow_neg_eigval": False}
+        | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}  # which it ignores
+        | {"tie_word_embeddings": True, "linear_num_key_heads": 4, "num_key_value_heads": 4},
+    ),
 }  # fmt: skip
-FOLDERS = {"Qwen3Next": "qwen3_next", "Qwen3_5": "qwen3_5"}
+FOLDERS = {"Qwen3Next": "qwen3_next", "Qwen3_5": "qwen3_5", "OlmoHybrid": "olmo_hybrid"}
 CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}
 
 
@@ -95,6 +102,11 @@ def case(request):
     return CASES[request.param]
 
 
+@pytest.fixture(params=["qwen3_next", "qwen3_5 tied", "olmo_hybrid"])
+def one_of_a_family(request):
+    return CASES[request.param]
+
+
 @torch.no_grad()
 def test_logits_are_equal(case):
     theirs = make(*case)
@@ -122,9 +134,9 @@ def test_what_is_generated_is_equal(case):
     assert found.tolist() == expected[0, len(prompt) :].tolist()
 
 
-def test_gradients_are_equal(case):
+def test_gradients_are_equal(one_of_a_family):
     """Of each of their parameters, along a random direction: the copy of a moved parameter is ours, moved."""
-    theirs = make(*case).train()
+    theirs = make(*one_of_a_family).train()
     ours = import_weights(theirs)
     assert ours.training
     tokens = torch.randint(1, 23, (2, 13))
@@ -141,8 +153,8 @@ def test_gradients_are_equal(case):
 
 
 @torch.no_grad()
-def test_states_and_files_carry_all_options(case, tmp_path):
-    theirs = make(*case, dtype=torch.float32)
+def test_states_and_files_carry_all_options(one_of_a_family, tmp_path):
+    theirs = make(*one_of_a_family, dtype=torch.float32)
     ours = import_weights(theirs)
     tokens = torch.randint(1, 23, (2, 9))
     expected = ours(tokens)
@@ -163,18 +175,21 @@ def test_states_and_files_carry_all_options(case, tmp_path):
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("Qwen3Next", {"num_experts": 4}, "layer 0 has a mixture of experts, but must have a dense"),
+        ("Qwen3Next", {"num_experts": 4}, "layer 0 is a mixture of experts, which has no counterpart here"),
         ("Qwen3Next", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but must be 'silu'"),
         (
             "Qwen3Next",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type is 'linear', but must be 'default'",
         ),
+        ("OlmoHybrid", MIXED | {"hidden_act": "relu"}, "hidden_act is 'relu', but must be 'silu'"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(family, settings, message):
     with pytest.raises(UnsupportedError, match=message):
-        import_weights(make(family, QWEN3_NEXT | settings, torch.float32))
+        import_weights(
+            make(family, (SIZES if family == "OlmoHybrid" else QWEN3_NEXT) | settings, torch.float32)
+        )
 
 
 def test_other_classes_and_options_are_refused():

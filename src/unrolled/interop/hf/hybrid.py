@@ -1,4 +1,4 @@
-"""Hybrids of a gated delta rule and softmax attention: Qwen3-Next and Qwen3.5, with dense layers."""
+"""Hybrids of a gated delta rule and softmax attention: Qwen3-Next, Qwen3.5 and OLMo-hybrid, all dense."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -26,10 +26,14 @@ def from_qwen(model: Foreign, options: Mapping[str, object]) -> Decoder:
     for number, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "experts"):
             raise UnsupportedError(
-                f"layer {number} has a mixture of experts, but must have a dense feed-forward layer, as with "
-                "mlp_only_layers for all layers"
+                f"layer {number} is a mixture of experts, which has no counterpart here; dense layers have"
             )
-    softmax = _rotation(config) | {"head_dim": config.head_dim, "qk_norm": "head", "output_gate": True}
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    softmax = _rotation(config, share) | {
+        "head_dim": _head_dim(config),
+        "qk_norm": "head",
+        "output_gate": True,
+    }
     ours = _decoder(model, softmax, {"eps": config.rms_norm_eps}, "pre")
     for block, layer in _layers(ours, model):
         _copy_norm(block.attention_norm, 1 + layer.input_layernorm.weight)
@@ -39,6 +43,25 @@ def from_qwen(model: Foreign, options: Mapping[str, object]) -> Decoder:
         else:
             copy_gated_attention(cast(SoftmaxAttention, block.attention), layer.self_attn)
     _copy_norm(ours.stack.norm, 1 + model.model.norm.weight)
+    return ours.train(model.training)
+
+
+def from_olmo_hybrid(model: Foreign, options: Mapping[str, object]) -> Decoder:
+    """Make a `Decoder` of an OLMo-hybrid language model of transformers; see `import_weights`."""
+    _check(model, ("OlmoHybridForCausalLM",), options)
+    softmax = _rotation(model.config, 1.0) | {"head_dim": _head_dim(model.config), "qk_norm": "all"}
+    rates: Options = {"max_beta": 2.0 if model.config.linear_allow_neg_eigval else 1.0}
+    ours = _decoder(model, softmax, rates, "res_post")
+    for block, layer in _layers(ours, model):
+        if isinstance(block.attention, DeltaNet):
+            _copy_norm(block.attention_norm, layer.input_layernorm.weight)
+            _copy_norm(block.ff_norm, layer.post_attention_layernorm.weight)
+            copy_delta_net(block.attention, layer.linear_attn, layer.linear_attn.o_norm)
+        else:
+            _copy_norm(block.attention_norm, layer.post_attention_layernorm.weight)
+            _copy_norm(block.ff_norm, layer.post_feedforward_layernorm.weight)
+            copy_attention(cast(SoftmaxAttention, block.attention), layer.self_attn)
+    _copy_norm(ours.stack.norm, model.model.norm.weight)
     return ours.train(model.training)
 
 
@@ -56,16 +79,19 @@ def _check(model: Foreign, names: tuple[str, ...], options: Mapping[str, object]
         raise UnsupportedError(f"layer_types has {sorted(unknown)}, but must have only {list(MECHANISMS)}")
 
 
-def _rotation(config: Foreign) -> Options:
-    """The options of rotary positions."""
+def _rotation(config: Foreign, share: float) -> Options:
+    """The options of rotary positions that rotate a share of each head."""
     rope = config.rope_parameters
     if rope is None or rope.get("rope_theta") is None:
         return {"rotary": False}
     if rope["rope_type"] != "default":
         raise UnsupportedError(f"rope_type is {rope['rope_type']!r}, but must be 'default'")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    share = rope.get("partial_rotary_factor", 1.0)
-    return {"rotary": True, "rotary_base": float(rope["rope_theta"]), "rotary_dim": int(head_dim * share)}
+    rotated = int(_head_dim(config) * share)
+    return {"rotary": True, "rotary_base": float(rope["rope_theta"]), "rotary_dim": rotated}
+
+
+def _head_dim(config: Foreign) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _decoder(model: Foreign, softmax: Options, delta_net: Options, of_softmax: Norm) -> Decoder:
@@ -134,7 +160,7 @@ def copy_delta_net(ours: DeltaNet, theirs: Foreign, norm: Foreign) -> None:
     fill(ours.log_pace, theirs.A_log)
     fill(ours.decay_bias, theirs.dt_bias)
     fill(ours.norm.weight, norm.weight.expand_as(ours.norm.weight))
-    copy_linear(ours.out_proj, theirs.out_proj)
+    copy_linear(ours.out_proj, getattr(theirs, "o_proj", None) or theirs.out_proj)
 
 
 def _projections(theirs: Foreign) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -142,6 +168,9 @@ def _projections(theirs: Foreign) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if hasattr(theirs, "in_proj_qkv"):  # Qwen3.5
         qkv, gate, rate, decay = theirs.in_proj_qkv, theirs.in_proj_z, theirs.in_proj_b, theirs.in_proj_a
         return qkv.weight, gate.weight, rate.weight, decay.weight
+    if hasattr(theirs, "q_proj"):  # OLMo-hybrid
+        q_k_v = torch.cat([theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight])
+        return q_k_v, theirs.g_proj.weight, theirs.b_proj.weight, theirs.a_proj.weight
     # Qwen3-Next: by groups of heads with one key, its query, key, values and gates; its rates and decays.
     groups = theirs.num_k_heads
     values = theirs.num_v_heads // groups * theirs.head_v_dim
@@ -153,10 +182,25 @@ def _projections(theirs: Foreign) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
+def copy_attention(ours: SoftmaxAttention, theirs: Foreign) -> None:
+    """Copy softmax attention with norms of all queries and of all keys."""
+    for name in _names(theirs.q_proj):
+        q, k, v = (getattr(part, name) for part in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
+        fill(getattr(ours.qkv_proj, name), torch.cat([_paired(ours, q), _paired(ours, k), v]))
+    _copy_norm(ours.q_norm, _paired(ours, theirs.q_norm.weight))
+    _copy_norm(ours.k_norm, _paired(ours, theirs.k_norm.weight))
+    copy_linear(ours.out_proj, theirs.o_proj)
+
+
+def _names(linear: Foreign) -> list[str]:
+    return ["weight"] if linear.bias is None else ["weight", "bias"]
+
+
+@torch.no_grad()
 def copy_gated_attention(ours: SoftmaxAttention, theirs: Foreign) -> None:
     """Copy softmax attention whose matrix of queries holds the gates too: by head, queries, then gates."""
     assert ours.gate_proj is not None  # by the config above
-    for name in ("weight", "bias") if theirs.q_proj.bias is not None else ("weight",):
+    for name in _names(theirs.q_proj):
         both = getattr(theirs.q_proj, name).unflatten(0, (ours.n_heads, 2, -1))
         q, gate = both[:, 0].flatten(0, 1), both[:, 1].flatten(0, 1)
         k, v = getattr(theirs.k_proj, name), getattr(theirs.v_proj, name)

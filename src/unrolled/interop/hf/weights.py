@@ -24,6 +24,7 @@ FAMILIES: dict[str, Callable[..., Decoder | Encoder | PerceiverIO]] = {
     "perceiver": perceiver.from_perceiver,
     "qwen3_next": hybrid.from_qwen,
     "qwen3_5_text": hybrid.from_qwen,
+    "olmo_hybrid": hybrid.from_olmo_hybrid,
 }
 REFUSED = {
     "qwen3_5": "it reads images too; import its language model, `Qwen3_5ForCausalLM.from_pretrained(source)`",
@@ -39,9 +40,9 @@ def import_weights(source: object, **attention_options: object) -> Decoder | Enc
     BERT, RoBERTa, Longformer, BigBird and Nystromformer become an `Encoder`: their `...Model` one with output
     "hidden", `...ForMaskedLM`, `...ForSequenceClassification` and `...ForTokenClassification` one with that
     head. Perceivers for masked language modelling, text classification and images with Fourier features
-    become a `PerceiverIO`. `Mamba2ForCausalLM`, and `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM` without
-    experts, become a `Decoder`. The copy has the original's floating-point type, device and mode; it has no
-    dropout on attention weights.
+    become a `PerceiverIO`. `Mamba2ForCausalLM`, `OlmoHybridForCausalLM`, and `Qwen3NextForCausalLM` and
+    `Qwen3_5ForCausalLM` without experts, become a `Decoder`. The copy has the original's floating-point type,
+    device and mode; it has no dropout on attention weights.
 
     Args:
         source: a model of transformers, or what its `from_pretrained` takes: a folder or a name on the hub,
