@@ -105,10 +105,11 @@ class ResidualBlock(Layer):
         return cast(Tensor, norm(x)) if self.norm == "pre" else x
 
     def _after(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
-        if self.norm == "res_post":
-            return x + self._dropped(norm(y))
-        x = x + self._dropped(y)
-        return cast(Tensor, norm(x)) if self.norm == "post" else x
+        if self.norm == "pre":
+            return x + self._dropped(y)
+        if self.norm == "post":
+            return cast(Tensor, norm(x + self._dropped(y)))
+        return x + self._dropped(norm(y))
 
     def _dropped(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.dropout(x)) if self.dropout.training else x
@@ -159,8 +160,8 @@ class Block(AttentionBlock):
         self.ff = make_feed_forward(config)
 
     def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = super()._finish(x, attended)
-        return self._after(x, self.ff(self._before(x, self.ff_norm)), self.ff_norm)
+        x, norm = super()._finish(x, attended), self.ff_norm
+        return self._after(x, self.ff(self._before(x, norm)), norm)
 
 
 def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> Attention:
