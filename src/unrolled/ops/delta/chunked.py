@@ -39,6 +39,11 @@ class Inputs(NamedTuple):
     log_decay: Tensor | None  # [B,T,G], or [B,T,G,D] for a gate of every channel
     state: Tensor  # [B,G,D,M], in the accumulation dtype
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether every channel of the keys has a gate."""
+        return self.log_decay is not None and self.log_decay.dim() == 4
+
 
 class Chunks(NamedTuple):
     """What the gates make of the queries and keys of the chunks; see `ops.chunks`."""
@@ -62,9 +67,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
             x = _no_gates(qs, ks)
         else:
             gates = log_decay.clamp(min=LOWEST_GATE).to(exact)
-            by_head = gates.dim() == 3
-            gates = split_chunks(gates.unsqueeze(-1) if by_head else gates, n, C, G)
-            x = _gates_by_head(qs, ks, gates) if by_head else _gates_by_channel(qs, ks, gates)
+            gates = split_chunks(gates if inputs.by_channel else gates.unsqueeze(-1), n, C, G)
+            x = (_gates_by_channel if inputs.by_channel else _gates_by_head)(qs, ks, gates)
         # The solver takes the diagonal as 1 and does not read above it. With similar keys and rates near 2
         # the solution alternates in sign; in fp32 it would lose digits that the token-by-token form keeps.
         right_side = rates * torch.cat([vs.to(exact), x.from_start * ks.to(exact)], dim=-1)
@@ -87,7 +91,7 @@ def _chunk_sizes(inputs: Inputs) -> tuple[int, int]:
     """Number of chunks, and of tokens in each."""
     T = inputs.q.shape[1]
     longest = 32 if max(inputs.state.shape[2:]) <= 64 else 64  # wider states are read less often
-    if inputs.log_decay is not None and inputs.log_decay.dim() == 4:
+    if inputs.by_channel:
         return gla.chunk_sizes(T, longest)
     n = max(1, math.ceil(T / longest))
     return n, max(1, math.ceil(T / n))

@@ -16,8 +16,7 @@ def delta_rule(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tenso
     """Compute `o` and the state after the last token, for checked inputs."""
     q, k, v = promoted(inputs.q, inputs.k, inputs.v)
     inputs = inputs._replace(q=q, k=k, v=v)
-    by_channel = inputs.log_decay is not None and inputs.log_decay.dim() == 4
-    if by_channel or transforming() or not prefers("native") or not native.supports(q, v):
+    if transforming() or not prefers("native") or not native.supports(q, v):
         return packed.forward(inputs, cu_seqlens)
     o, state = _operator(*inputs, cu_seqlens)
     return o, state

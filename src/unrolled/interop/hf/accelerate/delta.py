@@ -94,9 +94,8 @@ def recurrent_delta_rule(
 def _fits_kernel(inputs: Inputs) -> bool:
     """Whether the kernel that also normalises can run: on a CPU, without gradients, with gates of heads."""
     q, k, v, *_ = inputs
-    by_head = inputs.log_decay is not None and inputs.log_decay.dim() == 3
-    of_one_type = q.dtype == k.dtype == v.dtype
-    return by_head and of_one_type and inferring(*inputs) and prefers("native") and native.supports(q, v)
+    fits = q.dtype == k.dtype == v.dtype and not inputs.by_channel
+    return fits and inferring(*inputs) and prefers("native") and native.supports(q, v)
 
 
 def _normalizing_kernel(inputs: Inputs, g: Tensor) -> tuple[Tensor, Tensor]:
