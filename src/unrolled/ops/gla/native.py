@@ -13,9 +13,7 @@ from unrolled.ops.native import address, readable, sequences, struct, view
 __all__ = ["backward", "forward", "step", "supports"]
 
 
-def forward(
-    inputs: Inputs, cu_seqlens: Tensor | None, rates: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, cu_seqlens: Tensor | None, rates: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute what `packed.forward` does; with `rates [B,T,G]`, the delta rule with these gates."""
     problem, _kept = _described(inputs, cu_seqlens, rates)
     o, state = (
