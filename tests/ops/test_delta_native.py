@@ -91,7 +91,7 @@ def assert_as_exact(draw, draws=4, *, gates="heads", **options):
 widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 70),
     st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
