@@ -28,7 +28,8 @@ Equals softmax attention: never. With b = 1, no decay and orthonormal keys it re
 
 from typing import Unpack
 
-from torch import Tensor, nn, sigmoid
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from unrolled.attention._delta import DeltaRule, Rates, random_decay_biases, random_log_paces
@@ -86,11 +87,11 @@ class KimiDeltaAttention(DeltaRule):
         dtype = accumulation_dtype(x.dtype)
         beta = self.beta_proj(x).to(dtype).sigmoid()
         z = self.decay_up(self.decay_down(x)).to(dtype)
-        z = z.unflatten(-1, self.decay_bias.shape) + self.decay_bias.to(dtype)
+        z = torch.unflatten(z, -1, self.decay_bias.shape) + self.decay_bias.to(dtype)
         return Rates(beta, -self.log_pace.to(dtype).exp().unsqueeze(-1) * softplus(z))
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, gate it, and project back."""
         o = self.norm(o)
-        gate = sigmoid(self.gate_up(self.gate_down(x)))
-        return super().merge_heads(o * gate.unflatten(-1, o.shape[-2:]), x)
+        gate = torch.sigmoid(self.gate_up(self.gate_down(x)))
+        return super().merge_heads(o * torch.unflatten(gate, -1, o.shape[-2:]), x)

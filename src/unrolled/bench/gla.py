@@ -24,6 +24,7 @@ from unrolled.ops.dispatch import prefer
 from unrolled.ops.gla import diagonal_linear_attention
 from unrolled.ops.linear import linear_attention
 
+Function = Callable[..., Tensor]
 COMPARED = (0, HEADS - 1)  # heads whose results are compared with the definition, which is slow
 
 
@@ -32,9 +33,9 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
     inputs = random_inputs(length, settings)
     by_feature, by_head = random_gates(inputs)
     flat = partial(linear_attention, causal=True, normalize=False)
-    kinds = {
+    kinds: dict[str, tuple[list[Tensor], Function]] = {
         "gla": ([*inputs[:3], by_feature], definitions.gated),
-        "head": ([*inputs[:3], by_head], lambda *x: definitions.gated(*x[:3], x[3].unsqueeze(-1))),
+        "head": ([*inputs[:3], by_head], lambda q, k, v, gates: definitions.gated(q, k, v, gates[..., None])),
     }
     run = partial(ours, grad_o=inputs.grad_o, gradients=gradients)
     contenders = [
@@ -42,7 +43,7 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
         run(
             "native, a gate per head",
             "native",
-            lambda *x: flat(*x[:3], log_decay=x[3]),
+            lambda q, k, v, gates: flat(q, k, v, log_decay=gates),
             kinds["head"][0],
             "head",
         ),
@@ -68,7 +69,7 @@ def random_gates(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def ours(
     name: str,
     backend: str,
-    function: Callable[..., Tensor],
+    function: Function,
     inputs: Sequence[Tensor],
     definition: str,
     *,
@@ -95,7 +96,7 @@ def ours(
 
 
 def define(
-    function: Callable[..., Tensor],
+    function: Function,
     inputs: Sequence[Tensor],
     *,
     grad_o: Tensor,
