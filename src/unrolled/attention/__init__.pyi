@@ -8,6 +8,7 @@ from unrolled.attention.clustered import ClusteredAttention
 from unrolled.attention.delta_net import DeltaNet
 from unrolled.attention.efficient import EfficientAttention
 from unrolled.attention.gated_linear import GatedLinearAttention
+from unrolled.attention.kda import KimiDeltaAttention
 from unrolled.attention.linear import LinearAttention
 from unrolled.attention.linformer import LinformerAttention
 from unrolled.attention.long_short import LongShortAttention
@@ -39,6 +40,8 @@ def load(name: Literal["delta_net"]) -> type[DeltaNet]: ...
 def load(name: Literal["efficient"]) -> type[EfficientAttention]: ...
 @overload
 def load(name: Literal["gated_linear"]) -> type[GatedLinearAttention]: ...
+@overload
+def load(name: Literal["kda"]) -> type[KimiDeltaAttention]: ...
 @overload
 def load(name: Literal["linear"]) -> type[LinearAttention]: ...
 @overload
