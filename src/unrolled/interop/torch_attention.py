@@ -71,7 +71,7 @@ class MultiheadAttention(nn.Module):
         # If True, torch's encoder layer would compute softmax attention itself.
         self._qkv_same_embed_dim = False
         mechanism = mechanisms.load(attention)(embed_dim, num_heads, causal=causal, bias=bias, **options)
-        if mechanism.qkv_proj.weight.shape != (3 * embed_dim, embed_dim):
+        if mechanism.qkv_proj.weight.shape != (3 * embed_dim, embed_dim) or mechanism.mixes_input:
             raise UnsupportedError(
                 f"{attention!r} attention with these options has other projections than torch's"
             )
