@@ -71,6 +71,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     no_rotary: str | None = None
     conv_activation: bool = False  # whether silu follows the convolution
     conv_bias: bool = False
+    mixes_input: bool = False  # whether queries, keys and values are projected from more than their token
 
     def __init__(
         self,
