@@ -51,13 +51,15 @@ struct LinearGradients {
     float* residuals;                     // scratch [batch, keys, groups, values], only with rates
 };
 
-// Linear attention with a decay for every feature: causal, without a divisor. `offsets` as in `Linear`.
+// Linear attention with a decay for every feature: causal, without a divisor. `offsets` as in `Linear`. With
+// `rates` it is the delta rule.
 struct Gla {
     int64_t sequences, queries, keys, heads, groups, features, values;  // as many queries as keys
     int32_t type, threads;
     const int32_t* offsets;
     Tensor q, k, v;
     Tensor log_decay;    // floats [batch, keys, groups, features]
+    const float* rates;  // [batch, keys, groups], or null
     const float* state;  // before the first token, [sequences, groups, features, values]
 };
 
@@ -71,6 +73,8 @@ struct GlaGradients {
     const float* state;            // gradient of the final state
     void *d_q, *d_k, *d_v;         // results, contiguous, in the type of the inputs
     float *d_log_decay, *d_state;  // results, contiguous
+    float* d_rates;                // only with rates
+    float* residuals;              // scratch [batch, keys, groups, values], only with rates
 };
 
 // Applied to q and k by `linear_step`.

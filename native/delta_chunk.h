@@ -15,22 +15,6 @@
 
 namespace UNROLLED_ISA {
 
-// Doubles in a register, half as many as floats.
-constexpr int DOUBLES = WIDTH / 2;
-typedef double DoubleVec __attribute__((vector_size(WIDTH * 4)));
-typedef double UnalignedDoubleVec __attribute__((vector_size(WIDTH * 4), aligned(8), may_alias));
-typedef float UnalignedFloats __attribute__((vector_size(WIDTH * 2), aligned(4), may_alias));
-
-inline DoubleVec broadcast_double(double x) { return x - DoubleVec{}; }
-inline DoubleVec load_doubles(const double* at) { return *(const UnalignedDoubleVec*)at; }
-inline void store_doubles(double* at, DoubleVec x) { *(UnalignedDoubleVec*)at = x; }
-inline DoubleVec load_widened(const float* at) {
-    return __builtin_convertvector(*(const UnalignedFloats*)at, DoubleVec);
-}
-inline void store_narrowed(float* at, DoubleVec x) {
-    *(UnalignedFloats*)at = __builtin_convertvector(x, UnalignedFloats);
-}
-
 class Corrections {
   public:
     Corrections(const Linear& x, Workspace& memory) : x_(x), longest_(chunk_length(x)) {

@@ -3,12 +3,16 @@
 // kept, and those between two of them computed again.
 //
 // For each sequence and key head:
-// 1. Compute the states and keep the one before each segment, transposed: S^T [values, features].
+// 1. Compute the states and keep the one before each segment, transposed: S^T [values, features]. With rates,
+//    solve for the corrections of the delta rule and keep their residuals u; from here on, V are the
+//    corrections.
 // For each segment, from the last to the first:
 // 2. Compute the states before its chunks again.
 // For each of its chunks, from the last to the first, with dS after it:
 // 3. Read the inputs and dO, and compute K, W and dW = dO V^T below and on its diagonal.
-// 4. dV = W^T dO + K_C dS.
+// 4. dV = W^T dO + K_C dS. With rates, solve for the gradients dv of the values and of the rates. Then the
+// keys
+//    are one more head of queries in all that follows, with dO = -dv.
 // 5. dQ_i = F_i * (dO_i S^T) + sum_j dW_ij K_ij, and dF_i = Q_i * (dO_i S^T); dF_C also has the sums of the
 //    rows of S * dS.
 // 6. dK_C = V dS^T, and dK_ij += dW_ij Q_i. From the last token to the first they pass through the gates:
@@ -16,7 +20,7 @@
 // 7. dS <- F_C dS + (F * Q)^T dO, which is kept in both layouts.
 // At the end:
 // 8. Write the gradient of the initial state.
-#include "gla_chunk.h"
+#include "gla_delta.h"
 #include "kernels.h"
 
 namespace UNROLLED_ISA {
@@ -44,13 +48,15 @@ class Heads {
           M_(round_up(x.values)),
           keys_(x, memory),
           queries_(x, memory),
-          d_o_(memory.rows(queries_.heads * GLA_CHUNK, M_)),
-          d_weights_{memory.zeros(queries_.heads * GLA_CHUNK * GLA_CHUNK), GLA_CHUNK},
+          corrections_(x, memory),
+          d_o_(memory.rows(queries_.readers * GLA_CHUNK, M_)),
+          d_weights_{memory.zeros(queries_.readers * GLA_CHUNK * GLA_CHUNK), GLA_CHUNK},
           kept_(memory.zeros((last - first) * segments_ * x.values * R_)),
           states_(memory.zeros((last - first) * SEGMENT * x.values * R_)),
           d_states_(memory.rows((last - first) * x.features, M_)),
           d_states_T_{memory.zeros((last - first) * x.values * R_), R_},
           d_keys_(memory.rows(GLA_CHUNK, R_)),
+          d_reading_keys_(memory.rows(GLA_CHUNK, R_)),
           d_from_start_(memory.rows(GLA_CHUNK, R_)),
           read_(memory.rows(GLA_CHUNK, R_)),
           d_values_(memory.rows(GLA_CHUNK, M_)),
@@ -58,9 +64,10 @@ class Heads {
 
     void run() {
         const Int chunks = ceil_div(s_.keys, GLA_CHUNK);
-        for_heads([&] { read_states(); });
         // 1. States before the segments.
-        for (Int c = 0; c < (chunks - 1) / SEGMENT * SEGMENT; ++c)
+        if (x_.rates) correct(chunks);
+        for_heads([&] { read_states(); });
+        for (Int c = 0; !x_.rates && c < (chunks - 1) / SEGMENT * SEGMENT; ++c)
             for_heads([&] {
                 const Int segment = c / SEGMENT;
                 advance(c, c % SEGMENT ? state(0) : kept(segment),
@@ -100,17 +107,51 @@ class Heads {
     }
     Int place_in_states() const { return (s_.index * x_.groups + group_) * x_.features * x_.values; }
 
+    // Solves for the corrections of all chunks, from state to state, which are where dS is later.
+    void correct(Int chunks) {
+        for_heads([&] {
+            for (Int r = 0; r < x_.features; ++r)
+                read_row(FLOAT32, x_.state + place_in_states() + r * x_.values, x_.values, row(d_state_, r));
+        });
+        for (Int c = 0; c < chunks; ++c)
+            for_heads([&] {
+                if (c % SEGMENT == 0)
+                    transpose_state(x_.features, x_.values, d_state_.data, M_, kept(c / SEGMENT));
+                read_keys(c);
+                prefetch(c, c + 1, false,
+                         ceil_div(x_.values, TILE_VECS * WIDTH) * ceil_div(x_.features, TILE_ROWS));
+                for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH) {
+                    corrections_.solve(keys_, queries_, d_state_, m);
+                    keys_.update(d_state_, m, prefetcher_);
+                }
+                for (Int i = 0; i < keys_.n; ++i)
+                    write_row(FLOAT32, row(corrections_.residuals, i), x_.values, residual(c, i));
+            });
+        corrected_ = true;
+    }
+
+    float* residual(Int chunk, Int i) const {
+        const Int token = s_.first_key + chunk * GLA_CHUNK + i;
+        return out_.residuals + place(token, x_.groups, group_) * x_.values;
+    }
+
     void read_states() {
         for (Int r = 0; r < x_.features; ++r)
             read_row(FLOAT32, out_.state + place_in_states() + r * x_.values, x_.values, row(d_state_, r));
         transpose_state(x_.features, x_.values, d_state_.data, M_, d_state_T_);
-        if (segments_)
+        if (segments_ && !x_.rates)
             transpose_state(x_.features, x_.values, x_.state + place_in_states(), x_.values, kept(0));
     }
 
     void read_keys(Int chunk) {
         const Int t = chunk * GLA_CHUNK;
         keys_.read(s_, s_.first_key + t, min(GLA_CHUNK, s_.keys - t), group_);
+        if (!x_.rates) return;
+        corrections_.read(s_, s_.first_key + t, group_, keys_, queries_);
+        if (!corrected_) return;
+        for (Int i = 0; i < keys_.n; ++i)
+            read_row(FLOAT32, residual(chunk, i), x_.values, row(corrections_.residuals, i));
+        corrections_.restore(keys_);
     }
 
     // Requests the rows of the next head, which may be the first one of chunk `after`, in `calls` shares;
@@ -159,14 +200,17 @@ class Heads {
                 dots(d_o, keys_.values, i + 1, x_.values, queries_.of(d_weights_, p, i));
             }
         prefetch(chunk, chunk - 1, true, ceil_div(x_.features, TILE_ROWS) + ceil_div(x_.values, TILE_ROWS));
-        compute_d_values(token);
+        compute_d_values();
+        if (x_.rates) solve_back(token);
+        for (Int j = 0; j < keys_.n; ++j)
+            write(out_.d_v, token + j, x_.groups, group_, x_.values, row(d_values_, j));
         compute_d_queries(token, state_T);
         compute_d_keys(token);
         update_d_state();
     }
 
     // 4. dV = W^T dO + K_C dS
-    void compute_d_values(Int token) {
+    void compute_d_values() {
         const Rows keys = keys_.last();
         for (Int j = 0; j < keys_.n; j += TILE_ROWS)
             for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH)
@@ -179,27 +223,39 @@ class Heads {
                                                    queries_.of(d_o_, p, 0) + m, M_, keys_.n);
                               tile.write(row(d_values_, j) + m, M_);
                           });
-        for (Int j = 0; j < keys_.n; ++j)
-            write(out_.d_v, token + j, x_.groups, group_, x_.values, row(d_values_, j));
+    }
+
+    // From the gradients of the corrections to those of the values and rates; dO and dW of the reading keys.
+    void solve_back(Int token) {
+        float d_rates[GLA_CHUNK];
+        corrections_.solve_back(keys_, queries_, d_values_, d_rates);
+        for (Int i = 0; i < keys_.n; ++i) {
+            out_.d_rates[place(token + i, x_.groups, group_)] = d_rates[i];
+            float* d_o = queries_.of(d_o_, queries_.heads, i);
+            for (Int m = 0; m < M_; m += WIDTH) store(d_o + m, -load(row(d_values_, i) + m));
+            dots(d_o, keys_.values, i, x_.values, queries_.of(d_weights_, queries_.heads, i));
+        }
     }
 
     // 5. dQ and dF
     void compute_d_queries(Int token, Rows state_T) {
-        for (Int p = 0; p < queries_.heads; ++p) {
+        for (Int p = 0; p < queries_.readers; ++p) {
             for (Int i = 0; i < keys_.n; i += TILE_ROWS)
                 multiply_few_rows(min(TILE_ROWS, keys_.n - i), x_.features, x_.values,
                                   {queries_.of(d_o_, p, i), M_, 1}, state_T, {row(read_, i), R_}, false);
             for (Int i = 0; i < keys_.n; ++i) {
                 const float *weights = queries_.of(d_weights_, p, i), *q = queries_.of(queries_.rows, p, i);
+                float* to = p < queries_.heads ? row_ : row(d_reading_keys_, i);
                 for (Int r = 0; r < x_.features; r += WIDTH) {
                     const Vec read = load(row(read_, i) + r);
                     float* d_from_start = row(d_from_start_, i) + r;
                     store(d_from_start, (p ? load(d_from_start) : Vec{}) + load(q + r) * read);
                     Vec d_q = load(row(keys_.from_start, i) + r) * read;
                     for (Int j = 0; j <= i; ++j) d_q += broadcast(weights[j]) * load(keys_.at(i, j) + r);
-                    store(row_ + r, d_q);
+                    store(to + r, d_q);
                 }
-                write(out_.d_q, token + i, x_.heads, group_ * queries_.heads + p, x_.features, row_);
+                if (p < queries_.heads)
+                    write(out_.d_q, token + i, x_.heads, group_ * queries_.heads + p, x_.features, row_);
             }
         }
         float* d_decay = row(d_from_start_, keys_.n - 1);
@@ -224,13 +280,17 @@ class Heads {
                 Vec d_log_decay = load(row(keys_.from_start, i) + r) * d_from_start;
                 for (Int j = 0; j <= i; ++j) {
                     Vec d_key = load(row(d_keys_, j) + r);
-                    for (Int p = 0; p < queries_.heads; ++p)
+                    for (Int p = 0; p < queries_.readers; ++p)
                         d_key += broadcast(queries_.of(d_weights_, p, i)[j]) *
                                  load(queries_.of(queries_.rows, p, i) + r);
                     if (j < i) d_log_decay += load(keys_.at(i, j) + r) * d_key;
                     store(row(d_keys_, j) + r, j < i ? gate * d_key : d_key);
                 }
                 store(row_ + r, d_log_decay);
+                if (x_.rates) {
+                    float* d_key = row(d_keys_, i) + r;
+                    store(d_key, load(d_key) + load(row(d_reading_keys_, i) + r));
+                }
                 if (i) {
                     float* before = row(d_from_start_, i - 1) + r;
                     store(before, load(before) + gate * d_from_start);
@@ -250,7 +310,7 @@ class Heads {
             for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH)
                 with_tile(min(TILE_ROWS, x_.features - r), x_.values - m,
                           [&](auto tile) __attribute__((always_inline)) {
-                              for (Int p = 0; p < queries_.heads; ++p)
+                              for (Int p = 0; p < queries_.readers; ++p)
                                   tile.add_product({queries_.of(q, p, 0) + r, 1, q.row},
                                                    queries_.of(d_o_, p, 0) + m, M_, keys_.n);
                               tile.add_scaled_rows(row(d_state_, r) + m, M_, keys_.decay() + r);
@@ -262,7 +322,7 @@ class Heads {
             for (Int r = 0; r < x_.features; r += TILE_VECS * WIDTH)
                 with_tile(min(TILE_ROWS, x_.values - m), x_.features - r,
                           [&](auto tile) __attribute__((always_inline)) {
-                              for (Int p = 0; p < queries_.heads; ++p)
+                              for (Int p = 0; p < queries_.readers; ++p)
                                   tile.add_product({queries_.of(d_o_, p, 0) + m, 1, M_},
                                                    queries_.of(q, p, 0) + r, q.row, keys_.n);
                               tile.add_scaled_cols(row(d_state_T_, m) + r, R_, keys_.decay() + r);
@@ -281,13 +341,16 @@ class Heads {
     const GlaGradients& out_;
     const Sequence s_;
     const Int first_, last_, segments_, R_, M_;
-    Int group_ = 0;  // the current head
+    Int group_ = 0;           // the current head
+    bool corrected_ = false;  // whether the residuals of all chunks are known
     DecayedKeys keys_;
     DecayedQueries queries_;
+    DecayedCorrections corrections_;
     Prefetcher prefetcher_;
     Rows d_o_, d_weights_;
     float *kept_, *states_;
-    Rows d_states_, d_states_T_, d_state_{}, d_state_T_{}, d_keys_, d_from_start_, read_, d_values_;
+    Rows d_states_, d_states_T_, d_state_{}, d_state_T_{}, d_keys_, d_reading_keys_, d_from_start_, read_,
+        d_values_;
     float* row_;
 };
 

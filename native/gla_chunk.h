@@ -51,7 +51,7 @@ class DecayedKeys {
         : gates(memory.rows(GLA_CHUNK, round_up(x.features))),
           from_start(memory.rows(GLA_CHUNK, round_up(x.features))),
           x_(x),
-          value_rows_(x.type, x.values, GLA_CHUNK, memory),
+          value_rows_(x.type, x.values, GLA_CHUNK, memory, x.rates),
           keys_(memory.rows(GLA_CHUNK * (GLA_CHUNK + 1) / 2, round_up(x.features))) {}
 
     void read(const Sequence& s, Int first, Int count, Int group) {
@@ -82,6 +82,21 @@ class DecayedKeys {
         }
     }
 
+    // S' = F_C S + K_C^T V, for the columns m to m + TILE_VECS * WIDTH.
+    void update(Rows state, Int m, Prefetcher& prefetcher) const {
+        const Rows keys = last();
+        for (Int r = 0; r < x_.features; r += TILE_ROWS) {
+            prefetcher.issue();
+            with_tile(min(TILE_ROWS, x_.features - r), x_.values - m,
+                      [&](auto tile) __attribute__((always_inline)) {
+                          float* at = row(state, r) + m;
+                          tile.add_product({keys.data + r, 1, keys.row}, values.data + m, values.row, n);
+                          tile.add_scaled_rows(at, state.row, decay() + r);
+                          tile.write(at, state.row);
+                      });
+        }
+    }
+
     // Adds the keys, values and gates of a chunk to what a prefetcher requests.
     void prefetch(Prefetcher& next, const Sequence& s, Int first, Int count, Int group) const {
         prefetch_rows(next, x_.v, x_.type, s.batch, first, group, count, x_.values);
@@ -108,27 +123,34 @@ class DecayedKeys {
     Rows keys_;
 };
 
-// The queries of all heads that read a key head; the rows of query head p begin at p * GLA_CHUNK.
+// The queries of all heads that read a key head; the rows of query head p begin at p * GLA_CHUNK. With rates
+// there is one more, the last, for `DecayedCorrections`.
 class DecayedQueries {
   public:
     DecayedQueries(const Gla& x, Workspace& memory)
         : heads(x.heads / x.groups),
-          rows(memory.rows(heads * GLA_CHUNK, round_up(x.features))),
-          decayed(memory.rows(heads * GLA_CHUNK, round_up(x.features))),
-          weights{memory.zeros(heads * GLA_CHUNK * GLA_CHUNK), GLA_CHUNK},
+          readers(heads + (x.rates ? 1 : 0)),
+          rows(memory.rows(readers * GLA_CHUNK, round_up(x.features))),
+          decayed(memory.rows(readers * GLA_CHUNK, round_up(x.features))),
+          weights{memory.zeros(readers * GLA_CHUNK * GLA_CHUNK), GLA_CHUNK},
           x_(x) {}
 
     void read(const Sequence& s, Int first, Int group, const DecayedKeys& keys) {
         for (Int p = 0; p < heads; ++p)
             for (Int i = 0; i < keys.n; ++i) {
-                float *q = of(rows, p, i), *to = of(decayed, p, i), *weight = of(weights, p, i);
-                const float* decay = row(keys.from_start, i);
+                float* q = of(rows, p, i);
                 read_row(x_.type, address(x_.q, x_.type, s.batch, first + i, group * heads + p), x_.features,
                          q);
-                for (Int r = 0, R = x_.features; r < R; r += WIDTH)
-                    store(to + r, load(q + r) * load(decay + r));
-                dots(q, {keys.at(i, 0), rows.row}, i + 1, x_.features, weight);
+                decay(p, i, keys);
+                dots(q, {keys.at(i, 0), rows.row}, i + 1, x_.features, of(weights, p, i));
             }
+    }
+
+    // F * Q for one query.
+    void decay(Int head, Int i, const DecayedKeys& keys) const {
+        const float *q = of(rows, head, i), *factors = row(keys.from_start, i);
+        float* to = of(decayed, head, i);
+        for (Int r = 0, R = x_.features; r < R; r += WIDTH) store(to + r, load(q + r) * load(factors + r));
     }
 
     void prefetch(Prefetcher& next, const Sequence& s, Int first, Int count, Int group) const {
@@ -138,7 +160,7 @@ class DecayedQueries {
 
     float* of(Rows x, Int head, Int i) const { return row(x, head * GLA_CHUNK + i); }
 
-    const Int heads;
+    const Int heads, readers;
     Rows rows, decayed, weights;  // Q, F * Q, and W with zeros above its diagonal
 
   private:

@@ -3,9 +3,10 @@
 // For each sequence and key head, chunk by chunk:
 // 1. Read the keys, values, gates and queries, and compute K and W.
 // For a few columns of the state at a time, which stay in the first-level cache:
-// 2. O = (F * Q) S + W V for each query head, tile by tile in registers, and write it.
-// 3. S' = F_C S + K_C^T V.
-#include "gla_chunk.h"
+// 2. With rates, replace the values by the corrections of the delta rule.
+// 3. O = (F * Q) S + W V for each query head, tile by tile in registers, and write it.
+// 4. S' = F_C S + K_C^T V.
+#include "gla_delta.h"
 #include "kernels.h"
 
 namespace UNROLLED_ISA {
@@ -20,6 +21,7 @@ class Heads {
           out_(out),
           keys_(x, memory),
           queries_(x, memory),
+          corrections_(x, memory),
           states_(memory.rows(groups * x.features, round_up(x.values))),
           o_(memory.rows(queries_.heads * GLA_CHUNK, round_up(x.values))) {}
 
@@ -33,14 +35,17 @@ class Heads {
                 // 1. Keys, values, gates and queries.
                 keys_.read(s, s.first_key + t, n, g);
                 queries_.read(s, s.first_key + t, g, keys_);
+                if (x_.rates) corrections_.read(s, s.first_key + t, g, keys_, queries_);
                 if (g + 1 < last) prefetch(s, s.first_key + t, n, g + 1);
                 else prefetch(s, s.first_key + t + n, min(GLA_CHUNK, s.keys - t - n), first);
                 const Rows state = {row(states_, (g - first) * R), states_.row};
                 for (Int m = 0; m < M; m += TILE_VECS * WIDTH) {
-                    // 2. Outputs.
+                    // 2. Corrections.
+                    if (x_.rates) corrections_.solve(keys_, queries_, state, m);
+                    // 3. Outputs.
                     for (Int p = 0; p < queries_.heads; ++p) attend(state, p, m);
-                    // 3. State.
-                    update(state, m);
+                    // 4. State.
+                    keys_.update(state, m, prefetcher_);
                 }
                 write((s.batch * x_.queries + s.first_key + t) * x_.heads + g * queries_.heads);
             }
@@ -69,21 +74,6 @@ class Heads {
         }
     }
 
-    void update(Rows state, Int m) {
-        const Rows keys = keys_.last();
-        for (Int r = 0; r < x_.features; r += TILE_ROWS) {
-            prefetcher_.issue();
-            with_tile(min(TILE_ROWS, x_.features - r), x_.values - m,
-                      [&](auto tile) __attribute__((always_inline)) {
-                          float* at = row(state, r) + m;
-                          tile.add_product({keys.data + r, 1, keys.row}, keys_.values.data + m,
-                                           keys_.values.row, keys_.n);
-                          tile.add_scaled_rows(at, state.row, keys_.decay() + r);
-                          tile.write(at, state.row);
-                      });
-        }
-    }
-
     // Writes the outputs; row `first` is that of the first query.
     void write(Int first) const {
         for (Int i = 0; i < keys_.n; ++i)
@@ -96,6 +86,7 @@ class Heads {
     const GlaOutputs& out_;
     DecayedKeys keys_;
     DecayedQueries queries_;
+    DecayedCorrections corrections_;
     Prefetcher prefetcher_;
     Rows states_, o_;
 };

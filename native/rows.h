@@ -118,6 +118,13 @@ inline float dot(const float* a, const float* b, Int n) {
     return sum(total);
 }
 
+// The same in double precision.
+inline double exact_dot(const float* a, const float* b, Int n) {
+    DoubleVec total{};
+    for (Int i = 0; i < n; i += DOUBLES) total += load_widened(a + i) * load_widened(b + i);
+    return sum(total);
+}
+
 // Calls `f(head)` for the query heads that read key head `group`.
 template <typename Problem, typename F>
 inline void for_heads(const Problem& x, Int group, F&& f) {

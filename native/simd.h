@@ -51,6 +51,28 @@ inline float sum(Vec x) {
     return pairs[0] + pairs[1];
 }
 
+// Doubles in a register, half as many as floats.
+constexpr int DOUBLES = WIDTH / 2;
+typedef double DoubleVec __attribute__((vector_size(WIDTH * 4)));
+typedef double UnalignedDoubleVec __attribute__((vector_size(WIDTH * 4), aligned(8), may_alias));
+typedef float UnalignedFloats __attribute__((vector_size(WIDTH * 2), aligned(4), may_alias));
+
+inline DoubleVec broadcast_double(double x) { return x - DoubleVec{}; }
+inline DoubleVec load_doubles(const double* at) { return *(const UnalignedDoubleVec*)at; }
+inline void store_doubles(double* at, DoubleVec x) { *(UnalignedDoubleVec*)at = x; }
+inline DoubleVec load_widened(const float* at) {
+    return __builtin_convertvector(*(const UnalignedFloats*)at, DoubleVec);
+}
+inline void store_narrowed(float* at, DoubleVec x) {
+    *(UnalignedFloats*)at = __builtin_convertvector(x, UnalignedFloats);
+}
+
+inline double sum(DoubleVec x) {
+    double total = 0;
+    for (int i = 0; i < DOUBLES; ++i) total += x[i];
+    return total;
+}
+
 inline int64_t round_up(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
 // e^x to about one unit in the last place; 0 below -87.3, where the result would be subnormal.

@@ -1,5 +1,5 @@
-// Checks linear attention with a decay for every feature against its definition, token by token, and the
-// definition's own backward pass.
+// Checks linear attention with a decay for every feature, and the delta rule with such decays, against their
+// definition, token by token, and the definition's own backward pass.
 #include "check.h"
 
 namespace {
@@ -8,6 +8,7 @@ struct Case {
     int64_t B, T, H, G, R, M;
     float lowest;  // of the logarithms of the gates; every seventh gate is 0
     int threads;
+    bool delta = false;  // the delta rule, with keys of length 1 at most
 };
 
 Report report;
@@ -15,84 +16,127 @@ Report report;
 // All inputs [batch, tokens, heads, width], and the gradients of the outputs.
 struct Problem {
     Case c;
-    Floats q, k, v, log_decay, state, grad_o, grad_state;
+    Floats q, k, v, log_decay, rates, state, grad_o, grad_state;
 
     explicit Problem(const Case& c)
         : c(c),
           q(random_floats(c.B * c.T * c.H * c.R, -1, 1)),
-          k(random_floats(c.B * c.T * c.G * c.R, -1, 1)),
+          k(random_floats(c.B * c.T * c.G * c.R, -longest(c), longest(c))),
           v(random_floats(c.B * c.T * c.G * c.M, -1, 1)),
           log_decay(random_floats(c.B * c.T * c.G * c.R, c.lowest, 0)),
+          rates(random_floats(c.delta ? c.B * c.T * c.G : 0, 0, 2)),
           state(random_floats(c.B * c.G * c.R * c.M, -1, 1)),
           grad_o(random_floats(c.B * c.T * c.H * c.M, -1, 1)),
           grad_state(random_floats(c.B * c.G * c.R * c.M, -1, 1)) {
         for (size_t i = 0; i < log_decay.size(); i += 7) log_decay[i] = -INFINITY;
     }
+
+    static double longest(const Case& c) { return c.delta ? 1 / std::sqrt((double)c.R) : 1; }
 };
 
 struct Results {
-    Doubles o, state, d_q, d_k, d_v, d_log_decay, d_state;
+    Doubles o, state, d_q, d_k, d_v, d_log_decay, d_rates, d_state;
 };
 
-// One head: S <- diag(a) S + k v^T, o = S^T q, and back.
-void define(const Problem& p, int64_t b, int64_t g, Results& r) {
-    const auto [B, T, H, G, R, M, lowest, threads] = p.c;
-    const float* first = p.state.data() + (b * G + g) * R * M;
-    std::vector<Doubles> states{Doubles(first, first + R * M)};
-    for (int64_t t = 0; t < T; ++t) {
-        const int64_t key = (b * T + t) * G + g;
-        Doubles S = states.back();
-        for (int64_t f = 0; f < R; ++f)
-            for (int64_t m = 0; m < M; ++m) {
-                double& value = S[f * M + m];
-                value = value * std::exp((double)p.log_decay[key * R + f]) +
-                        (double)p.k[key * R + f] * p.v[key * M + m];
-                for (int64_t h = g * H / G; h < (g + 1) * H / G; ++h) {
-                    const int64_t query = (b * T + t) * H + h;
-                    r.o[query * M + m] += value * p.q[query * R + f];
+// One head: S <- diag(a) S + k n^T, o = S^T q, and back. The values are n, or r (v - S^T diag(a) k).
+class Head {
+  public:
+    Head(const Problem& p, int64_t b, int64_t g, Results& r) : p_(p), c_(p.c), b_(b), g_(g), r_(r) {}
+
+    void run() {
+        const int64_t size = c_.R * c_.M, begin = (b_ * c_.G + g_) * size;
+        Doubles S(p_.state.begin() + begin, p_.state.begin() + begin + size);
+        for (int64_t t = 0; t < c_.T; ++t) forward(t, S);
+        r_.state.insert(r_.state.end(), S.begin(), S.end());
+        Doubles dS(p_.grad_state.begin() + begin, p_.grad_state.begin() + begin + size);
+        for (int64_t t = c_.T - 1; t >= 0; --t) backward(t, dS);
+        r_.d_state.insert(r_.d_state.end(), dS.begin(), dS.end());
+    }
+
+  private:
+    int64_t token(int64_t t) const { return (b_ * c_.T + t) * c_.G + g_; }
+    double key(int64_t t, int64_t f) const { return p_.k[token(t) * c_.R + f]; }
+    double rate(int64_t t) const { return c_.delta ? p_.rates[token(t)] : 1; }
+    double gate(int64_t t, int64_t f) const { return std::exp((double)p_.log_decay[token(t) * c_.R + f]); }
+
+    void forward(int64_t t, Doubles& S) {
+        before_.push_back(S);
+        Doubles residual(c_.M);
+        for (int64_t m = 0; m < c_.M; ++m) {
+            residual[m] = p_.v[token(t) * c_.M + m];
+            for (int64_t f = 0; f < c_.R; ++f) {
+                double& value = S[f * c_.M + m];
+                value *= gate(t, f);
+                if (c_.delta) residual[m] -= value * key(t, f);
+            }
+        }
+        decayed_.push_back(S), residuals_.push_back(residual);
+        for (int64_t f = 0; f < c_.R; ++f)
+            for (int64_t m = 0; m < c_.M; ++m) {
+                double& value = S[f * c_.M + m];
+                value += key(t, f) * rate(t) * residual[m];
+                for (int64_t h = g_ * c_.H / c_.G; h < (g_ + 1) * c_.H / c_.G; ++h) {
+                    const int64_t query = (b_ * c_.T + t) * c_.H + h;
+                    r_.o[query * c_.M + m] += value * p_.q[query * c_.R + f];
                 }
             }
-        states.push_back(S);
+        after_.push_back(S);
     }
-    r.state.insert(r.state.end(), states.back().begin(), states.back().end());
-    const float* last = p.grad_state.data() + (b * G + g) * R * M;
-    Doubles dS(last, last + R * M);
-    for (int64_t t = T - 1; t >= 0; --t) {
-        const int64_t key = (b * T + t) * G + g;
-        for (int64_t f = 0; f < R; ++f)
-            for (int64_t m = 0; m < M; ++m) {
-                double& gradient = dS[f * M + m];
-                for (int64_t h = g * H / G; h < (g + 1) * H / G; ++h) {
-                    const int64_t query = (b * T + t) * H + h;
-                    r.d_q[query * R + f] += states[t + 1][f * M + m] * p.grad_o[query * M + m];
-                    gradient += (double)p.q[query * R + f] * p.grad_o[query * M + m];
+
+    void backward(int64_t t, Doubles& dS) {
+        const Doubles& u = residuals_[t];
+        Doubles d_value(c_.M, 0.0);
+        for (int64_t f = 0; f < c_.R; ++f)
+            for (int64_t m = 0; m < c_.M; ++m) {
+                double& gradient = dS[f * c_.M + m];
+                for (int64_t h = g_ * c_.H / c_.G; h < (g_ + 1) * c_.H / c_.G; ++h) {
+                    const int64_t query = (b_ * c_.T + t) * c_.H + h;
+                    r_.d_q[query * c_.R + f] += after_[t][f * c_.M + m] * p_.grad_o[query * c_.M + m];
+                    gradient += (double)p_.q[query * c_.R + f] * p_.grad_o[query * c_.M + m];
                 }
-                r.d_k[key * R + f] += gradient * p.v[key * M + m];
-                r.d_v[key * M + m] += gradient * p.k[key * R + f];
-                gradient *= std::exp((double)p.log_decay[key * R + f]);
-                r.d_log_decay[key * R + f] += gradient * states[t][f * M + m];
+                r_.d_k[token(t) * c_.R + f] += gradient * rate(t) * u[m];
+                d_value[m] += gradient * key(t, f);
+            }
+        for (int64_t m = 0; m < c_.M; ++m) {
+            if (c_.delta) r_.d_rates[token(t)] += d_value[m] * u[m];
+            r_.d_v[token(t) * c_.M + m] = d_value[m] *= rate(t);
+        }
+        for (int64_t f = 0; f < c_.R; ++f)
+            for (int64_t m = 0; m < c_.M; ++m) {
+                double& gradient = dS[f * c_.M + m];
+                if (c_.delta) {
+                    gradient -= key(t, f) * d_value[m];
+                    r_.d_k[token(t) * c_.R + f] -= decayed_[t][f * c_.M + m] * d_value[m];
+                }
+                gradient *= gate(t, f);
+                r_.d_log_decay[token(t) * c_.R + f] += gradient * before_[t][f * c_.M + m];
             }
     }
-    r.d_state.insert(r.d_state.end(), dS.begin(), dS.end());
-}
+
+    const Problem& p_;
+    const Case& c_;
+    const int64_t b_, g_;
+    Results& r_;
+    std::vector<Doubles> before_, decayed_, after_, residuals_;  // of each token
+};
 
 Results definition(const Problem& p) {
     Results r;
     const auto zeros = [](const Floats& like) { return Doubles(like.size(), 0.0); };
     r.o = zeros(p.grad_o), r.d_q = zeros(p.q), r.d_k = zeros(p.k), r.d_v = zeros(p.v);
-    r.d_log_decay = zeros(p.log_decay);
+    r.d_log_decay = zeros(p.log_decay), r.d_rates = zeros(p.rates);
     for (int64_t b = 0; b < p.c.B; ++b)
-        for (int64_t g = 0; g < p.c.G; ++g) define(p, b, g, r);
+        for (int64_t g = 0; g < p.c.G; ++g) Head(p, b, g, r).run();
     return r;
 }
 
 void begin(const char* what, const Case& c) {
-    report.begin("%s B=%ld T=%ld H=%ld G=%ld R=%ld M=%ld lowest=%g threads=%d", what, (long)c.B, (long)c.T,
-                 (long)c.H, (long)c.G, (long)c.R, (long)c.M, c.lowest, c.threads);
+    report.begin("%s%s B=%ld T=%ld H=%ld G=%ld R=%ld M=%ld lowest=%g threads=%d", c.delta ? "delta " : "",
+                 what, (long)c.B, (long)c.T, (long)c.H, (long)c.G, (long)c.R, (long)c.M, c.lowest, c.threads);
 }
 
 void check_sequence(const Case& c) {
-    begin("gla", c);
+    begin("sequence", c);
     const Problem p(c);
     const Results expected = definition(p);
     const Gla x = {c.B,
@@ -109,6 +153,7 @@ void check_sequence(const Case& c) {
                    view(p.k, c.T, c.G, c.R),
                    view(p.v, c.T, c.G, c.M),
                    view(p.log_decay, c.T, c.G, c.R),
+                   c.delta ? p.rates.data() : nullptr,
                    p.state.data()};
     Floats o(p.grad_o.size(), NAN), state(p.state.size(), NAN);
     const GlaOutputs out = {o.data(), state.data()};
@@ -117,18 +162,22 @@ void check_sequence(const Case& c) {
     report.compare("state", state, expected.state);
     Floats d_q(p.q.size(), NAN), d_k(p.k.size(), NAN), d_v(p.v.size(), NAN);
     Floats d_log_decay(p.log_decay.size(), NAN), d_state(p.state.size(), NAN);
+    Floats d_rates(p.rates.size(), NAN), residuals(c.delta ? p.v.size() : 0, NAN);
     const GlaGradients gradients = {view(p.grad_o, c.T, c.H, c.M),
                                     p.grad_state.data(),
                                     d_q.data(),
                                     d_k.data(),
                                     d_v.data(),
                                     d_log_decay.data(),
-                                    d_state.data()};
+                                    d_state.data(),
+                                    d_rates.data(),
+                                    residuals.data()};
     report.run([&] { return EXPORTED(gla_backward)(&x, &gradients); });
     report.compare("d_q", d_q, expected.d_q);
     report.compare("d_k", d_k, expected.d_k);
     report.compare("d_v", d_v, expected.d_v);
     report.compare("d_log_decay", d_log_decay, expected.d_log_decay);
+    report.compare("d_rates", d_rates, expected.d_rates);
     report.compare("d_state", d_state, expected.d_state);
 }
 
@@ -152,7 +201,7 @@ void check_step(const Case& c) {
                           view(p.v, 1, c.G, c.M),
                           nullptr,
                           p.log_decay.data(),
-                          nullptr,
+                          c.delta ? p.rates.data() : nullptr,
                           p.state.data(),
                           nullptr,
                           o.data(),
@@ -166,15 +215,19 @@ void check_step(const Case& c) {
 }  // namespace
 
 int main() {
-    for (int threads : {1, 3})
-        for (float lowest : {-0.1f, -30.0f}) {
-            for (int64_t T : {0, 1, 7, 8, 9, 70, 130})
-                for (int64_t width : {1, 7, 16, 33}) check_sequence({2, T, 4, 2, width, 20, lowest, threads});
-            check_sequence({1, 200, 3, 1, 64, 65, lowest, threads});
-            check_step({3, 1, 4, 2, 33, 20, lowest, threads});
-        }
-    report.fail_allocations = true;
-    check_sequence({2, 70, 4, 2, 33, 65, -1, 3});
-    check_step({300, 1, 1, 1, 33, 33, -1, 3});
+    for (bool delta : {false, true}) {
+        report.fail_allocations = false;
+        for (int threads : {1, 3})
+            for (float lowest : {-0.1f, -30.0f}) {
+                for (int64_t T : {0, 1, 7, 8, 9, 70, 130})
+                    for (int64_t width : {1, 7, 16, 33})
+                        check_sequence({2, T, 4, 2, width, 20, lowest, threads, delta});
+                check_sequence({1, 200, 3, 1, 64, 65, lowest, threads, delta});
+                check_step({3, 1, 4, 2, 33, 20, lowest, threads, delta});
+            }
+        report.fail_allocations = true;
+        check_sequence({2, 70, 4, 2, 33, 65, -1, 3, delta});
+        check_step({300, 1, 1, 1, 33, 33, -1, 3, delta});
+    }
     return report.end();
 }

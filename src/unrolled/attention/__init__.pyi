@@ -8,6 +8,7 @@ from unrolled.attention.clustered import ClusteredAttention
 from unrolled.attention.delta_net import DeltaNet
 from unrolled.attention.efficient import EfficientAttention
 from unrolled.attention.gated_linear import GatedLinearAttention
+from unrolled.attention.kda import KimiDeltaAttention
 from unrolled.attention.linear import LinearAttention
 from unrolled.attention.linformer import LinformerAttention
 from unrolled.attention.long_short import LongShortAttention
@@ -19,6 +20,7 @@ from unrolled.attention.performer import PerformerAttention
 from unrolled.attention.reformer import ReformerAttention
 from unrolled.attention.retention import Retention
 from unrolled.attention.rfa import RandomFeatureAttention
+from unrolled.attention.rwkv7 import RWKV7
 from unrolled.attention.similarity import SimilarityAttention
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.sparse_transformer import SparseTransformerAttention
@@ -39,6 +41,8 @@ def load(name: Literal["delta_net"]) -> type[DeltaNet]: ...
 def load(name: Literal["efficient"]) -> type[EfficientAttention]: ...
 @overload
 def load(name: Literal["gated_linear"]) -> type[GatedLinearAttention]: ...
+@overload
+def load(name: Literal["kda"]) -> type[KimiDeltaAttention]: ...
 @overload
 def load(name: Literal["linear"]) -> type[LinearAttention]: ...
 @overload
@@ -61,6 +65,8 @@ def load(name: Literal["reformer"]) -> type[ReformerAttention]: ...
 def load(name: Literal["retention"]) -> type[Retention]: ...
 @overload
 def load(name: Literal["rfa"]) -> type[RandomFeatureAttention]: ...
+@overload
+def load(name: Literal["rwkv7"]) -> type[RWKV7]: ...
 @overload
 def load(name: Literal["similarity"]) -> type[SimilarityAttention]: ...
 @overload

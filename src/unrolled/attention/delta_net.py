@@ -8,8 +8,8 @@ have length 1, q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is b
 With `conv`, as in the published models, silu follows the convolution, that of the values too.
 
 DeltaNet has a = 1. Gated DeltaNet (`gated=True`) decays, log a = -exp(A) softplus(W_a x + c) with A and c
-learned per head, and gates its output by silu(W_g x). With `bias=False` and a beta_proj.bias of 0 it is the
-layer of Qwen3-Next and, with max_beta = 2, of OLMo-hybrid.
+learned per head, and gates its output by silu(W_g x). With `bias=False` it is the layer of Qwen3-Next and,
+with max_beta = 2, of OLMo-hybrid.
 
 Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length", arXiv 2406.06484: section 2.2 (the rule), 3.2 and 3.3 (by chunks, the layer). Yang, Kautz and
@@ -32,40 +32,22 @@ Equals softmax attention: never. With b = 1, no decay and orthonormal keys it re
 With `rotary`, queries and keys are rotated after they are scaled to length 1, which rotation keeps.
 """
 
-import math
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from unrolled.attention._heads import check_groups, of_every_head
-from unrolled.attention._state import advance
-from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
+from unrolled.attention._delta import DeltaRule, Rates, random_decay_biases, random_log_paces
+from unrolled.attention._heads import check_groups
+from unrolled.attention.base import CommonOptions
 from unrolled.contract import CAUSAL_RECURRENCE
-from unrolled.ops.delta import delta_rule, operator
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.options import check_finite
-from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype
 
 
-class DeltaNetState(NamedTuple):
-    """S `[B,G,D,M]`, and the number of tokens seen `[B]`; its size never changes."""
-
-    kv: Tensor
-    position: Tensor
-
-
-class Rates(NamedTuple):
-    """The learning rates b and, of the gated form, the logarithm of the decays a: `[...,G]` each."""
-
-    beta: Tensor
-    log_decay: Tensor | None
-
-
-class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
+class DeltaNet(DeltaRule):
     """DeltaNet and Gated DeltaNet.
 
     Args:
@@ -79,7 +61,6 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
     """
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True)
-    conv_activation = True
 
     def __init__(
         self,
@@ -100,15 +81,14 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         if not 0 < max_beta <= 2:
             raise ValueError(f"max_beta is {max_beta}, but must be above 0 and at most 2")
         self.gated, self.max_beta = gated, max_beta
-        self.beta_proj = Linear(d_model, self.n_kv_heads)
+        bias = self.qkv_proj.bias is not None
+        self.beta_proj = Linear(d_model, self.n_kv_heads, bias=bias)
         self.norm = HeadRMSNorm(n_heads, self.value_dim, eps)
         if gated:
             self.decay_proj = Linear(d_model, self.n_kv_heads, bias=False)
-            self.gate_proj = Linear(d_model, n_heads * self.value_dim)
-            # Initialised as in Mamba-2: a random pace per head, and softplus(decay_bias) from 0.001 to 0.1.
-            self.log_pace = nn.Parameter(torch.empty(self.n_kv_heads).uniform_(1, 16).log())
-            begin = torch.empty(self.n_kv_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-            self.decay_bias = nn.Parameter(begin.expm1().log())
+            self.gate_proj = Linear(d_model, n_heads * self.value_dim, bias=bias)
+            self.log_pace = nn.Parameter(random_log_paces(self.n_kv_heads))
+            self.decay_bias = nn.Parameter(random_decay_biases(self.n_kv_heads))
 
     def head_counts(self) -> tuple[int, int, int]:
         """Numbers of heads of queries, keys and values."""
@@ -131,53 +111,3 @@ class DeltaNet(MultiHeadAttention[DeltaNetState, Rates]):
         if self.gated:
             o = o * silu(self.gate_proj(x).unflatten(-1, o.shape[-2:]))
         return super().merge_heads(o, x)
-
-    def attend(self, heads: Heads[Rates], masks: Masks) -> Tensor:
-        """Run over whole sequences."""
-        return self._run(heads, None, masks)[0]
-
-    def init_heads(self, batch_size: int) -> DeltaNetState:
-        """Make the state of `batch_size` sequences before their first token: zeros."""
-        like, sizes = self.out_proj.weight, (self.n_kv_heads, self.head_dim, self.value_dim)
-        kv = like.new_zeros(batch_size, *sizes, dtype=self.state_dtype)
-        return DeltaNetState(kv, like.new_zeros(batch_size, dtype=torch.long))
-
-    def prefill_heads(
-        self, heads: Heads[Rates], state: DeltaNetState, key_padding_mask: Tensor | None
-    ) -> tuple[Tensor, DeltaNetState]:
-        """Run over whole sequences, from a state to a state."""
-        o, kv = self._run(heads, state.kv, Masks(key_padding_mask))
-        return o, DeltaNetState(kv, advance(state.position, heads.q, key_padding_mask))
-
-    def _run(self, heads: Heads[Rates], state: Tensor | None, masks: Masks) -> tuple[Tensor, Tensor]:
-        q, k, v, beta, log_decay = self._rule(heads)
-        return delta_rule(q, k, v, beta, log_decay=log_decay, state=state, **masks.of_keys())
-
-    def step_heads(self, heads: Heads[Rates], state: DeltaNetState) -> tuple[Tensor, DeltaNetState]:
-        """Run one step of the recurrence."""
-        q, k, v, beta, log_decay = self._rule(heads)
-        # Without the checks of `delta_rule_step`, which reads the lengths of the keys: these have length 1.
-        o, kv = operator.delta_rule_step(q, k, v, beta, state.kv, log_decay)
-        return o, DeltaNetState(kv, state.position + 1)
-
-    def _rule(self, heads: Heads[Rates]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Compute the inputs of the rule: scaled q, k of length 1, v in at least fp32, and the rates."""
-        q, k, v, positions, (beta, log_decay), _ = heads
-        if self.short_conv is None:
-            q, k = _wide_silu(q), _wide_silu(k)
-        q, k = _unit(q, self.head_dim**-0.5), _unit(k)
-        if self.n_groups is not None:
-            q, k = of_every_head(q, self.n_heads), of_every_head(k, self.n_heads)
-        if positions is not None:
-            q, k = rotary(q, positions), rotary(k, positions)
-        return q, k, v.to(q.dtype), beta, log_decay
-
-
-def _wide_silu(x: Tensor) -> Tensor:
-    return silu(x.to(accumulation_dtype(x.dtype)))
-
-
-def _unit(x: Tensor, length: float = 1.0) -> Tensor:
-    """Scale x to a length, or shorter where it is close to 0."""
-    x = x.to(accumulation_dtype(x.dtype))
-    return x * ((x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * length)

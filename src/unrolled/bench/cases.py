@@ -1,6 +1,6 @@
 """The registry: every case of the benchmark, by name."""
 
-from unrolled.bench import gla, linear, mechanisms, models, variations, window
+from unrolled.bench import delta, gla, linear, mechanisms, models, variations, window
 from unrolled.bench.case import Case
 
 CASES: dict[str, Case] = {
@@ -9,6 +9,7 @@ CASES: dict[str, Case] = {
         *linear.CASES,
         *variations.CASES,
         *gla.CASES,
+        *delta.CASES,
         *window.CASES,
         *models.CASES,
         *mechanisms.CASES,

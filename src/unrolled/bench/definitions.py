@@ -74,6 +74,22 @@ def gated(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
     return torch.stack(outs, dim=1)
 
 
+def delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+    """The delta rule, with gates of every channel `[B,N,H,D]` or head `[B,N,H]` (arXiv 2510.26692, eq. 1).
+
+    S <- diag(exp(log_decay_t)) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = S^T q_t
+    """
+    state, outs = torch.zeros_like(k[:, 0].unsqueeze(-1) * v[:, 0].unsqueeze(-2)), []
+    gates = log_decay.exp().reshape(*beta.shape, -1, 1)
+    for t in range(q.shape[1]):
+        state = gates[:, t] * state
+        missing = v[:, t] - torch.einsum("bhd,bhdm->bhm", k[:, t], state)
+        written = beta[:, t].unsqueeze(-1) * missing
+        state = state + k[:, t].unsqueeze(-1) * written.unsqueeze(-2)
+        outs.append(torch.einsum("bhd,bhdm->bhm", q[:, t], state))
+    return torch.stack(outs, dim=1)
+
+
 def with_gradients(output: Tensor, inputs: Sequence[Tensor], grad_output: Tensor) -> list[Tensor]:
     """Return the output and the gradients of sum(output * grad_output) with respect to the inputs."""
     return [output.detach(), *torch.autograd.grad(output, inputs, grad_output.to(output))]

@@ -22,6 +22,24 @@ def linear_attention_gradient(length: int, width: int, values: int) -> int:
     return length * (8 * width * values + 5 * width + 3 * values + 1)
 
 
+def delta_rule(length: int, width: int, values: int) -> int:
+    """The delta rule of one head with gates, as its recurrence does it (arXiv 2510.26692, eq. 1).
+
+    Per token S <- diag(a) S takes width * values; u = v - S^T k, S += k n^T and q^T S take 2 width * values
+    each; v - ... and n = b u the rest.
+    """
+    return length * (7 * width * values + 2 * values)
+
+
+def delta_rule_gradient(length: int, width: int, values: int) -> int:
+    """The gradients of `delta_rule` from its states, and u and n.
+
+    dq = S g, dS += q g^T, dn = dS^T k, dk = dS n, then with du = b dn and the state S before n was written
+    dk -= S du, dS -= k du^T: 2 width * values each. da = sum(dS * S) takes as much, dS <- diag(a) dS half.
+    """
+    return length * (15 * width * values + 2 * width + 3 * values)
+
+
 def pairs_within(length: int, left: int | None, right: int | None) -> int:
     """Number of pairs of a query and a key, if query i reads keys i - left to i + right (None: all)."""
 

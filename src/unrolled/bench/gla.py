@@ -24,81 +24,103 @@ from unrolled.ops.dispatch import prefer
 from unrolled.ops.gla import diagonal_linear_attention
 from unrolled.ops.linear import linear_attention
 
-Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Function = Callable[..., Tensor]
 COMPARED = (0, HEADS - 1)  # heads whose results are compared with the definition, which is slow
 
 
 def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
     """Compare all contenders at one length."""
     inputs = random_inputs(length, settings)
-    noise = torch.randn(inputs.k.shape, generator=torch.Generator().manual_seed(0)).to(settings.device)
-    gates = logsigmoid(noise) / 16
-    per_head = gates[..., 0].contiguous()
-    by_head = partial(linear_attention, causal=True, normalize=False)
-    run = partial(_contender, inputs=inputs, gradients=gradients)
+    by_feature, by_head = random_gates(inputs)
+    flat = partial(linear_attention, causal=True, normalize=False)
+    kinds: dict[str, tuple[list[Tensor], Function]] = {
+        "gla": ([*inputs[:3], by_feature], definitions.gated),
+        "head": ([*inputs[:3], by_head], lambda q, k, v, gates: definitions.gated(q, k, v, gates[..., None])),
+    }
+    run = partial(ours, grad_o=inputs.grad_o, gradients=gradients)
     contenders = [
-        *(run(x, x, diagonal_linear_attention, gates, "gla") for x in ("native", "plain")),
+        *(run(x, x, diagonal_linear_attention, kinds["gla"][0], "gla") for x in ("native", "plain")),
         run(
-            "native, a gate per head", "native", lambda *x: by_head(*x[:3], log_decay=x[3]), per_head, "head"
+            "native, a gate per head",
+            "native",
+            lambda q, k, v, gates: flat(q, k, v, log_decay=gates),
+            kinds["head"][0],
+            "head",
         ),
     ]
-    kinds = {"gla": gates, "head": per_head.unsqueeze(-1).expand(gates.shape)}
-    return Problem(contenders, {name: _define(inputs, x, gradients, name) for name, x in kinds.items()})
+    size = WIDTH * WIDTH
+    operations = flops.linear_attention(length, WIDTH, WIDTH, normalize=False) + length * size
+    if gradients:
+        operations += flops.linear_attention_gradient(length, WIDTH, WIDTH) + 3 * length * size
+    names = (*RESULTS, "dlog_decay")
+    define_one = partial(
+        define, grad_o=inputs.grad_o, gradients=gradients, names=names, operations=operations
+    )
+    return Problem(contenders, {name: define_one(function, x) for name, (x, function) in kinds.items()})
 
 
-def _contender(
+def random_gates(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Draw logarithms of gates close to 0 for every feature, and take those of the first for every head."""
+    noise = torch.randn(inputs.k.shape, generator=torch.Generator().manual_seed(0)).to(inputs.k.device)
+    gates = logsigmoid(noise) / 16
+    return gates, gates[..., 0].contiguous()
+
+
+def ours(
     name: str,
     backend: str,
     function: Function,
-    gates: Tensor,
+    inputs: Sequence[Tensor],
     definition: str,
-    inputs: Inputs,
+    *,
+    grad_o: Tensor,
     gradients: bool,
 ) -> Contender:
+    """Make a contender of a function of these inputs, which runs with one of our backends."""
+
     def prepare() -> Callable[[], Sequence[Tensor]]:
-        if DEVICES.get(backend, inputs.q.device.type) != inputs.q.device.type:
+        if DEVICES.get(backend, grad_o.device.type) != grad_o.device.type:
             raise NotMeasuredError(f"it runs on --device {DEVICES[backend]}")
         if backend == "native" and (why := native.missing()):
             raise MissingError(why)
-        leaves = [x.clone().requires_grad_(gradients) for x in (*inputs[:3], gates)]
+        leaves = [x.clone().requires_grad_(gradients) for x in inputs]
 
         def job() -> Sequence[Tensor]:
             with prefer(backend), torch.set_grad_enabled(gradients):
                 o = function(*leaves)
-                return [o, *torch.autograd.grad(o, leaves, inputs.grad_o)] if gradients else [o]
+                return [o, *torch.autograd.grad(o, leaves, grad_o)] if gradients else [o]
 
         return job
 
     return Contender(f"unrolled {name}", prepare, definition, ours=True)
 
 
-def _define(inputs: Inputs, gates: Tensor, gradients: bool, name: str) -> Definition:
-    """Define it token by token. The operations include S <- diag(a) S and its gradients."""
-    heads, size = list(COMPARED), WIDTH * WIDTH
-    forward, backward = flops.linear_attention, flops.linear_attention_gradient
-    length = inputs.q.shape[1]
-    operations = forward(length, WIDTH, WIDTH, normalize=False) + length * size
-    if gradients:
-        operations += backward(length, WIDTH, WIDTH) + 3 * length * size
+def define(
+    function: Function,
+    inputs: Sequence[Tensor],
+    *,
+    grad_o: Tensor,
+    gradients: bool,
+    names: Sequence[str],
+    operations: int,
+) -> Definition:
+    """Define the results by a function that computes token by token, in so many operations per head."""
+    length, heads = grad_o.shape[1], list(COMPARED)
 
     def compared(x: Tensor) -> Tensor:
         return x[:, :, heads]
 
     def compute() -> list[Tensor]:
-        *tokens, grad_o = (compared(x).double() for x in (*inputs[:3], gates, inputs.grad_o))
-        leaves = [x.requires_grad_(gradients) for x in tokens]
-        o = definitions.gated(*leaves)
-        if not gradients:
-            return [o]
-        *results, d_gates = definitions.with_gradients(o, leaves, grad_o)
-        return [*results, d_gates if name == "gla" else d_gates.sum(-1)]
+        leaves = [compared(x).double().requires_grad_(gradients) for x in inputs]
+        o = function(*leaves)
+        return definitions.with_gradients(o, leaves, compared(grad_o).double()) if gradients else [o]
 
     return Definition(
         compute,
-        (*RESULTS, "dlog_decay") if gradients else RESULTS[:1],
-        tolerance(inputs.q.dtype, length + WIDTH),
+        names if gradients else names[:1],
+        tolerance(grad_o.dtype, length + WIDTH),
         HEADS * operations,
-        (2 if gradients else 1) * 5 * inputs.q.nbytes,
+        (2 if gradients else 1) * (sum(x.nbytes for x in inputs) + grad_o.nbytes),
         compared,
     )
 

@@ -1,6 +1,6 @@
 """Web pages: `unrolled export --web` writes one from runs, `unrolled demo --web` trains the runs first."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,26 +11,11 @@ import typer
 from unrolled.cli._output import DEMO
 
 if TYPE_CHECKING:
-    from unrolled.models import Decoder
-    from unrolled.training import TrainConfig
+    from unrolled.cli.run_config import Run
 
 ADDRESS = "127.0.0.1"
 SAMPLING = {"temperature": 0.8}  # at 1, models this small ramble
-# Without gates, linear attention learns little from text in so few steps.
-TEXT_MODELS: dict[str, dict[str, Any]] = {
-    "gated_linear": {"positions": "none"},  # its gates encode how long ago a token was
-    "softmax": {"positions": "rotary"},
-}
-TEXT_SIZE: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 4}
-TEXT_TRAIN: dict[str, Any] = {
-    "batch_size": 8,
-    "lr": 3e-3,
-    "warmup_steps": 50,
-    "eval_every": 200,
-    "checkpoint_every": 100,
-}
-TEXT_LENGTH = 256  # the page's default: softmax degrades beyond the training length
-DIGITS = ("linear", "softmax")
+TEXT, SOFTMAX = "data.name=text", "model.attention=softmax"
 
 
 def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) -> None:
@@ -59,79 +44,78 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
 
 
 def demo_page(
-    out: Path,
-    train: Callable[..., object],
-    digits: Mapping[str, Any],
-    digits_train: Mapping[str, Any],
-    runtime: Path | None,
+    out: Path, digits: Sequence[str], budget: Sequence[str], *, resume: bool, runtime: Path | None
 ) -> Path:
     """Train small models of digits and text, recurrent and softmax, and write the page that runs them.
 
     Args:
-        out: the folder of the linear model of digits, as in the demo without a page; the rest goes below it.
-        train: `train_demo` with the options of the demo.
-        digits: fields of the config of the models of digits.
-        digits_train: settings of their training.
+        out: the folder of the recurrent model of digits, as in the demo without a page; the rest goes below.
+        digits: settings of that model; see `train_demo`.
+        budget: settings of the training of all models.
+        resume: as for the demo.
         runtime: as for `write_site`.
 
     Returns:
         The folder of the page.
     """
-    from unrolled import data
     from unrolled.interop.web import runtime_files, write_site
 
     runtime_files(runtime)  # fails before the training rather than after it
-    runs = {f"digits-{name}": out if name == "linear" else out / f"digits-{name}" for name in DIGITS}
-    dataset: Any = data.load("digits")
-    for name, run in zip(DIGITS, runs.values(), strict=True):
-        train(run, dataset, {"attention": name, **digits}, digits_train)
-    try:
-        text: Any = data.load("text", path="tiny-shakespeare", length=TEXT_LENGTH)
-    except ValueError as error:
-        typer.echo(f"the page will have no text models: {error}", err=True)
-    else:
-        for name, own in TEXT_MODELS.items():
-            runs[f"text-{name}"] = out / f"text-{name}"
-            train(runs[f"text-{name}"], text, {"attention": name, **TEXT_SIZE, **own}, TEXT_TRAIN)
+    models = {
+        "digits-linear": [*digits, *budget],
+        "digits-softmax": ["data.name=digits", SOFTMAX, *budget],
+        "text-linear": [TEXT, *budget],
+        "text-softmax": [TEXT, SOFTMAX, *budget],
+    }
+    runs = {}
+    for name, settings in models.items():
+        folder = out if name == "digits-linear" else out / name
+        try:
+            run = demo_run(folder, settings)
+        except ValueError as error:
+            if TEXT not in settings:
+                raise
+            typer.echo(f"the page will have no {name} model: {error}", err=True)
+        else:
+            train_demo(run, resume=resume)
+            runs[name] = folder
     typer.echo("writing the page", err=True)
     return write_site(runs, out / "page", runtime=runtime, sampling=SAMPLING)
 
 
-def train_demo(
-    run: Path,
-    dataset: Any,
-    model: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    *,
-    steps: int,
-    seed: int,
-    resume: bool,
-    describe: "Callable[[Decoder], str] | None" = None,
-) -> tuple["TrainConfig", float]:
-    """Train a model of the demo; return its settings and the seconds that it took.
+def demo_run(folder: Path, settings: Sequence[str]) -> "Run":
+    """Resolve the settings of `unrolled train` for a model of the demo, in this folder.
 
-    Args:
-        run: the folder of the run.
-        dataset: the training data.
-        model: fields of the config of the model.
-        settings: fields of the config of the training, besides the steps and the seed.
-        steps, seed, resume: as for the demo.
-        describe: returns what is printed before the training; by default the name of the mechanism.
+    Raises:
+        ValueError: the data are missing, or as `run_config.resolve`.
     """
+    from unrolled.cli import run_config
+
+    return run_config.resolve(run_config.read(None, [*settings, f"run_dir={str(folder)!r}"]))
+
+
+def train_demo(run: "Run", *, resume: bool) -> float:
+    """Train a model of the demo as `unrolled train` does; return the seconds that it took."""
     import torch
 
     from unrolled import training
-    from unrolled.models import Decoder, DecoderConfig
 
-    torch.manual_seed(seed)  # the initial weights
-    decoder = Decoder(DecoderConfig(dataset.vocab_size, start_token=dataset.start_token, **model))
-    dataset.vocabulary.attach(decoder)
-    what = f"{model['attention']} attention" if describe is None else describe(decoder)
-    typer.echo(f"{what}, folder {run}", err=True)
-    config = training.TrainConfig(steps=steps, seed=seed, **settings)
-    result = training.train(decoder, dataset, config, run, resume=resume, metadata=DEMO)
+    torch.manual_seed(run.train.seed)  # the initial weights
+    model: Any = run.kind(run.model)
+    run.dataset.vocabulary.attach(model)
+    parameters = sum(x.numel() for x in model.parameters())
+    typer.echo(f"{parameters:,} parameters, {run.dataset.name}, run folder {run.run_dir}", err=True)
+    result = training.train(
+        model,
+        run.dataset,
+        run.train,
+        run.run_dir,
+        resume=resume,
+        metadata=DEMO,
+        on_start=lambda resumed: run.save(),
+    )
     result.raise_if_interrupted()
-    return config, result.seconds
+    return result.seconds
 
 
 def make_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:

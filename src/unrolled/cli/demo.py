@@ -4,8 +4,8 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -15,23 +15,16 @@ import typer
 
 from unrolled.cli._options import Force, Runtime
 from unrolled.cli._output import check_demo, progress_bar, write_files
-from unrolled.cli._page import demo_page, serve, train_demo
+from unrolled.cli._page import demo_page, demo_run, serve, train_demo
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
-    from unrolled.data.digits import DigitsDataset
+    from unrolled.cli.run_config import Run
     from unrolled.models import Decoder
-    from unrolled.training import TrainConfig
 
-MODEL: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 8, "dropout": 0.05, "max_length": 64}
-TRAIN: dict[str, Any] = {
-    "batch_size": 16,
-    "lr": 5e-3,
-    "warmup_steps": 50,
-    "eval_every": 50,
-    "checkpoint_every": 50,
-}
-STEPS = 1200
+# The recipe of images, with windows of two rows.
+DIGITS = ["data.name=digits", "model.attention_options.window.window=16", "train.eval_every=100"]
+STEPS = 2000
 SAMPLES = 100
 COMPLETED, COMPLETIONS, ROWS_GIVEN = 10, 5, 4
 
@@ -90,22 +83,19 @@ def demo(
     # Read when torch loads OpenMP: spinning threads slow each other down on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     check_demo(out, force)
-    train = partial(train_demo, steps=steps, seed=seed, resume=resume)
+    budget = [f"train.steps={steps}", f"train.seed={seed}"]
     if web:
-        page = demo_page(out, train, MODEL, TRAIN, runtime)
+        page = demo_page(out, DIGITS, budget, resume=resume, runtime=runtime)
         typer.echo(f"The page: {page / 'index.html'}")
         if not no_serve:
             serve(page, 8000 if port is None else port)
         return
-    from unrolled import data
     from unrolled.models import Decoder
 
-    dataset: Any = data.load("digits")
-    images = f"{dataset.epoch_size('train'):,} digits"
-    config, seconds = train(
-        out, dataset, MODEL, TRAIN, describe=lambda model: f"{_parameters(model):,} parameters, {images}"
-    )
-    _report(Decoder.load(out), dataset, config, seconds, out)  # the best weights, not the last
+    settings = [*DIGITS, *budget]
+    run = demo_run(out, settings)
+    seconds = train_demo(run, resume=resume)
+    _report(Decoder.load(out), run, settings, seconds)  # the best weights, not the last
 
 
 def _require(*packages: str) -> None:
@@ -115,15 +105,15 @@ def _require(*packages: str) -> None:
             raise ImportError(f"the demo needs {package}, which is missing: {how_to_install('demo')}")
 
 
-def _report(
-    model: "Decoder", dataset: "DigitsDataset", config: "TrainConfig", training_seconds: float, out: Path
-) -> None:
+def _report(model: "Decoder", run: "Run", settings: Sequence[str], training_seconds: float) -> None:
     """Generate and measure before writing any file, so that an interrupt leaves an earlier report intact."""
     import torch
 
     from unrolled.bench import measure, plots
     from unrolled.cli import _demo_report, _digits
 
+    dataset: Any = run.dataset
+    out, config = run.run_dir, run.train
     times = [time.perf_counter()]
     with progress_bar("drawing", SAMPLES * dataset.length) as advance:
         samples = _digits.draw(model, SAMPLES, dataset.shape, config.seed, advance)
@@ -140,6 +130,7 @@ def _report(
     seconds = dict(zip(("training", "drawing", "completing", "measuring"), taken, strict=True))
     figures = {
         "folder": str(out),
+        "settings": settings,
         "model": {"parameters": _parameters(model), "config": asdict(model.config)},
         "training": _digits.describe_training(out, config, dataset),
         "samples": _digits.describe_samples(samples, dataset),

@@ -233,7 +233,7 @@ def _vocabulary(name: str, run: Path) -> Vocabulary:
 def _entry(name: str, model: Mapping[str, object], vocabulary: Vocabulary, size: int) -> Entry:
     attention = model.get("attention", model.get("cell"))
     if isinstance(attention, list):
-        attention = attention[0] if len(set(attention)) == 1 else "mixed"
+        attention = " and ".join(dict.fromkeys(attention))
     words = str(attention).replace("_", " ")
     title = f"{words.capitalize()} attention" if "attention" in model else words.upper()
     sizes = vocabulary.get("shape")

@@ -7,7 +7,7 @@ v_t, one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Keys h
 
 Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (arXiv 2406.06484), section 2.2. Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks" (arXiv
-2412.06464), eq. 10.
+2412.06464), eq. 10. Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692), eq. 1, for gates of channels.
 """
 
 from typing import TypedDict, Unpack
@@ -61,7 +61,8 @@ def delta_rule(
         k: keys `[B,T,G,D]` of length at most 1; query head h reads state h // (H/G).
         v: values `[B,T,G,M]`.
         beta: rates `[B,T,G]`, from 0 (write nothing) to 2; 1 replaces what a unit key held.
-        log_decay: natural logarithm of the gates a `[B,T,G]`, at most 0; minus infinity clears the state.
+        log_decay: natural logarithm of the gates a, at most 0; minus infinity clears the state, or the row of
+            a channel. `[B,T,G]`, or `[B,T,G,D]` for a gate of every channel of the keys.
         key_padding_mask: `[B,T]`, True = padding: such a token leaves the state unchanged.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
         state: S `[B,G,D,M]` before the first token, N rows with `cu_seqlens`; zeros by default.
@@ -90,7 +91,7 @@ def delta_rule_step(
         v: value `[B,G,M]`.
         beta: rate `[B,G]`.
         state: S `[B,G,D,M]`; it is not modified.
-        log_decay: `[B,G]`, at most 0.
+        log_decay: `[B,G]` or `[B,G,D]`, at most 0.
 
     Returns:
         `o [B,H,M]` in the dtype of `v`, and the new state.
@@ -161,7 +162,9 @@ def _check_rule(
     if beta.shape != k.shape[:-1] or not beta.is_floating_point():
         raise wrong("beta", beta, f"floating point {list(k.shape)[:-1]} for k {list(k.shape)}")
     if log_decay is not None:
-        check_log_decay(log_decay, k, "[B, G]" if k.dim() == 3 else "[B, T, G]")
+        axes = "B, G" if k.dim() == 3 else "B, T, G"
+        by_channel = isinstance(log_decay, Tensor) and log_decay.dim() == k.dim()
+        check_log_decay(log_decay, k, f"[{axes}, D]" if by_channel else f"[{axes}]")
     if not may_read(k) or k.numel() == 0:
         return
     longest = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=dtype).max().item()

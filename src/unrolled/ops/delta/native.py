@@ -1,10 +1,15 @@
-"""The delta rule on a CPU: the C++ kernels of linear attention, with rates."""
+"""The delta rule on a CPU: the C++ kernels of linear attention, with rates.
+
+With a gate for every channel they are those of gated linear attention.
+"""
 
 import torch
 from torch import Tensor
 
 from unrolled.ops import native
 from unrolled.ops.delta.chunked import Inputs
+from unrolled.ops.gla import native as gla
+from unrolled.ops.gla.packed import Inputs as GatedInputs
 from unrolled.ops.linear import chunked as linear
 from unrolled.ops.linear.native import described, supports
 from unrolled.ops.linear.native import step as linear_step
@@ -19,8 +24,10 @@ def forward(
     """Compute what `packed.forward` does.
 
     With a `unit_epsilon` above 0, for queries and keys x / sqrt(|x|^2 + unit_epsilon), and queries times
-    `query_scale`, in single precision.
+    `query_scale`, in single precision; only with gates of heads.
     """
+    if inputs.by_channel:
+        return gla.forward(_gated(inputs), cu_seqlens, inputs.beta)
     problem, _kept = _described(inputs, cu_seqlens, unit_epsilon, query_scale)
     o = inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
     state = inputs.state.new_empty(inputs.state.shape)  # contiguous, whatever the strides of the first one
@@ -31,6 +38,10 @@ def forward(
 
 def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Tensor | None) -> list[Tensor]:
     """Compute the gradients of the inputs; that of absent gates is empty."""
+    if inputs.by_channel:
+        found = gla.backward(grad_o, grad_state, _gated(inputs), cu_seqlens, inputs.beta)
+        d_q, d_k, d_v, d_log_decay, d_state, d_rates = found
+        return [d_q, d_k, d_v, d_rates.to(inputs.beta.dtype), d_log_decay, d_state]
     problem, _kept = _described(inputs, cu_seqlens)
     (q, k, v, beta, log_decay, state), gates = inputs, inputs.log_decay
     grad_o, grad_state = readable(grad_o), grad_state.contiguous()
@@ -67,6 +78,12 @@ def step(
     token = linear.Token(q, k, v, state, state.new_empty(0), log_decay)
     o, state, _ = linear_step(token, normalize=False, rates=beta)
     return o, state
+
+
+def _gated(inputs: Inputs) -> GatedInputs:
+    q, k, v, _, log_decay, state = inputs
+    assert log_decay is not None
+    return GatedInputs(q, k, v, log_decay, state)
 
 
 def _described(

@@ -36,8 +36,8 @@ def delta_rule_step(
 
 
 def _chosen(inputs: Inputs) -> ModuleType:
-    by_channel = inputs.log_decay is not None and inputs.log_decay.dim() == 4  # which Triton does not know
-    backends = {name: x for name, x in BACKENDS.items() if name != "triton" or not by_channel}
+    # Triton has no kernels for a gate of every channel.
+    backends = {name: x for name, x in BACKENDS.items() if name != "triton" or not inputs.by_channel}
     return choose(backends, None, inputs.q, inputs.q, inputs.v)
 
 

@@ -124,7 +124,7 @@ def _forward_span(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Ten
     (B, T, _, _), G = q.shape, k.shape[2]
     with without_autocast(q.device):
         x = _chunks(q, k, v, log_decay, state)
-        weights, from_start, to_end = _weights(x, _cuts(x.decay))
+        weights, from_start, to_end = products(x.q, x.k, cuts_of(x.decay))
         S = scan(x.state, (x.k * to_end).mT @ x.v, from_start[..., -1:, :].mT)
         o = weights @ x.v + (x.q * from_start) @ S[:, :-1]
         # A view of S would keep the states of all chunks alive.
@@ -138,8 +138,8 @@ def _backward_span(
     with without_autocast(q.device):
         x = _chunks(q, k, v, log_decay, state)
         g = split_chunks(grad_o.to(x.v.dtype), x.q.shape[1], x.q.shape[3], G)
-        cuts = list(_cuts(x.decay))
-        weights, from_start, to_end = _weights(x, cuts)
+        cuts = list(cuts_of(x.decay))
+        weights, from_start, to_end = products(x.q, x.k, cuts)
         q_from_start, k_to_end, through = x.q * from_start, x.k * to_end, from_start[..., -1:, :].mT
         S = scan(x.state, k_to_end.mT @ x.v, through)[:, :-1]
         dS = scan_back(grad_state.reshape(x.state.shape), sum_heads(q_from_start.mT @ g), through)
@@ -179,15 +179,20 @@ def _backward_span(
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> Chunks:
     (B, T, _, R), (_, _, G, M) = q.shape, v.shape
-    C = min(LONGEST, 1 << max(T - 1, 0).bit_length())
-    n = max(1, -(-T // C))
+    n, C = chunk_sizes(T)
     dtype = accumulation_dtype(q.dtype)
     q, k, v, log_decay = (split_chunks(x.to(dtype), n, C, G) for x in (q, k, v, log_decay))
     return Chunks(q, k, v, log_decay.exp(), state.reshape(B * G, 1, 1, R, M))
 
 
-def _cuts(decay: Tensor) -> Iterator[Cut]:
-    """Products of gates in blocks of 1, 2, 4 ... C tokens."""
+def chunk_sizes(T: int, longest: int = LONGEST) -> tuple[int, int]:
+    """Number of chunks, and of tokens in each: a power of two."""
+    C = min(longest, 1 << max(T - 1, 0).bit_length())
+    return max(1, -(-T // C)), C
+
+
+def cuts_of(decay: Tensor) -> Iterator[Cut]:
+    """Products of the gates `[X,n,1,C,R]` in blocks of 1, 2, 4 ... C tokens."""
     cut = Cut(decay.unsqueeze(-2), torch.ones_like(decay).unsqueeze(-2))
     yield cut
     while cut.from_start.shape[-3] > 1:
@@ -197,14 +202,15 @@ def _cuts(decay: Tensor) -> Iterator[Cut]:
         yield cut
 
 
-def _weights(x: Chunks, cuts: Iterable[Cut]) -> tuple[Tensor, Tensor, Tensor]:
-    """W `[X,n,P,C,C]`, and F and E of whole chunks `[X,n,1,C,R]`."""
-    # The ones make these depend on the gates too: torch.func.vmap may be over the gates alone.
-    weights = torch.diag_embed((x.q * x.k * torch.ones_like(x.decay)).sum(-1))
-    for cut in cuts:
-        n_blocks, s = cut.from_start.shape[-3:-1]
-        if n_blocks > 1:
-            _parted(weights, s).copy_(cut.right(x.q) @ cut.left(x.k).mT)
+def products(q: Tensor, k: Tensor, cuts: Iterable[Cut]) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute W `[X,n,P,C,C]` of queries and keys, and F and E of whole chunks, `[X,n,1,C,R]` each."""
+    cuts = iter(cuts)
+    cut = next(cuts)
+    # E of a token, which is 1, makes W depend on the gates: torch.func.vmap may be over the gates alone.
+    weights = torch.diag_embed((q * k * cut.to_end.squeeze(-2)).sum(-1))
+    for wider in cuts:
+        _parted(weights, cut.to_end.shape[-2]).copy_(cut.right(q) @ cut.left(k).mT)
+        cut = wider
     return weights, cut.from_start.squeeze(3), cut.to_end.squeeze(3)
 
 

@@ -13,9 +13,9 @@ from unrolled.ops.native import address, readable, sequences, struct, view
 __all__ = ["backward", "forward", "step", "supports"]
 
 
-def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute what `packed.forward` does."""
-    problem, _kept = _described(inputs, cu_seqlens)
+def forward(inputs: Inputs, cu_seqlens: Tensor | None, rates: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute what `packed.forward` does; with `rates [B,T,G]`, the delta rule with these gates."""
+    problem, _kept = _described(inputs, cu_seqlens, rates)
     o, state = (
         inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3]),
         inputs.state.new_empty(inputs.state.shape),
@@ -24,12 +24,17 @@ def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     return o, state
 
 
-def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """Compute what `packed.backward` does."""
-    problem, _kept = _described(inputs, cu_seqlens)
+def backward(
+    grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Tensor | None, rates: Tensor | None = None
+) -> list[Tensor]:
+    """Compute what `packed.backward` does; with `rates`, their gradient comes last."""
+    problem, _kept = _described(inputs, cu_seqlens, rates)
     grad_o, grad_state = readable(grad_o), grad_state.contiguous()
     d_q, d_k, d_v, d_state = (x.new_empty(x.shape) for x in (*inputs[:3], inputs.state))
     d_log_decay = torch.empty(inputs.log_decay.shape, dtype=torch.float32)
+    d_rates = residuals = None
+    if rates is not None:
+        d_rates, residuals = (torch.empty(x.shape, dtype=torch.float32) for x in (rates, inputs.v))
     gradients = struct("GlaGradients")(
         o=view(grad_o),
         state=address(grad_state),
@@ -38,9 +43,12 @@ def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Ten
         d_v=address(d_v),
         d_log_decay=address(d_log_decay),
         d_state=address(d_state),
+        d_rates=address(d_rates),
+        residuals=address(residuals),
     )
     native.call("gla_backward", problem, gradients)
-    return [d_q, d_k, d_v, d_log_decay.to(inputs.log_decay.dtype), d_state]
+    found = [d_q, d_k, d_v, d_log_decay.to(inputs.log_decay.dtype), d_state]
+    return found if d_rates is None else [*found, d_rates]
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,12 +57,14 @@ def step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> t
     return o, state
 
 
-def _described(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[bytes, tuple[Tensor | None, ...]]:
+def _described(
+    inputs: Inputs, cu_seqlens: Tensor | None, rates: Tensor | None
+) -> tuple[bytes, tuple[Tensor | None, ...]]:
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     B, T = inputs.q.shape[:2]
     N, cu_seqlens = sequences(cu_seqlens, B, T)
     q, k, v, log_decay = map(readable, (*inputs[:3], inputs.log_decay.float()))
-    state = inputs.state.contiguous()
+    rates, state = None if rates is None else rates.float().contiguous(), inputs.state.contiguous()
     problem = struct("Gla")(
         sequences=N,
         queries=T,
@@ -65,6 +75,7 @@ def _described(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[bytes, tuple[
         k=view(k),
         v=view(v),
         log_decay=view(log_decay),
+        rates=address(rates),
         state=address(state),
     )
-    return problem, (cu_seqlens, q, k, v, log_decay, state)
+    return problem, (cu_seqlens, q, k, v, log_decay, rates, state)

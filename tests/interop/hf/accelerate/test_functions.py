@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import conv1d, pad, silu, softplus
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
@@ -20,7 +21,7 @@ def drawn(*shape, dtype=torch.float32):
 
 
 def rule(query, key, value, g, beta, state):
-    """The gated delta rule of transformers by its definition, token by token in fp64."""
+    """The gated delta rules of transformers by their definition, token by token in fp64."""
     query, key, value, g, beta, S = (x.double() for x in (query, key, value, g, beta, state))
     q, k = (
         (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
@@ -30,16 +31,17 @@ def rule(query, key, value, g, beta, state):
     )
     o = []
     for t in range(q.shape[1]):
-        S = S * g[:, t, :, None, None].exp()
+        S = S * g[:, t].exp().reshape(*S.shape[:2], -1, 1)
         read = torch.einsum("bhdm,bhd->bhm", S, k[:, t])
         S = S + torch.einsum("bhd,bhm->bhdm", k[:, t], beta[:, t, :, None] * (value[:, t] - read))
         o.append(torch.einsum("bhdm,bhd->bhm", S, q[:, t]) / q.shape[-1] ** 0.5)
     return torch.stack(o, 1), S
 
 
-def rule_inputs(T, heads=4, dtype=torch.float32):
+def rule_inputs(T, heads=4, dtype=torch.float32, channels=False):
     q, k, v = (drawn(2, T, *sizes, dtype=dtype) for sizes in ((2, 8), (2, 8), (heads, 16)))
-    return q, k, v, -drawn(2, T, heads).square(), drawn(2, T, heads).sigmoid(), drawn(2, heads, 8, 16)
+    gates = -drawn(2, T, heads, *[8] * channels).square()
+    return q, k, v, gates, drawn(2, T, heads).sigmoid(), drawn(2, heads, 8, 16)
 
 
 def run_rule(function):
@@ -116,10 +118,12 @@ def check(ours, theirs, definition, inputs):
 
 
 @pytest.mark.parametrize("T", [1, 70])
-@pytest.mark.parametrize("heads", [2, 4], ids=["as many heads", "grouped"])
-def test_the_delta_rule(T, heads):
-    ours, theirs = delta.torch_chunk_gated_delta_rule, qwen.torch_chunk_gated_delta_rule
-    inputs = rule_inputs(T, heads)
+@pytest.mark.parametrize("kind", ["as many heads", "grouped", "gates of channels"])
+def test_the_delta_rule(T, kind):
+    ours, theirs, channels = delta.chunk_delta_rule, qwen.torch_chunk_gated_delta_rule, False
+    if kind == "gates of channels":
+        theirs, channels = kimi.chunk_kimi_delta_attention, True
+    inputs = rule_inputs(T, 4 if kind == "grouped" else 2, channels=channels)
     check(run_rule(ours), run_rule(theirs), rule, inputs)
     exact = rule(*inputs)
     for rows in (slice(2), slice(1)):  # without gradients, another kernel runs, which copies less for one row
@@ -129,19 +133,20 @@ def test_the_delta_rule(T, heads):
             assert error <= 2 * allowed + 1e-6 * true.abs().max()
 
 
-def test_a_step_of_the_delta_rule():
-    inputs = rule_inputs(1)
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_step_of_the_delta_rule(channels):
+    inputs = rule_inputs(1, 2, channels=channels)
     exact = rule(*inputs)
     for grad in (True, False):  # without gradients, the kernel for a single token runs
         with torch.set_grad_enabled(grad):
-            found = run_rule(delta.torch_recurrent_gated_delta_rule)(*inputs)
+            found = run_rule(delta.recurrent_delta_rule)(*inputs)
         torch.testing.assert_close(found, tuple(x.float() for x in exact), atol=1e-6, rtol=1e-5)
 
 
 def test_keys_that_are_not_normalised_are_scaled_and_repeated_only():
     q, k, v, g, beta, _ = rule_inputs(20)
     expected = qwen.torch_chunk_gated_delta_rule(q, k / 9, v, g=g, beta=beta)[0]
-    found, state = delta.torch_chunk_gated_delta_rule(q, k / 9, v, g=g, beta=beta)
+    found, state = delta.chunk_delta_rule(q, k / 9, v, g=g, beta=beta)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     assert state is None
 
@@ -215,9 +220,7 @@ def test_the_convolution_continues_from_a_state(T):
 @pytest.mark.parametrize("function", ["rule", "scan", "convolution"])
 def test_packed_sequences_are_refused(function):
     calls = {
-        "rule": lambda: delta.torch_chunk_gated_delta_rule(
-            *rule_inputs(4)[:5], cu_seqlens=torch.tensor([0, 4])
-        ),
+        "rule": lambda: delta.chunk_delta_rule(*rule_inputs(4)[:5], cu_seqlens=torch.tensor([0, 4])),
         "scan": lambda: ssd.mamba2_chunk_scan(*scan_inputs(4, 1)[:5], 16, seq_idx=torch.zeros(2, 4)),
         "convolution": lambda: conv.causal_conv1d_fn(drawn(2, 5, 4), drawn(5, 4), seq_idx=torch.zeros(2, 4)),
     }
@@ -230,8 +233,8 @@ def test_narrow_types_are_as_close_as_those_of_transformers(dtype):
     q, k, v, g, beta, _ = rule_inputs(70, dtype=dtype)
     exact, _ = rule(q, k, v, g, beta.to(dtype), torch.zeros(2, 4, 8, 16))
     for ours, theirs in (
-        (delta.torch_chunk_gated_delta_rule, qwen.torch_chunk_gated_delta_rule),
-        (delta.torch_recurrent_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule),
+        (delta.chunk_delta_rule, qwen.torch_chunk_gated_delta_rule),
+        (delta.recurrent_delta_rule, qwen.torch_recurrent_gated_delta_rule),
     ):
         (found, _), (expected, _) = (
             f(q, k, v, g=g, beta=beta.to(dtype), use_qk_l2norm_in_kernel=True) for f in (ours, theirs)

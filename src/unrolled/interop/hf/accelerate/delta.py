@@ -1,8 +1,9 @@
-"""The gated delta rule of transformers, by the kernels of `delta_rule`.
+"""The gated delta rules of transformers, by the kernels of `delta_rule`.
 
-The functions have the names, arguments and results of those in the modelling files of transformers. Unlike
-`delta_rule`, these scale queries by 1 / sqrt(D), may normalise queries and keys, take fewer heads of keys
-than of values, and compute in fp32 whatever the input type.
+The functions have the arguments and results of those in the modelling files of transformers, with a gate for
+every head, as in Qwen3-Next, or for every channel of the keys, as in Kimi-Linear. Unlike `delta_rule`, these
+scale queries by 1 / sqrt(D), may normalise queries and keys, take fewer heads of keys than of values, and
+compute in fp32 whatever the input type.
 """
 
 import torch
@@ -18,7 +19,7 @@ from unrolled.ops.dispatch import prefers
 _EPSILON = 1e-6
 
 
-def torch_chunk_gated_delta_rule(
+def chunk_delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -36,7 +37,7 @@ def torch_chunk_gated_delta_rule(
         query: `[B,T,G,D]`.
         key: `[B,T,G,D]`; value head h reads key head h // (H/G).
         value: `[B,T,H,M]`.
-        g: natural logarithm of the gates `[B,T,H]`.
+        g: natural logarithm of the gates `[B,T,H]`, or `[B,T,H,D]` with as many heads of keys as of values.
         beta: rates `[B,T,H]`.
         chunk_size: ignored; the kernel has its own.
         initial_state: `[B,H,D,M]`, zeros by default.
@@ -47,7 +48,7 @@ def torch_chunk_gated_delta_rule(
     Returns:
         `o [B,T,H,M]` in the dtype of `query`, and the state in fp32 or None.
     """
-    refuse_packing("chunk_gated_delta_rule", kwargs)
+    refuse_packing("the chunked delta rule", kwargs)
     (B, _, H, M), D = value.shape, key.shape[3]
     sizes = B, H, D, M
     state = key.new_zeros(sizes, dtype=torch.float32) if initial_state is None else initial_state.float()
@@ -60,7 +61,7 @@ def torch_chunk_gated_delta_rule(
     return o.to(query.dtype), after if output_final_state else None
 
 
-def torch_recurrent_gated_delta_rule(
+def recurrent_delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -72,9 +73,9 @@ def torch_recurrent_gated_delta_rule(
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """The rule token by token: one step if there is one token and a state, else as over whole sequences."""
-    refuse_packing("recurrent_gated_delta_rule", kwargs)
+    refuse_packing("the recurrent delta rule", kwargs)
     if initial_state is None or value.shape[1] != 1:
-        return torch_chunk_gated_delta_rule(
+        return chunk_delta_rule(
             query,
             key,
             value,
@@ -91,10 +92,10 @@ def torch_recurrent_gated_delta_rule(
 
 
 def _fits_kernel(inputs: Inputs) -> bool:
-    """Whether the kernel that also normalises can run: on a CPU, without gradients."""
+    """Whether the kernel that also normalises can run: on a CPU, without gradients, with gates of heads."""
     q, k, v, *_ = inputs
-    of_one_type = q.dtype == k.dtype == v.dtype
-    return of_one_type and inferring(*inputs) and prefers("native") and native.supports(q, v)
+    fits = q.dtype == k.dtype == v.dtype and not inputs.by_channel
+    return fits and inferring(*inputs) and prefers("native") and native.supports(q, v)
 
 
 def _normalizing_kernel(inputs: Inputs, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """Which functions of transformers are replaced, and by which kernels.
 
 They are those that the modelling files define for machines without kernels of their own, under the same names
-in all families: the gated delta rule in Qwen3-Next, Qwen3.5 and OLMo-hybrid; the scan of Mamba-2 in Mamba-2,
-Bamba, Falcon-H1, GraniteMoeHybrid, Nemotron-H and Zamba2; the convolution in these, in LFM2, Kimi-Linear,
-Mamba, Falcon-Mamba, Jamba and others.
+in all families: the gated delta rule in Qwen3-Next, Qwen3.5 and OLMo-hybrid, and that with a gate for every
+channel in Kimi-Linear; the scan of Mamba-2 in Mamba-2, Bamba, Falcon-H1, GraniteMoeHybrid, Nemotron-H and
+Zamba2; the convolution in these, in LFM2, Mamba, Falcon-Mamba, Jamba and others.
 """
 
 from inspect import signature
@@ -13,12 +13,14 @@ from torch import nn
 from unrolled.interop.hf.accelerate import conv, delta, ssd
 from unrolled.interop.hf.accelerate.rebind import Function
 
-# Ours have the names of those they replace.
+# Ours take the same arguments as those they replace.
 REPLACEMENTS: dict[str, tuple[Function, str]] = {
     "causal_conv1d_fn": (conv.causal_conv1d_fn, "causal_conv"),
     "causal_conv1d_update": (conv.causal_conv1d_update, "one product with the last inputs"),
-    "torch_chunk_gated_delta_rule": (delta.torch_chunk_gated_delta_rule, "delta_rule"),
-    "torch_recurrent_gated_delta_rule": (delta.torch_recurrent_gated_delta_rule, "delta_rule_step"),
+    "torch_chunk_gated_delta_rule": (delta.chunk_delta_rule, "delta_rule"),
+    "torch_recurrent_gated_delta_rule": (delta.recurrent_delta_rule, "delta_rule_step"),
+    "chunk_kimi_delta_attention": (delta.chunk_delta_rule, "delta_rule"),
+    "recurrent_kimi_delta_attention": (delta.recurrent_delta_rule, "delta_rule_step"),
     "mamba2_chunk_scan": (ssd.mamba2_chunk_scan, "linear_attention"),
     "mamba2_selective_state_update": (
         ssd.mamba2_selective_state_update,
@@ -26,11 +28,8 @@ REPLACEMENTS: dict[str, tuple[Function, str]] = {
     ),
 }
 
-_PER_CHANNEL = "its gates differ between the channels of a key, which delta_rule does not support"
 _MAMBA_1 = "every entry of its state decays at its own rate, which no kernel supports"
 KEPT: dict[str, str] = {
-    "chunk_kimi_delta_attention": _PER_CHANNEL,
-    "recurrent_kimi_delta_attention": _PER_CHANNEL,
     "mamba_selective_scan": _MAMBA_1,
     "mamba_selective_state_update": _MAMBA_1,
 }
