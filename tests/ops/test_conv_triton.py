@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import check, differentiate, needs_triton
 
-from unrolled.ops.conv import causal_conv, causal_conv_reference, plain, triton
+from unrolled.ops.conv import causal_conv, causal_conv_reference, operator, plain, triton
 from unrolled.ops.triton.check import Call, mistake
 
 pytestmark = needs_triton
@@ -66,6 +66,17 @@ def test_what_the_kernels_cannot_do_is_left_to_the_plain_form(run):
     assert supports(1, 3, 2, 16)
     assert not supports(1, 3, 2, 17)
     assert not supports(1, 3, 2, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("lengths", [None, [0, 3, 3, 20]])
+def test_the_plain_form_can_replace_kernels_inside_of_the_operator(monkeypatch, lengths):
+    packs = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    drawn = draw(1, 20, 5, 4, 1 if packs is None else 3)
+    expected = differentiate(causal_conv, drawn, {"cu_seqlens": packs}, "plain")
+    choices = iter([None])  # what decides about the operator, and then what it runs
+    monkeypatch.setattr(operator, "_chosen", lambda *_: next(choices, plain))
+    found = differentiate(causal_conv, drawn, {"cu_seqlens": packs})
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "form"), [("forward", plain.forward), ("backward", plain.backward)])

@@ -11,7 +11,7 @@ from interpreted import check, differentiate, needs_triton
 from plain_delta import definition
 from torch.nn.functional import normalize
 
-from unrolled.ops.delta import delta_rule, delta_rule_reference, packed, triton
+from unrolled.ops.delta import delta_rule, delta_rule_reference, operator, packed, triton
 from unrolled.ops.triton.check import Call, mistake
 
 pytestmark = needs_triton
@@ -124,6 +124,17 @@ def test_gates_of_channels_are_left_to_another_form(run):
     drawn["log_decay"] = -torch.rand(1, 20, 1, 8)
     ours = run(differentiate, delta_rule, drawn, {})
     torch.testing.assert_close(ours, differentiate(delta_rule, drawn, {}, "plain"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, [0, 3, 3, 20]])
+def test_the_plain_form_can_replace_kernels_inside_of_the_operator(monkeypatch, lengths):
+    packs = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    drawn = draw(20, B=1, rows=1 if packs is None else 3)
+    expected = differentiate(delta_rule, drawn, {"cu_seqlens": packs}, "plain")
+    choices = iter([None])  # what decides about the operator, and then what it runs
+    monkeypatch.setattr(operator, "_chosen", lambda *_: next(choices, packed))
+    found = differentiate(delta_rule, drawn, {"cu_seqlens": packs})
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "form"), [("forward", packed.forward), ("backward", packed.backward)])

@@ -113,4 +113,5 @@ def gradients(run: Computes, inputs: Sequence[Tensor | None], grads: Sequence[Te
 
     pull_back = torch.func.vjp(of_present, *(x for x in inputs if x is not None))[1]
     found = iter(pull_back(tuple(grads)))
-    return [grads[0].new_empty(0) if x is None else next(found) for x in inputs]
+    # Copies, as gradients that share memory are not allowed there.
+    return [grads[0].new_empty(0) if x is None else next(found).clone() for x in inputs]
