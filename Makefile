@@ -109,6 +109,6 @@ $(VENV)/oracles: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --no-deps joeynmt==2.3.0 keras==3.15.1 namex optree h5py absl-py ml-dtypes
 	$(BIN)/python -m pip install --quiet --no-deps fla-core==0.6.0 linformer==0.2.3 nystrom-attention==0.0.14 \
 		perceiver-pytorch==0.11.0 performer-pytorch==1.1.4 \
-		local-attention==1.11.2 axial-positional-embedding==0.3.12 hyper-connections==0.4.11
+		local-attention==1.11.2 axial-positional-embedding==0.3.12 hyper-connections==0.4.11 rwkv==0.8.32
 	$(BIN)/python -m pip install --quiet -c constraints.txt einops lm_eval==0.4.13
 	touch $@

@@ -42,6 +42,16 @@ PERCEIVER = {
     "num_self_attention_heads": 4, "num_cross_attention_heads": 1, "vocab_size": VOCAB, "num_labels": 5,
     "max_position_embeddings": 128,
 }  # fmt: skip
+DELTA = {
+    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+}  # fmt: skip
+CAUSAL: dict[str, dict[str, Any]] = {
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 32},
+    "Qwen3Next": DELTA | {"head_dim": 16, "num_experts": 0},
+    "Qwen3_5": DELTA | {"head_dim": 16},
+    "OlmoHybrid": DELTA,
+}
 Case = tuple[str, nn.Module, Callable[[nn.Module], Any], bool]  # name, theirs, their import, padded
 
 
@@ -61,6 +71,13 @@ def hugging_face(name: str, **settings: Any) -> nn.Module:
     return randomised(
         getattr(transformers, name)(getattr(transformers, f"{family}Config")(**sizes | settings))
     )
+
+
+def causal(family: str) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{family}{'Text' * (family == 'Qwen3_5')}Config")
+    return randomised(getattr(transformers, f"{family}ForCausalLM")(config(**SIZES | CAUSAL[family])))
 
 
 def sparse_big_bird() -> nn.Module:
@@ -91,6 +108,8 @@ def cases() -> Iterator[Case]:
     yield "NystromformerForMaskedLM, convolution 33 wide, no padding", convolution, import_weights, False
     for head in ("ForMaskedLM", "ForSequenceClassification", "ForImageClassificationFourier"):
         yield f"Perceiver{head}", hugging_face(f"Perceiver{head}"), import_weights, "Image" not in head
+    for family in CAUSAL:
+        yield f"{family}ForCausalLM", causal(family), import_weights, True
     for pre in (True, False):
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 128, norm_first=pre, batch_first=True)
         encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(WIDTH), enable_nested_tensor=False)

@@ -59,7 +59,13 @@ CONTENDERS = {
     "gated delta rule + convolution": blocks("delta_net", "none", "conv: 4, gated: true"),
     "softmax": blocks("softmax", "rotary"),
     "softmax + convolution": blocks("softmax", "rotary", "conv: 4"),
-    "LSTM": [*BASE, "model.name=recurrent_lm", "model.cell=lstm", "model.n_layers=2", "model.hidden_size=256"],
+    "LSTM": [
+        *BASE,
+        "model.name=recurrent_lm",
+        "model.cell=lstm",
+        "model.n_layers=2",
+        "model.hidden_size=256",
+    ],
 }
 CONTENDERS |= {
     f"{name}, Muon": [*CONTENDERS[name], "train.optimizer=muon"]
@@ -115,7 +121,9 @@ def trained(name: str, seed: int, text: str, steps: int, folder: Path) -> dict[s
 
 def unrolled(*arguments: str) -> None:
     """Run the command of this environment, with its report on stderr."""
-    subprocess.run([str(Path(sys.executable).with_name("unrolled")), *arguments], stdout=sys.stderr, check=True)
+    subprocess.run(
+        [str(Path(sys.executable).with_name("unrolled")), *arguments], stdout=sys.stderr, check=True
+    )
 
 
 def cpu_seconds() -> float:

@@ -57,6 +57,7 @@ def test_every_data_set_with_each_of_its_models_is_valid(
     "settings",
     [
         ["data.name=copy", "train.betas=[0.8, 0.9]", "model.attention=[linear, softmax]", "model.n_layers=2"],
+        ["data.name=copy", "model.norm=[pre, res_post]", "model.bias=false", "model.n_layers=2"],
         ["data.name=copy_bits", "model.hidden_size=8", "model.cell_options={memory_size: 8}"],
         ["data.name=copy", "model.name=recurrent_lm", "model.cell=gru", "train.clip_norm=null"],
     ],

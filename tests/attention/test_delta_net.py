@@ -98,8 +98,6 @@ def copied(layer, parts, heads, eps, **options):
     ours.qkv_proj.weight.copy_(torch.cat([q, k, v]))
     for linear, rows in ((ours.gate_proj, gate), (ours.beta_proj, rate), (ours.decay_proj, decay)):
         linear.weight.copy_(rows)
-    ours.gate_proj.bias.zero_()
-    ours.beta_proj.bias.zero_()
     ours.decay_bias.copy_(layer.dt_bias)
     ours.log_pace.copy_(layer.A_log)
     ours.short_conv.weight.copy_(layer.conv1d.weight.squeeze(1))

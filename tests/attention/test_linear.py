@@ -158,7 +158,9 @@ def test_a_feature_map_may_be_an_object():
         LinearAttention(8, 2, feature_map=Elu(3))
     with pytest.raises(ValueError, match="must be a name or a FeatureMap object"):
         LinearAttention(8, 2, feature_map=Elu)
-    with pytest.raises(ValueError, match="feature_map has 15 features, but needs an even number with rotary"):
+    with pytest.raises(
+        ValueError, match="feature_map has 15 features, but needs an even number of at least 2 with rotary"
+    ):
         LinearAttention(8, 2, feature_map="polynomial", rotary=True)
     with pytest.raises(ValueError, match="feature_map_options were given, but feature_map is an object"):
         LinearAttention(8, 2, feature_map=Elu(4), feature_map_options={"offset": 2.0})

@@ -1,6 +1,7 @@
 """What is specific to random feature attention: the kernels of directions, the learned scale, the gate."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from unrolled.attention.rfa import (
     signed_rfa_attention,
 )
 from unrolled.contract import UnsupportedError
+from unrolled.ops.positions import rotary
 from unrolled.testing import check_mechanism
 
 
@@ -127,6 +129,10 @@ def test_a_vector_without_direction_has_features_and_no_gradient():
     assert (gradient == 0).all()
 
 
+def rotation(positions):
+    return partial(rotary, positions=torch.tensor(positions))
+
+
 def test_positions_turn_the_scaled_vectors():
     """So that kernels depend on distances even with unequal scales."""
     q, k, _ = inputs(T=1, H=1, B=1)
@@ -134,10 +140,10 @@ def test_positions_turn_the_scaled_vectors():
     phi.scale.data[:] = torch.linspace(0.5, 1.5, 8)
     products = []
     for shift in (0, 1000):
-        q_features, k_features = phi(q, torch.tensor([[3 + shift]])), phi(k, torch.tensor([[shift]]))
+        q_features, k_features = phi(q, rotation([[3 + shift]])), phi(k, rotation([[shift]]))
         terms = (q_features * k_features).detach().flatten() * 100_000
         products.append(terms[:100_000] + terms[100_000:])
-        torch.testing.assert_close(phi(q[0], torch.tensor([3 + shift])), q_features[0])  # a step
+        torch.testing.assert_close(phi(q[0], rotation([3 + shift])), q_features[0])  # a step
     assert not torch.equal(*products)
     assert_mean(products[0] - products[1], 0)
     turned, straight = products[0], (phi(q) * phi(k)).detach().sum()

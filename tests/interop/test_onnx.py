@@ -28,7 +28,8 @@ VOCABULARY = 11
 MODELS: dict[str, dict[str, Any]] = {
     "linear": {"positions": "sinusoidal", "n_kv_heads": 2, "start_token": True},
     "window": {"positions": "rotary", "attention_options": {"window": {"window": 5, "conv": 3}}},
-    "softmax": {"positions": "rotary", "n_kv_heads": 1},
+    "softmax": {"positions": "rotary", "n_kv_heads": 1, "norm": "res_post", "bias": False}
+    | {"attention_options": {"softmax": {"qk_norm": "head", "output_gate": True, "rotary_dim": 2}}},
 }
 
 

@@ -40,7 +40,7 @@ def test_all_ways_to_read_a_sequence_are_equal(attention, positions, norm, head)
     assert_same(read(model, [tokens[:, :2], steps[2], tokens[:, 3:]])[0], whole)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("norm", ["pre", "post", "res_post"])
 @pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
 @torch.no_grad()
 def test_a_block_is_what_it_says(norm, activation):
@@ -58,6 +58,9 @@ def test_a_block_is_what_it_says(norm, activation):
     if norm == "pre":
         x1 = x + block.attention(block.attention_norm(x))
         expected = model.stack.norm(x1 + feed_forward(block.ff_norm(x1)))
+    elif norm == "res_post":
+        x1 = x + block.attention_norm(block.attention(x))
+        expected = model.stack.norm(x1 + block.ff_norm(feed_forward(x1)))
     else:
         x1 = block.attention_norm(x + block.attention(x))
         expected = block.ff_norm(x1 + feed_forward(x1))
@@ -280,6 +283,51 @@ def test_a_layer_may_rotate_where_the_model_does_not():
         attention_options={"retention": {"rotary": True}},
     )  # fmt: skip
     assert [block.attention.rotary for block in Decoder(config).stack.blocks] == [False, True]
+
+
+@torch.no_grad()
+def test_each_layer_may_have_its_own_norm():
+    model = decoder(n_layers=3, norm=["res_post", "post", "pre"])
+    x = torch.randn(2, 5, 16, dtype=torch.double)
+    first, second, third = model.stack.blocks
+    x1 = x + first.attention_norm(first.attention(x))
+    x1 = x1 + first.ff_norm(first.ff(x1))
+    x2 = second.attention_norm(x1 + second.attention(x1))
+    x2 = second.ff_norm(x2 + second.ff(x2))
+    x3 = x2 + third.attention(third.attention_norm(x2))
+    assert_same(model.stack(x), model.stack.norm(x3 + third.ff(third.ff_norm(x3))))
+    assert isinstance(decoder(norm=["pre", "post"]).stack.norm, nn.Identity)
+
+
+def test_only_what_pre_norm_adds_is_drawn_smaller():
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(64, d_model=128, n_layers=3, n_heads=4, norm=["pre", "res_post", "post"]))
+    for block, expected in zip(model.stack.layers, (0.02 / math.sqrt(6), 0.02, 0.02), strict=True):
+        for layer in (block.attention.out_proj, block.ff.down):
+            assert layer.weight.std().item() == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
+def test_a_model_may_have_no_biases(norm_type):
+    attention = ["softmax", "delta_net"]
+    options = {"delta_net": {"gated": True}, "softmax": {"output_gate": True}}
+    model = decoder(
+        bias=False, norm_type=norm_type, attention=attention, attention_options=options, positions="none"
+    )
+    names = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert names == {"stack.blocks.1.attention.decay_bias"}  # of the decay, not of a projection
+    tokens = tokens_of(2, 6)
+    assert_same(read(model, [tokens[:, :3], *tokens[:, 3:].unbind(1)])[0], model(tokens))
+
+
+def test_mechanisms_may_have_other_numbers_of_heads():
+    options = {"delta_net": {"n_heads": 3, "n_kv_heads": None, "head_dim": 5}, "softmax": {"bias": False}}
+    model = decoder(attention=["delta_net", "softmax"], attention_options=options)
+    first, second = (block.attention for block in model.stack.layers)
+    assert (first.n_heads, first.n_kv_heads, first.head_dim) == (3, 3, 5)
+    assert (second.n_heads, second.n_kv_heads, second.head_dim) == (4, 2, 4)
+    assert second.qkv_proj.bias is None
+    assert first.qkv_proj.bias is not None
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

@@ -105,6 +105,16 @@ def test_blocks_beside_others_are_run_together(fusions):
     assert asked == [1, 0, 2] * STEPS
 
 
+def test_only_blocks_with_the_norms_of_the_kernel_run_in_it(fusions):
+    model = decoder(n_layers=4, norm=["pre", "res_post", "post", "pre"], bias=False)
+    with torch.inference_mode():
+        found = logits(model)
+        asked = list(fusions)
+        with prefer("plain"):
+            torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+    assert asked == [1, 0, 2] * STEPS
+
+
 STRIDED = "another layout of its storage"
 CHANGES = {
     "in place": lambda block: block.ff.up.weight.mul_(2),

@@ -33,6 +33,17 @@ def test_with_as_many_latents_as_tokens_it_is_the_decoder_with_its_weights(atten
     assert_same(found[~padding], twin(tokens, key_padding_mask=padding)[~padding])
 
 
+@torch.no_grad()
+def test_the_last_outputs_are_gated_by_their_own_inputs():
+    options = {"softmax": {"qk_norm": "head", "output_gate": True, "rotary_dim": 2, "rotary_base": 50.0}}
+    model = perceiver(attention="softmax", attention_options=options, positions="rotary", n_layers=1)
+    tokens = tokens_of(2, 9)
+    expected = model(tokens, n_latents=9)[:, -4:]
+    assert_same(model(tokens), expected)
+    _, state = model.prefill(tokens[:, :5], model.init_state(2))
+    assert_same(model.prefill(tokens[:, 5:], state)[0], expected)
+
+
 def test_the_latents_are_what_the_definition_says():
     model = perceiver(norm="pre", positions="none")
     tokens = tokens_of(2, 9)

@@ -21,14 +21,22 @@ def small_decoder(**fields) -> Decoder:
 BUCKETS = {"reformer": {"chunk": 4, "n_buckets": 4}}
 REFORMER = {"attention": "reformer", "attention_options": BUCKETS, "reversible": True}
 GRID = {"vocab_size": None, "input_dim": 3, "grid": [4, 4], "n_bands": 2, "positions": "none"}
+GATED = {
+    "softmax": {"qk_norm": "all", "output_gate": True, "rotary": True, "rotary_dim": 2, "rotary_base": 5e5}
+}
 SAVED = [
     ("decoder", {"attention": ["linear", "softmax"], "attention_options": {"softmax": {"head_dim": 6}}}),
+    (
+        "decoder",
+        {"norm": ["res_post", "pre"], "bias": False, "attention": "softmax", "attention_options": GATED},
+    ),
     ("decoder", {"tie_embeddings": True, "start_token": True, "positions": "rotary"}),
     ("decoder", {"inputs": "pixels", "head": "logistic_mixture", "norm": "post", "n_kv_heads": 1}),
     ("decoder", {"positions": "axial", "axial_shape": [4, 6], "ff_chunk": 5, **REFORMER}),
     ("encoder", {"vocab_size": None, "input_dim": 3}),
     ("encoder_decoder", {"norm": "pre", "positions": "rotary", "cross_attention": "linear"}),
     ("encoder_decoder", {"decoder_attention": "gated_linear", "cross_attention": "rfa"}),
+    ("encoder_decoder", {"norm": ["res_post"], "bias": False}),
     ("encoder_decoder", {"positions": "learned", "tie_embeddings": False, "source_vocab_size": 13}),
     ("luong_seq2seq", {"attention": "luong.LocalPredictiveAttention", "attention_options": {"window": 2}}),
     ("luong_seq2seq", {"attention": "hard", "n_layers": 3}),

@@ -11,7 +11,6 @@ from unrolled.attention._heads import of_every_head
 from unrolled.attention._state import advance
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.ops.delta import delta_rule, operator
-from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -75,7 +74,7 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
         if k.shape[-2] < v.shape[-2]:
             q, k = of_every_head(q, self.n_heads), of_every_head(k, self.n_heads)
         if positions is not None:
-            q, k = rotary(q, positions), rotary(k, positions)
+            q, k = self.rotate(q, positions), self.rotate(k, positions)
         return q, k, v.to(q.dtype), beta, log_decay
 
 

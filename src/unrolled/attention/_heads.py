@@ -5,7 +5,6 @@ from typing import Generic, NamedTuple, TypedDict, TypeVar
 from torch import Tensor
 
 from unrolled.ops.options import check_integers
-from unrolled.ops.positions import rotary
 from unrolled.ops.state_checks import Growing
 
 Inputs = TypeVar("Inputs")
@@ -26,12 +25,6 @@ class Heads(NamedTuple, Generic[Inputs]):
     positions: Tensor | None = None
     inputs: Inputs = None  # type: ignore[assignment]
     recent: Tensor | None = None
-
-    def rotated(self) -> tuple[Tensor, Tensor]:
-        """Return q and k rotated by their positions, or as they are where there are none."""
-        if self.positions is None:
-            return self.q, self.k
-        return rotary(self.q, self.positions), rotary(self.k, self.positions)
 
 
 def of_every_head(x: Tensor, n_heads: int) -> Tensor:

@@ -3,10 +3,11 @@
 from typing import TypedDict
 
 from unrolled.contract import CAUSAL_RECURRENCE
+from unrolled.ops.options import check_finite
 
 
 class HeadOptions(TypedDict, total=False):
-    """Options of `MultiHeadAttention`, which documents them, for mechanisms with their own `rotary`."""
+    """Options of `MultiHeadAttention`, which documents them, without `rotary`, whose default may differ."""
 
     causal: bool
     n_kv_heads: int | None
@@ -14,6 +15,8 @@ class HeadOptions(TypedDict, total=False):
     value_dim: int | None
     bias: bool
     conv: int | None
+    rotary_base: float
+    rotary_dim: int | None
 
 
 class CommonOptions(HeadOptions, total=False):
@@ -30,3 +33,12 @@ BIDIRECTIONAL_ONLY = GENERAL.but(causal=False, packing=False, recurrence="none",
 
 ONE_WAY = "it forgets the past; run it over the sequence and over its reverse, or use linear attention"
 """Why a recurrence that forgets is not bidirectional."""
+
+
+def check_rotation(base: float, dim: int | None, head_dim: int) -> None:
+    """Raise ValueError unless the base is above 0, and pairs of the numbers of a head can be rotated."""
+    check_finite(rotary_base=base)
+    if base <= 0:
+        raise ValueError(f"rotary_base is {base}, but must be above 0")
+    if dim is not None and (dim % 2 or not 2 <= dim <= head_dim):
+        raise ValueError(f"rotary_dim is {dim}, but must be even, from 2 to head_dim = {head_dim}")

@@ -97,9 +97,10 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         self, heads: Heads[Inputs], state: WindowState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, WindowState]:
         """Attend in parallel, continuing from a state."""
-        (q, k), left, gap, padding = heads.rotated(), self.window_size[0], self.dilation, key_padding_mask
+        (q, k), left, gap, padding = self.rotated(heads), self.window_size[0], self.dilation, key_padding_mask
         return window_prefill(q, k, heads.v, state, left=left, dilation=gap, key_padding_mask=padding)
 
     def step_heads(self, heads: Heads[Inputs], state: WindowState) -> tuple[Tensor, WindowState]:
         """Attend from one token to the window before it."""
-        return window_step(*heads.rotated(), heads.v, state, left=self.window_size[0], dilation=self.dilation)
+        q, k = self.rotated(heads)
+        return window_step(q, k, heads.v, state, left=self.window_size[0], dilation=self.dilation)

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from unrolled.attention._conv import ConvolvedState, ShortConvolution
 from unrolled.attention._heads import MEMORY_GROWS, NO_MASKS, Heads, Inputs, Masks, Memory, Projected
-from unrolled.attention._options import CommonOptions
+from unrolled.attention._options import CommonOptions, check_rotation
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import ChecksOptions
-from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding
+from unrolled.ops.positions import ROTARY_BASE, positions_from_cu_seqlens, positions_from_padding, rotary
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
@@ -56,9 +56,12 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             values (`unrolled.ops.conv`), which lets a recurrence compare a token with its neighbours; None
             for no convolution. Only for causal attention that runs as a recurrence, without an `attn_mask`.
         rotary: encode positions by rotating queries and keys; self-attention only.
+        rotary_base: the angle of pair i is the position / base^(2i/D); a larger base turns more slowly.
+        rotary_dim: with `rotary`, rotate only this many numbers of each query and key, the first ones; an
+            even number, D by default.
 
     Raises:
-        ValueError: a size is not a multiple of another as required, or below 1.
+        ValueError: a size is not a multiple of another as required, or out of range.
         UnsupportedError: the mechanism is not causal, only causal, or cannot use rotary positions.
     """
 
@@ -68,6 +71,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     no_rotary: str | None = None
     conv_activation: bool = False  # whether silu follows the convolution
     conv_bias: bool = False
+    mixes_input: bool = False  # whether queries, keys and values are projected from more than their token
 
     def __init__(
         self,
@@ -81,6 +85,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         bias: bool = True,
         conv: int | None = None,
         rotary: bool = False,
+        rotary_base: float = ROTARY_BASE,
+        rotary_dim: int | None = None,
     ):
         super().__init__()
         if not (self.supports.causal if causal else self.supports.bidirectional):
@@ -100,6 +106,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         self.value_dim = self.head_dim if value_dim is None else value_dim
         if self.head_dim < 1 or self.value_dim < 1:
             raise ValueError(f"head_dim is {head_dim} and value_dim {value_dim}, but both must be at least 1")
+        check_rotation(rotary_base, rotary_dim, self.head_dim)
+        self.rotary_base, self.rotary_dim = rotary_base, rotary_dim
         self.widths = [n * width for n, width in zip(self.head_counts(), self.head_widths(), strict=True)]
         self.qkv_proj = Linear(d_model, sum(self.widths), bias=bias)
         self.out_proj = Linear(n_heads * self.value_dim, d_model, bias=bias)
@@ -359,6 +367,16 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         if masks.key_padding_mask is not None:
             return positions_from_padding(masks.key_padding_mask)
         return torch.arange(T, device=x.device).expand(B, T)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate queries or keys by their positions, as `rotary_base` and `rotary_dim` say."""
+        return rotary(x, positions, base=self.rotary_base, dim=self.rotary_dim)
+
+    def rotated(self, heads: Heads[Inputs]) -> tuple[Tensor, Tensor]:
+        """Return queries and keys rotated by their positions, or as they are without `rotary`."""
+        if not self.rotary or heads.positions is None:
+            return heads.q, heads.k
+        return self.rotate(heads.q, heads.positions), self.rotate(heads.k, heads.positions)
 
     def weights_of(self, heads: Heads[Inputs], masks: Masks) -> Tensor:
         """Compute the attention weights `[B,H,T,S]`.

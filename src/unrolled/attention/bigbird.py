@@ -275,7 +275,7 @@ class BigBirdAttention(MultiHeadAttention[None, None]):
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)
-        (q, k), seed, padding = heads.rotated(), self._seeds(), masks.key_padding_mask
+        (q, k), seed, padding = self.rotated(heads), self._seeds(), masks.key_padding_mask
         return seeded_bigbird_attention(q, k, heads.v, self.layout, seed, key_padding_mask=padding)
 
     def redraw(self) -> None:

@@ -235,7 +235,7 @@ class ClusteredAttention(MultiHeadAttention[None, None]):
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
         itself, padding = heads.positions is not None, masks.key_padding_mask
-        q, k = heads.rotated() if self.rotary else (heads.q, heads.k)
+        q, k = self.rotated(heads)
         if not any_length(q) and (self.n_clusters >= q.shape[1] or self.n_keys >= k.shape[1]):
             return softmax_attention(q, k, heads.v, key_padding_mask=padding)
         q_padding, C, n_keys = padding if itself else None, self.n_clusters, self.n_keys

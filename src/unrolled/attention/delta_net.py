@@ -8,8 +8,8 @@ have length 1, q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is b
 With `conv`, as in the published models, silu follows the convolution, that of the values too.
 
 DeltaNet has a = 1. Gated DeltaNet (`gated=True`) decays, log a = -exp(A) softplus(W_a x + c) with A and c
-learned per head, and gates its output by silu(W_g x). With `bias=False` and a beta_proj.bias of 0 it is the
-layer of Qwen3-Next and, with max_beta = 2, of OLMo-hybrid.
+learned per head, and gates its output by silu(W_g x). With `bias=False` it is the layer of Qwen3-Next and,
+with max_beta = 2, of OLMo-hybrid.
 
 Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length", arXiv 2406.06484: section 2.2 (the rule), 3.2 and 3.3 (by chunks, the layer). Yang, Kautz and
@@ -81,11 +81,12 @@ class DeltaNet(DeltaRule):
         if not 0 < max_beta <= 2:
             raise ValueError(f"max_beta is {max_beta}, but must be above 0 and at most 2")
         self.gated, self.max_beta = gated, max_beta
-        self.beta_proj = Linear(d_model, self.n_kv_heads)
+        bias = self.qkv_proj.bias is not None
+        self.beta_proj = Linear(d_model, self.n_kv_heads, bias=bias)
         self.norm = HeadRMSNorm(n_heads, self.value_dim, eps)
         if gated:
             self.decay_proj = Linear(d_model, self.n_kv_heads, bias=False)
-            self.gate_proj = Linear(d_model, n_heads * self.value_dim)
+            self.gate_proj = Linear(d_model, n_heads * self.value_dim, bias=bias)
             self.log_pace = nn.Parameter(random_log_paces(self.n_kv_heads))
             self.decay_bias = nn.Parameter(random_decay_biases(self.n_kv_heads))
 

@@ -23,7 +23,7 @@ denominator, and scaled by learned weights. A small denominator makes gradients 
 2022, "The Devil in Linear Transformer", arXiv 2210.10340).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -51,12 +51,17 @@ class LinearAttentionState(NamedTuple):
 
 
 def rotary_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, **options: Unpack[LinearOptions]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    rotate: Callable[[Tensor, Tensor], Tensor] = rotary,
+    **options: Unpack[LinearOptions],
 ) -> tuple[Tensor, LinearState]:
     """o_i = sum_j (R_i q_i . R_j k_j) v_j / sum_j q_i . k_j for features `q [B,T,H,R]`, `k [B,T,G,R]`.
 
-    `options` are those of `linear_attention`. Both sums are computed in at least fp32, since the first may
-    overflow in fp16.
+    `rotate(x, positions)` applies R; `options` are those of `linear_attention`. Both sums are computed in at
+    least fp32, since the first may overflow in fp16.
 
     Returns:
         `o [B,T,H,M]`, and the state: S of the rotated keys, z of the keys before rotation.
@@ -66,7 +71,7 @@ def rotary_linear_attention(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     options["normalize"] = False
     sums = partial(linear_attention, return_state=True, **options)
-    num, numerator_state = sums(rotary(q, positions), rotary(k, positions), v, state=state)
+    num, numerator_state = sums(rotate(q, positions), rotate(k, positions), v, state=state)
     ones = v.new_ones(*v.shape[:3], 1)
     before = None if state is None else LinearState(state.k_sum.unsqueeze(-1), state.k_sum)
     den, denominator_state = sums(q, k, ones, state=before)
@@ -111,9 +116,11 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
             raise ValueError(
                 f"feature_map has head_dim {feature_map.head_dim}, but must have {self.head_dim}"
             )
-        if self.rotary and feature_map.feature_dim % 2:
+        least = self.rotary_dim or 2
+        if self.rotary and (feature_map.feature_dim % 2 or feature_map.feature_dim < least):
             raise ValueError(
-                f"feature_map has {feature_map.feature_dim} features, but needs an even number with rotary"
+                f"feature_map has {feature_map.feature_dim} features, but needs an even number of at least "
+                f"{least} with rotary"
             )
         self.feature_map = feature_map
         self.normalize = normalizer == "sum"
@@ -188,8 +195,10 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         v, positions, common = self._summable(heads.v), heads.positions, masks.of_keys()
         if self.rotary and positions is not None:
             if self.normalize:
-                return rotary_linear_attention(q, k, v, positions, causal=causal, state=state, **common)
-            q, k = rotary(q, positions), rotary(k, positions)
+                return rotary_linear_attention(
+                    q, k, v, positions, self.rotate, causal=causal, state=state, **common
+                )
+            q, k = self.rotate(q, positions), self.rotate(k, positions)
         return linear_attention(
             q, k, v, causal=causal, state=state, return_state=True, normalize=self.normalize, **common
         )

@@ -284,7 +284,7 @@ class LinformerAttention(MultiHeadAttention[None, None]):
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        (q, k), padding = heads.rotated(), masks.key_padding_mask
+        (q, k), padding = self.rotated(heads), masks.key_padding_mask
         project_v = self.projection if self.value_projection is None else self.value_projection
         return linformer_attention(q, k, heads.v, self.projection, project_v, key_padding_mask=padding)
 

@@ -280,7 +280,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
 
     def _window_heads(self, heads: Heads[Pooling]) -> tuple[Tensor, Tensor]:
         """Return queries and keys for the window: the keys normalised, then both rotated."""
-        return heads._replace(k=_normalised(heads.k, self.window_norm)).rotated()
+        return self.rotated(heads._replace(k=_normalised(heads.k, self.window_norm)))
 
     def _landmarks(self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, padding: Tensor | None) -> Part:
         """Attend to the landmarks of a whole sequence."""

@@ -40,7 +40,6 @@ from unrolled.ops.checks import shape
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.packing import reorder, valid_first, valid_tokens_first
-from unrolled.ops.positions import rotary
 from unrolled.ops.window import window_attention
 from unrolled.ops.window.dilated import window_pattern
 
@@ -209,7 +208,7 @@ class LongformerAttention(SlidingWindow[Globals]):
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)
-        (q, k), v = heads.rotated(), heads.v
+        (q, k), v = self.rotated(heads), heads.v
         x, global_mask = heads.inputs
         padding, back = masks.key_padding_mask, None
         if padding is not None:
@@ -267,7 +266,7 @@ class LongformerAttention(SlidingWindow[Globals]):
         k = k.reshape(B, T, self.n_kv_heads, self.head_dim)
         v = v.reshape(B, T, self.n_kv_heads, self.value_dim)
         if self.rotary:
-            q, k = rotary(q, places), rotary(k, torch.arange(T, device=x.device).expand(B, T))
+            q, k = self.rotate(q, places), self.rotate(k, torch.arange(T, device=x.device).expand(B, T))
         return q, k, v
 
     def _which(self, global_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> tuple[Tensor, int]:

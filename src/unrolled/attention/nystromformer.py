@@ -223,7 +223,7 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        (q, k), padding, itself = self._rotated(heads), masks.key_padding_mask, heads.positions is not None
+        (q, k), padding, itself = self.rotated(heads), masks.key_padding_mask, heads.positions is not None
         n, steps = self.n_landmarks, self.iterations
         o = nystrom_attention(
             q, k, heads.v, n_landmarks=n, iterations=steps, key_padding_mask=padding, self_attention=itself
@@ -240,7 +240,7 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
         B, T = x.shape[:2]
         masks = Masks(key_padding_mask)
         x = self._without_padding(x, masks)
-        q, k = self._rotated(Heads(*self.project(x), self.positions_of(x, masks)))
+        q, k = self.rotated(Heads(*self.project(x), self.positions_of(x, masks)))
         padding = x.new_zeros(B, T, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
         dtype = accumulation_dtype(q.dtype)
         with without_autocast(q.device):
@@ -248,9 +248,6 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
             a = landmarks(q, k, self.n_landmarks, padding, padding)[2]
             residual = pinv_residual(a, _inverse(a, self.iterations))
         return residual.masked_fill(((~padding).sum(1) <= self.n_landmarks).unsqueeze(1), 0)
-
-    def _rotated(self, heads: Heads[None]) -> tuple[Tensor, Tensor]:
-        return heads.rotated() if self.rotary else (heads.q, heads.k)
 
     def _skip(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Convolve the values `[B,T,G,M]` of each row's valid tokens along their sequence: `[B,T,H,M]`."""

@@ -390,11 +390,11 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
     def step_heads(self, heads: Heads[None], state: PerformerState) -> tuple[Tensor, PerformerState]:
         """Run one step of the recurrence."""
         before = FavorState(*state[:3])
-        o, after = favor_attention_step(*heads.rotated(), heads.v, self.feature_map, before)
+        o, after = favor_attention_step(*self.rotated(heads), heads.v, self.feature_map, before)
         return self._unless_redrawn(o, state), PerformerState(*after, state.position + 1, state.draw)
 
     def _favor(self, heads: Heads[None], state: FavorState | None, masks: Masks) -> tuple[Tensor, FavorState]:
-        q, k = heads.rotated()
+        q, k = self.rotated(heads)
         options = masks.of_keys()
         return favor_attention(q, k, heads.v, self.feature_map, causal=self.causal, state=state, **options)
 

@@ -21,6 +21,7 @@ Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn
 Equals softmax attention: never. Without decay, rotation, norm and gate it is unnormalised linear attention.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Unpack
 
 import torch
@@ -38,6 +39,8 @@ from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear import Keys, linear_attention, linear_attention_step
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, exact_dtype
+
+Rotate = Callable[[Tensor, Tensor], Tensor]  # of vectors and positions
 
 
 class RetentionState(NamedTuple):
@@ -60,7 +63,7 @@ def retention(
     log_decay: Tensor,
     positions: Tensor | None = None,
     *,
-    closed: bool = False,
+    rotate: Rotate = rotary,
     state: Tensor | None = None,
     **masks: Unpack[KeyMasks],
 ) -> tuple[Tensor, Tensor]:
@@ -72,7 +75,7 @@ def retention(
         v: values `[B,T,G,M]`.
         log_decay: logarithm of gamma for each key head `[G]`, at most 0.
         positions: `[B,T]`, by which queries and keys are rotated; no rotation by default.
-        closed: which angles they are rotated by, see `rotary`.
+        rotate: the function that rotates them, of vectors and positions.
         state: S before the first key, `[B,G,D,M]`.
         masks: `key_padding_mask [B,T]`, True = padding, which leaves the state as it was; or `cu_seqlens`,
             int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
@@ -84,7 +87,7 @@ def retention(
     check_qkv(q, k, v)
     if log_decay.shape != k.shape[2:3]:
         raise ValueError(f"log_decay has shape {shape(log_decay)}, but must be [G] = [{k.shape[2]}]")
-    q, k, v = _scaled_and_rotated(q, k, v, positions, closed)
+    q, k, v = _scaled_and_rotated(q, k, v, positions, rotate)
     before = None if state is None else without_denominator(state)
     options: Keys = {"causal": True, "log_decay": log_decay.expand(k.shape[:3]), **masks}
     o, after = linear_attention(q, k, v, state=before, return_state=True, normalize=False, **options)
@@ -99,11 +102,11 @@ def retention_step(
     state: Tensor,
     position: Tensor | None = None,
     *,
-    closed: bool = False,
+    rotate: Rotate = rotary,
 ) -> tuple[Tensor, Tensor]:
     """One token of the recurrence (eq. 6): `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]`, `position [B]`."""
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))  # the batch becomes the length
-    q, k, v = _scaled_and_rotated(q, k, v, None if position is None else position.unsqueeze(0), closed)
+    q, k, v = _scaled_and_rotated(q, k, v, None if position is None else position.unsqueeze(0), rotate)
     before, rates = without_denominator(state), log_decay.expand(k.shape[1:3])
     o, after = linear_attention_step(q[0], k[0], v[0], before, log_decay=rates, normalize=False)
     return o, after.kv
@@ -120,13 +123,13 @@ def retention_reference(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> T
 
 
 def _scaled_and_rotated(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, closed: bool
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, rotate: Rotate
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     q, k, v = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype)
     if positions is None:
         return q, k, v
-    return rotary(q, positions, closed=closed), rotary(k, positions, closed=closed), v
+    return rotate(q, positions), rotate(k, positions), v
 
 
 class Retention(MultiHeadAttention[RetentionState, None]):
@@ -140,7 +143,7 @@ class Retention(MultiHeadAttention[RetentionState, None]):
             has its own decay.
         rotary: rotate queries and keys by their positions, as the paper does. In a model this follows its
             `positions`, unless the options of the layer set it.
-        angles: "rotary", 10000^(-2i/D) as everywhere here, or "closed", 10000^(-2i/(D-2)) as in torchscale.
+        angles: "rotary", base^(-2i/D) as everywhere here, or "closed", base^(-2i/(D-2)) as in torchscale.
         eps: added to the mean square of a head, above 0.
     """
 
@@ -170,6 +173,10 @@ class Retention(MultiHeadAttention[RetentionState, None]):
         """Attend in parallel."""
         return self._retain(heads, None, masks)[0]
 
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate queries or keys by their positions."""
+        return rotary(x, positions, base=self.rotary_base, dim=self.rotary_dim, closed=self.closed)
+
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, gate it, and project."""
         gate = silu(self.gate_proj(x)).reshape(o.shape)
@@ -192,11 +199,11 @@ class Retention(MultiHeadAttention[RetentionState, None]):
     def _retain(self, heads: Heads[None], state: Tensor | None, masks: Masks) -> tuple[Tensor, Tensor]:
         q, k, v, positions, *_ = heads
         rates = log_gamma(self.n_kv_heads, q.device)
-        return retention(q, k, v, rates, positions, closed=self.closed, state=state, **masks.of_keys())
+        return retention(q, k, v, rates, positions, rotate=self.rotate, state=state, **masks.of_keys())
 
     def step_heads(self, heads: Heads[None], state: RetentionState) -> tuple[Tensor, RetentionState]:
         """Run one step of the recurrence (eq. 6)."""
         q, k, v, position, *_ = heads
         rates = log_gamma(self.n_kv_heads, q.device)
-        o, kv = retention_step(q, k, v, rates, state.kv, position, closed=self.closed)
+        o, kv = retention_step(q, k, v, rates, state.kv, position, rotate=self.rotate)
         return o, RetentionState(kv, state.position + 1)

@@ -31,6 +31,7 @@ entries of s, with scores s^2 u_q . u_k.
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Unpack
 
 import torch
@@ -47,7 +48,6 @@ from unrolled.ops.dense import Linear
 from unrolled.ops.linear import Keys, LinearOptions, LinearState, linear_attention, linear_attention_step
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import without_padding
-from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.random_features import (
     Projection,
@@ -260,17 +260,17 @@ class RfaMap(nn.Module):
         """The functions of this kernel; not an attribute, since functions cannot be pickled."""
         return KERNELS[self.features]
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return phi(x) `[...,H,R]`, in at least fp32; a vector of zeros, without a direction, stays zero.
 
-        Rotated by positions, `[B,T]` for `x [B,T,H,D]` or `[B]` for `x [B,H,D]`, if they are given.
+        `rotate`, if given, rotates the vectors s u by their positions.
         """
         with without_autocast(x.device):
             x = x.to(accumulation_dtype(x.dtype))
             scale = self.scale.to(x.dtype).repeat_interleave(x.shape[-2] // len(self.scale), 0)
             x = safe_divide(x, x.norm(dim=-1, keepdim=True)) * scale
-            if positions is not None:
-                x = rotary(x, positions)
+            if rotate is not None:
+                x = rotate(x)
             wx: Tensor = self.projection(x)
             return self.kernel.features(wx) / math.sqrt(wx.shape[-1])
 
@@ -384,7 +384,8 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
     def _features(self, heads: Heads[Gate | None]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the features of queries and keys, and the logits of the gates."""
         self.feature_map.warn_if_sharp()
-        q, k = (self.feature_map(x, heads.positions) for x in heads[:2])
+        rotate = None if heads.positions is None else partial(self.rotate, positions=heads.positions)
+        q, k = (self.feature_map(x, rotate) for x in heads[:2])
         return q, k, None if heads.inputs is None else heads.inputs.logits
 
     def refuse(self, capability: str, given: Tensor | None, what: str) -> None:

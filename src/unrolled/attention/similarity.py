@@ -219,7 +219,7 @@ class SimilarityAttention(CachedAttention):
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = heads.rotated()
+        q, k = self.rotated(heads)
         return similarity_attention(q, k, heads.v, self.similarity, causal=self.causal, **masks._asdict())
 
     def prefill_heads(
@@ -227,7 +227,7 @@ class SimilarityAttention(CachedAttention):
     ) -> tuple[Tensor, KVCache]:
         """Attend in parallel to the cache and to the new tokens."""
         attend = partial(similarity_attention, similarity=self.similarity)
-        return attend_to_cache(attend, *heads.rotated(), heads.v, state, key_padding_mask)
+        return attend_to_cache(attend, *self.rotated(heads), heads.v, state, key_padding_mask)
 
     def step_heads(self, heads: Heads[None], state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend from one token to the whole cache."""

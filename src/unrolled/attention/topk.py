@@ -199,17 +199,17 @@ class TopkAttention(CachedAttention):
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        q, k = heads.rotated()
+        q, k = self.rotated(heads)
         return topk_attention(q, k, heads.v, self.n_keys, causal=self.causal, **masks._asdict())
 
     def prefill_heads(
         self, heads: Heads[None], state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Attend in parallel to the cache and to the new tokens."""
-        q, k = heads.rotated()
+        q, k = self.rotated(heads)
         return topk_prefill(q, k, heads.v, state, self.n_keys, key_padding_mask=key_padding_mask)
 
     def step_heads(self, heads: Heads[None], state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend from one token to the best of the cache."""
-        q, k = heads.rotated()
+        q, k = self.rotated(heads)
         return topk_step(q, k, heads.v, state, self.n_keys)

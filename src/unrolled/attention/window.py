@@ -57,7 +57,7 @@ class WindowAttention(SlidingWindow[None]):
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        (q, k), v = heads.rotated(), heads.v
+        (q, k), v = self.rotated(heads), heads.v
         padding, back = masks.key_padding_mask, None
         if padding is not None:
             (q, k, v), padding, back = valid_tokens_first(padding, q, k, v)

@@ -70,8 +70,12 @@ class MultiheadAttention(nn.Module):
         self.batch_first, self.add_zero_attn = batch_first, add_zero_attn
         # If True, torch's encoder layer would compute softmax attention itself.
         self._qkv_same_embed_dim = False
+        if options.get("qk_norm"):
+            raise UnsupportedError(
+                f"qk_norm is {options['qk_norm']!r}, but must be left out: torch's layer has no norms"
+            )
         mechanism = mechanisms.load(attention)(embed_dim, num_heads, causal=causal, bias=bias, **options)
-        if mechanism.qkv_proj.weight.shape != (3 * embed_dim, embed_dim):
+        if mechanism.qkv_proj.weight.shape != (3 * embed_dim, embed_dim) or mechanism.mixes_input:
             raise UnsupportedError(
                 f"{attention!r} attention with these options has other projections than torch's"
             )

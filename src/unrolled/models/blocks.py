@@ -52,13 +52,21 @@ class FeedForward(Layer):
     recomputes them.
     """
 
-    def __init__(self, d_model: int, d_ff: int, activation: Activation, chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        activation: Activation,
+        chunk: int | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         if d_ff == 0:
             raise wrong("d_ff", 0, "at least 1 in this model, whose blocks need a feed-forward layer")
         self.activation, self.chunk = activation, chunk
-        self.up = Linear(d_model, 2 * d_ff if activation == "swiglu" else d_ff)
-        self.down = Linear(d_ff, d_model)
+        self.up = Linear(d_model, 2 * d_ff if activation == "swiglu" else d_ff, bias=bias)
+        self.down = Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_model] -> [..., d_model]."""
@@ -80,65 +88,80 @@ class FeedForward(Layer):
         return cast(Tensor, self.down(x))
 
 
-class AttentionBlock(Layer):
-    """Attention, added to the residual stream, without a feed-forward layer; norms as in `Block`.
+class ResidualBlock(Layer):
+    """Sub-layers f, each added to the residual stream, with a norm of one kind.
 
-    The three verbs differ only in how the attention is called.
+    pre:         x <- x + f(norm(x))     (Xiong et al. 2020)
+    post:        x <- norm(x + f(x))     (Vaswani et al. 2017; the linear transformer's paper)
+    res_post:    x <- x + norm(f(x))     (Liu et al. 2021, Swin Transformer V2)
     """
 
-    def __init__(self, config: TransformerConfig, layer: int, *, causal: bool) -> None:
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
-        self.pre = config.norm == "pre"
-        self.attention_norm = make_norm(config)
-        self.attention: Attention = make_attention(config, layer, causal=causal)
+        self.norm = config.norms[layer]
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
-        """[B, T, d_model] -> [B, T, d_model]; the masks are those of `Stack.forward`."""
-        return self._after(x, self.attention(self._before(x), **masks))
+    def _before(self, x: Tensor, norm: nn.Module) -> Tensor:
+        return cast(Tensor, norm(x)) if self.norm == "pre" else x
 
-    def prefill(
-        self, x: Tensor, state: Parts, *, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Parts]:
-        """[B, T, d_model] -> [B, T, d_model], from a state to a state."""
-        y, state = self.attention.prefill(self._before(x), state, key_padding_mask=key_padding_mask)
-        return self._after(x, y), state
-
-    def step(self, x: Tensor, state: Parts) -> tuple[Tensor, Parts]:
-        """[B, d_model] -> [B, d_model], from a state to a state."""
-        y, state = self.attention.step(self._before(x), state)
-        return self._after(x, y), state
-
-    def _before(self, x: Tensor) -> Tensor:
-        return self.attention_norm(x) if self.pre else x
-
-    def _after(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self._dropped(attended)
-        return x if self.pre else self.attention_norm(x)
+    def _after(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+        if self.norm == "pre":
+            return x + self._dropped(y)
+        if self.norm == "post":
+            return cast(Tensor, norm(x + self._dropped(y)))
+        return x + self._dropped(norm(y))
 
     def _dropped(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.dropout(x)) if self.dropout.training else x
 
 
-class Block(AttentionBlock):
-    """Attention, then a feed-forward layer, each added to the residual stream.
+class AttentionBlock(ResidualBlock):
+    """Attention, added to the residual stream, without a feed-forward layer.
 
-        pre-norm:    x <- x + f(norm(x))     (Xiong et al. 2020)
-        post-norm:   x <- norm(x + f(x))     (Vaswani et al. 2017; the linear transformer's paper)
-
-    f is the attention, then the feed-forward layer.
+    The three verbs differ only in how the attention is called.
     """
+
+    def __init__(self, config: TransformerConfig, layer: int, *, causal: bool) -> None:
+        super().__init__(config, layer)
+        self.attention_norm = make_norm(config)
+        self.attention: Attention = make_attention(config, layer, causal=causal)
+
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
+        """[B, T, d_model] -> [B, T, d_model]; the masks are those of `Stack.forward`."""
+        return self._finish(x, self.attention(self._read(x), **masks))
+
+    def prefill(
+        self, x: Tensor, state: Parts, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Parts]:
+        """[B, T, d_model] -> [B, T, d_model], from a state to a state."""
+        y, state = self.attention.prefill(self._read(x), state, key_padding_mask=key_padding_mask)
+        return self._finish(x, y), state
+
+    def step(self, x: Tensor, state: Parts) -> tuple[Tensor, Parts]:
+        """[B, d_model] -> [B, d_model], from a state to a state."""
+        y, state = self.attention.step(self._read(x), state)
+        return self._finish(x, y), state
+
+    def _read(self, x: Tensor) -> Tensor:
+        """The input of the attention."""
+        return self._before(x, self.attention_norm)
+
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What the block returns, given the output of its attention."""
+        return self._after(x, attended, self.attention_norm)
+
+
+class Block(AttentionBlock):
+    """Attention, then a feed-forward layer, each added to the residual stream."""
 
     def __init__(self, config: TransformerConfig, layer: int, *, causal: bool) -> None:
         super().__init__(config, layer, causal=causal)
         self.ff_norm = make_norm(config)
-        self.ff = FeedForward(config.d_model, config.ff_width, config.activation, config.ff_chunk)
+        self.ff = make_feed_forward(config)
 
-    def _after(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = super()._after(x, attended)
-        if self.pre:
-            return x + self._dropped(self.ff(self.ff_norm(x)))
-        return cast(Tensor, self.ff_norm(x + self._dropped(self.ff(x))))
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        x, norm = super()._finish(x, attended), self.ff_norm
+        return self._after(x, self.ff(self._before(x, norm)), norm)
 
 
 def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> Attention:
@@ -158,10 +181,7 @@ def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> At
         others = [n for n in attention.names() if able(n)]
         raise UnsupportedError(f"{name!r} attention cannot be {ability}; use one of {others} instead")
     try:
-        options = {"rotary": config.positions == "rotary", **config.options_of(layer)}
-        return attention.load(name)(
-            config.d_model, config.n_heads, causal=causal, n_kv_heads=config.n_kv_heads, **options
-        )
+        return attention.load(name)(config.d_model, causal=causal, **config.options_of(layer))
     except TypeError as error:  # an unknown option, or one that is set above
         where = "attention_options" if name in config.attention_options else "layer_options"
         raise ValueError(f"{where}[{name!r}] does not fit: {error}") from error
@@ -176,11 +196,16 @@ def tie_layers(layers: Iterable[Attention]) -> None:
         kind.tie_layers(alike)
 
 
+def make_feed_forward(config: TransformerConfig) -> FeedForward:
+    """Make the feed-forward layer of the config."""
+    return FeedForward(config.d_model, config.ff_width, config.activation, config.ff_chunk, bias=config.bias)
+
+
 def make_norm(config: TransformerConfig, width: int | None = None) -> nn.Module:
     """Make the norm of the config over a last axis of `width`, by default d_model."""
     width = config.d_model if width is None else width
     if config.norm_type == "layernorm":
-        return nn.LayerNorm(width, eps=config.norm_eps)
+        return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
     return nn.RMSNorm(width, eps=config.norm_eps)
 
 
@@ -189,15 +214,21 @@ def init_weights(model: nn.Module, config: TransformerConfig) -> None:
 
     With pre-norm, the two layers of each block that write to the residual stream get a standard deviation of
     0.02 / sqrt(2 n_layers), so that its scale at the end does not depend on the depth (Radford et al. 2019,
-    §2.3). Post-norm rescales the stream after each layer, so there they get 0.02 too. In attention mechanisms
-    only `qkv_proj` and `out_proj` are drawn; other parameters keep the initial values of the mechanism.
+    §2.3). Other norms rescale what they write, so there they get 0.02 too. In attention mechanisms only
+    `qkv_proj` and `out_proj` are drawn; other parameters keep the initial values of the mechanism.
     """
-    residual_std = INIT_STD / math.sqrt(2 * config.n_layers) if config.norm == "pre" else INIT_STD
+    rescaled = {
+        id(module)
+        for block in model.modules()
+        if isinstance(block, ResidualBlock) and block.norm != "pre"
+        for module in block.modules()
+    }
+    residual_std = INIT_STD / math.sqrt(2 * config.n_layers)
     for name, module in model.named_modules():
         drawn_here = ".attention." not in name or name.endswith(("attention.qkv_proj", "attention.out_proj"))
         if not isinstance(module, nn.Linear | nn.Embedding) or not drawn_here:
             continue
-        residual = name.endswith(("attention.out_proj", "ff.down"))
+        residual = name.endswith(("attention.out_proj", "ff.down")) and id(module) not in rescaled
         nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

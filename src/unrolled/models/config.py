@@ -9,11 +9,12 @@ from annotated_types import Gt, Lt, MinLen
 from unrolled.fields import Checked, Count, Fraction, FromData, Size, field_types
 from unrolled.ops.checks import wrong
 
-Norm = Literal["pre", "post"]
+Norm = Literal["pre", "post", "res_post"]
 NormType = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 Positions = Literal["learned", "axial", "sinusoidal", "rotary", "none"]
 Mechanisms = str | list[str]
+Norms = Norm | list[Norm]
 Sizes = Annotated[list[Size], MinLen(1)]
 
 
@@ -74,14 +75,19 @@ class TransformerConfig(ModelConfig):
             rounded up to a multiple of 8.
         attention: name of the mechanism (see `unrolled.attention.names()`), or a list with one per layer.
         attention_options: further arguments of the modules of a mechanism, by its name, as in
-            `{"linear": {"feature_map": "elu"}}`.
+            `{"linear": {"feature_map": "elu"}}`. They take the place of `n_heads`, `n_kv_heads`, `bias` and
+            `positions="rotary"` where these are among them.
         layer_options: the same, but each argument is a list with one value per layer of the model, as in
             `{"window": {"window": [32, 64, 128, 256]}}`; values for layers of other mechanisms are ignored.
-        norm: "pre" normalises the input of each sub-layer (GPT-2), "post" its output (Vaswani et al.).
+        norm: what is normalised around each sub-layer f: "pre", its input, x + f(norm(x)) (GPT-2); "post",
+            the sum, norm(x + f(x)) (Vaswani et al.); "res_post", its output, x + norm(f(x)) (OLMo 2, and Swin
+            Transformer V2, arXiv 2111.09883, section 3.2); or a list with one per layer.
         norm_type: "layernorm" or "rmsnorm".
         norm_eps: added to the variance, or to the mean square, in each norm.
         activation: of the feed-forward layer, "gelu", "gelu_tanh" (its approximation by a tanh), "relu" or
             "swiglu".
+        bias: add a bias in each linear layer and layer norm of the blocks, except where a mechanism always
+            has one.
         positions: "learned" (one vector for each of `max_length` positions), "axial" (learned, as below),
             "sinusoidal" (any length), "rotary" (inside the attention, any length) or "none".
         max_length: number of learned positions; no other limit.
@@ -105,10 +111,11 @@ class TransformerConfig(ModelConfig):
     attention: Mechanisms = "linear"
     attention_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     layer_options: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    norm: Norm = "pre"
+    norm: Norms = "pre"
     norm_type: NormType = "layernorm"
     norm_eps: Annotated[float, Gt(0), Lt(1)] = 1e-5
     activation: Activation = "gelu"
+    bias: bool = True
     positions: Positions = "learned"
     max_length: Annotated[Size, FromData("length")] = 1024
     axial_shape: Sizes | None = None
@@ -123,7 +130,11 @@ class TransformerConfig(ModelConfig):
             raise wrong("n_kv_heads", self.n_kv_heads, f"a divisor of n_heads = {self.n_heads}")
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"d_model is {self.d_model}, but must be even with positions 'sinusoidal'")
-        if self.reversible and self.norm != "pre":
+        if len(self.norms) != self.n_layers:
+            raise ValueError(
+                f"norm has {len(self.norms)} values, but must have n_layers = {self.n_layers} of them"
+            )
+        if self.reversible and set(self.norms) != {"pre"}:
             raise wrong("norm", repr(self.norm), "'pre' with reversible True: others have no inverse")
         if self.reversible and self.d_ff == 0:
             raise wrong("d_ff", 0, "at least 1 with reversible True, whose second stream it feeds")
@@ -140,8 +151,22 @@ class TransformerConfig(ModelConfig):
         """The names of all mechanisms."""
         return set(self.layer_attention)
 
+    @property
+    def norms(self) -> list[Norm]:
+        """What is normalised in each layer."""
+        return self.norm if isinstance(self.norm, list) else [self.norm] * self.n_layers
+
     def options_of(self, layer: int) -> dict[str, Any]:
-        """The arguments of one layer's attention, from `attention_options` and `layer_options`."""
+        """The arguments of one layer's attention besides d_model and causal."""
+        common = {
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "bias": self.bias,
+            "rotary": self.positions == "rotary",
+        }
+        return common | self._own_options(layer)
+
+    def _own_options(self, layer: int) -> dict[str, Any]:
         name = self.layer_attention[layer]
         own = {option: values[layer] for option, values in self.layer_options.get(name, {}).items()}
         return {**self.attention_options.get(name, {}), **own}
@@ -205,7 +230,7 @@ class TransformerConfig(ModelConfig):
                         "but must be in one of them only"
                     )
         for layer, name in enumerate(self.layer_attention):
-            if self.d_model % self.n_heads and "head_dim" not in self.options_of(layer):
+            if self.d_model % self.n_heads and not {"head_dim", "n_heads"} & self._own_options(layer).keys():
                 raise ValueError(
                     f"d_model is {self.d_model}, but must be a multiple of n_heads = {self.n_heads}, "
                     f"unless head_dim is among the attention_options of {name!r}"

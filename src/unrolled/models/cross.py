@@ -2,34 +2,30 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 from torch import Tensor, nn
 
 from unrolled import attention
 from unrolled.contract import UnsupportedError
-from unrolled.models.blocks import Attention, FeedForward, make_attention, make_norm
+from unrolled.models.blocks import Attention, ResidualBlock, make_attention, make_feed_forward, make_norm
 from unrolled.models.config import TransformerConfig
-from unrolled.ops.dense import Layer
 from unrolled.ops.state import Parts
 
 
-class DecoderBlock(Layer):
-    """Causal self-attention, attention to a memory, and a feed-forward layer, with the norms of `Block`.
+class DecoderBlock(ResidualBlock):
+    """Causal self-attention, attention to a memory, and a feed-forward layer.
 
     `config` describes the block, and `cross` its attention to the memory.
     """
 
     def __init__(self, config: TransformerConfig, cross: TransformerConfig, layer: int) -> None:
-        super().__init__()
-        self.pre = config.norm == "pre"
+        super().__init__(config, layer)
         self.attention_norm = make_norm(config)
         self.attention = make_attention(config, layer, causal=True)
         self.cross_norm = make_norm(config)
         self.cross = make_cross_attention(cross, layer)
         self.ff_norm = make_norm(config)
-        self.ff = FeedForward(config.d_model, config.ff_width, config.activation, config.ff_chunk)
-        self.dropout = nn.Dropout(config.dropout)
+        self.ff = make_feed_forward(config)
 
     def forward(self, x: Tensor, memory: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Read `x [B,T,d_model]` and the valid tokens of `memory [B,S,d_model]`: `[B,T,d_model]`."""
@@ -62,13 +58,6 @@ class DecoderBlock(Layer):
 
     def _add(self, x: Tensor, norm: nn.Module, f: Callable[[Tensor], Tensor]) -> Tensor:
         return self._after(x, f(self._before(x, norm)), norm)
-
-    def _before(self, x: Tensor, norm: nn.Module) -> Tensor:
-        return cast(Tensor, norm(x)) if self.pre else x
-
-    def _after(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
-        x = x + self.dropout(y)
-        return x if self.pre else cast(Tensor, norm(x))
 
 
 def make_cross_attention(config: TransformerConfig, layer: int) -> Attention:

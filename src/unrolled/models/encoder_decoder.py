@@ -24,7 +24,7 @@ from unrolled.attention.base import MultiHeadAttention
 from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.blocks import FeedForward, apply, make_norm, tie_layers
 from unrolled.models.checks import check_ids, check_layer_states, check_parts, check_source
-from unrolled.models.config import Activation, Mechanisms, Norm, Positions, TransformerConfig
+from unrolled.models.config import Activation, Mechanisms, Norms, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical, mean_nll, token_nll
@@ -57,7 +57,7 @@ class EncoderDecoderConfig(TransformerConfig):
     attention: Mechanisms = "softmax"
     decoder_attention: Mechanisms | None = None
     cross_attention: Mechanisms | None = None
-    norm: Norm = "post"
+    norm: Norms = "post"
     activation: Activation = "relu"
     positions: Positions = "sinusoidal"
     dropout: Fraction = 0.1
@@ -142,7 +142,7 @@ class EncoderDecoder(RecomputingModel):
         self.blocks = nn.ModuleList(DecoderBlock(own, cross, layer) for layer in range(config.n_layers))
         for part in ("attention", "cross"):
             tie_layers(getattr(block, part) for block in self.blocks)
-        self.norm = make_norm(config) if config.norm == "pre" else nn.Identity()
+        self.norm = make_norm(config) if config.norms[-1] != "post" else nn.Identity()
         tied = self.embedding if config.tie_embeddings else None
         self.head = Categorical(config.d_model, config.vocab_size, tied=tied)
         init_xavier(self)

@@ -60,7 +60,7 @@ def _plan(block: AttentionBlock) -> Plan | None:
     attention, first, second, ff = (parts[name] for name in ("attention", "attention_norm", "ff_norm", "ff"))
     if type(attention) is not LinearAttention or type(ff) is not FeedForward:
         return None
-    if attention.rotary or not attention.normalize or not attention.causal:
+    if block.norm == "res_post" or attention.rotary or not attention.normalize or not attention.causal:
         return None
     norm, dropout = type(first), parts["dropout"]
     if norm not in (nn.LayerNorm, nn.RMSNorm) or type(second) is not norm:
@@ -92,7 +92,7 @@ def _plan(block: AttentionBlock) -> Plan | None:
         attention.n_kv_heads,
         feature_map.feature_dim,
         attention.value_dim,
-        block.pre,
+        block.norm == "pre",
         norm is nn.RMSNorm,
         first.eps,
         ff.activation,

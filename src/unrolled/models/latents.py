@@ -172,7 +172,7 @@ class CrossAttend(Layer):
         self.out_proj = Linear(value_width, query_width)
         self.ff_norm = make_norm(config, query_width)
         ff_width = query_width if config.d_ff is None else config.d_ff
-        self.ff = FeedForward(query_width, ff_width, config.activation, config.ff_chunk)
+        self.ff = FeedForward(query_width, ff_width, config.activation, config.ff_chunk, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, z: Tensor, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -35,7 +35,6 @@ from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.language_model import TokenMasks
 from unrolled.ops.checks import check_key_padding_mask
-from unrolled.ops.positions import rotary
 from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill
 from unrolled.ops.state_checks import check_state
 
@@ -210,26 +209,19 @@ class ReadingBlock(Block):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, 0, causal=True)
-        self.attention = ReadingAttention(
-            config.d_model,
-            config.n_heads,
-            causal=True,
-            n_kv_heads=config.n_kv_heads,
-            rotary=config.positions == "rotary",
-            **config.options_of(0),
-        )
+        self.attention = ReadingAttention(config.d_model, causal=True, **config.options_of(0))
 
     def last(self, x: Tensor, n: int, key_padding_mask: Tensor | None, hidden: Tensor | None) -> Tensor:
         """The last n outputs for `x` [B, T, d_model], with the inputs `hidden` [B, T] masked."""
-        y = self.attention.last(self._before(x), n, key_padding_mask, hidden)
-        return self._after(x[:, x.shape[1] - n :], y)
+        y = self.attention.last(self._read(x), n, key_padding_mask, hidden)
+        return self._finish(x[:, x.shape[1] - n :], y)
 
     def prefill_last(
         self, x: Tensor, n: int, state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """The last n outputs of `prefill`, and the state after it."""
-        y, state = self.attention.prefill_last(self._before(x), n, state, key_padding_mask)
-        return self._after(x[:, x.shape[1] - n :], y), state
+        y, state = self.attention.prefill_last(self._read(x), n, state, key_padding_mask)
+        return self._finish(x[:, x.shape[1] - n :], y), state
 
 
 class ReadingAttention(SoftmaxAttention):
@@ -242,7 +234,7 @@ class ReadingAttention(SoftmaxAttention):
         if hidden is not None and key_padding_mask is not None:
             padding = hidden | key_padding_mask
         o = softmax_attention(q, k, v, causal=True, key_padding_mask=padding)
-        return self.merge_heads(o, x)
+        return self.merge_heads(o, x[:, x.shape[1] - n :])
 
     def prefill_last(
         self, x: Tensor, n: int, state: KVCache, key_padding_mask: Tensor | None
@@ -251,13 +243,13 @@ class ReadingAttention(SoftmaxAttention):
         positions = state.position.unsqueeze(1) + self.positions_of(x, Masks(key_padding_mask))
         q, k, v = self._last_heads(x, n, positions)
         o, state = softmax_prefill(q, k, v, state, key_padding_mask=key_padding_mask)
-        return self.merge_heads(o, x), state
+        return self.merge_heads(o, x[:, x.shape[1] - n :]), state
 
     def _last_heads(self, x: Tensor, n: int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         start = x.shape[1] - n
         q, k, v = self.project(x[:, start:], x if start else None)
         if self.rotary:
-            q, k = rotary(q, positions[:, start:]), rotary(k, positions)
+            q, k = self.rotate(q, positions[:, start:]), self.rotate(k, positions)
         return q, k, v
 
 

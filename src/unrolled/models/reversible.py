@@ -39,10 +39,10 @@ class ReversibleBlock(Block):
         """What the feed-forward layer adds to the second stream."""
         return self._dropped(self.ff(self._normed(self.ff_norm, y1)))
 
-    def _before(self, x: Tensor) -> Tensor:
+    def _read(self, x: Tensor) -> Tensor:
         return self._normed(self.attention_norm, x.chunk(2, dim=-1)[1])
 
-    def _after(self, x: Tensor, attended: Tensor) -> Tensor:
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, dim=-1)
         y1 = x1 + self._dropped(attended)
         return torch.cat([y1, x2 + self.fed(y1)], dim=-1)

@@ -19,7 +19,7 @@ States = tuple[Parts, ...]
 
 
 class Stack(Layer):
-    """`n_layers` blocks; after pre-norm blocks a norm of the residual stream (post-norm blocks end in one).
+    """`n_layers` blocks, and a norm of the residual stream unless the last is post-norm and ends in one.
 
     With a `d_ff` of 0 they have no feed-forward layer.
 
@@ -33,7 +33,7 @@ class Stack(Layer):
         kind = AttentionBlock if self.block is Block and config.d_ff == 0 else self.block
         self.blocks = nn.ModuleList(kind(config, i, causal=causal) for i in range(config.n_layers))
         tie_layers(block.attention for block in self.layers)
-        self.norm = make_norm(config) if config.norm == "pre" and final_norm else nn.Identity()
+        self.norm = make_norm(config) if config.norms[-1] != "post" and final_norm else nn.Identity()
 
     def forward(
         self, x: Tensor, *, recompute: bool = False, start: int = 0, **masks: Unpack[Masks]

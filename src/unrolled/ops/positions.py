@@ -9,6 +9,8 @@ from unrolled.ops.checks import shape, wrong_shape
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import exact_dtype
 
+ROTARY_BASE = 10000.0
+
 
 def positions_from_padding(key_padding_mask: Tensor) -> Tensor:
     """Number of valid tokens before each token, `[B,T]`, so that padding does not shift positions."""
@@ -70,29 +72,41 @@ def fourier_features(
     return torch.cat([angles.sin(), angles.cos(), x], dim=-1).flatten(-2).to(dtype)
 
 
-def rotary(x: Tensor, positions: Tensor, *, closed: bool = False) -> Tensor:
-    """Rotate each pair (x_2i, x_2i+1) by the angle p / 10000^(2i/D): `x [B,T,H,D]`, `positions [B,T]`,
+def rotary(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    base: float = ROTARY_BASE,
+    dim: int | None = None,
+    closed: bool = False,
+) -> Tensor:
+    """Rotate each pair (x_2i, x_2i+1) by the angle p / base^(2i/D): `x [B,T,H,D]`, `positions [B,T]`,
     or one token of each, `[B,H,D]` and `[B]`.
 
-    With `closed` it is p / 10000^(2i/(D-2)): the exponents go from 0 to 1 with both ends, as in the code of
-    RetNet.
+    With `dim`, only the first `dim` of the D numbers are rotated, as if they were all (GPT-J). With `closed`
+    the angle is p / base^(2i/(D-2)): the exponents go from 0 to 1 with both ends, as in the code of RetNet.
 
     The product of two rotated vectors depends on the difference of their positions only. Su et al. 2021,
     "RoFormer" (arXiv 2104.09864), eq. 34. D is even. With linear attention only the numerator may be rotated:
     the weights in the denominator must stay positive (eq. 19 there).
     """
+    if dim is not None and dim < x.shape[-1]:
+        turned = rotary(x[..., :dim], positions, base=base, closed=closed)
+        return torch.cat([turned, x[..., dim:]], dim=-1)
     if positions.shape != x.shape[:-2]:
         raise wrong_shape("positions", positions, f"{list(x.shape[:-2])} for x {shape(x)}")
-    angles = _angles(positions, x.shape[-1], "the head width", closed).unsqueeze(-2)
+    angles = _angles(positions, x.shape[-1], "the head width", base, closed).unsqueeze(-2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
 
-def _angles(positions: Tensor, dim: int, name: str, closed: bool = False) -> Tensor:
+def _angles(
+    positions: Tensor, dim: int, name: str, base: float = ROTARY_BASE, closed: bool = False
+) -> Tensor:
     if dim % 2:
         raise ValueError(f"{name} is {dim}, but must be even: sinusoidal and rotary positions come in pairs")
     exact = exact_dtype(positions.device)
     last = max(1, dim - 2) if closed else dim
     exponents = torch.arange(0, dim, 2, device=positions.device, dtype=exact) / last
-    return positions.to(exact).unsqueeze(-1) * 10000.0**-exponents
+    return positions.to(exact).unsqueeze(-1) * base**-exponents

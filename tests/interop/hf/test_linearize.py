@@ -337,6 +337,7 @@ def test_a_cache_of_keys_and_values_is_refused():
         ({"window": 3}, ValueError, "invalid options .* for linear attention"),
         ({"feature_map": torch.nn.ReLU()}, ValueError, "options must be JSON-serialisable"),
         ({"rotary": True}, ValueError, "rotary is True, but must be left out"),
+        ({"qk_norm": "head"}, ValueError, "qk_norm is 'head', but must be left out"),
         ({"attention": "linformer", "max_length": 8}, UnsupportedError, "linformer attention is not causal"),
     ],
 )

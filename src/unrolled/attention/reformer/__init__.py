@@ -55,7 +55,6 @@ from unrolled.attention.reformer.hashing import (
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.packing import length_buckets
-from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.random_features import Projection
 from unrolled.ops.replay import chosen
@@ -204,7 +203,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         q, positions = heads.q.to(accumulation_dtype(heads.q.dtype)), heads.positions
         wide = q if heads.inputs is None else heads.inputs.q
         if positions is not None:
-            q, wide = rotary(q, positions), rotary(wide, positions)
+            q, wide = self.rotate(q, positions), self.rotate(wide, positions)
 
         def choose() -> Tensor:
             with torch.no_grad(), without_autocast(q.device):

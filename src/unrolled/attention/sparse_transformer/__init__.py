@@ -98,7 +98,7 @@ class SparseTransformerAttention(MultiHeadAttention[FactorizedState, None]):
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)
-        q, k = heads.rotated()
+        q, k = self.rotated(heads)
         return factorized_attention(q, k, heads.v, self.layout, key_padding_mask=masks.key_padding_mask)
 
     def init_heads(self, batch_size: int) -> FactorizedState:
@@ -110,12 +110,12 @@ class SparseTransformerAttention(MultiHeadAttention[FactorizedState, None]):
         self, heads: Heads[None], state: FactorizedState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, FactorizedState]:
         """Attend in parallel to the state and to the new tokens."""
-        q, k = heads.rotated()
+        q, k = self.rotated(heads)
         return factorized_prefill(q, k, heads.v, self.layout, state, key_padding_mask=key_padding_mask)
 
     def step_heads(self, heads: Heads[None], state: FactorizedState) -> tuple[Tensor, FactorizedState]:
         """Attend from one token to the keys that it reads."""
-        return factorized_step(*heads.rotated(), heads.v, self.layout, state)
+        return factorized_step(*self.rotated(heads), heads.v, self.layout, state)
 
     def pattern(self, length: int) -> Tensor:
         """Count how often query i reads key j: `[H,length,length]`, 0 or 1."""

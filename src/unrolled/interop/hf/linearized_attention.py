@@ -165,6 +165,8 @@ def _build(parts: AttentionParts, attention: str, options: dict[str, object]) ->
     make: Callable[..., Attention] = load(attention)
     if options.get("rotary"):
         raise ValueError("rotary is True, but must be left out: the model keeps its own positions")
+    if options.get("qk_norm"):
+        raise ValueError(f"qk_norm is {options['qk_norm']!r}, but must be left out: the model keeps its own")
     weight = parts.out
     try:
         mechanism = make(

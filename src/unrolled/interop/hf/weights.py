@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from unrolled.contract import UnsupportedError
 from unrolled.extras import how_to_install
-from unrolled.interop.hf import bert, mamba2, perceiver
+from unrolled.interop.hf import bert, hybrid, mamba2, perceiver
 from unrolled.interop.hf.families import class_name
 from unrolled.models import Decoder, Encoder, PerceiverIO
 
@@ -22,7 +22,16 @@ FAMILIES: dict[str, Callable[..., Decoder | Encoder | PerceiverIO]] = {
     "nystromformer": bert.from_nystromformer,
     "mamba2": mamba2.from_mamba2,
     "perceiver": perceiver.from_perceiver,
+    "qwen3_next": hybrid.from_qwen,
+    "qwen3_5_text": hybrid.from_qwen,
+    "olmo_hybrid": hybrid.from_olmo_hybrid,
 }
+REFUSED = {
+    "qwen3_5": "it reads images too; import its language model, `Qwen3_5ForCausalLM.from_pretrained(source)`",
+    "qwen3_5_moe": "its feed-forward layers are mixtures of experts",
+    "qwen3_5_moe_text": "its feed-forward layers are mixtures of experts",
+}
+"""Families of which a relative is in `FAMILIES`, and why they are not."""
 
 
 def import_weights(source: object, **attention_options: object) -> Decoder | Encoder | PerceiverIO:
@@ -31,14 +40,15 @@ def import_weights(source: object, **attention_options: object) -> Decoder | Enc
     BERT, RoBERTa, Longformer, BigBird and Nystromformer become an `Encoder`: their `...Model` one with output
     "hidden", `...ForMaskedLM`, `...ForSequenceClassification` and `...ForTokenClassification` one with that
     head. Perceivers for masked language modelling, text classification and images with Fourier features
-    become a `PerceiverIO`, and `Mamba2ForCausalLM` a `Decoder`. The copy has the original's floating-point
-    type, device and mode; it has no dropout on attention weights.
+    become a `PerceiverIO`. `Mamba2ForCausalLM`, `OlmoHybridForCausalLM`, and `Qwen3NextForCausalLM` and
+    `Qwen3_5ForCausalLM` without experts, become a `Decoder`. The copy has the original's floating-point type,
+    device and mode; it has no dropout on attention weights.
 
     Args:
         source: a model of transformers, or what its `from_pretrained` takes: a folder or a name on the hub,
             read from safetensors alone.
         attention_options: options of the attention mechanism, in place of those that follow from the
-            original, such as `global_tokens=[0, 5]` for Longformer.
+            original, such as `global_tokens=[0, 5]` for Longformer; none for hybrids.
 
     Raises:
         ValueError: `source` is neither, or cannot be read.
@@ -51,11 +61,17 @@ def import_weights(source: object, **attention_options: object) -> Decoder | Enc
         raise ValueError(
             f"source is a {type(model).__name__}, but must be a model of transformers, a folder or a hub name"
         )
+    _refuse_relative(family)
     if family not in FAMILIES:
         raise UnsupportedError(
             f"weights of {family!r} models cannot be imported; those of {sorted(FAMILIES)} can"
         )
     return FAMILIES[family](model, attention_options)
+
+
+def _refuse_relative(family: str) -> None:
+    if family in REFUSED:
+        raise UnsupportedError(f"weights of {family!r} models cannot be imported: {REFUSED[family]}")
 
 
 def _load(source: str | Path) -> object:
@@ -66,6 +82,7 @@ def _load(source: str | Path) -> object:
         raise ImportError(f"reading models needs transformers: {how_to_install('hf')}") from error
     config = _attempt(source, lambda: transformers.AutoConfig.from_pretrained(str(source)))
     named = class_name(config.architectures)
+    _refuse_relative(config.model_type)
     if config.model_type not in FAMILIES or not hasattr(transformers, named):
         raise UnsupportedError(
             f"{source} holds a {config.model_type!r} model of the class {named!r}, but must be one of "

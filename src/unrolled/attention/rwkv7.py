@@ -1,0 +1,232 @@
+r"""RWKV-7: a state that decays, erases what a key holds in part, and writes it, channel by channel.
+
+    S_t = (diag(w_t) - (a_t * p_t) p_t^T) S_{t-1} + k_t v_t^T        o_t = S_t^T r_t
+    log w_t = -exp(-1/2) sigmoid(d + W_2 tanh(W_1 x_t^w))            a_t = sigmoid(c + W_4 W_3 x_t^a)
+    p_t = f_t * m / |f_t * m|        k_t = f_t * (1 + (a_t - 1) * n)        f_t = W_k x_t^k
+    y_t = W_o ((norm_h(o_t) + (r_t . (k_t * u)) v_t) * W_6 sigmoid(W_5 x_t^g))
+
+Every projection reads its own mixture of a token and the one before it, x_t^z = x_t + mu_z * (x_t-1 - x_t)
+for z = r, w, k, v, a, g, with zeros before the first token. norm_h is a layer norm of each head, and m, n and
+u are learned per channel. In the letters of `unrolled.ops.dplr` r is the query, p reads what a * p writes.
+
+Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution", arXiv 2503.14456: eq. 2 to 20,
+section 4. The published model adds, in every layer but the first, a learned share of the first layer's values
+to its own (eq. 9); a layer here stands alone. With `bias=False` it is the published first layer.
+
+Cost per head, with values M wide and chunks of C = 32 tokens, or 64 for heads wider than 64: in training time
+O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)); per generated token time, memory and state O(D M).
+Cannot: attend in both directions or to another sequence, nor honour an `attn_mask`.
+Equals softmax attention: never. With a = 0, w = 1 and n = 0 it is unnormalised linear attention.
+"""
+
+import math
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import group_norm, linear, normalize
+
+from unrolled.attention._heads import NO_MASKS, of_every_head
+from unrolled.attention._options import ONE_WAY
+from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention, Projected
+from unrolled.contract import CAUSAL_RECURRENCE
+from unrolled.ops.conv import causal_conv, causal_conv_step
+from unrolled.ops.dense import Linear
+from unrolled.ops.dplr import dplr, dplr_step
+from unrolled.ops.options import check_finite, check_integers
+from unrolled.ops.precision import accumulation_dtype
+
+MIXTURES = {"r": 0.2, "k": 0.7, "v": 0.7, "w": 0.9, "a": 0.9, "g": 0.2}
+"""What is projected from a mixture, and how soon its channels turn from the token before to this one."""
+
+
+class RWKV7State(NamedTuple):
+    """S `[B,H,D,M]` and the last input `[B,1,d_model]`; its size never changes."""
+
+    kv: Tensor
+    last: Tensor
+
+
+class Controls(NamedTuple):
+    """What a token does to the state, besides its key and value."""
+
+    log_decay: Tensor  # log w [...,H,D]
+    rate: Tensor  # a [...,H,D]
+    gate: Tensor  # of the output [...,H,M]
+    last: Tensor  # input, for the state [B,1,d_model]
+
+
+class Rule(NamedTuple):
+    """The inputs of `unrolled.ops.dplr`, before the state."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    log_decay: Tensor
+
+
+class Unmixed(NamedTuple):
+    """The input in the place of queries, keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
+    """The time mixing of RWKV-7.
+
+    Args:
+        d_model, n_heads, common: see `MultiHeadAttention`; must be causal. Each of the H heads has a state;
+            published ones are 64 wide, and each has its own keys and values.
+        decay_rank, rate_rank, gate_rank: widths between the two matrices that compute w, a and the gate of
+            the output.
+        eps: added to the variance of the norm.
+    """
+
+    supports = CAUSAL_RECURRENCE.but(reads_input=True)
+    one_way = ONE_WAY
+    no_rotary = (
+        "channels that decay at different rates cannot be rotated into each other; use delta_net, which has "
+        "one rate per head"
+    )
+
+    mixes_input = True
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        decay_rank: int = 32,
+        rate_rank: int = 32,
+        gate_rank: int = 64,
+        eps: float = 64e-5,
+        **common: Unpack[CommonOptions],
+    ):
+        super().__init__(d_model, n_heads, **common)
+        check_integers(1, decay_rank=decay_rank, rate_rank=rate_rank, gate_rank=gate_rank)
+        check_finite(eps=eps)
+        self.eps = eps
+        keys, values = n_heads * self.head_dim, n_heads * self.value_dim
+        self.decay_down = Linear(d_model, decay_rank, bias=False)
+        self.decay_up = Linear(decay_rank, keys)
+        self.rate_down = Linear(d_model, rate_rank, bias=False)
+        self.rate_up = Linear(rate_rank, keys)
+        self.gate_down = Linear(d_model, gate_rank, bias=False)
+        self.gate_up = Linear(gate_rank, values, bias=False)
+        # Initialised as the first published layer: from channels that take their input from the token before
+        # to channels that take it from this one, and from short to long memories.
+        share = torch.arange(d_model) / d_model
+        self.mix = nn.Parameter(torch.stack([1 - share**power for power in MIXTURES.values()]))
+        with torch.no_grad():
+            for up in (self.decay_up, self.rate_up):
+                up.weight.zero_()
+            self.decay_up.bias.copy_(-6.5 + 5 * torch.linspace(0, 1, keys) ** 0.85)
+            self.rate_up.bias.zero_()
+        self.erased = nn.Parameter(torch.full((n_heads, self.head_dim), 0.85))  # m
+        self.replaced = nn.Parameter(torch.ones(n_heads, self.head_dim))  # n
+        self.bonus = nn.Parameter(torch.zeros(n_heads, self.head_dim))  # u
+        self.norm_weight = nn.Parameter(torch.ones(values))
+        self.norm_bias = nn.Parameter(torch.zeros(values))
+
+    def project(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Projected:
+        """Leave the projection to `heads_of`, which knows the token before."""
+        return Unmixed(query, query, query)
+
+    def heads_of(
+        self,
+        projected: Projected,
+        x: Tensor,
+        masks: Masks = NO_MASKS,
+        *,
+        cross: bool = False,
+        state: Any = None,
+        **further: Tensor | None,
+    ) -> Heads[Controls]:
+        """Mix every token with the one before it, project the mixtures, and compute w, a and the gate.
+
+        Queries, keys and values of another module's projections are taken as they are.
+        """
+        inner = state if state is None or self.short_conv is None else state.heads
+        before, last = self._token_before(x, masks, None if inner is None else inner.last)
+        mixed = x.unsqueeze(-2) + (before - x).unsqueeze(-2) * self.mix
+        if isinstance(projected, Unmixed):
+            projected = self._project_each(mixed)
+        return super().heads_of(projected, x, masks, cross=cross, state=state, mixed=mixed, last=last)
+
+    def read_input(self, x: Tensor, mixed: Tensor, last: Tensor) -> Controls:  # type: ignore[override]
+        """Compute w, a and the gate from the mixtures `[...,6,d_model]`, and hand on the last input."""
+        dtype = accumulation_dtype(x.dtype)
+        w, a, g = mixed[..., 3:, :].unbind(-2)
+        decay = self.decay_up(self.decay_down(w).tanh()).to(dtype)
+        rate = self.rate_up(self.rate_down(a)).to(dtype).sigmoid()
+        gate = self.gate_up(self.gate_down(g).sigmoid())
+        controls = (-math.exp(-0.5) * decay.sigmoid(), rate, gate)
+        by_head = (torch.unflatten(x, -1, (self.n_heads, -1)) for x in controls)
+        return Controls._make((*by_head, last))
+
+    def _token_before(self, x: Tensor, masks: Masks, last: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the token before each of `x`, after `last`; and the last of all."""
+        one = x.new_ones(self.d_model)
+        taps = torch.stack([one, one - 1], dim=-1)
+        if x.dim() == 2 and last is not None:
+            return causal_conv_step(x, taps, last)
+        return causal_conv(x, taps, state=last, **masks.of_keys())
+
+    def _project_each(self, mixed: Tensor) -> Projected:
+        bias = self.qkv_proj.bias
+        matrices = torch.split(self.qkv_proj.weight, self.widths)
+        biases = [None] * 3 if bias is None else torch.split(bias, self.widths)
+        q, k, v = (
+            torch.unflatten(linear(x, weight, own), -1, (n, -1))
+            for x, weight, own, n in zip(
+                mixed[..., :3, :].unbind(-2), matrices, biases, self.head_counts(), strict=True
+            )
+        )
+        return q, k, v
+
+    def attend(self, heads: Heads[Controls], masks: Masks) -> Tensor:
+        """Run over whole sequences."""
+        rule = self._rule(heads)
+        o, _ = dplr(*rule, **masks.of_keys())
+        return self._finished(o, heads, rule)
+
+    def init_heads(self, batch_size: int) -> RWKV7State:
+        """Make the state of `batch_size` sequences before their first token: zeros."""
+        sizes = (self.n_heads, self.head_dim, self.value_dim)
+        kv = self.out_proj.weight.new_zeros(batch_size, *sizes, dtype=self.state_dtype)
+        return RWKV7State(kv, kv.new_zeros(batch_size, 1, self.d_model))
+
+    def prefill_heads(
+        self, heads: Heads[Controls], state: RWKV7State, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, RWKV7State]:
+        """Run over whole sequences, from a state to a state."""
+        rule = self._rule(heads)
+        o, kv = dplr(*rule, state=state.kv, key_padding_mask=key_padding_mask)
+        return self._finished(o, heads, rule), RWKV7State(kv, heads.inputs.last)
+
+    def step_heads(self, heads: Heads[Controls], state: RWKV7State) -> tuple[Tensor, RWKV7State]:
+        """Run one step of the recurrence."""
+        rule = self._rule(heads)
+        o, kv = dplr_step(*rule, state.kv)
+        return self._finished(o, heads, rule), RWKV7State(kv, heads.inputs.last)
+
+    def _rule(self, heads: Heads[Controls]) -> Rule:
+        """Compute the inputs of the rule in at least fp32."""
+        q, f, v = (x.to(accumulation_dtype(x.dtype)) for x in heads[:3])
+        log_decay, rate, *_ = heads.inputs
+        f, v = of_every_head(f, self.n_heads), of_every_head(v, self.n_heads)
+        erased = normalize(f * self.erased.to(f.dtype), dim=-1)
+        k = f * (1 + (rate - 1) * self.replaced.to(f.dtype))
+        return Rule(q, k, v, -erased, rate * erased, log_decay)
+
+    def _finished(self, o: Tensor, heads: Heads[Controls], rule: Rule) -> Tensor:
+        """Normalise each head, add the token's own value, and gate."""
+        flat = o.reshape(-1, self.n_heads * self.value_dim)
+        weight, bias = self.norm_weight.to(o.dtype), self.norm_bias.to(o.dtype)
+        normed = group_norm(flat, self.n_heads, weight, bias, self.eps).view(o.shape)
+        own = (rule.q * rule.k * self.bonus.to(o.dtype)).sum(-1, keepdim=True) * rule.v
+        return ((normed + own) * heads.inputs.gate).to(self.mix.dtype)

@@ -1,0 +1,115 @@
+r"""The rule of a diagonal plus low rank: a linear memory that decays, and moves what it holds to other keys.
+
+    S_t = (diag(w_t) + b_t a_t^T) S_{t-1} + k_t v_t^T        o_t = S_t^T q_t
+
+What a_t reads from the state is written at b_t, after the channels of the state have decayed. With
+a_t = w_t * k_t and b_t = -beta_t k_t, and values beta_t v_t, it is the delta rule with a gate for every
+channel (`unrolled.ops.delta`).
+
+Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456), eq. 17, with
+a_t = -kappa_t and b_t = a_t * kappa_t in its letters.
+"""
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, wrong
+from unrolled.ops.dplr import chunked
+from unrolled.ops.dplr.chunked import Inputs
+from unrolled.ops.masks import without_padding
+from unrolled.ops.node import one_node
+from unrolled.ops.packing import length_buckets
+from unrolled.ops.precision import accumulation_dtype
+
+
+def _like_dplr(
+    q: Tensor, k: Tensor, v: Tensor, *_: object, cu_seqlens: Tensor | None = None, **__: object
+) -> tuple[Tensor, Tensor]:
+    rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    after = k.new_empty(rows, *k.shape[2:], v.shape[3], dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
+    return v.new_empty(v.shape), after
+
+
+@one_node(_like_dplr)
+def dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The rule over whole sequences, by chunks (equations above).
+
+    Args:
+        q: queries `[B,T,H,D]`; they are not scaled.
+        k: keys `[B,T,H,D]`.
+        v: values `[B,T,H,M]`.
+        a: what is read before a token is written, `[B,T,H,D]`.
+        b: where that is written, `[B,T,H,D]`. The state may grow without bound where |a_t| |b_t| is above 2.
+        log_decay: natural logarithm of the gates w `[B,T,H,D]`, at most 0.
+        key_padding_mask: `[B,T]`, True = padding: such a token leaves the state unchanged.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
+        state: S `[B,H,D,M]` before the first token, N rows with `cu_seqlens`; zeros by default.
+
+    Returns:
+        `o [B,T,H,M]` in the dtype of `v`, and the state after the last token, in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: an argument of the wrong shape or type.
+    """
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
+    (B, _, H, D), M = q.shape, v.shape[3]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if state is None:
+        state = q.new_zeros(N, H, D, M, dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
+    _check_rule(q, k, v, a, b, log_decay, state, N)
+    if key_padding_mask is not None:
+        q, k, v, a, b, log_decay = (without_padding(x, key_padding_mask) for x in (q, k, v, a, b, log_decay))
+    inputs = Inputs(q, k, v, a, b, log_decay, state)
+    return chunked.forward(inputs) if cu_seqlens is None else _packed(inputs, cu_seqlens)
+
+
+def dplr_step(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: the state decays, what a reads is written at b, v is written at k, and q reads.
+
+    Args:
+        q, k, a, b: `[B,H,D]`.
+        v: value `[B,H,M]`.
+        log_decay: `[B,H,D]`, at most 0.
+        state: S `[B,H,D,M]`; it is not modified.
+
+    Returns:
+        `o [B,H,M]` in the dtype of `v`, and the new state.
+    """
+    check_step(q, k, v)
+    _check_rule(q, k, v, a, b, log_decay, state, k.shape[0])
+    return chunked.step(q, k, v, a, b, log_decay, state)
+
+
+def _packed(inputs: Inputs, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what `chunked.forward` does for each sequence; the state has one row per sequence."""
+    *tokenwise, state = inputs
+    o, after = torch.zeros_like(inputs.v), torch.zeros_like(state)
+    for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
+        part = (without_padding(x[0, tokens], padding) for x in tokenwise)
+        o_part, after[rows] = chunked.forward(Inputs._make((*part, state[rows])))
+        o[0, tokens[~padding]] = o_part[~padding]
+    return o, after
+
+
+def _check_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, log_decay: Tensor, state: Tensor, rows: int
+) -> None:
+    for name, x in {"k": k, "a": a, "b": b}.items():
+        if x.shape != q.shape or not x.is_floating_point():
+            raise wrong(name, x, f"floating point {list(q.shape)} like q")
+    check_log_decay(log_decay, k, "[B, H, D]" if k.dim() == 3 else "[B, T, H, D]")
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    check_state_tensor("state", state, (rows, *k.shape[-2:], v.shape[-1]), dtype)

@@ -1,0 +1,54 @@
+"""The layer of RWKV-7 against the `rwkv` package of its author."""
+
+import importlib
+
+import pytest
+import torch
+from agreement import assert_agree
+
+from unrolled.attention.rwkv7 import MIXTURES, RWKV7
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_first_layer(monkeypatch):
+    for name, value in {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}.items():
+        monkeypatch.setenv(name, value)
+    pytest.importorskip("rwkv")
+    theirs = importlib.import_module("rwkv.model")
+    torch.manual_seed(0)
+    module = RWKV7(16, 2, causal=True, bias=False)
+    for parameter in module.parameters():
+        parameter.normal_(0, 0.5)
+    x = torch.randn(70, 16)
+    mix = dict(zip(MIXTURES, module.mix, strict=True))
+    values = dict.fromkeys(("v0", "v1", "v2"), x.new_zeros(1))  # the first layer has no values before it
+    own = {
+        **{f"x_{z}": mix[z] for z in MIXTURES},
+        **values,
+        "w0": module.decay_up.bias,
+        "w1": module.decay_down.weight.T,
+        "w2": module.decay_up.weight.T,
+        "a0": module.rate_up.bias,
+        "a1": module.rate_down.weight.T,
+        "a2": module.rate_up.weight.T,
+        "g1": module.gate_down.weight.T,
+        "g2": module.gate_up.weight.T,
+        "k_k": module.erased.flatten(),
+        "k_a": module.replaced.flatten(),
+        "r_k": module.bonus.flatten(),
+        **dict(zip(("R_", "K_", "V_"), (w.T for w in module.qkv_proj.weight.chunk(3)), strict=True)),
+        "O_": module.out_proj.weight.T,
+        "ln_w": module.norm_weight,
+        "ln_b": module.norm_bias,
+    }
+    kv, last = x.new_zeros(2, 8, 8), x.new_zeros(16)
+    begin = {"layer_id": 0, "H": 2, "N": 8, "v_first": None}
+    y, last, kv, _ = theirs.RWKV_x070_TMix_seq(x=x[:60], x_prev=last, state=kv, **begin, **own)
+    ours, state = module.prefill(x[None, :60], module.init_state(1))
+    assert_agree(ours[0], y, "RWKV-7, first layer")
+    assert_agree(state.kv[0], kv.mT, "RWKV-7, state")
+    for x_t in x[60:]:
+        y, last, kv, _ = theirs.RWKV_x070_TMix_one(x=x_t, x_prev=last, state=kv, **begin, **own)
+        ours, state = module.step(x_t[None], state)
+        assert_agree(ours[0], y, "RWKV-7, a token")
