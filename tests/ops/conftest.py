@@ -1,5 +1,6 @@
-"""What the tests of the C++ kernels share; each of them asks for it."""
+"""What the tests of the kernels share; each of them asks for it."""
 
+import interpreted
 import pytest
 import torch
 
@@ -27,3 +28,10 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def run():
+    """`run(function, ...)` calls it where Triton's kernels can run; arguments and results are on the CPU."""
+    with interpreted.interpreter() as run:
+        yield run

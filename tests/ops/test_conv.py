@@ -91,6 +91,14 @@ def test_the_kernel_is_as_exact_as_the_plain_form(dtype, instruction_set):
     assert (ours <= 2 * theirs).all(), (ours, theirs)
 
 
+def test_taps_may_have_another_type_than_the_tokens():
+    x, weight, state = inputs(2, 9, 5, 4)
+    for ours, theirs in zip(
+        causal_conv(x.float(), weight, state=state), causal_conv(x, weight, state=state), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs.to(ours.dtype))
+
+
 def test_steps_and_pieces_continue_the_sequence():
     x, weight, state = inputs(2, 7, 3, 4)
     whole, after = causal_conv(x, weight, state=state)

@@ -153,7 +153,7 @@ def test_a_step_is_a_sequence_of_one_token(gates, dtype):
 def test_it_is_a_sound_torch_operator(gates):
     given = [x.requires_grad_() for x in inputs((1, 20, 1, 2, 5, 3), torch.float32, 0, gates=gates)]
     given[4] = None if gates == "none" else given[4]
-    torch.library.opcheck(torch.ops.unrolled.native_delta_rule.default, (*given, None))
+    torch.library.opcheck(torch.ops.unrolled.delta_rule_kernels.default, (*given, None))
 
 
 @pytest.mark.parametrize("gates", ["heads", "channels"])

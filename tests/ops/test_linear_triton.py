@@ -1,27 +1,19 @@
-"""The Triton kernels of linear attention must equal the definition, on a GPU or under Triton's interpreter.
+"""The Triton kernels of linear attention must equal the definition, on a GPU or under Triton's interpreter."""
 
-Whether Triton interprets is decided when it is imported, which some other test may already have done: the
-interpreter runs in a process of its own. Uninitialised memory holds NaN.
-"""
-
-import importlib.util
-import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import gpu_compiler
 import linear_cases as cases
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import ON_GPU, assert_as_exact_as_plain, needs_triton, on_gpu
 from torch import Tensor
 
 from unrolled.ops.linear import LinearState, linear_attention_reference
@@ -32,43 +24,8 @@ from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, OutputGrad
 
 NAMES = ("o", "kv", "k_sum", "dq", "dk", "dv", "dlog_decay", "dkv", "dk_sum")
 CAUSAL = Options(None, causal=True, normalize=True)
-ON_GPU = torch.cuda.is_available()
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., tuple[Tensor, ...]]]:
-    """`run(linear_triton.forward, ...)` calls it where the kernels can run; arguments and results are on the CPU."""
-    if ON_GPU:
-
-        def call(function, *arguments):
-            torch.use_deterministic_algorithms(True)  # which fills uninitialised memory with NaN
-            try:
-                return tuple(x.cpu() for x in function(*on_gpu(arguments)))
-            finally:
-                torch.use_deterministic_algorithms(False)
-
-        yield call
-    else:
-        context = multiprocessing.get_context("spawn")
-        with (
-            pytest.MonkeyPatch.context() as environment,
-            ProcessPoolExecutor(1, context, torch.use_deterministic_algorithms, (True,)) as pool,
-        ):
-            environment.setenv("TRITON_INTERPRET", "1")
-            yield lambda function, *arguments: pool.submit(function, *arguments).result()
-
-
-def on_gpu(x: Any) -> Any:
-    """Tensors, also inside of tuples, on the GPU with the same strides."""
-    if isinstance(x, tuple):
-        moved = (on_gpu(y) for y in x)
-        return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
-    if not isinstance(x, Tensor):
-        return x
-    memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).cuda()
-    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+pytestmark = needs_triton
 
 
 Case = partial(cases.Case, B=1, G=1, dtype=torch.float32)
@@ -94,9 +51,8 @@ def make(case: cases.Case) -> tuple[Inputs, Options, OutputGradients]:
 def in_triton(run, case: cases.Case) -> tuple[Tensor, ...]:
     inputs, options, grads = make(case)
     *results, den = run(linear_triton.forward, inputs, options)
-    results = (*results, *run(linear_triton.backward, grads, inputs, den, options))
-    assert all(x.is_contiguous() for x in (*results, den))
-    return results
+    assert den.is_contiguous()
+    return (*results, *run(linear_triton.backward, grads, inputs, den, options))
 
 
 def in_plain(case: cases.Case) -> tuple[Tensor, ...]:
@@ -125,25 +81,7 @@ def by_definition(case: cases.Case) -> tuple[Tensor, ...]:
 
 
 def check(run, case: cases.Case) -> None:
-    """Largest error of each result at most twice the plain form's, or one rounding of each 16-bit number.
-
-    The plain form may be exact by luck, and some results are differences of terms that are about 1, like
-    the inputs: 16 units in the last place of 1 plus the largest value are always allowed.
-    """
-    for name, x, plain, exact in zip(
-        NAMES, in_triton(run, case), in_plain(case), by_definition(case), strict=True
-    ):
-        assert x.shape == plain.shape, name
-        assert x.dtype == plain.dtype, name
-        if exact is not None and exact.numel():
-            allowed = 16 * torch.finfo(torch.float32).eps * (1 + exact.abs().max())
-            if x.dtype == torch.float32:
-                allowed = allowed + 2 * (plain - exact).abs().max()
-            else:  # the interpreter rounds to bf16 by cutting off digits, everything else to nearest
-                cut_off = x.dtype == torch.bfloat16 and not ON_GPU
-                allowed = allowed + torch.finfo(x.dtype).eps / (1 if cut_off else 2) * exact.abs()
-            excess = ((x - exact).abs() - allowed).max()
-            assert excess <= 0, f"{name}: {excess:g} above what is allowed"
+    assert_as_exact_as_plain(NAMES, in_triton(run, case), in_plain(case), by_definition(case))
 
 
 switches = st.booleans()
@@ -337,26 +275,9 @@ def test_importing_it_does_not_import_triton():
 
 
 COMPILE = """
-import json, types
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from unrolled.ops.linear import triton as linear_triton
-from unrolled.ops.linear import triton_launch as linear_triton_launch
 from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients, Token
 
-driver.set_active(types.SimpleNamespace(
-    get_current_device=lambda: 0,
-    get_current_stream=lambda device: 0,
-    get_current_target=lambda: GPUTarget("cuda", 80, 32),
-))
-shared = {}
-
-def compile_only(kernel, grid, *arguments, **options):
-    compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
-    shared[compiled.metadata.name] = compiled.metadata.shared
-
-linear_triton_launch.launch = compile_only
 q, k, v = (torch.empty(1, 128, heads, 256) for heads in (4, 2, 2))
 log_decay, kv, k_sum = torch.empty(1, 128, 2), torch.empty(1, 2, 256, 256), torch.empty(1, 2, 256)
 inputs = Inputs(q, k, v, log_decay, kv, k_sum)
@@ -364,14 +285,11 @@ options = Options(None, causal=True, normalize=True)
 o, kv, k_sum, den = linear_triton.forward(inputs, options)
 linear_triton.backward(OutputGradients(o, kv, k_sum), inputs, den, options)
 linear_triton.step(Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0]), True)
-print(json.dumps(shared))
 """
 
 
 @pytest.mark.compilers
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
-    shared = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
-    assert len(shared) == 9
-    assert max(shared.values()) <= 99 * 1024  # bytes that the smaller GPUs from Ampere on have for a program
+    found = gpu_compiler.needs(COMPILE, 80, tmp_path)
+    assert len(found) == 9
+    gpu_compiler.assert_fits(found, spilled=256)  # at the widest, in fp32

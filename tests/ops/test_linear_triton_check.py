@@ -10,16 +10,18 @@ import torch
 from unrolled.ops.linear import chunked as linear_chunked
 from unrolled.ops.linear import packed as linear_packed
 from unrolled.ops.linear import triton as linear_triton
-from unrolled.ops.linear import triton_check as linear_triton_check
 from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients, Token
-from unrolled.ops.linear.triton_check import Call, known_fault, mistake
+from unrolled.ops.linear.triton_check import example
+from unrolled.ops.triton import check
+from unrolled.ops.triton.check import Call, known_fault, mistake
 
 HOPPER, B300, AMPERE = (9, 0), (10, 3), (8, 0)
 PLAIN = {"forward": linear_packed.forward, "backward": linear_packed.backward, "step": linear_chunked.step}
 
 
 def call(kind="forward", *, dtype=torch.float32, R=5, M=7, gated=True, causal=True, normalize=True):
-    return Call(kind, torch.device("cpu"), dtype, 2, R, M, gated, causal, normalize)
+    others = 2, causal, normalize
+    return Call("linear attention", kind, torch.device("cpu"), dtype, (R, M), gated, others)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +56,8 @@ def test_correct_kernels_pass_and_each_wrong_result_is_found(kind, dtype, flags)
     asked = call(
         kind, dtype=dtype, R=40, M=33, gated=gated, causal=causal or kind == "step", normalize=normalize
     )
-    assert mistake(asked, PLAIN[kind]) is None
-    for at, name in enumerate(linear_triton_check.RESULTS[kind]):
+    assert mistake(asked, PLAIN[kind], example) is None
+    for at, name in enumerate(example(asked).expected):
 
         def miscompiled(*arguments, at=at):
             results = [x.contiguous().clone() for x in PLAIN[kind](*arguments)]
@@ -64,7 +66,7 @@ def test_correct_kernels_pass_and_each_wrong_result_is_found(kind, dtype, flags)
             return tuple(results)
 
         absent = (name.endswith("log_decay") and not gated) or (name == "the divisor" and not normalize)
-        found = mistake(asked, miscompiled)
+        found = mistake(asked, miscompiled, example)
         assert found is None if absent else found.startswith(f"makes a mistake in {name}, off by")
 
 
@@ -72,21 +74,21 @@ def test_a_kernel_that_raises_is_a_mistake_unless_memory_runs_out():
     def fails(*arguments):
         raise AssertionError("operand does not dominate this use")
 
-    assert mistake(call(), fails) == "fails with AssertionError: operand does not dominate this use"
+    assert mistake(call(), fails, example) == "fails with AssertionError: operand does not dominate this use"
 
     def full(*arguments):
         raise torch.OutOfMemoryError
 
     with pytest.raises(torch.OutOfMemoryError):
-        mistake(call(), full)
+        mistake(call(), full, example)
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """As on a GPU: kernels are compiled, and nothing has been checked."""
-    monkeypatch.setattr(linear_triton_check, "compiled_for", lambda device: (AMPERE, (3, 9, 0)))
-    monkeypatch.setattr(linear_triton_check, "_verdicts", {})
-    monkeypatch.setattr(linear_triton_check, "_warned", set())
+    monkeypatch.setattr(check, "compiled_for", lambda device: (AMPERE, (3, 9, 0)))
+    monkeypatch.setattr(check, "_verdicts", {})
+    monkeypatch.setattr(check, "_warned", set())
 
 
 def calls(T=9):
@@ -127,17 +129,18 @@ def test_the_plain_form_replaces_a_miscompiled_one_with_one_warning(monkeypatch,
 
 
 def test_nothing_is_checked_where_nothing_is_compiled():
-    assert linear_triton_check.compiled_for(torch.device("cpu")) is None
+    assert check.compiled_for(torch.device("cpu")) is None
 
 
 def test_looking_up_a_verdict_takes_microseconds():
     script = (
         "import timeit, torch\n"
-        "from unrolled.ops.linear import triton_check as check\n"
+        "from unrolled.ops.linear.triton_check import described, example\n"
+        "from unrolled.ops.triton import check\n"
         "from unrolled.ops.linear.chunked import Inputs\n"
         "inputs = Inputs(*(torch.rand(1, 2, 5) for _ in range(3)), None, None, None)\n"
-        "check._verdicts[check.Call.of('step', inputs, True, True)] = True\n"
-        "look = lambda: check.trusted(check.Call.of('step', inputs, True, True), None)\n"
+        "check._verdicts[described('step', inputs, True, True)] = True\n"
+        "look = lambda: check.trusted(described('step', inputs, True, True), None, example)\n"
         "print(min(timeit.repeat(look, number=1000, repeat=20)) / 1000)\n"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -99,3 +99,18 @@ def differentiable_gradients(
     else:  # nothing was computed: a pack of no sequences, or queries without keys
         found = iter([torch.zeros_like(x) for x in required])
     return [next(found) if x is not None and x.requires_grad else None for x in aliases]
+
+
+def gradients(run: Computes, inputs: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Differentiate `run`, which consists of differentiable operations, inside of an operator too.
+
+    The gradient of an absent input is empty.
+    """
+
+    def of_present(*present: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(present)
+        return tuple(run(*(None if x is None else next(rest) for x in inputs)))
+
+    pull_back = torch.func.vjp(of_present, *(x for x in inputs if x is not None))[1]
+    found = iter(pull_back(tuple(grads)))
+    return [grads[0].new_empty(0) if x is None else next(found) for x in inputs]

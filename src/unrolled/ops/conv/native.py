@@ -7,9 +7,9 @@ from unrolled.ops import native
 from unrolled.ops.native import TYPES, View, address, readable, sequences, struct
 
 
-def supports(x: Tensor) -> bool:
-    """Whether the kernels can run inputs of this type, on this device."""
-    return x.is_cpu and x.dtype in TYPES and native.available()
+def supports(x: Tensor, weight: Tensor, state: Tensor) -> bool:
+    """Whether the kernels can run inputs of these types, on this device; the state of fp64 taps is fp64."""
+    return x.is_cpu and x.dtype in TYPES and state.dtype == torch.float32 and native.available()
 
 
 def forward(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

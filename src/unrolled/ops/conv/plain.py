@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
+from unrolled.ops.operators import gradients
 from unrolled.ops.packing import segment_ids
+
+
+def supports(x: Tensor, weight: Tensor, state: Tensor) -> bool:
+    """Whether it can run these inputs: all of them."""
+    return True
 
 
 def forward(
@@ -27,3 +33,14 @@ def forward(
     inputs = inputs.index_copy(0, token, x[0].to(state.dtype))
     y = sum((tap * inputs[token - past + i] for i, tap in enumerate(taps)), inputs.new_zeros(()))
     return y.to(x.dtype).unsqueeze(0), inputs[(ends - past).unsqueeze(1) + within]
+
+
+def backward(
+    grad_y: Tensor, grad_state: Tensor, x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    """Compute the gradients of `x`, `weight` and `state`."""
+
+    def run(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return forward(x, weight, state, cu_seqlens)
+
+    return gradients(run, (x, weight, state), (grad_y, grad_state))

@@ -1,22 +1,25 @@
-"""The delta rule: dispatches to the native form, one torch operator, or to the plain form."""
+"""The delta rule: dispatches to the kernels, one torch operator, or to the plain form."""
 
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from unrolled.ops.checks import inferring, transforming
-from unrolled.ops.delta import chunked, native, packed
+from unrolled.ops.delta import chunked, native, packed, triton
 from unrolled.ops.delta.chunked import Inputs
-from unrolled.ops.dispatch import prefers
+from unrolled.ops.dispatch import choose, prefers
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
+
+BACKENDS = {"triton": triton, "native": native, "plain": packed}  # the fastest first
 
 
 def delta_rule(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute `o` and the state after the last token, for checked inputs."""
     q, k, v = promoted(inputs.q, inputs.k, inputs.v)
     inputs = inputs._replace(q=q, k=k, v=v)
-    if transforming() or not prefers("native") or not native.supports(q, v):
+    if transforming() or _chosen(inputs) is packed:
         return packed.forward(inputs, cu_seqlens)
     o, state = _operator(*inputs, cu_seqlens)
     return o, state
@@ -32,12 +35,22 @@ def delta_rule_step(
     return chunked.step(q, k, v, beta, state, log_decay)
 
 
+def _chosen(inputs: Inputs) -> ModuleType:
+    # Triton has no kernels for a gate of every channel.
+    backends = {name: x for name, x in BACKENDS.items() if name != "triton" or not inputs.by_channel}
+    return choose(backends, None, inputs.q, inputs.q, inputs.v)
+
+
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return native.forward(Inputs(*arguments[:6]), arguments[6])
+    inputs = Inputs(*arguments[:6])
+    o, state = _chosen(inputs).forward(inputs, arguments[6])
+    return o, state
 
 
 def _backward(grad_o: Tensor, grad_state: Tensor, *arguments: Any) -> list[Tensor]:
-    return native.backward(grad_o, grad_state, Inputs(*arguments[:6]), arguments[6])
+    inputs = Inputs(*arguments[:6])
+    found: list[Tensor] = _chosen(inputs).backward(grad_o, grad_state, inputs, arguments[6])
+    return found
 
 
 def _plain(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -56,9 +69,9 @@ def _like_gradients(grad_o: Tensor, grad_state: Tensor, *arguments: Tensor | Non
 
 
 _operator = register(
-    "native_delta_rule(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_decay, Tensor state,"
+    "delta_rule_kernels(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_decay, Tensor state,"
     " Tensor? cu_seqlens) -> (Tensor, Tensor)",
-    "native_delta_rule_backward(Tensor grad_o, Tensor grad_state, Tensor q, Tensor k, Tensor v, Tensor beta,"
+    "delta_rule_kernels_backward(Tensor grad_o, Tensor grad_state, Tensor q, Tensor k, Tensor v, Tensor beta,"
     " Tensor? log_decay, Tensor state, Tensor? cu_seqlens) -> Tensor[]",
     _forward,
     _backward,

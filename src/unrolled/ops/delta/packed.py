@@ -6,7 +6,13 @@ from torch import Tensor
 from unrolled.ops.delta import chunked
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.masks import without_padding
+from unrolled.ops.operators import gradients
 from unrolled.ops.packing import length_buckets
+
+
+def supports(q: Tensor, v: Tensor) -> bool:
+    """Whether it can run these inputs: all of them."""
+    return True
 
 
 def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -21,3 +27,8 @@ def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         o_part, after[rows] = chunked.forward(Inputs._make((*part, state[rows])))
         o[0, tokens[~padding]] = o_part[~padding]
     return o, after
+
+
+def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Tensor | None) -> list[Tensor]:
+    """Compute the gradients of the inputs; that of absent gates is empty."""
+    return gradients(lambda *xs: forward(Inputs(*xs), cu_seqlens), inputs, (grad_o, grad_state))

@@ -6,11 +6,13 @@ from typing import Any
 from torch import Tensor
 
 from unrolled.ops.checks import inferring, transforming
-from unrolled.ops.dispatch import prefers
-from unrolled.ops.gla import chunked, native, packed
+from unrolled.ops.dispatch import choose, prefers
+from unrolled.ops.gla import chunked, native, packed, triton
 from unrolled.ops.gla.packed import Inputs
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
+
+BACKENDS = {"triton": triton, "native": native, "plain": packed}  # the fastest first
 
 
 def diagonal_linear_attention(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -35,7 +37,7 @@ def diagonal_linear_attention_step(
 
 
 def _of(q: Tensor, v: Tensor) -> ModuleType:
-    return native if prefers("native") and native.supports(q, v) else packed
+    return choose(BACKENDS, None, q, q, v)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,11 @@ class Inputs(NamedTuple):
     state: Tensor  # [B,G,R,M], one row for each sequence, in the accumulation dtype
 
 
+def supports(q: Tensor, v: Tensor) -> bool:
+    """Whether it can run these inputs: all of them."""
+    return True
+
+
 def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute `o [B,T,H,M]` and the states after the last keys, by differentiable operations."""
     if cu_seqlens is None:

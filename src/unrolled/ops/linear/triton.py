@@ -24,46 +24,36 @@ forward and twice backward (each as much as k in fp32 where M = 64), and backwar
 query head.
 
 No call reads a value on the host, synchronises with the device, or allocates outside of PyTorch, except for
-the check of a kernel at its first use (`linear_triton_check`). Triton is imported at the first call, not
+the check of a kernel at its first use (`ops.triton.check`). Triton is imported at the first call, not
 with this module.
 """
-
-import os
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from unrolled.ops.linear import chunked, packed
 from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs, Token
-from unrolled.ops.linear.triton_check import Call, triton_version, trusted
-
-WIDEST = 256
-OLDEST_TRITON = (3, 3)  # the first with tuples as arguments
-OLDEST_GPU = (8, 0)  # Ampere, the first with tf32
+from unrolled.ops.linear.triton_check import described, example
+from unrolled.ops.triton import TYPES, WIDEST, on, runs_on
+from unrolled.ops.triton.check import trusted
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run this: widths up to 256 of up to 32 bits, on CUDA or in the interpreter."""
-    return (
-        q.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and all(0 < x.shape[-1] <= WIDEST for x in (q, v))
-        and _runs_on(q.device)
-    )
+    return q.dtype in TYPES and all(0 < x.shape[-1] <= WIDEST for x in (q, v)) and runs_on(q.device)
 
 
 def forward(inputs: Inputs, options: Options) -> Outputs:
     """Compute what `packed.forward` does."""
-    call = Call.of("forward", inputs, options.causal, options.normalize)
-    return _forward(inputs, options) if trusted(call, _forward) else packed.forward(inputs, options)
+    call = described("forward", inputs, options.causal, options.normalize)
+    return _forward(inputs, options) if trusted(call, _forward, example) else packed.forward(inputs, options)
 
 
 def _forward(inputs: Inputs, options: Options) -> Outputs:
     from unrolled.ops.linear.triton_launch import Problem
 
     causal = options.causal
-    with _on(inputs.q.device):
+    with on(inputs.q.device):
         problem = Problem(inputs, options)
         states, through = problem.key_sums()
         end = problem.scan(problem.keys, states, through, (inputs.kv, inputs.k_sum), keep=causal)
@@ -73,8 +63,8 @@ def _forward(inputs: Inputs, options: Options) -> Outputs:
 
 def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
     """Compute what `packed.backward` does."""
-    call = Call.of("backward", inputs, options.causal, options.normalize)
-    form = _backward if trusted(call, _backward) else packed.backward
+    call = described("backward", inputs, options.causal, options.normalize)
+    form = _backward if trusted(call, _backward, example) else packed.backward
     return form(grads, inputs, den, options)
 
 
@@ -82,7 +72,7 @@ def _backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Opti
     from unrolled.ops.linear.triton_launch import OutputGradient, Problem
 
     causal, gated = options.causal, inputs.log_decay is not None
-    with _on(inputs.q.device):
+    with on(inputs.q.device):
         # The states again, and the gradients of the queries.
         problem = Problem(inputs, options)
         states, through = problem.key_sums()
@@ -106,7 +96,8 @@ def _backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Opti
             d_first = d_after = d_end
 
         # The gradients of the keys, the values and the gates.
-        dk, dv = problem.key_and_value_gradients(d_after, grad, d_den)
+        dk = problem.key_gradients(d_after, grad, d_den, inputs.k.new_empty(inputs.k.shape))
+        dv = problem.value_gradients(d_after, grad, inputs.v)
         d_log_decay = grads.kv.new_empty(0)
         if inputs.log_decay is not None:
             d_log_decay = problem.gate_gradients(inputs.log_decay, states, d_states, d_reads)
@@ -115,33 +106,12 @@ def _backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Opti
 
 def step(token: Token, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Run one token of the recurrence: `o [B,H,M]` and a new state."""
-    form = _step if trusted(Call.of("step", token, True, normalize), _step) else chunked.step
-    return form(token, normalize)
+    call = described("step", token, True, normalize)
+    return _step(token, normalize) if trusted(call, _step, example) else chunked.step(token, normalize)
 
 
 def _step(token: Token, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     from unrolled.ops.linear import triton_launch
 
-    with _on(token.q.device):
+    with on(token.q.device):
         return triton_launch.step(token, normalize)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on this device instead of the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _runs_on(device: torch.device) -> bool:
-    if device.type == "cuda":
-        fit = torch.version.hip is None and torch.cuda.get_device_capability(device) >= OLDEST_GPU
-    else:
-        fit = os.environ.get("TRITON_INTERPRET") == "1"
-    return fit and _triton_is_installed()
-
-
-@cache
-def _triton_is_installed() -> bool:
-    try:
-        return triton_version() >= OLDEST_TRITON
-    except ImportError:
-        return False

@@ -5,7 +5,7 @@
 5. `divisor_gradients`, then `query_gradients`.
 7. `key_gradients`, `value_gradients` and `gate_gradients`, from the gradients of the states.
 
-Letters, layouts and precisions are those of `triton_kernels.py`. No two programs write to the same
+Letters and layouts are those of `triton_kernels.py`. No two programs write to the same
 memory, so every run gives the same bits.
 """
 
@@ -14,17 +14,13 @@ import triton.language as tl
 
 from unrolled.ops.linear.triton_kernels import (
     LOWEST,
-    MIXED,
-    UNSPECIALIZED,
     cumulated_gates,
     decay_between,
     inner_products,
     inverse,
-    load_tile,
-    place,
     query_chunk,
-    store_tile,
 )
+from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, store_tile
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -33,7 +29,7 @@ def divisor_gradients(
     kv, kv_stride, k_sum, k_sum_stride, grad_o, o_strides, den, d_den, d_reads,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """5. Gradients of the divisors of a chunk of queries, and what they add to those of its gates."""
     head, g, row, tokens, exists, index, at = query_chunk(length, chunks, cu_seqlens, owners, G, P, C, CAUSAL)
@@ -52,12 +48,12 @@ def divisor_gradients(
         read_sum += tl.sum(q_tile * tl.load(k_sum + r, mask=r < R, other=0)[None, :], 1)
         if CAUSAL:
             k_tile = load_tile(k, r, k_strides[3], r < R, tokens, k_strides[1], exists)
-            weights = tl.dot(q_tile, k_tile, weights, input_precision=RAW)
+            weights = product(q_tile, k_tile, weights)
         for first_m in range(0, M, BM):
             m = first_m + tl.arange(0, BM)
             kv_tile = load_tile(kv, r, M, r < R, m, 1, m < M)
             o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
-            read += tl.sum(tl.dot(q_tile, kv_tile, input_precision=MIXED) * o_tile, 1)
+            read += tl.sum(product(q_tile, kv_tile, tl.zeros([C, BM], tl.float32)) * o_tile, 1)
     d_weights = tl.zeros([C, C], tl.float32)
     i = tl.arange(0, C)
     allowed = i[:, None] >= i[None, :]
@@ -70,7 +66,7 @@ def divisor_gradients(
             weights *= decay_between(b[:, None], b[None, :], allowed)
         else:
             weights = tl.where(allowed, weights, 0.0)
-        d_weights = inner_products(grad_o, o_strides, v, v_strides, tokens, exists, M, BM, C, RAW)
+        d_weights = inner_products(grad_o, o_strides, v, v_strides, tokens, exists, M, BM, C)
     if den is not None:
         inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
         d_weights *= inverse_den[:, None]
@@ -92,7 +88,7 @@ def query_gradients(
     kv, kv_stride, k_sum, k_sum_stride, grad_o, o_strides, den, d_den, dq,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """5. Gradients of a chunk of queries: from the state before it and its own keys, or the last state."""
     head, g, row, tokens, exists, index, at = query_chunk(length, chunks, cu_seqlens, owners, G, P, C, CAUSAL)
@@ -104,7 +100,7 @@ def query_gradients(
         dd = tl.load(d_den + at, mask=exists, other=0)
     d_weights = tl.zeros([C, C], tl.float32)
     if CAUSAL:
-        d_weights = inner_products(grad_o, o_strides, v, v_strides, tokens, exists, M, BM, C, RAW)
+        d_weights = inner_products(grad_o, o_strides, v, v_strides, tokens, exists, M, BM, C)
         if den is not None:
             d_weights = d_weights * inverse_den[:, None] + dd[:, None]
         i = tl.arange(0, C)
@@ -122,7 +118,7 @@ def query_gradients(
             m = first_m + tl.arange(0, BM)
             o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
             kv_tile = load_tile(kv + index * kv_stride, m, 1, m < M, r, M, r < R)
-            dq_tile = tl.dot(o_tile, kv_tile, dq_tile, input_precision=MIXED)
+            dq_tile = product(o_tile, kv_tile, dq_tile)
         if den is not None:
             z = tl.load(k_sum + index * k_sum_stride + r, mask=r < R, other=0)
             dq_tile = dq_tile * inverse_den[:, None] + dd[:, None] * z[None, :]
@@ -130,7 +126,7 @@ def query_gradients(
             if log_decay is not None:
                 dq_tile *= from_start[:, None]
             k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
-            dq_tile = tl.dot(d_weights, k_tile, dq_tile, input_precision=MIXED)
+            dq_tile = product(d_weights, k_tile, dq_tile)
         store_tile(dq, at, R, exists, r, r < R, dq_tile)
 
 
@@ -140,7 +136,7 @@ def key_gradients(
     grad_o, o_strides, den, d_den, dk,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """7. Gradients of a block of key features: from the state after the chunk, and from its own queries."""
     slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -153,7 +149,7 @@ def key_gradients(
         m = first + tl.arange(0, BM)
         v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
         d_kv_tile = load_tile(d_kv + index * kv_stride, m, 1, m < M, r, M, r < R)
-        dk_tile = tl.dot(v_tile, d_kv_tile, dk_tile, input_precision=MIXED)
+        dk_tile = product(v_tile, d_kv_tile, dk_tile)
     dk_tile += tl.load(d_k_sum + index * k_sum_stride + r, mask=r < R, other=0)[None, :]
     j = tl.arange(0, C)
     allowed = j[:, None] <= j[None, :]
@@ -166,7 +162,7 @@ def key_gradients(
             at = (row * length + tokens) * G * P + head
             o_head = grad_o + row * o_strides[0] + head * o_strides[2]
             # [key, query]
-            d_weights = inner_products(v, v_strides, o_head, o_strides, tokens, exists, M, BM, C, RAW)
+            d_weights = inner_products(v, v_strides, o_head, o_strides, tokens, exists, M, BM, C)
             if den is not None:
                 d_weights *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
                 d_weights += tl.load(d_den + at, mask=exists, other=0)[None, :]
@@ -176,7 +172,7 @@ def key_gradients(
                 d_weights = tl.where(allowed, d_weights, 0.0)
             q_head = q + row * q_strides[0] + head * q_strides[2]
             q_tile = load_tile(q_head, tokens, q_strides[1], exists, r, q_strides[3], r < R)
-            dk_tile = tl.dot(d_weights, q_tile, dk_tile, input_precision=MIXED)
+            dk_tile = product(d_weights, q_tile, dk_tile)
     store_tile(dk, (row * length + tokens) * G + g, R, exists, r, r < R, dk_tile)
 
 
@@ -185,7 +181,7 @@ def value_gradients(
     q, q_strides, k, k_strides, log_decay, gate_strides, d_kv, kv_stride, grad_o, o_strides, den, dv,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """7. Gradients of a block of values: from the state after the chunk, and from its own queries."""
     slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -194,11 +190,12 @@ def value_gradients(
     index = ((slot if CAUSAL or log_decay is not None else sequence) * G + g).to(tl.int64)
     k += row * k_strides[0] + g * k_strides[2]
     dv_tile = tl.zeros([C, BM], tl.float32)
-    for first in range(0, R, BR):
-        r = first + tl.arange(0, BR)
-        k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
-        d_kv_tile = load_tile(d_kv + index * kv_stride, r, M, r < R, m, 1, m < M)
-        dv_tile = tl.dot(k_tile, d_kv_tile, dv_tile, input_precision=MIXED)
+    if d_kv is not None:
+        for first in range(0, R, BR):
+            r = first + tl.arange(0, BR)
+            k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+            d_kv_tile = load_tile(d_kv + index * kv_stride, r, M, r < R, m, 1, m < M)
+            dv_tile = product(k_tile, d_kv_tile, dv_tile)
     j = tl.arange(0, C)
     allowed = j[:, None] <= j[None, :]
     if log_decay is not None:
@@ -209,7 +206,7 @@ def value_gradients(
             head = g * P + p
             q_head = q + row * q_strides[0] + head * q_strides[2]
             # [key, query]
-            weights = inner_products(k, k_strides, q_head, q_strides, tokens, exists, R, BR, C, RAW)
+            weights = inner_products(k, k_strides, q_head, q_strides, tokens, exists, R, BR, C)
             if log_decay is not None:
                 weights *= decay_between(b[None, :], b[:, None], allowed)
             else:
@@ -219,7 +216,7 @@ def value_gradients(
                 weights *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
             o_head = grad_o + row * o_strides[0] + head * o_strides[2]
             o_tile = load_tile(o_head, tokens, o_strides[1], exists, m, o_strides[3], m < M)
-            dv_tile = tl.dot(weights, o_tile, dv_tile, input_precision=MIXED)
+            dv_tile = product(weights, o_tile, dv_tile)
     store_tile(dv, (row * length + tokens) * G + g, M, exists, m, m < M, dv_tile)
 
 
@@ -248,7 +245,7 @@ def gate_gradients(
             v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
             d_kv_tile = load_tile(d_states, m, 1, m < M, r, M, r < R)
             passed += tl.sum(load_tile(states, m, 1, m < M, r, M, r < R) * d_kv_tile, 0)
-            dk_given = tl.dot(v_tile, d_kv_tile, dk_given, input_precision=MIXED)
+            dk_given = product(v_tile, d_kv_tile, dk_given)
         dz = tl.load(d_states + R * M + r, mask=r < R, other=0)
         passed += tl.load(states + R * M + r, mask=r < R, other=0) * dz
         k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)

@@ -9,13 +9,6 @@ And `step`, all of it for one token.
 The formulas and letters are those of `chunked.py`. A sequence is cut into chunks of C tokens;
 the chunks of all sequences are numbered consecutively as slots. The state of a slot and a key head is
 stored as the R*M elements of kv, then the R of k_sum. Widths are processed in blocks, BR and BM.
-
-A head and a stride fit into 32 bits, but their product may not, so heads are 64-bit from the start.
-
-Every tile is converted to fp32 as it is loaded, whatever the inputs are. RAW is the precision of a product
-of two inputs: "tf32" is exact when both came from 16 bits, as their digits fit into tf32. Every other
-product has an operand that needs its 24 bits: "tf32x3" splits it into two tf32 parts, which loses 2^-22 of
-a term where fp32 loses 2^-24 of the sum, and runs on the tensor cores, which "ieee" does not.
 """
 
 import torch
@@ -23,42 +16,10 @@ import triton
 import triton.language as tl
 
 from unrolled.ops.linear.chunked import LOWEST_GATE
+from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, sequence_slots, store_tile
 
 LOWEST = tl.constexpr(LOWEST_GATE)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # see `safe_divide`
-MIXED = tl.constexpr("tf32x3")
-UNSPECIALIZED = ["length", "chunks"]  # one compiled kernel for all lengths
-
-
-@triton.jit
-def place(slot, length, chunks, cu_seqlens, owners, C: tl.constexpr):
-    """Return the sequence of a slot, its row in memory, the C tokens of the slot, and which of them exist."""
-    if cu_seqlens is not None:
-        sequence = tl.load(owners + slot)
-        begin = tl.load(cu_seqlens + sequence)
-        end = tl.minimum(tl.load(cu_seqlens + sequence + 1), length)
-        tokens = begin + (slot - begin // C - sequence) * C + tl.arange(0, C)
-        row = tl.zeros([], tl.int64)
-    else:
-        sequence = slot // chunks
-        tokens = slot % chunks * C + tl.arange(0, C)
-        end = length
-        row = sequence.to(tl.int64)
-    return sequence, row, tokens, tokens < end
-
-
-@triton.jit
-def load_tile(x, rows, row_stride, row_exists, columns, column_stride, column_exists):
-    """Load x[rows, columns] as fp32, with zeros out of bounds."""
-    offsets = rows[:, None].to(tl.int64) * row_stride + columns[None, :].to(tl.int64) * column_stride
-    return tl.load(x + offsets, mask=row_exists[:, None] & column_exists[None, :], other=0).to(tl.float32)
-
-
-@triton.jit
-def store_tile(x, rows, row_stride, row_exists, columns, column_exists, values):
-    """Store x[rows, columns] = values, where columns are adjacent in memory."""
-    offsets = rows[:, None].to(tl.int64) * row_stride + columns[None, :]
-    tl.store(x + offsets, values.to(x.dtype.element_ty), mask=row_exists[:, None] & column_exists[None, :])
 
 
 @triton.jit
@@ -76,7 +37,7 @@ def query_chunk(length, chunks, cu_seqlens, owners, G, P, C: tl.constexpr, CAUSA
 @triton.jit
 def inner_products(
     a, a_strides, b, b_strides, tokens, exists,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Return a_i . b_j for the tokens of a chunk, [C, C]."""
     products = tl.zeros([C, C], tl.float32)
@@ -84,7 +45,7 @@ def inner_products(
         column = first + tl.arange(0, BLOCK)
         a_tile = load_tile(a, tokens, a_strides[1], exists, column, a_strides[3], column < WIDTH)
         b_tile = load_tile(b, column, b_strides[3], column < WIDTH, tokens, b_strides[1], exists)
-        products = tl.dot(a_tile, b_tile, products, input_precision=PRECISION)
+        products = product(a_tile, b_tile, products)
     return products
 
 
@@ -123,7 +84,7 @@ def chunk_sums(
     x, x_strides, y, y_strides, den, d_den, log_decay, gate_strides, states, through,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-    QUERIES: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):  # fmt: skip
     """1. What each chunk adds to the state: from keys (exp(b_C - b) K)^T (V, 1), and exp(b_C) beside it.
 
@@ -155,8 +116,8 @@ def chunk_sums(
             k_sum += tl.sum(x_tile * tl.load(d_den + at, mask=exists, other=0)[None, :], 1)
             x_tile *= inverse(tl.load(den + at, mask=exists, other=0))[None, :]
         elif not QUERIES:
-            k_sum += tl.sum(x_tile, 1)
-        kv = tl.dot(x_tile, y_tile, kv, input_precision=PRECISION)
+            k_sum += tl.sum(x_tile.to(tl.float32), 1)
+        kv = product(x_tile, y_tile, kv)
     state = states + (slot * G + g).to(tl.int64) * (R * M + R)
     store_tile(state, r, M, r < R, m, m < M, kv)
     if block % tl.cdiv(M, BM) == 0:
@@ -178,12 +139,7 @@ def scan(
     sequence, g = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_kv, in_sum = at < R * M, (at >= R * M) & (at < R * M + R)
-    if cu_seqlens is not None:
-        begin = tl.load(cu_seqlens + sequence)
-        first_slot = begin // C + sequence
-        n = tl.cdiv(tl.load(cu_seqlens + sequence + 1) - begin, C)
-    else:
-        first_slot, n = sequence * chunks, chunks
+    first_slot, n = sequence_slots(sequence, chunks, cu_seqlens, C)
     state = tl.zeros([BLOCK], tl.float64)
     if first_kv is not None:
         offsets = sequence.to(tl.int64) * kv_strides[0] + g * kv_strides[1]
@@ -215,7 +171,7 @@ def outputs(
     kv, kv_stride, k_sum, k_sum_stride, o, den,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-    CAUSAL: tl.constexpr, RAW: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """3. Outputs of a chunk of queries: from the state before it and its own keys, or from the last state."""
     head, g, row, tokens, exists, index, at = query_chunk(length, chunks, cu_seqlens, owners, G, P, C, CAUSAL)
@@ -232,7 +188,7 @@ def outputs(
             divisor += tl.sum(q_tile * z[None, :], 1)
             if CAUSAL:
                 k_tile = load_tile(k, r, k_strides[3], r < R, tokens, k_strides[1], exists)
-                weights = tl.dot(q_tile, k_tile, weights, input_precision=RAW)
+                weights = product(q_tile, k_tile, weights)
     if CAUSAL:
         i = tl.arange(0, C)
         allowed = i[:, None] >= i[None, :]
@@ -253,12 +209,12 @@ def outputs(
             r = first + tl.arange(0, BR)
             q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
             kv_tile = load_tile(kv + index * kv_stride, r, M, r < R, m, 1, m < M)
-            num = tl.dot(q_tile, kv_tile, num, input_precision=MIXED)
+            num = product(q_tile, kv_tile, num)
         if CAUSAL:
             if log_decay is not None:
                 num *= from_start[:, None]
             v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
-            num = tl.dot(weights, v_tile, num, input_precision=MIXED)
+            num = product(weights, v_tile, num)
         if den is not None:
             num *= inverse(divisor)[:, None]
         store_tile(o, at, M, exists, m, m < M, num)
@@ -299,7 +255,7 @@ def step(
         if block == 0:
             tl.store(new_k_sum + (row * G + g) * R + r, z, mask=r < R)
         q_tile = load_tile(q, p, q_strides[1], p < P, r, q_strides[2], r < R)
-        num = tl.dot(q_tile, state, num, input_precision=MIXED)
+        num = product(q_tile, state, num)
         divisor += tl.sum(q_tile * z[None, :], 1)
     if NORMALIZE:
         num *= inverse(divisor)[:, None]

@@ -8,6 +8,7 @@ from torch import Tensor
 from unrolled.ops.linear import triton_backward as backward_kernels
 from unrolled.ops.linear import triton_kernels as kernels
 from unrolled.ops.linear.chunked import Inputs, Options, Token
+from unrolled.ops.triton.launch import Slots, block, blocks, launch, with_strides
 
 
 class Config(NamedTuple):
@@ -40,33 +41,6 @@ class OutputGradient(NamedTuple):
     den: Tensor | None
 
 
-class Slots(NamedTuple):
-    """Tokens cut into chunks; all but the first are arguments of every kernel.
-
-    Chunk c of a packed sequence n that begins at token t has slot t // C + n + c: no two sequences share a
-    slot, and there are T // C + N of them whatever the offsets are.
-    """
-
-    n: int
-    length: int  # tokens per row of memory
-    chunks: int  # per sequence, if all have the same length
-    cu_seqlens: Tensor | None
-    owners: Tensor | None  # [n] the sequences of the slots
-
-    @classmethod
-    def cut(cls, rows: int, length: int, cu_seqlens: Tensor | None, C: int) -> "Slots":
-        """Cut `rows` of one length, or the packed sequences of the only row."""
-        if cu_seqlens is None:
-            chunks = _blocks(length, C)
-            return cls(rows * chunks, length, chunks, None, None)
-        sequences = cu_seqlens.shape[0] - 1
-        n = length // C + sequences
-        numbers = torch.arange(n, dtype=torch.int32, device=cu_seqlens.device)
-        ends = cu_seqlens[1:] // C + numbers[:sequences] + 1
-        owners = torch.searchsorted(ends, numbers, right=True, out_int32=True)
-        return cls(n, length, 0, cu_seqlens.contiguous(), owners)
-
-
 class Problem:
     """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
 
@@ -79,11 +53,9 @@ class Problem:
         self.keys = Slots.cut(B, S, cu_seqlens, config.chunk)
         self.queries = Slots.cut(B, T, cu_seqlens, config.chunk)
         self.sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        BR, BM = _block(R, config.block_r), _block(M, config.block_m)
-        self.blocks_r, self.blocks_m = _blocks(R, BR), _blocks(M, BM)
-        self.q, self.k, self.v, self.gates = (_with_strides(x) for x in inputs[:4])
-        # Products of 16-bit inputs are exact in tf32; see the kernels.
-        self.raw = "tf32x3" if inputs.q.dtype == torch.float32 else "tf32"
+        BR, BM = block(R, config.block_r), block(M, config.block_m)
+        self.blocks_r, self.blocks_m = blocks(R, BR), blocks(M, BM)
+        self.q, self.k, self.v, self.gates = (with_strides(x) for x in inputs[:4])
         self.chunk = config.chunk
         self.options = {"R": R, "M": M, "C": config.chunk, "BR": BR, "BM": BM}
         self.options |= {"num_warps": config.warps, "num_stages": config.stages}
@@ -93,13 +65,12 @@ class Problem:
         gated = self.inputs.log_decay is not None
         through = self._scratch(self.keys.n, self.G, dtype=torch.float64) if gated else None
         tensors = (*self.k, *self.v, None, None, *self.gates)
-        precision = "tf32x3" if gated else self.raw
-        return self._chunk_sums(self.keys, tensors, through, 1, QUERIES=False, PRECISION=precision), through
+        return self._chunk_sums(self.keys, tensors, through, 1, QUERIES=False), through
 
     def query_sums(self, grad: OutputGradient, d_den: Tensor | None) -> Tensor:
         """What each chunk of queries adds to the gradient of the state `[slots, G, R*M + R]`."""
         tensors = (*self.q, *grad, d_den, *(self.gates if self.causal else (None, None)))
-        return self._chunk_sums(self.queries, tensors, None, self.P, QUERIES=True, PRECISION="tf32x3")
+        return self._chunk_sums(self.queries, tensors, None, self.P, QUERIES=True)
 
     def _chunk_sums(
         self, slots: Slots, tensors: tuple[object, ...], through: Tensor | None, heads: int, **options: object
@@ -125,8 +96,8 @@ class Problem:
         last = self._scratch(self.sequences, G, R, M), self._scratch(self.sequences, G, R)
         launch(
             kernels.scan,
-            (self.sequences * G, _blocks(R * M + R, SCAN_BLOCK)),
-            *(states, through, *_with_strides(first[0]), *_with_strides(first[1]), *last),
+            (self.sequences * G, blocks(R * M + R, SCAN_BLOCK)),
+            *(states, through, *with_strides(first[0]), *with_strides(first[1]), *last),
             *(slots.chunks, slots.cu_seqlens, G),
             *(R, M, self.chunk, SCAN_BLOCK, SCAN_STAGES),
             FROM_END=from_end,
@@ -160,17 +131,21 @@ class Problem:
         self._launch_pairs(backward_kernels.query_gradients, tensors, self.queries, self.H)
         return dq
 
-    def key_and_value_gradients(
-        self, d_states: State, grad: OutputGradient, d_den: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute dk and dv from the gradients of the states after each chunk."""
-        dk, dv = (x.new_empty(x.shape) for x in (self.inputs.k, self.inputs.v))
-        rows = _rows(d_states)
-        of_keys = (*self.q, *self.v, *self.gates, *rows, *grad, d_den, dk)
-        self._launch_pairs(backward_kernels.key_gradients, of_keys, self.keys, self.G, self.blocks_r)
-        of_values = (*self.q, *self.k, *self.gates, *rows[:2], *grad, dv)
-        self._launch_pairs(backward_kernels.value_gradients, of_values, self.keys, self.G, self.blocks_m)
-        return dk, dv
+    def key_gradients(
+        self, d_states: State, grad: OutputGradient, d_den: Tensor | None, dk: Tensor
+    ) -> Tensor:
+        """Fill dk from the gradients of the states after each chunk."""
+        tensors = (*self.q, *self.v, *self.gates, *_rows(d_states), *grad, d_den, dk)
+        self._launch_pairs(backward_kernels.key_gradients, tensors, self.keys, self.G, self.blocks_r)
+        return dk
+
+    def value_gradients(self, d_kv: State | None, grad: OutputGradient, like: Tensor) -> Tensor:
+        """Compute dv, of the type of `like`, from the gradients of the states after each chunk, if given."""
+        dv = like.new_empty(like.shape)
+        rows = (None, 0) if d_kv is None else _rows(d_kv)[:2]
+        tensors = (*self.q, *self.k, *self.gates, *rows, *grad, dv)
+        self._launch_pairs(backward_kernels.value_gradients, tensors, self.keys, self.G, self.blocks_m)
+        return dv
 
     def gate_gradients(
         self, log_decay: Tensor, states: Tensor, d_states: Tensor, d_reads: Tensor | None
@@ -190,7 +165,7 @@ class Problem:
     def _launch_pairs(self, kernel: Any, tensors: tuple[object, ...], slots: Slots, *grid: int) -> None:
         """Launch a kernel that multiplies queries with keys, once for each slot and point of the grid."""
         sizes = (*slots[1:], self.G, self.P)
-        launch(kernel, (slots.n, *grid), *tensors, *sizes, **self.options, CAUSAL=self.causal, RAW=self.raw)
+        launch(kernel, (slots.n, *grid), *tensors, *sizes, **self.options, CAUSAL=self.causal)
 
     def split(self, states: Tensor) -> State:
         """Views of kv and k_sum in a scratch of states."""
@@ -204,36 +179,15 @@ def step(token: Token, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Run the recurrence for one token."""
     q, k, v, kv, k_sum, log_decay = token
     (B, H, R), (_, G, M) = q.shape, v.shape
-    P, BM = H // G, _block(M, STEP_BLOCK_M)
+    P, BM = H // G, block(M, STEP_BLOCK_M)
     o, new_kv, new_k_sum = v.new_empty(B, H, M), kv.new_empty(B, G, R, M), kv.new_empty(B, G, R)
-    strided = (y for x in (q, k, v, log_decay, kv, k_sum) for y in _with_strides(x))
-    sizes = (R, M, _block(P), _block(R, STEP_BLOCK_R), BM, normalize)
-    launch(kernels.step, (B * G, _blocks(M, BM)), *strided, o, new_kv, new_k_sum, G, P, *sizes)
+    strided = (y for x in (q, k, v, log_decay, kv, k_sum) for y in with_strides(x))
+    sizes = (R, M, block(P), block(R, STEP_BLOCK_R), BM, normalize)
+    launch(kernels.step, (B * G, blocks(M, BM)), *strided, o, new_kv, new_k_sum, G, P, *sizes)
     return o, new_kv, new_k_sum
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
-    """Launch a kernel, unless the grid is empty."""
-    if 0 not in grid:
-        kernel[grid](*arguments, **options)
 
 
 def _rows(states: State) -> tuple[Tensor, int, Tensor, int]:
     """Return states with the distance from one chunk and head to the next."""
     kv, k_sum = (x if x.dim() == 2 else x.flatten(0, 1).flatten(1) for x in states)
     return kv, kv.stride(0), k_sum, k_sum.stride(0)
-
-
-def _with_strides(x: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
-    return (None, None) if x is None else (x, x.stride())
-
-
-def _blocks(width: int, block: int) -> int:
-    """Return how many blocks cover a width."""
-    return -(-width // block)
-
-
-def _block(width: int, longest: int | None = None) -> int:
-    """Return the power of two that covers a width, from 16 (the smallest for tensor cores) to `longest`."""
-    covering = 1 << (width - 1).bit_length()
-    return max(16, covering if longest is None else min(longest, covering))

@@ -1,0 +1,96 @@
+"""The causal convolution in Triton, for CUDA, by chunks of tokens and blocks of channels, all in parallel.
+
+A kernel reads and writes each number once, apart from the cache; only the gradients of the taps are summed
+over chunks of 64 tokens in memory: 4 W / 64 bytes per number of x.
+"""
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.conv import plain
+from unrolled.ops.triton import TYPES, on, runs_on
+from unrolled.ops.triton.check import TOKENS, Call, Example, random_tensors, trusted
+from unrolled.ops.triton.launch import Slots, block, blocks, launch, with_strides
+
+MOST_TAPS = 16  # the kernels are unrolled over them
+CHUNK, CHANNELS = 64, 64  # of a program
+
+
+def supports(x: Tensor, weight: Tensor, state: Tensor) -> bool:
+    """Whether the kernels can run this: up to 16 taps, up to 32 bits, on CUDA or in the interpreter."""
+    fits = x.dtype in TYPES and state.dtype == torch.float32 and weight.shape[1] <= MOST_TAPS
+    return fits and runs_on(x.device)
+
+
+def forward(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    """Compute what `plain.forward` does."""
+    form = _forward if trusted(_described("forward", x, weight), _forward, _example) else plain.forward
+    return form(x, weight, state, cu_seqlens)
+
+
+def backward(
+    grad_y: Tensor, grad_state: Tensor, x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    """Compute what `plain.backward` does."""
+    call = _described("backward", x, weight)
+    form = _backward if trusted(call, _backward, _example) else plain.backward
+    return list(form(grad_y, grad_state, x, weight, state, cu_seqlens))
+
+
+def _forward(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    from unrolled.ops.conv import triton_kernels as kernels
+
+    (B, T, C), W = x.shape, weight.shape[1]
+    slots, state = Slots.cut(B, T, cu_seqlens, CHUNK), state.contiguous()
+    BC = block(C, CHANNELS)
+    y, after = x.new_empty(x.shape), state.new_empty(state.shape)
+    given, taps = with_strides(x), with_strides(weight)
+    with on(x.device):
+        grid = slots.n, blocks(C, BC)
+        launch(kernels.outputs, grid, *given, *taps, state, y, *slots[1:], C, W=W, C=CHUNK, BC=BC)
+        if W > 1:
+            sizes = {"W": W, "ROWS": block(W - 1), "BC": BC}
+            grid = len(state), blocks(C, BC)
+            launch(kernels.states, grid, *given, state, after, T, slots.cu_seqlens, C, **sizes)
+    return y, after
+
+
+def _backward(
+    grad_y: Tensor, grad_state: Tensor, x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, ...]:
+    from unrolled.ops.conv import triton_kernels as kernels
+
+    (B, T, C), W = x.shape, weight.shape[1]
+    slots = Slots.cut(B, T, cu_seqlens, CHUNK)
+    state, grad_state, BC = state.contiguous(), grad_state.contiguous(), block(C, CHANNELS)
+    dx, d_state = x.new_empty(x.shape), state.new_empty(state.shape)
+    d_taps = state.new_empty(slots.n, W, C)
+    taps, grads = with_strides(weight), (*with_strides(grad_y), grad_state)
+    with on(x.device):
+        tensors = (*with_strides(x), *taps, state, *grads, dx, d_taps)
+        grid = slots.n, blocks(C, BC)
+        launch(kernels.input_gradients, grid, *tensors, *slots[1:], C, W=W, C=CHUNK, BC=BC)
+        if W > 1:
+            sizes = {"W": W, "ROWS": block(W - 1), "BC": BC}
+            grid = len(state), blocks(C, BC)
+            launch(kernels.state_gradients, grid, *taps, *grads, d_state, T, slots.cu_seqlens, C, **sizes)
+    return dx, d_taps.sum(0).T.to(weight.dtype), d_state
+
+
+def _described(kind: str, x: Tensor, weight: Tensor) -> Call:
+    return Call("the causal convolution", kind, x.device, x.dtype, (), False, (weight.shape[1],))
+
+
+def _example(call: Call) -> Example:
+    """Make the arguments of a small call, and its results in fp64."""
+    (W,), C = call.others, 20
+    random = random_tensors(call.device)
+    x, weight, state = random(1, TOKENS, C, dtype=call.dtype), random(C, W), random(1, W - 1, C)
+    exact = x.double(), weight.double(), state.double()
+    if call.kind == "forward":
+        y, after = plain.forward(*exact)
+        return Example((x, weight, state, None), {"the output": y, "the state": after})
+    grads = random(1, TOKENS, C, dtype=call.dtype), random(1, W - 1, C)
+    found = plain.backward(grads[0].double(), grads[1].double(), *exact, None)
+    names = (f"the gradient of {name}" for name in ("x", "weight", "the state"))
+    return Example((*grads, x, weight, state, None), dict(zip(names, found, strict=True)))

@@ -1,0 +1,122 @@
+# mypy: ignore-errors
+# The bodies below are Triton's language, not Python: no type checker knows it.
+"""Triton kernels of the causal convolution.
+
+Forward: `outputs`, by chunks of C tokens and blocks of BC channels, and `states`, the last inputs.
+Backward: `input_gradients`, with what each chunk adds to the gradients of the taps, and `state_gradients`.
+
+An input of sequence n is addressed by its place in memory; the W - 1 places before the first token stand for
+the rows of the state. No two programs write to the same memory, so every run gives the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, place_sequence, store_tile
+
+
+@triton.jit
+def inputs_at(x, strides, state, row, sequence, begin, at, exists, c, inside, channels, W: tl.constexpr):
+    """Return the inputs at these places as fp32, from the state before the first token."""
+    past = at < begin
+    given = load_tile(x + row * strides[0], at, strides[1], exists & (at >= begin), c, strides[2], inside)
+    state += sequence.to(tl.int64) * (W - 1) * channels
+    before = load_tile(state, at - begin + (W - 1), channels, exists & past, c, 1, inside)
+    return given.to(tl.float32) + before
+
+
+@triton.jit
+def gradients_at(
+    grad_y, strides, grad_state, weight, w_strides, row, sequence, begin, end, at, exists, c, inside,
+    channels, W: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients of the inputs at these places, through the outputs and the last state."""
+    grad_state += sequence.to(tl.int64) * (W - 1) * channels
+    kept = at - end + (W - 1)
+    total = load_tile(grad_state, kept, channels, exists & (kept >= 0), c, 1, inside)
+    for tap in tl.static_range(W):
+        reader = at + (W - 1 - tap)
+        read = exists & (reader >= begin) & (reader < end)
+        grad = load_tile(grad_y + row * strides[0], reader, strides[1], read, c, strides[2], inside)
+        w = tl.load(weight + c.to(tl.int64) * w_strides[0] + tap * w_strides[1], mask=inside, other=0)
+        total += w.to(tl.float32)[None, :] * grad.to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def outputs(
+    x, x_strides, weight, w_strides, state, y, length, chunks, cu_seqlens, owners, channels,
+    W: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a chunk."""
+    sequence, row, tokens, exists = place(tl.program_id(0), length, chunks, cu_seqlens, owners, C)
+    _, begin, _ = place_sequence(sequence, length, cu_seqlens)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < channels
+    total = tl.zeros([C, BC], tl.float32)
+    for tap in tl.static_range(W):
+        at = tokens + (tap - W + 1)
+        given = inputs_at(x, x_strides, state, row, sequence, begin, at, exists, c, inside, channels, W)
+        w = tl.load(weight + c.to(tl.int64) * w_strides[0] + tap * w_strides[1], mask=inside, other=0)
+        total += w.to(tl.float32)[None, :] * given
+    store_tile(y, row * length + tokens, channels, exists, c, inside, total)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def states(
+    x, x_strides, state, after, length, cu_seqlens, channels,
+    W: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The last W - 1 inputs of a sequence, of which ROWS are padded."""
+    sequence = tl.program_id(0)
+    row, begin, end = place_sequence(sequence, length, cu_seqlens)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    i = tl.arange(0, ROWS)
+    exists, at = i < W - 1, end - (W - 1) + i
+    given = inputs_at(x, x_strides, state, row, sequence, begin, at, exists, c, c < channels, channels, W)
+    rows = sequence.to(tl.int64) * (W - 1) + i
+    store_tile(after, rows, channels, exists, c, c < channels, given)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def input_gradients(
+    x, x_strides, weight, w_strides, state, grad_y, y_strides, grad_state, dx, d_taps,
+    length, chunks, cu_seqlens, owners, channels,
+    W: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a chunk of inputs, and what it adds to those of the taps, [slots, W, channels]."""
+    slot = tl.program_id(0)
+    sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    _, begin, end = place_sequence(sequence, length, cu_seqlens)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < channels
+    total = gradients_at(
+        grad_y, y_strides, grad_state, weight, w_strides, row, sequence, begin, end, tokens, exists, c,
+        inside, channels, W,
+    )  # fmt: skip
+    store_tile(dx, row * length + tokens, channels, exists, c, inside, total)
+    grad = load_tile(grad_y + row * y_strides[0], tokens, y_strides[1], exists, c, y_strides[2], inside)
+    for tap in tl.static_range(W):
+        at = tokens + (tap - W + 1)
+        given = inputs_at(x, x_strides, state, row, sequence, begin, at, exists, c, inside, channels, W)
+        added = tl.sum(given * grad.to(tl.float32), 0)
+        tl.store(d_taps + (slot.to(tl.int64) * W + tap) * channels + c, added, mask=inside)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def state_gradients(
+    weight, w_strides, grad_y, y_strides, grad_state, d_state, length, cu_seqlens, channels,
+    W: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the state before a sequence, of which ROWS are padded."""
+    sequence = tl.program_id(0)
+    row, begin, end = place_sequence(sequence, length, cu_seqlens)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    i = tl.arange(0, ROWS)
+    exists = i < W - 1
+    total = gradients_at(
+        grad_y, y_strides, grad_state, weight, w_strides, row, sequence, begin, end, begin - (W - 1) + i,
+        exists, c, c < channels, channels, W,
+    )  # fmt: skip
+    rows = sequence.to(tl.int64) * (W - 1) + i
+    store_tile(d_state, rows, channels, exists, c, c < channels, total)

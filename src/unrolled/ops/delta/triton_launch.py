@@ -1,0 +1,115 @@
+"""Launches of the Triton kernels of the delta rule: block sizes, grids and scratch memory."""
+
+from copy import copy
+from typing import NamedTuple
+
+from torch import Tensor
+
+from unrolled.ops.delta import triton_backward as backward_kernels
+from unrolled.ops.delta import triton_kernels as kernels
+from unrolled.ops.delta.chunked import Inputs
+from unrolled.ops.linear import chunked as linear
+from unrolled.ops.linear import triton_launch as linear_launch
+from unrolled.ops.triton.launch import block, blocks, launch, with_strides
+
+SCAN_WARPS, SCAN_ROWS = 4, 64  # the state of a scan is in registers, in tiles of 64 key features
+
+
+class Corrections(NamedTuple):
+    """The solved systems of all chunks, in fp32."""
+
+    u: Tensor  # [B,T,G,M]
+    w: Tensor  # [B,T,G,R]
+    to_end: Tensor | None  # e^(L_C - L) [B,T,G]
+    through: Tensor | None  # e^(L_C) [slots,G]
+    inverses: Tensor | None  # (I + A)^-1 [slots,G,C,C]
+
+
+class Problem(linear_launch.Problem):
+    """That of gated linear attention whose values are the corrections N, and the launches that find these."""
+
+    def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None):
+        q, k, v, beta, log_decay, state = inputs
+        options = linear.Options(cu_seqlens, causal=True, normalize=False)
+        super().__init__(linear.Inputs(q, k, v, log_decay, None, None), options)
+        self.beta, self.state = with_strides(beta), state
+        self.tensors = *self.k, *self.v, *self.beta, *self.gates
+
+    def with_values(self, n: Tensor) -> "Problem":
+        """Return the problem of linear attention with these values."""
+        other = copy(self)
+        other.v = with_strides(n)
+        return other
+
+    def corrections(self, *, keep_inverses: bool) -> Corrections:
+        """Solve the triangular systems."""
+        tokens, gated, C = (self.B, self.T, self.G), self.gates[0] is not None, self.chunk
+        found = Corrections(
+            self._scratch(*tokens, self.M),
+            self._scratch(*tokens, self.R),
+            self._scratch(*tokens) if gated else None,
+            self._scratch(self.keys.n, self.G) if gated else None,
+            self._scratch(self.keys.n, self.G, C, C) if keep_inverses else None,
+        )
+        u, w, to_end, through, inverses = found
+        arguments = (*self.tensors, u, w, inverses, to_end, through, *self.keys[1:], self.G)
+        levels = C.bit_length() - 1
+        options = self.options | {"num_stages": 1}
+        launch(kernels.corrections, (self.keys.n, self.G), *arguments, **options, LEVELS=levels)
+        return found
+
+    def scan_corrections(self, found: Corrections, n: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill `n [B,T,G,M]`, which may be U; return the states before the chunks, and the last ones."""
+        states = self._scratch(self.keys.n, self.G, self.R * self.M + self.R)
+        states[..., self.R * self.M :] = 0  # of linear attention's other state
+        after = self.state.new_empty(self.state.shape)
+        tensors = (found.w, found.u, n, found.to_end, found.through, *with_strides(self.state))
+        self._walk(kernels.scan, *tensors, states, after)
+        return states, after
+
+    def scan_back(
+        self, found: Corrections, d_n: Tensor, d_states: Tensor, last: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Turn what outputs add to the gradients of N and of the states into these gradients, in place.
+
+        Returns:
+            the gradients of the states after the chunks, and of the first states.
+        """
+        d_first = self.state.new_empty(self.state.shape)
+        tensors = (found.w, d_n, found.to_end, found.through, *with_strides(last))
+        self._walk(backward_kernels.scan_back, *tensors, d_states, d_first)
+        return d_states, d_first
+
+    def _walk(self, kernel: object, *tensors: object) -> None:
+        rows = block(self.R, SCAN_ROWS)
+        tiles = blocks(self.R, rows)
+        BM = block(self.M, 32 if tiles <= 2 else 16)
+        sizes = {"R": self.R, "M": self.M, "C": self.chunk, "ROWS": rows, "TILES": tiles, "BM": BM}
+        _, length, chunks, cu_seqlens, _ = self.keys
+        launch(
+            kernel,
+            (self.sequences * self.G, blocks(self.M, BM)),
+            *(*self.k, *tensors, length, chunks, cu_seqlens, self.G),
+            **sizes,
+            num_warps=SCAN_WARPS,
+            num_stages=2 if tiles == 1 else 1,
+        )
+
+    def correction_gradients(
+        self, found: Corrections, d_n: Tensor, states: Tensor, d_reads: Tensor | None, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute dv and dbeta, add to d_reads, and prepare `found` for `key_gradients_of`."""
+        dv, d_beta = self.inputs.v.new_empty(self.inputs.v.shape), beta.new_empty(beta.shape)
+        arguments = (*self.tensors, found.u, found.w, d_n, states, found.inverses, d_reads, dv, d_beta)
+        sizes = (*self.keys[1:], self.G, self.P)
+        kernel = backward_kernels.correction_gradients
+        launch(kernel, (self.keys.n, self.G), *arguments, *sizes, **self.options)
+        return dv, d_beta
+
+    def add_key_gradients(self, found: Corrections, d_read: Tensor) -> Tensor:
+        """Return dk: what outputs and states read, in fp32, and what passes through the systems."""
+        dk = self.inputs.k.new_empty(self.inputs.k.shape)
+        arguments = (*self.k, *self.beta, *self.gates, found.w, found.inverses, d_read, dk)
+        grid = self.keys.n, self.G, self.blocks_r
+        launch(backward_kernels.key_gradients, grid, *arguments, *self.keys[1:], self.G, **self.options)
+        return dk

@@ -1,0 +1,152 @@
+# mypy: ignore-errors
+# The bodies below are Triton's language, not Python: no type checker knows it.
+"""Triton kernels of gradients of linear attention with a gate for every feature, by phases of `triton.py`:
+
+5. `weight_gradients` and `value_gradients`.
+6. `feature_gradients`, of queries, keys and gates.
+
+Letters and layouts are those of `triton_kernels.py`. No two programs write to the same memory.
+"""
+
+import triton
+import triton.language as tl
+
+from unrolled.ops.gla.triton_kernels import after, are_parted, decays, load_gates, up_to
+from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, store_tile
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def weight_gradients(
+    v, v_strides, grad_o, o_strides, d_pairs, length, chunks, cu_seqlens, owners, G, P,
+    M: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """5. dW = dO V^T of a chunk and a query head, [tokens, H, C]."""
+    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    v += row * v_strides[0] + head // P * v_strides[2]
+    grad_o += row * o_strides[0] + head * o_strides[2]
+    total = tl.zeros([C, C], tl.float32)
+    for first in range(0, M, BM):
+        m = first + tl.arange(0, BM)
+        o_tile = load_tile(grad_o, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+        total = product(o_tile, load_tile(v, m, v_strides[3], m < M, tokens, v_strides[1], exists), total)
+    j = tl.arange(0, C)
+    store_tile(d_pairs, (row * length + tokens) * G * P + head, C, exists, j, j < C, total)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def value_gradients(
+    k, k_strides, grad_o, o_strides, log_decay, gate_strides, pairs, d_states, dv,
+    length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """5. dV = W^T dO + (K E) dS' of a chunk, a key head and a block of values."""
+    slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    k += row * k_strides[0] + g * k_strides[2]
+    d_states += (slot * G + g).to(tl.int64) * (R * M)
+    i = tl.arange(0, C)
+    total = tl.zeros([C, BM], tl.float32)
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
+        k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+        d_state = load_tile(d_states, r, M, r < R, m, 1, m < M)
+        total = product(k_tile * decays(after(LEVELS, C), gates, C, BR), d_state, total)
+    for p in range(P):
+        head = g * P + p
+        o_head = grad_o + row * o_strides[0] + head * o_strides[2]
+        o_tile = load_tile(o_head, tokens, o_strides[1], exists, m, o_strides[3], m < M)
+        at = (row * length + tokens) * G * P + head
+        total = product(load_tile(pairs, i, 1, i < C, at, C, exists), o_tile, total)
+    store_tile(dv, (row * length + tokens) * G + g, M, exists, m, m < M, total)
+
+
+@triton.jit
+def read_from_states(
+    x, x_strides, tokens, exists, states, r, R: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
+    BR: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Return x S^T for x [C, M] and features r."""
+    total = tl.zeros([C, BR], tl.float32)
+    for first in range(0, M, BM):
+        m = first + tl.arange(0, BM)
+        x_tile = load_tile(x, tokens, x_strides[1], exists, m, x_strides[3], m < M)
+        total = product(x_tile, load_tile(states, m, 1, m < M, r, M, r < R), total)
+    return total
+
+
+@triton.jit
+def load_parted(d_pairs, at, exists, level, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return dW of the pairs that a cut parts, [query, key] or [key, query]."""
+    i = tl.arange(0, C)
+    if TRANSPOSED:
+        right, left = i[None, :], i[:, None]
+        pointers, exists = d_pairs + at[None, :] * C + left, exists[None, :]
+    else:
+        right, left = i[:, None], i[None, :]
+        pointers, exists = d_pairs + at[:, None] * C + left, exists[:, None]
+    return tl.load(pointers, mask=exists & are_parted(right, left, level), other=0)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def feature_gradients(
+    q, q_strides, k, k_strides, v, v_strides, grad_o, o_strides, log_decay, gate_strides,
+    d_pairs, states, d_states, dq, dk, d_log_decay, length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """6. Gradients of a chunk of queries, keys and gates, for a key head and a block of features.
+
+    The gradient of a factor F_i adds to those of all gates t <= i of its block, that of E_j to all t > j.
+    """
+    slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    index = (slot * G + g).to(tl.int64) * (R * M)
+    k += row * k_strides[0] + g * k_strides[2]
+    v += row * v_strides[0] + g * v_strides[2]
+    i = tl.arange(0, C)
+    gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
+    k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R).to(tl.float32)
+    passed = tl.zeros([BR], tl.float32)  # what the state before the chunk adds to the one after it
+    for first in range(0, M, BM):
+        m = first + tl.arange(0, BM)
+        state = load_tile(states + index, r, M, r < R, m, 1, m < M)
+        passed += tl.sum(state * load_tile(d_states + index, r, M, r < R, m, 1, m < M), 1)
+    dk_tile = read_from_states(v, v_strides, tokens, exists, d_states + index, r, R, M, C, BR, BM)
+    dk_tile *= decays(after(LEVELS, C), gates, C, BR)
+    d_gates = tl.zeros([C, BR], tl.float32) + (passed * tl.exp(tl.sum(gates, 0)))[None, :]
+    d_gates = product(tl.trans(after(LEVELS, C)), k_tile * dk_tile, d_gates)
+    for p in range(P):
+        head = g * P + p
+        q_head = q + row * q_strides[0] + head * q_strides[2]
+        o_head = grad_o + row * o_strides[0] + head * o_strides[2]
+        at = (row * length + tokens) * G * P + head
+        q_tile = load_tile(q_head, tokens, q_strides[1], exists, r, q_strides[3], r < R).to(tl.float32)
+        dq_tile = read_from_states(o_head, o_strides, tokens, exists, states + index, r, R, M, C, BR, BM)
+        dq_tile *= decays(up_to(LEVELS, C), gates, C, BR)
+        d_gates = product(tl.trans(up_to(LEVELS, C)), q_tile * dq_tile, d_gates)
+        itself = tl.load(d_pairs + at * C + i, mask=exists, other=0)[:, None]
+        dq_tile += itself * k_tile
+        dk_tile += itself * q_tile
+        for level in tl.range(0, LEVELS, loop_unroll_factor=1):
+            left = k_tile * decays(after(level, C), gates, C, BR)
+            cut = load_parted(d_pairs, at, exists, level, C, False)
+            dq_right = product(cut, left, tl.zeros([C, BR], tl.float32))
+            dq_right *= decays(up_to(level, C), gates, C, BR)
+            d_gates = product(tl.trans(up_to(level, C)), q_tile * dq_right, d_gates)
+            dq_tile += dq_right
+        for level in tl.range(0, LEVELS, loop_unroll_factor=1):
+            right = q_tile * decays(up_to(level, C), gates, C, BR)
+            cut = load_parted(d_pairs, at, exists, level, C, True)
+            dk_left = product(cut, right, tl.zeros([C, BR], tl.float32))
+            dk_left *= decays(after(level, C), gates, C, BR)
+            d_gates = product(tl.trans(after(level, C)), k_tile * dk_left, d_gates)
+            dk_tile += dk_left
+        store_tile(dq, at, R, exists, r, r < R, dq_tile)
+    at = (row * length + tokens) * G + g
+    store_tile(dk, at, R, exists, r, r < R, dk_tile)
+    store_tile(d_log_decay, at, R, exists, r, r < R, d_gates)

@@ -1,0 +1,165 @@
+# mypy: ignore-errors
+# The bodies below are Triton's language, not Python: no type checker knows it.
+"""Triton kernels of linear attention with a gate for every feature, by the phases of `triton.py`:
+
+1. `weights`: those of the pairs within each chunk.
+2. `chunk_sums` and `scan`: the states, or their gradients.
+3. `outputs`.
+
+The formulas and letters are those of `chunked.py`. The logarithm of a product of gates is a product of
+matrices: zeros and ones that choose the gates, and their logarithms. All terms have one sign, so no digits
+are lost; and a gate of 0, whose logarithm counts as -10,000, makes each product with it exactly 0.
+"""
+
+import triton
+import triton.language as tl
+
+from unrolled.ops.linear.triton_kernels import LOWEST
+from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, sequence_slots, store_tile
+
+
+@triton.jit
+def load_gates(log_decay, strides, row, head, tokens, exists, r, R: tl.constexpr):
+    """Return the logarithms of the gates [C, BR] in fp32; absent tokens have gate 1."""
+    log_decay += row * strides[0] + head * strides[2]
+    gates = load_tile(log_decay, tokens, strides[1], exists, r, strides[3], r < R).to(tl.float32)
+    return tl.where(gates < LOWEST, LOWEST, gates)
+
+
+@triton.jit
+def up_to(level, C: tl.constexpr):
+    """[i, t] = 1 where t <= i, both in the same block of 2^level tokens."""
+    i = tl.arange(0, C)
+    chosen = ((i[:, None] >> level) == (i[None, :] >> level)) & (i[None, :] <= i[:, None])
+    return tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def after(level, C: tl.constexpr):
+    """[j, t] = 1 where t > j, both in the same block of 2^level tokens."""
+    j = tl.arange(0, C)
+    chosen = ((j[:, None] >> level) == (j[None, :] >> level)) & (j[None, :] > j[:, None])
+    return tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def are_parted(i, j, level):
+    """Return whether j is in the left half and i in the right half of a block of 2^(level + 1) tokens."""
+    return (((i >> level) ^ (j >> level)) == 1) & (i > j)
+
+
+@triton.jit
+def decays(chosen, gates, C: tl.constexpr, BR: tl.constexpr):
+    """Return the products of the chosen gates, [C, BR]: F of `up_to`, E of `after`."""
+    return tl.exp(product(chosen, gates, tl.zeros([C, BR], tl.float32)))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def weights(
+    q, q_strides, k, k_strides, log_decay, gate_strides, pairs, length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """1. W of a chunk and a query head, [tokens, H, C]."""
+    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    g = head // P
+    _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    q += row * q_strides[0] + head * q_strides[2]
+    k += row * k_strides[0] + g * k_strides[2]
+    i = tl.arange(0, C)
+    total = tl.zeros([C, C], tl.float32)
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R).to(tl.float32)
+        k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R).to(tl.float32)
+        gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
+        total += tl.where(i[:, None] == i[None, :], tl.sum(q_tile * k_tile, 1)[:, None], 0.0)
+        for level in tl.range(0, LEVELS, loop_unroll_factor=1):
+            right = q_tile * decays(up_to(level, C), gates, C, BR)
+            left = k_tile * decays(after(level, C), gates, C, BR)
+            products = product(right, tl.trans(left), tl.zeros([C, C], tl.float32))
+            total += tl.where(are_parted(i[:, None], i[None, :], level), products, 0.0)
+    store_tile(pairs, ((row * length + tokens) * G * P + head), C, exists, i, i < C, total)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def chunk_sums(
+    x, x_strides, y, y_strides, log_decay, gate_strides, states, through,
+    length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    LEVELS: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """2. What each chunk adds to the state, (K E)^T V, and the decay through it, F_last, [slots, G, R].
+
+    With QUERIES, what it adds to the gradient of the state: (Q F)^T dO, over all P heads.
+    """
+    slot, g, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    r = block // tl.cdiv(M, BM) * BR + tl.arange(0, BR)
+    m = block % tl.cdiv(M, BM) * BM + tl.arange(0, BM)
+    _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    index = (slot * G + g).to(tl.int64)
+    gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
+    factor = decays(up_to(LEVELS, C) if QUERIES else after(LEVELS, C), gates, C, BR)
+    total = tl.zeros([BR, BM], tl.float32)
+    for p in range(P):
+        head = g * P + p
+        x_head = x + row * x_strides[0] + head * x_strides[2]
+        y_head = y + row * y_strides[0] + head * y_strides[2]
+        x_tile = load_tile(x_head, tokens, x_strides[1], exists, r, x_strides[3], r < R)
+        y_tile = load_tile(y_head, tokens, y_strides[1], exists, m, y_strides[3], m < M)
+        total = product(tl.trans(x_tile * factor), y_tile, total)
+    store_tile(states + index * (R * M), r, M, r < R, m, m < M, total)
+    if not QUERIES and block % tl.cdiv(M, BM) == 0:
+        tl.store(through + index * R + r, tl.exp(tl.sum(gates, 0)), mask=r < R)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def scan(
+    states, through, first, last, chunks, cu_seqlens, G,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    FROM_END: tl.constexpr,
+):  # fmt: skip
+    """2. s_c+1 = through_c s_c + additions_c over the chunks of a sequence, or from the last to the first.
+
+    Each slot's additions are replaced by s_c, the state that enters there. The sum is fp64, as in
+    `ops.linear.triton_kernels.scan`.
+    """
+    sequence, g = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < R * M
+    whole = (sequence * G + g).to(tl.int64) * (R * M) + at
+    first_slot, n = sequence_slots(sequence, chunks, cu_seqlens, C)
+    state = tl.load(first + whole, mask=inside, other=0).to(tl.float64)
+    for i in tl.range(0, n, num_stages=STAGES):
+        slot = first_slot + (n - 1 - i if FROM_END else i)
+        index = (slot * G + g).to(tl.int64)
+        added = tl.load(states + index * (R * M) + at, mask=inside, other=0)
+        tl.store(states + index * (R * M) + at, state.to(tl.float32), mask=inside)
+        state = state * tl.load(through + index * R + at // M, mask=inside, other=0) + added
+    tl.store(last + whole, state.to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def outputs(
+    q, q_strides, v, v_strides, log_decay, gate_strides, pairs, states, o,
+    length, chunks, cu_seqlens, owners, G, P,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """3. O = W V + (Q F) S of a chunk, a query head and a block of values."""
+    slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    g, m = head // P, tl.program_id(2) * BM + tl.arange(0, BM)
+    _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
+    q += row * q_strides[0] + head * q_strides[2]
+    v += row * v_strides[0] + g * v_strides[2]
+    states += (slot * G + g).to(tl.int64) * (R * M)
+    at = (row * length + tokens) * G * P + head
+    i = tl.arange(0, C)
+    v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
+    total = product(load_tile(pairs, at, C, exists, i, 1, i < C), v_tile, tl.zeros([C, BM], tl.float32))
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
+        q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
+        state = load_tile(states, r, M, r < R, m, 1, m < M)
+        total = product(q_tile * decays(up_to(LEVELS, C), gates, C, BR), state, total)
+    store_tile(o, at, M, exists, m, m < M, total)

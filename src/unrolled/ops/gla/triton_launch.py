@@ -1,0 +1,105 @@
+"""Launches of the Triton kernels of linear attention with a gate for every feature: blocks and grids."""
+
+import torch
+from torch import Tensor
+
+from unrolled.ops.gla import triton_backward as backward_kernels
+from unrolled.ops.gla import triton_kernels as kernels
+from unrolled.ops.gla.packed import Inputs
+from unrolled.ops.triton.launch import Slots, block, blocks, launch, with_strides
+
+CHUNK, BLOCK_R, BLOCK_M, BLOCK_M_OF_FP32 = 64, 32, 64, 32
+FEATURES = 16  # of a program of `feature_gradients`; more do not fit into registers
+WARPS, STAGES = 4, 2
+SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
+
+
+class Problem:
+    """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
+
+    def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None):
+        (B, T, H, R), (G, M) = inputs.q.shape, inputs.v.shape[2:]
+        self.inputs, self.B, self.T, self.H, self.G, self.R, self.M = inputs, B, T, H, G, R, M
+        self.slots = Slots.cut(B, T, cu_seqlens, CHUNK)
+        BR, BM = block(R, BLOCK_R), block(M, BLOCK_M_OF_FP32 if inputs.q.dtype == torch.float32 else BLOCK_M)
+        self.blocks_r, self.blocks_m = blocks(R, BR), blocks(M, BM)
+        self.q, self.k, self.v, self.gates = (with_strides(x) for x in inputs[:4])
+        self.places = *self.slots[1:], G, H // G
+        self.levels = {"LEVELS": CHUNK.bit_length() - 1}
+        self.options = {"C": CHUNK, "num_warps": WARPS, "num_stages": STAGES}
+        self.of_features, self.of_values = {"R": R, "BR": BR}, {"M": M, "BM": BM}
+        self.sizes = self.of_features | self.of_values | self.levels | self.options
+
+    def weights(self) -> Tensor:
+        """Compute W of all chunks, `[B,T,H,C]`."""
+        pairs, grid = self._scratch(self.B, self.T, self.H, CHUNK), (self.slots.n, self.H)
+        sizes = self.of_features | self.levels | self.options
+        launch(kernels.weights, grid, *self.q, *self.k, *self.gates, pairs, *self.places, **sizes)
+        return pairs
+
+    def states(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the states before the chunks, the decays through them, and the last states."""
+        through = self._scratch(self.slots.n, self.G, self.R)
+        states = self._chunk_sums((*self.k, *self.v), through, 1, QUERIES=False)
+        return states, through, self._scan(states, through, self.inputs.state, from_end=False)
+
+    def state_gradients(self, grad_o: Tensor, through: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of the states after the chunks, and of the first states."""
+        states = self._chunk_sums((*self.q, *with_strides(grad_o)), through, self.places[-1], QUERIES=True)
+        return states, self._scan(states, through, last, from_end=True)
+
+    def _chunk_sums(
+        self, tensors: tuple[object, ...], through: Tensor, heads: int, **options: bool
+    ) -> Tensor:
+        states = self._scratch(self.slots.n, self.G, self.R * self.M)
+        grid = self.slots.n, self.G, self.blocks_r * self.blocks_m
+        arguments = (*tensors, *self.gates, states, through, *self.slots[1:], self.G, heads)
+        launch(kernels.chunk_sums, grid, *arguments, **self.sizes, **options)
+        return states
+
+    def _scan(self, states: Tensor, through: Tensor, first: Tensor, *, from_end: bool) -> Tensor:
+        last = self._scratch(*first.shape)
+        sizes = {"R": self.R, "M": self.M, "C": CHUNK, "BLOCK": SCAN_BLOCK, "STAGES": SCAN_STAGES}
+        launch(
+            kernels.scan,
+            (len(first) * self.G, blocks(self.R * self.M, SCAN_BLOCK)),
+            *(states, through, first.contiguous(), last, self.slots.chunks, self.slots.cu_seqlens, self.G),
+            **sizes,
+            FROM_END=from_end,
+            num_warps=SCAN_WARPS,
+        )
+        return last
+
+    def outputs(self, pairs: Tensor, states: Tensor) -> Tensor:
+        """Compute `o [B,T,H,M]`."""
+        o = self.inputs.v.new_empty(self.B, self.T, self.H, self.M)
+        grid = self.slots.n, self.H, self.blocks_m
+        tensors = (*self.q, *self.v, *self.gates, pairs, states, o)
+        launch(kernels.outputs, grid, *tensors, *self.places, **self.sizes)
+        return o
+
+    def value_gradients(self, grad_o: Tensor, pairs: Tensor, d_states: Tensor) -> Tensor:
+        """Compute dv from W and the gradients of the states after the chunks."""
+        dv = self.inputs.v.new_empty(self.inputs.v.shape)
+        grid = self.slots.n, self.G, self.blocks_m
+        tensors = (*self.k, *with_strides(grad_o), *self.gates, pairs, d_states, dv)
+        launch(backward_kernels.value_gradients, grid, *tensors, *self.places, **self.sizes)
+        return dv
+
+    def feature_gradients(
+        self, grad_o: Tensor, pairs: Tensor, states: Tensor, d_states: Tensor
+    ) -> list[Tensor]:
+        """Compute dq, dk and dlog_decay; dW replaces W."""
+        grad, sizes = with_strides(grad_o), self.of_values | self.options
+        of_pairs = (*self.v, *grad, pairs, *self.places)
+        launch(backward_kernels.weight_gradients, (self.slots.n, self.H), *of_pairs, **sizes)
+        q, k, _, log_decay, _ = self.inputs
+        found = [x.new_empty(x.shape) for x in (q, k, log_decay)]
+        tensors = (*self.q, *self.k, *self.v, *grad, *self.gates, pairs, states, d_states, *found)
+        grid = self.slots.n, self.G, blocks(self.R, FEATURES)
+        sizes = self.sizes | {"BR": FEATURES, "BM": block(self.M, BLOCK_M_OF_FP32), "num_stages": 1}
+        launch(backward_kernels.feature_gradients, grid, *tensors, *self.places, **sizes)
+        return found
+
+    def _scratch(self, *shape: int) -> Tensor:
+        return self.inputs.q.new_empty(shape, dtype=torch.float32)
