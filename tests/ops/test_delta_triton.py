@@ -119,6 +119,13 @@ def test_a_gate_of_zero_forgets_everything_before_it(run):
     assert found[-2][0, 70] == 0  # the gradient of the gate
 
 
+def test_gates_of_channels_are_left_to_another_form(run):
+    drawn = draw(20, B=1)
+    drawn["log_decay"] = -torch.rand(1, 20, 1, 8)
+    ours = run(differentiate, delta_rule, drawn, {})
+    torch.testing.assert_close(ours, differentiate(delta_rule, drawn, {}, "plain"), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "form"), [("forward", packed.forward), ("backward", packed.backward)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_check_at_first_use_passes_correct_kernels_only(kind, form, gated):
