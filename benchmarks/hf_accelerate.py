@@ -35,6 +35,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, tuple[str, Any] | None]] = {
         16,
         ("layer_types", ("linear_attention",) * 3 + ("full_attention",)),
     ),
+    "KimiLinear": (
+        WIDE
+        | {
+            "num_key_value_heads": 8,
+            "linear_num_heads": 8,
+            "linear_head_dim": 128,
+            "first_k_dense_replace": 99,
+        },
+        16,
+        ("layer_types", ("linear_attention",) * 3 + ("full_attention",)),
+    ),
     "Mamba2": ({"hidden_size": 1024, "num_heads": 32, "head_dim": 64, "n_groups": 1}, 32, None),
     "FalconH1": (
         WIDE | SSD | {"intermediate_size": 2048, "mamba_d_ssm": 1536, "mamba_n_heads": 24},

@@ -45,16 +45,23 @@ def test_fla_gated_delta_rule(form):
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
-def test_hugging_face_qwen3_next(form):
-    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_next", "torch_{}_gated_delta_rule"), ("kimi_linear", "{}_kimi_delta_attention")],
+)
+def test_hugging_face(family, name, form):
+    modelling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     q, k, v, beta, log_decay = inputs = random_inputs(T=150)
+    if family == "kimi_linear":  # a gate for every channel
+        log_decay = inputs[4] = (log_decay.detach().unsqueeze(-1) * k.detach().abs()).requires_grad_()
     # What is decorated prefers the Triton kernel of fla, where that is installed, GPU or not.
-    function = inspect.unwrap(getattr(qwen, f"torch_{form}_gated_delta_rule"))
+    function = inspect.unwrap(getattr(modelling, name.format(form)))
     begin = torch.randn(2, 2, D, 5, generator=torch.Generator().manual_seed(2))
     theirs, state = function(q, k, v, g=log_decay, beta=beta, initial_state=begin, output_final_state=True)
     ours, our_state = delta_rule(q * D**-0.5, k, v, beta, log_decay=log_decay, state=begin)
-    assert_all_agree(ours, theirs, inputs, f"gated delta rule, {form}", library="transformers 5.23.0")
-    assert_agree(our_state, state, f"gated delta rule, {form}, state")
+    what = f"delta rule of {family}, {form}"
+    assert_all_agree(ours, theirs, inputs, what, library="transformers 5.23.0")
+    assert_agree(our_state, state, f"{what}, state")
     S = begin
     for t in range(20):
         token = [x[:, t] for x in (q * D**-0.5, k, v, beta)]
