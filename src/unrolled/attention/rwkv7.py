@@ -9,9 +9,10 @@ Every projection reads its own mixture of a token and the one before it, x_t^z =
 for z = r, w, k, v, a, g, with zeros before the first token. norm_h is a layer norm of each head, and m, n and
 u are learned per channel. In the letters of `unrolled.ops.dplr` r is the query, p reads what a * p writes.
 
-Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution", arXiv 2503.14456: eq. 2 to 20,
-section 4. The published model adds, in every layer but the first, a learned share of the first layer's values
-to its own (eq. 9); a layer here stands alone. With `bias=False` it is the published first layer.
+Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution", arXiv 2503.14456, and the code of
+its first author, `RWKV_x070_TMix_seq` in the package rwkv. The published model adds, in every layer but the
+first, a learned share of the first layer's values to its own; a layer here stands alone. With `bias=False` it
+is the published first layer.
 
 Cost per head, with values M wide and chunks of C = 32 tokens, or 64 for heads wider than 64: in training time
 O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)); per generated token time, memory and state O(D M).

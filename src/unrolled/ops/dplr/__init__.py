@@ -6,8 +6,7 @@ What a_t reads from the state is written at b_t, after the channels of the state
 a_t = w_t * k_t and b_t = -beta_t k_t, and values beta_t v_t, it is the delta rule with a gate for every
 channel (`unrolled.ops.delta`).
 
-Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456), eq. 17, with
-a_t = -kappa_t and b_t = a_t * kappa_t in its letters.
+Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456).
 """
 
 import torch
