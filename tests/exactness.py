@@ -40,6 +40,6 @@ def assert_as_exact(
     assert (of_ours <= allowed).all(), dict(zip(names, both, strict=True))
 
 
-def draws_for(*widths: int) -> int:
-    """How many draws have enough numbers between them."""
-    return max(4, 64 // torch.Size(widths).numel())
+def rows_for(*widths: int) -> int:
+    """How many rows have enough numbers between them for one draw."""
+    return 2 * max(4, 64 // torch.Size(widths).numel())

@@ -110,15 +110,25 @@ def delta_rule_reference(
     q, k, v, beta, log_decay, state = _prepare(
         q, k, v, beta, options.get("log_decay"), padding, cu_seqlens, options.get("state")
     )
-    o, states = v.new_zeros(*q.shape[:3], v.shape[3]), []
-    for n, (b, start, end) in enumerate(spans(cu_seqlens, *q.shape[:2])):
-        S = state[n : n + 1]
-        for t in range(start, end):
-            q_t, k_t, v_t, beta_t = (x[b : b + 1, t] for x in (q, k, v, beta))
-            gate = None if log_decay is None else log_decay[b : b + 1, t]
-            o[b, t], S = chunked.step(q_t, k_t, v_t, beta_t, S, gate)
-        states.append(S)
-    return o, torch.cat([state[:0], *states])
+    if cu_seqlens is None:
+        return _recurrence(Inputs(q, k, v, beta, log_decay, state))
+    parts = [(v.new_zeros(1, 0, q.shape[2], v.shape[3]), state[:0])]
+    for n, (_, start, end) in enumerate(spans(cu_seqlens, *q.shape[:2])):
+        tokens = (None if x is None else x[:, start:end] for x in (q, k, v, beta, log_decay))
+        parts.append(_recurrence(Inputs._make((*tokens, state[n : n + 1]))))
+    outs, states = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1), torch.cat(states)
+
+
+def _recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Run the definition on rows of one length each."""
+    q, k, v, beta, log_decay, state = inputs
+    steps = [v.new_zeros(len(q), 0, q.shape[2], v.shape[3])]
+    for t in range(q.shape[1]):
+        gate = None if log_decay is None else log_decay[:, t]
+        o, state = chunked.step(q[:, t], k[:, t], v[:, t], beta[:, t], state, gate)
+        steps.append(o.unsqueeze(1))
+    return torch.cat(steps, dim=1), state
 
 
 def _prepare(
