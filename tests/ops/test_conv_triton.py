@@ -12,7 +12,7 @@ from interpreted import check, differentiate, needs_triton
 from unrolled.ops.conv import causal_conv, causal_conv_reference, operator, plain, triton
 from unrolled.ops.triton.check import Call, mistake
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.compilers]
 
 
 def draw(B, T, C, W, rows=None, dtype=torch.float32, seed=0):
@@ -32,7 +32,6 @@ def test_equals_the_definition(run, dtype):
     equals_the_definition(run, draw(2, 70, 67, 4, dtype=dtype))
 
 
-@pytest.mark.compilers
 @settings(max_examples=8, deadline=None)
 @given(
     st.tuples(st.integers(0, 2), st.integers(0, 130), st.sampled_from([1, 16, 70]), st.integers(1, 5)),
@@ -96,7 +95,6 @@ conv_triton.backward(x, state, x, weight, state, None)
 """
 
 
-@pytest.mark.compilers
 @pytest.mark.parametrize("capability", [80, 90])
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability):
     found = gpu_compiler.needs(COMPILE, capability, tmp_path)

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from unrolled.ops.delta import delta_rule, delta_rule_reference, operator, packed, triton
 from unrolled.ops.triton.check import Call, mistake
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.compilers]
 
 
 def draw(T, *, B=2, G=1, P=1, D=8, M=7, gated=True, max_beta=2.0, dtype=torch.float32, rows=None):
@@ -51,7 +51,6 @@ def test_equals_explicit_matrices(run):
     torch.testing.assert_close(found[:2], tuple(x.float() for x in definition(*exact)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.compilers
 @settings(max_examples=5, deadline=None)
 @given(
     T=st.integers(0, 140),
@@ -76,13 +75,11 @@ def test_keys_that_repeat_cost_few_digits(run, max_beta):
         torch.testing.assert_close(x, z.float(), rtol=0, atol=float(1e-5 * (1 + z.abs().max())))
 
 
-@pytest.mark.compilers
 @pytest.mark.parametrize(("D", "M"), [(256, 20), (20, 130)])
 def test_wide_heads_are_worked_through_in_blocks(run, D, M):
     equals_the_definition(run, draw(20, B=1, D=D, M=M))
 
 
-@pytest.mark.compilers
 @settings(max_examples=3, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 5, 64, 65]), max_size=3))
 def test_packed_sequences_equal_the_definition(run, lengths):
@@ -90,13 +87,11 @@ def test_packed_sequences_equal_the_definition(run, lengths):
     equals_the_definition(run, draw(sum(lengths), B=1, rows=len(lengths)), cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.compilers
 def test_padded_tokens_change_nothing(run):
     mask = torch.rand(2, 70, generator=torch.Generator().manual_seed(0)) < 0.4
     equals_the_definition(run, draw(70), key_padding_mask=mask)
 
 
-@pytest.mark.compilers
 def test_reads_any_strides(run):
     drawn = draw(20, G=2)
     strided = {name: x.movedim(-1, 0).contiguous().movedim(0, -1) for name, x in drawn.items()}
@@ -161,7 +156,6 @@ delta_triton.backward(q, state, inputs, None)
 """
 
 
-@pytest.mark.compilers
 @pytest.mark.parametrize(("capability", "dtype", "width"), [(80, "float32", 256), (90, "bfloat16", 64)])
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, dtype, width):
     found = gpu_compiler.needs(COMPILE.format(dtype=dtype, width=width), capability, tmp_path)

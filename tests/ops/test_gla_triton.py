@@ -12,7 +12,7 @@ from interpreted import check, differentiate, needs_triton
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_reference, packed, triton
 from unrolled.ops.triton.check import Call, mistake
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.compilers]
 
 
 def draw(T, *, B=2, G=1, P=1, R=8, M=7, strength=0.1, forgetting=False, dtype=torch.float32, rows=None):
@@ -44,7 +44,6 @@ def test_equals_the_definition(run, forgetting, dtype):
     equals_the_definition(run, draw(66, B=1, P=2, forgetting=forgetting, dtype=dtype))
 
 
-@pytest.mark.compilers
 @settings(max_examples=4, deadline=None)
 @given(
     T=st.integers(0, 100),
@@ -61,13 +60,11 @@ def test_any_sizes_equal_the_definition(run, T, heads, R, M, strength, forgettin
     equals_the_definition(run, drawn)
 
 
-@pytest.mark.compilers
 @pytest.mark.parametrize(("R", "M"), [(256, 20), (20, 130)])
 def test_wide_heads_are_worked_through_in_blocks(run, R, M):
     equals_the_definition(run, draw(20, B=1, R=R, M=M))
 
 
-@pytest.mark.compilers
 @settings(max_examples=3, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 5, 64, 65]), max_size=3))
 def test_packed_sequences_equal_the_definition(run, lengths):
@@ -75,13 +72,11 @@ def test_packed_sequences_equal_the_definition(run, lengths):
     equals_the_definition(run, draw(sum(lengths), B=1, rows=len(lengths)), cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.compilers
 def test_padded_keys_change_nothing(run):
     mask = torch.rand(2, 70, generator=torch.Generator().manual_seed(0)) < 0.4
     equals_the_definition(run, draw(70), key_padding_mask=mask)
 
 
-@pytest.mark.compilers
 def test_reads_any_strides(run):
     drawn = draw(20, G=2)
     strided = {name: x.movedim(-1, 0).contiguous().movedim(0, -1) for name, x in drawn.items()}
@@ -123,7 +118,6 @@ gla_triton.backward(q, inputs.state, inputs, None)
 """
 
 
-@pytest.mark.compilers
 @pytest.mark.parametrize(("capability", "dtype", "width"), [(80, "float32", 256), (90, "bfloat16", 128)])
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, dtype, width):
     found = gpu_compiler.needs(COMPILE.format(dtype=dtype, width=width), capability, tmp_path)

@@ -25,7 +25,7 @@ from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, OutputGrad
 NAMES = ("o", "kv", "k_sum", "dq", "dk", "dv", "dlog_decay", "dkv", "dk_sum")
 CAUSAL = Options(None, causal=True, normalize=True)
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.compilers]
 
 
 Case = partial(cases.Case, B=1, G=1, dtype=torch.float32)
@@ -288,7 +288,6 @@ linear_triton.step(Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0]),
 """
 
 
-@pytest.mark.compilers
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path):
     found = gpu_compiler.needs(COMPILE, 80, tmp_path)
     assert len(found) == 9
