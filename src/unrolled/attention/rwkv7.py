@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import group_norm, linear, normalize
+from torch.nn.functional import group_norm, normalize
 
 from unrolled.attention._heads import NO_MASKS, of_every_head
 from unrolled.attention._options import ONE_WAY
@@ -155,7 +155,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         before, last = self._token_before(x, masks, None if inner is None else inner.last)
         mixed = x.unsqueeze(-2) + (before - x).unsqueeze(-2) * self.mix
         if isinstance(projected, Unmixed):
-            projected = self._project_each(mixed)
+            projected = super().project(*mixed[..., :3, :].unbind(-2))
         return super().heads_of(projected, x, masks, cross=cross, state=state, mixed=mixed, last=last)
 
     def read_input(self, x: Tensor, mixed: Tensor, last: Tensor) -> Controls:  # type: ignore[override]
@@ -176,18 +176,6 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         if x.dim() == 2 and last is not None:
             return causal_conv_step(x, taps, last)
         return causal_conv(x, taps, state=last, **masks.of_keys())
-
-    def _project_each(self, mixed: Tensor) -> Projected:
-        bias = self.qkv_proj.bias
-        matrices = torch.split(self.qkv_proj.weight, self.widths)
-        biases = [None] * 3 if bias is None else torch.split(bias, self.widths)
-        q, k, v = (
-            torch.unflatten(linear(x, weight, own), -1, (n, -1))
-            for x, weight, own, n in zip(
-                mixed[..., :3, :].unbind(-2), matrices, biases, self.head_counts(), strict=True
-            )
-        )
-        return q, k, v
 
     def attend(self, heads: Heads[Controls], masks: Masks) -> Tensor:
         """Run over whole sequences."""

@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from unrolled.ops.precision import accumulation_dtype
+
 P = ParamSpec("P")
 Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
 
@@ -26,6 +28,16 @@ def any_length(x: Tensor) -> bool:
 def like_attention(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
     """Return an empty `o [B,T,H,M]` for `q [B,T,H,D]` and `v [B,S,G,M]`."""
     return v.new_empty(*q.shape[:3], v.shape[3])
+
+
+def like_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, *_: object, cu_seqlens: Tensor | None = None, **__: object
+) -> tuple[Tensor, Tensor]:
+    """Return an empty `o [B,T,H,M]`, and states `[N,G,D,M]` of as many sequences as there are."""
+    rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
+    after = k.new_empty(rows, *k.shape[2:], v.shape[3], dtype=dtype)
+    return v.new_empty(*q.shape[:3], v.shape[3]), after
 
 
 def one_node(result: Callable[..., Result]) -> Callable[[Callable[P, Result]], Callable[P, Result]]:

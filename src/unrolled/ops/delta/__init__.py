@@ -19,7 +19,7 @@ from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, 
 from unrolled.ops.delta import chunked, operator
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.masks import without_padding
-from unrolled.ops.node import one_node
+from unrolled.ops.node import like_recurrence, one_node
 from unrolled.ops.packing import spans
 from unrolled.ops.precision import accumulation_dtype
 
@@ -33,16 +33,7 @@ class Options(TypedDict, total=False):
     state: Tensor | None
 
 
-def _like_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, *_: object, cu_seqlens: Tensor | None = None, **__: object
-) -> tuple[Tensor, Tensor]:
-    rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
-    dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    after = k.new_empty(rows, *k.shape[2:], v.shape[3], dtype=dtype)
-    return v.new_empty(*q.shape[:3], v.shape[3]), after
-
-
-@one_node(_like_delta_rule)
+@one_node(like_recurrence)
 def delta_rule(
     q: Tensor,
     k: Tensor,

@@ -16,20 +16,12 @@ from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, 
 from unrolled.ops.dplr import chunked
 from unrolled.ops.dplr.chunked import Inputs
 from unrolled.ops.masks import without_padding
-from unrolled.ops.node import one_node
+from unrolled.ops.node import like_recurrence, one_node
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype
 
 
-def _like_dplr(
-    q: Tensor, k: Tensor, v: Tensor, *_: object, cu_seqlens: Tensor | None = None, **__: object
-) -> tuple[Tensor, Tensor]:
-    rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
-    after = k.new_empty(rows, *k.shape[2:], v.shape[3], dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
-    return v.new_empty(v.shape), after
-
-
-@one_node(_like_dplr)
+@one_node(like_recurrence)
 def dplr(
     q: Tensor,
     k: Tensor,

@@ -81,7 +81,6 @@ def step(
     """Compute `o [B,H,M]` and the new state from one token of each."""
     dtype = state.dtype
     with without_autocast(state.device):
-        row = (x.to(dtype).unsqueeze(-2) for x in (q, k, v, a, b))
-        q, k, value, a, b = row
+        q, k, value, a, b = (x.to(dtype).unsqueeze(-2) for x in (q, k, v, a, b))
         state = log_decay.to(dtype).exp().unsqueeze(-1) * state + b.mT * (a @ state) + k.mT * value
         return (q @ state).squeeze(-2).to(v.dtype), state
