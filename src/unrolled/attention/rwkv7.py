@@ -7,7 +7,7 @@ r"""RWKV-7: a state that decays, erases what a key holds in part, and writes it,
 
 Every projection reads its own mixture of a token and the one before it, x_t^z = x_t + mu_z * (x_t-1 - x_t)
 for z = r, w, k, v, a, g, with zeros before the first token. norm_h is a layer norm of each head, and m, n and
-u are learned per channel. In the letters of `unrolled.ops.dplr` r is the query, p reads what a * p writes.
+u are learned per channel. It is the rule of `unrolled.ops.dplr`, where q is r, a is -p and b is a * p.
 
 Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution", arXiv 2503.14456, and the code of
 its first author, `RWKV_x070_TMix_seq` in the package rwkv. The published model adds, in every layer but the
