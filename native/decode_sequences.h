@@ -1,0 +1,179 @@
+// The instructions of a program that read and update the state of a sequence, for tokens in order. Threads
+// share them by heads or by channels.
+//
+//   CONVOLVE  to_c = sum_l weights[l, c] x_c(t - l) for n channels c and `window` taps. State: the last
+//   inputs
+//             [window - 1, n], the latest last.
+//   RECUR     S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values]
+//   and the
+//             `heads` / `groups` query heads that read it; a as `kind` says. With `rates` b it is the delta
+//             rule: v becomes b (v - S^T diag(a) k). With `divisor_k` z <- diag(a) z + that key, and o is
+//             divided by its product with `divisor_q`; z [groups, features] lies behind the states S.
+//   ATTEND    o = sum_j softmax_j(scale q . k_j) v_j over the last `window` tokens; with a window of 0, over
+//   all
+//             tokens. State: keys [groups, window, features], then values [groups, window, values], the token
+//             at position p in slot p % window; without a window the same in the cache, in slot p.
+//
+// Queries have `queries` heads, keys `keys` heads, whose numbers divide `heads` and `groups`.
+#pragma once
+
+#include "decode_tokens.h"
+
+namespace UNROLLED_ISA {
+
+// A token, and the states of its sequence.
+struct SequenceRow {
+    TokenRow row;
+    float *state, *cache;
+    Int capacity;  // tokens in the cache
+};
+
+// A share of the work: from `first` to `last`.
+struct Share {
+    Int first, last;
+};
+
+inline Share share_of(Int n, Int part, Int parts) { return {n * part / parts, n * (part + 1) / parts}; }
+
+inline void convolve(const Instruction& x, const SequenceRow& s, Share channels) {
+    float* past = s.state + x.state;
+    for (Int c = channels.first; c < channels.last; c += WIDTH) {
+        const Int left = channels.last - c;
+        const Vec now = load_first(s.row.from(x) + c, left);
+        Vec total = now * load_first(x.weights + c, left);
+        for (Int l = 1; l < x.window; ++l)
+            total += load_first(past + (x.window - 1 - l) * x.n + c, left) *
+                     load_first(x.weights + l * x.n + c, left);
+        for (Int l = 0; l + 2 < x.window; ++l)
+            store_first(past + l * x.n + c, left, load_first(past + (l + 1) * x.n + c, left));
+        store_first(past + (x.window - 2) * x.n + c, left, now);
+        store_first(s.row.to(x) + c, left, total);
+    }
+}
+
+// What a state is multiplied by, `gates[r * step]` for feature r.
+struct GateRow {
+    const float* gates;
+    Int step;
+};
+
+inline GateRow gates_of(const Instruction& x, const TokenRow& t, Int group) {
+    static constexpr float none = 1;
+    if (x.kind == NO_GATES) return {&none, 0};
+    if (x.kind == CONSTANT_GATES) return {x.weights + group, 0};
+    if (x.kind == GATE_PER_HEAD) return {t.at + x.gates + group, 0};
+    return {t.at + x.gates + group * x.features, 1};
+}
+
+// Updates `VECS` vectors of the values of one state from `value`, and returns their product with the first
+// query.
+template <int VECS>
+void update_state(const Instruction& x, float* state, Int left, GateRow a, const float* key,
+                  const float* value, const float* rate, const float* query, Vec* o) {
+    const Int M = x.values;
+    Vec v[VECS], totals[VECS] = {};
+    for (int j = 0; j < VECS; ++j) v[j] = load_first(value + j * WIDTH, left - j * WIDTH);
+    if (rate) {
+        Vec held[VECS] = {};
+        for (Int r = 0; r < x.features; ++r)
+            for (int j = 0; j < VECS; ++j)
+                held[j] += load_first(state + r * M + j * WIDTH, left - j * WIDTH) *
+                           broadcast(a.gates[r * a.step] * key[r]);
+        for (int j = 0; j < VECS; ++j) v[j] = (v[j] - held[j]) * broadcast(*rate);
+    }
+    for (Int r = 0; r < x.features; ++r) {
+        const Vec k = broadcast(key[r]), q = broadcast(query[r]), gate = broadcast(a.gates[r * a.step]);
+        for (int j = 0; j < VECS; ++j) {
+            float* at = state + r * M + j * WIDTH;
+            const Vec s = load_first(at, left - j * WIDTH) * gate + v[j] * k;
+            store_first(at, left - j * WIDTH, s);
+            totals[j] += s * q;
+        }
+    }
+    for (int j = 0; j < VECS; ++j) o[j] = totals[j];
+}
+
+inline void recur(const Instruction& x, const SequenceRow& s, Int group) {
+    const TokenRow& t = s.row;
+    const Int R = x.features, M = x.values, P = x.heads / x.groups;
+    float *state = s.state + x.state + group * R * M, *z = s.state + x.state + x.groups * R * M + group * R;
+    const Int key_head = group * x.keys / x.groups;
+    const float *key = t.at + x.second + key_head * R, *value = t.at + x.third + group * M;
+    const float* rate = x.rates < 0 ? nullptr : t.at + x.rates + group;
+    const GateRow a = gates_of(x, t, group);
+    const auto query = [&](Int p, Int place) {
+        return t.at + place + (group * P + p) * x.queries / x.heads * R;
+    };
+    constexpr int VECS = 4;
+    for (Int m = 0; m < M; m += VECS * WIDTH) {
+        const Int left = M - m;
+        Vec o[VECS];
+        const float* q = query(0, x.first);
+        if (left > 3 * WIDTH) update_state<4>(x, state + m, left, a, key, value + m, rate, q, o);
+        else if (left > 2 * WIDTH) update_state<3>(x, state + m, left, a, key, value + m, rate, q, o);
+        else if (left > WIDTH) update_state<2>(x, state + m, left, a, key, value + m, rate, q, o);
+        else update_state<1>(x, state + m, left, a, key, value + m, rate, q, o);
+        for (int j = 0; j < VECS && j * WIDTH < left; ++j)
+            store_first(t.to(x) + group * P * M + m + j * WIDTH, left - j * WIDTH, o[j] * broadcast(x.scale));
+    }
+    for (Int p = 1; p < P; ++p)
+        for (Int m = 0; m < M; m += WIDTH) {
+            Vec o{};
+            const float* q = query(p, x.first);
+            for (Int r = 0; r < R; ++r) o += load_first(state + r * M + m, M - m) * broadcast(q[r]);
+            store_first(t.to(x) + (group * P + p) * M + m, M - m, o * broadcast(x.scale));
+        }
+    if (x.divisor_k < 0) return;
+    const float* own = t.at + x.divisor_k + key_head * R;
+    for (Int r = 0; r < R; ++r) z[r] = z[r] * a.gates[r * a.step] + own[r];
+    for (Int p = 0; p < P; ++p) {
+        const float* q = query(p, x.divisor_q);
+        float divisor = 0;
+        for (Int r = 0; r < R; ++r) divisor += q[r] * z[r];
+        float* o = t.to(x) + (group * P + p) * M;
+        const float factor = divisible(divisor) ? 1 / divisor : 0;
+        for (Int m = 0; m < M; m += WIDTH)
+            store_first(o + m, M - m,
+                        divisible(divisor) ? load_first(o + m, M - m) * broadcast(factor) : Vec{});
+    }
+}
+
+// scores[j] = scale q . k_j for keys in rows of D floats.
+inline void score(const float* q, const float* keys, Int n, Int D, float scale, float* scores) {
+    for (Int j = 0; j < n; ++j) {
+        Vec total{};
+        for (Int d = 0; d < D; d += WIDTH)
+            total += load_first(q + d, D - d) * load_first(keys + j * D + d, D - d);
+        scores[j] = sum(total) * scale;
+    }
+}
+
+inline void attend(const Instruction& x, const SequenceRow& s, Int group, float* scores) {
+    const TokenRow& t = s.row;
+    const Int D = x.features, M = x.values, P = x.heads / x.groups, slots = x.window ? x.window : s.capacity;
+    float* all = x.window ? s.state + x.state : s.cache + x.state * s.capacity;
+    float *keys = all + group * slots * D, *values = all + x.groups * slots * D + group * slots * M;
+    const Int slot = x.window ? t.position % x.window : t.position;
+    std::memcpy(keys + slot * D, t.at + x.second + group * D, (size_t)D * 4);
+    std::memcpy(values + slot * M, t.at + x.third + group * M, (size_t)M * 4);
+    const Int n = min(t.position + 1, slots);
+    for (Int p = 0; p < P; ++p) {
+        const Int head = group * P + p;
+        score(t.from(x) + head * D, keys, n, D, x.scale, scores);
+        const float total = exponentials(scores, n, most_of(scores, n), scores);
+        for (Int m = 0; m < M; m += 2 * WIDTH) {
+            Vec first{}, second{};
+            const bool two = m + WIDTH < M;
+            for (Int j = 0; j < n; ++j) {
+                const float* v = values + j * M + m;
+                first += load_first(v, M - m) * broadcast(scores[j]);
+                if (two) second += load_first(v + WIDTH, M - m - WIDTH) * broadcast(scores[j]);
+            }
+            float* o = t.to(x) + head * M + m;
+            store_first(o, M - m, first * broadcast(1 / total));
+            if (two) store_first(o + WIDTH, M - m - WIDTH, second * broadcast(1 / total));
+        }
+    }
+}
+
+}  // namespace UNROLLED_ISA
