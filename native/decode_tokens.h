@@ -158,7 +158,7 @@ inline float most_of(const float* x, Int n) {
 //   EXP_OF_KEYS     exp(min(x, scale))
 //   PROBABILITIES   softmax(x)
 //   WITH_NEGATIVES  [x, -x]
-//   NEIGHBOURS      the products of DPFP: u = [relu(x), relu(-x)], then u_i u_(i + j) for j = 1 .. `window`
+//   NEIGHBOURS      the products of DPFP: u = [relu(x), relu(-x)], then u_i u_(i - j) for j = 1 .. `window`
 //   PAIRS           [w_1, w_2 x, w_3 x_i x_j] with w = `weights`, x times w_0 first, i <= j, and sqrt(2)
 //   where
 //                   i < j
@@ -183,7 +183,7 @@ inline void map_features(const Instruction& x, const float* from, Int position, 
             return y < 0 ? 0 : y;
         };
         for (Int j = 1; j <= x.window; ++j)
-            for (Int i = 0; i < 2 * n; ++i) *to++ = relu(i) * relu((i + j) % (2 * n));
+            for (Int i = 0; i < 2 * n; ++i) *to++ = relu(i) * relu((i - j + 2 * n) % (2 * n));
     }
     if (x.kind == PAIRS) {
         const float* w = x.weights;

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled.decode.packing import GROUP, PACKINGS, rounded
 from unrolled.decode.plan import Plan
 from unrolled.decode.program import Builder
-from unrolled.models import DecoderConfig
+from unrolled.models import DecoderConfig, DecoderState
 from unrolled.ops import native
 
 if not native.available():
@@ -41,7 +41,7 @@ def product(x, w, bias, weights):
     row = builder.embed(x, builder.value(x.shape[1]))
     program = builder.finish(1, row, builder.linear(row, w, bias))
     config = DecoderConfig(vocab_size=len(w), d_model=x.shape[1], n_heads=1)
-    plan = Plan(config, weights, program)
+    plan = Plan(config, weights, program, DecoderState(torch.empty(0), ()))
     logits, rows = torch.full((len(x), len(w)), torch.nan), torch.arange(len(x))
     plan.read(rows, torch.zeros_like(rows), rows, plan.init_state(1), logits)
     return logits

@@ -30,6 +30,7 @@ def attention(builder: Builder, layer: Layer, x: Value, to: Value) -> Value:
     emit = _MECHANISMS.get(type(layer))
     if emit is None or not layer.causal:
         raise UnsupportedError(f"a plan cannot run {layer.name} attention")
+    builder.begin_layer()
     o = emit(builder, layer, x, _projected(builder, layer, x))
     return builder.layer(o, layer.out_proj, to)
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
+from unrolled.decode import states
 from unrolled.decode.loop import Loop
 from unrolled.decode.models import program
 from unrolled.decode.packing import PACKINGS, Weights
 from unrolled.decode.program import Program
 from unrolled.decode.request import OnToken, Options, Prompts, Request
-from unrolled.models import Decoder, DecoderConfig
+from unrolled.models import Decoder, DecoderConfig, DecoderState
 from unrolled.models.checks import check_ids
 from unrolled.ops import native
 from unrolled.ops.checks import check_key_padding_mask, shape, wrong
@@ -52,9 +53,11 @@ class Plan:
         weights: "fp32", "bf16", "int8" or "int4".
     """
 
-    def __init__(self, config: DecoderConfig, weights: Weights, program: Program) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, program: Program, empty: DecoderState
+    ) -> None:
         self.config, self.weights = config, weights
-        self._program = program
+        self._program, self._empty = program, empty
 
     @property
     def nbytes(self) -> int:
@@ -118,6 +121,17 @@ class Plan:
         if not request.rows or not request.limit:
             return [torch.empty(0, dtype=torch.long) for _ in range(request.rows)]
         return Loop(self, request).run(on_token)
+
+    def from_model(self, state: DecoderState) -> PlanState:
+        """Return the state that continues from a state of the model."""
+        rows = len(state.position)
+        after = self.with_room(self.init_state(rows), int(state.position.max()) if rows else 0)
+        states.from_model(self._program.slots, state, after)
+        return after
+
+    def to_model(self, state: PlanState) -> DecoderState:
+        """Return the state of the model that continues from a state of this plan."""
+        return states.to_model(self._program.slots, state, self._empty)
 
     # ---- what is read in place
 
@@ -195,13 +209,11 @@ class Plan:
         B, capacity, width = cache.shape
         if not width or tokens <= capacity:
             return cache
-        grown = cache.new_zeros(B, max(tokens, 2 * capacity), width)
-        begin = 0
+        most = max(tokens, 2 * capacity)
+        grown, begin = cache.new_zeros(B, most, width), 0
         for size in self._program.cache:
-            old, new = (
-                x.view(B, -1)[:, begin * x.shape[1] :][:, : size * x.shape[1]] for x in (cache, grown)
-            )
-            new[:, : old.shape[1]] = old
+            old = cache.view(B, capacity * width)[:, begin * capacity :][:, : size * capacity]
+            grown.view(B, most * width)[:, begin * most :][:, : size * capacity] = old
             begin += size
         return grown
 
@@ -227,4 +239,5 @@ def plan(model: nn.Module, weights: Weights = "fp32") -> Plan:
         raise UnsupportedError(f"a plan needs the C++ kernels: {missing}")
     with torch.no_grad():
         made = program(model, weights)
-    return Plan(cast(Decoder, model).config, weights, made)
+        decoder = cast(Decoder, model)
+        return Plan(decoder.config, weights, made, decoder.init_state(0))

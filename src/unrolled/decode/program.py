@@ -105,6 +105,24 @@ class Heads(NamedTuple):
     values: int
 
 
+class Slot(NamedTuple):
+    """A part of the state of one layer.
+
+    Attributes:
+        kind: "convolution", "recurrence", "window" or "cache".
+        place: where it begins in the state of a sequence; for a cache, in floats per token.
+        sizes: its axes without the batch; of a window and a cache [groups, window, features], of the keys.
+        values: width of a value.
+        divided: whether a sum of keys follows a recurrence.
+    """
+
+    kind: str
+    place: int
+    sizes: tuple[int, ...]
+    values: int = 0
+    divided: bool = False
+
+
 class Program(NamedTuple):
     """A finished program.
 
@@ -114,6 +132,7 @@ class Program(NamedTuple):
         kept: tensors that the instructions point to.
         state_size: floats of the state of a sequence.
         cache: sizes of the parts of the cache of a sequence, in floats per token.
+        slots: the parts of the state of each layer.
         longest: most keys that a window holds.
         most_positions: number of positions, None for any.
     """
@@ -123,6 +142,7 @@ class Program(NamedTuple):
     kept: list[Tensor]
     state_size: int
     cache: list[int]
+    slots: list[list[Slot]]
     longest: int
     most_positions: int | None
 
@@ -151,6 +171,7 @@ class Builder:
         self.width = self.state_size = self.widest = self.longest = 0
         self._top = self._kept_below = 0  # the end of the values in use, and of those that stay
         self.cache: list[int] = []
+        self.slots: list[list[Slot]] = []
         self.instructions: list[bytes] = []
         self.kept: list[Tensor] = []
         self.most_positions: int | None = None
@@ -170,6 +191,10 @@ class Builder:
         yield
         self._top = max(before, self._kept_below)
 
+    def begin_layer(self) -> None:
+        """Let the parts of the state that follow belong to the next layer."""
+        self.slots.append([])
+
     def limit_positions(self, n: int) -> None:
         """Allow only that many positions."""
         self.most_positions = n
@@ -188,8 +213,9 @@ class Builder:
         }
         array = ctypes.create_string_buffer(b"".join(self.instructions))
         return Program(
-            array, fields, self.kept, self.state_size, self.cache, self.longest, self.most_positions
-        )
+            array, fields, self.kept, self.state_size, self.cache, self.slots, self.longest,
+            self.most_positions,
+        )  # fmt: skip
 
     # ---- one token
 
@@ -313,7 +339,9 @@ class Builder:
         channels, taps = weight.shape
         flipped = self._float(weight.flip(1).T)
         fields = {"n": channels, "window": taps, "weights": flipped}
-        return self._add("convolve", x, x, state=self._state((taps - 1) * channels), **fields)
+        place = self._state((taps - 1) * channels)
+        self.slots[-1].append(Slot("convolution", place, (taps - 1, channels)))
+        return self._add("convolve", x, x, state=place, **fields)
 
     def recur(
         self,
@@ -339,7 +367,9 @@ class Builder:
             scale: of the outputs.
         """
         size = sizes.groups * sizes.features * (sizes.values + (divisor is not None))
-        fields = sizes._asdict() | {"second": k.place, "third": v.place, "state": self._state(size)}
+        place, S = self._state(size), (sizes.groups, sizes.features, sizes.values)
+        self.slots[-1].append(Slot("recurrence", place, S, divided=divisor is not None))
+        fields = sizes._asdict() | {"second": k.place, "third": v.place, "state": place}
         if isinstance(gates, Tensor):
             fields |= {"kind": 1, "weights": self._float(gates)}
         elif gates is not None:
@@ -355,13 +385,14 @@ class Builder:
     ) -> Value:
         """Attend to the last `window` tokens, or to all of them."""
         per_token = sizes.groups * (sizes.features + sizes.values)
+        kind, place = ("cache", sum(self.cache)) if window is None else ("window", self.state_size)
+        self.slots[-1].append(Slot(kind, place, (sizes.groups, window or 0, sizes.features), sizes.values))
         if window is None:
-            state = sum(self.cache)
             self.cache += [sizes.features] * sizes.groups + [sizes.values] * sizes.groups
         else:
-            state = self._state(window * per_token)
+            self._state(window * per_token)
             self.longest = max(self.longest, window)
-        fields = sizes._asdict() | {"second": k.place, "third": v.place, "state": state}
+        fields = sizes._asdict() | {"second": k.place, "third": v.place, "state": place}
         to = self.value(sizes.heads * sizes.values)
         return self._add("attend", to, q, window=window or 0, scale=scale, **fields)
 
