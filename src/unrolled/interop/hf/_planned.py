@@ -53,7 +53,7 @@ _current: ContextVar[Generation | None] = ContextVar("generation", default=None)
 
 @contextmanager
 def generation(model: Decoder, weights: Weights | None, cache: StateCache | None) -> Iterator[Generation]:
-    """Read by a plan in the block, in this thread; the cache, if there is one, holds a state of the model then."""
+    """Read by a plan in the block, in this thread; afterwards the cache holds a state of the model."""
     made = Generation(model, weights)
     token = _current.set(made)
     try:
