@@ -15,18 +15,6 @@
 namespace UNROLLED_ISA {
 namespace {
 
-Vec load_first(const float* at, Int n) {
-    if (n >= WIDTH) return load(at);
-    float lanes[WIDTH] = {};
-    std::memcpy(lanes, at, (size_t)n * 4);
-    return load(lanes);
-}
-
-void store_first(float* at, Int n, Vec x) {
-    if (n >= WIDTH) store(at, x);
-    else std::memcpy(at, &x, (size_t)n * 4);
-}
-
 // phi(x) of the feature maps in Python. NaN stays NaN.
 void map_features(Int map, Int n, float* at) {
     for (Int i = 0; i < n && map != IDENTITY_FEATURES; i += WIDTH) {

@@ -7,6 +7,27 @@
 
 namespace UNROLLED_ISA {
 
+// Vectors of which only the first n numbers exist.
+inline Vec load_first(const float* at, Int n) {
+    if (n >= WIDTH) return load(at);
+    float lanes[WIDTH] = {};
+    std::memcpy(lanes, at, (size_t)n * 4);
+    return load(lanes);
+}
+
+inline void store_first(float* at, Int n, Vec x) {
+    if (n >= WIDTH) store(at, x);
+    else std::memcpy(at, &x, (size_t)n * 4);
+}
+
+// x in the first n lanes, 0 in the others.
+inline Vec first_lanes(Vec x, Int n) {
+    if (n >= WIDTH) return x;
+    IntVec lane;
+    for (int i = 0; i < WIDTH; ++i) lane[i] = i;
+    return select(lane < (int32_t)n, x, Vec{});
+}
+
 template <Type type>
 inline Vec load_as(const void* at) {
     if constexpr (type == FLOAT32) return load((const float*)at);
