@@ -4,15 +4,15 @@ Layer by layer, a step spends more time in Python than in reading the weights. T
 `Block.step`; blocks with hooks, or with layers of another type or shape, run `Block.step`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from unrolled.attention.linear import LinearAttention, LinearAttentionState
 from unrolled.models.blocks import AttentionBlock, Block, FeedForward
+from unrolled.models.checks import changed
 from unrolled.ops import stack_step as stack_native
 from unrolled.ops.checks import observed, plain
 from unrolled.ops.dense import Linear
@@ -67,7 +67,7 @@ def _plan(block: AttentionBlock) -> Plan | None:
         return None
     if first.eps is None or first.eps != second.eps:
         return None
-    if dropout.training and (type(dropout) is not nn.Dropout or dropout.p or _changed([dropout])):
+    if dropout.training and (type(dropout) is not nn.Dropout or dropout.p or changed([dropout])):
         return None
     inner, outer = attention._modules, ff._modules
     linears = (inner["qkv_proj"], inner["out_proj"], outer["up"], outer["down"])
@@ -75,7 +75,7 @@ def _plan(block: AttentionBlock) -> Plan | None:
         return None
     feature_map: Any = inner["feature_map"]
     layers: tuple[Any, ...] = (first, second, *linears)
-    if _changed((block, attention, feature_map, ff, *layers)):
+    if changed((block, attention, feature_map, ff, *layers)):
         return None
     weights = []
     for layer in layers:
@@ -109,13 +109,3 @@ def _fitting(state: object, batch: int, plan: Plan) -> LinearAttentionState | No
     shapes = (batch, *plan.state), (batch, *plan.state[:2])
     fits = arrays is not None and tuple(x and x[1] for x in arrays) == shapes and state[2].shape == (batch,)
     return state if fits else None
-
-
-def _changed(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of these modules has a replaced `forward` or `step`, or a forward hook."""
-    if _global_forward_hooks or _global_forward_pre_hooks:
-        return True
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ or "step" in m.__dict__
-        for m in modules
-    )
