@@ -27,21 +27,6 @@ void store_first(float* at, Int n, Vec x) {
     else std::memcpy(at, &x, (size_t)n * 4);
 }
 
-// phi(x) of the feature maps in Python. NaN stays NaN.
-void map_features(Int map, Int n, float* at) {
-    for (Int i = 0; i < n && map != IDENTITY_FEATURES; i += WIDTH) {
-        const Vec x = load(at + i);
-        const IntVec negative = x < Vec{};
-        if (map == ELU_FEATURES) {
-            const Vec root =
-                exp(x * broadcast(0.5f));  // its square may be subnormal; `exp` returns 0 instead
-            const Vec y = select(x < broadcast(-80), root * root, exp(x));
-            store(at + i, select(negative, y, x + broadcast(1)));
-        } else if (map == RELU_FEATURES) store(at + i, select(negative, Vec{}, x));
-        else store(at + i, select(negative, Vec{}, x * x));
-    }
-}
-
 void read_gates(const LinearStep& x, Int head, float* gates) {
     const Int R = x.features;
     if (x.feature_log_decay) read_row(FLOAT32, x.feature_log_decay + head * R, R, gates);
