@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
 from unrolled.ops.checks import transforming
+from unrolled.ops.dense import linear
 from unrolled.ops.operators import register
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
@@ -95,10 +96,10 @@ def _forward(
         bias = None if bias is None else bias.to(dtype)
         for first in range(0, len(x), ROWS):
             rows = slice(first, first + ROWS)
-            logits = F.linear(x[rows], weight, bias)
+            logits = linear(x[rows], weight, bias)
             _losses(logits, target[rows], smoothing, nll[rows], any(wanted))
             if wanted[0]:
-                d_x[rows] = logits @ weight
+                d_x[rows] = linear(logits, weight.mT)
             if wanted[1] and dtype == d_weight.dtype:
                 d_weight.addmm_(logits.mT, x[rows])
             elif wanted[1]:
