@@ -15,7 +15,7 @@ demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
 
 test: $(VENV)/installed
-	$(PYTEST) -n auto
+	$(PYTEST) -n auto --dist loadfile
 
 # torch.compile of every mechanism and cell, AOTInductor, and Triton's kernels: compiled for a GPU, and the
 # contract in Triton's interpreter.

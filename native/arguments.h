@@ -147,34 +147,123 @@ struct Dense {
     void* y;                         // [rows, outputs]
 };
 
-enum Activation : int32_t { GELU, RELU, SWIGLU };
+// How the weights of a `Packed` matrix lie in memory; see `packed.h`.
+enum Packing : int32_t { FLOAT32_TILES, BFLOAT16_TILES, INT8_TILES, INT4_TILES };
 
-struct Norm {
-    const float *weight, *bias;  // bias may be null
+// The weights and the bias of a linear layer, cut into tiles of 64 outputs.
+struct Packed {
+    int64_t inputs, outputs;
+    int32_t packing;
+    const void* weights;
+    const float *scales, *bias;  // of each output, filled up to whole tiles; may be null
+    const int32_t* sums;         // INT8_TILES: sums of the weights of each output
 };
 
-struct Layer {
-    const float *weights, *bias;  // bias may be null
+// What an instruction computes; `decode_tokens.h` and `decode_sequences.h` say how.
+enum Operation : int32_t {
+    EMBED,
+    ADD_POSITIONS,
+    ADD_SINUSOIDS,
+    ANGLES,
+    NORMALIZE,
+    LINEAR_LAYER,
+    LINEAR_BY_HEAD,
+    APPLY,
+    ADD,
+    ROTATE,
+    FEATURES,
+    MIXTURE,
+    CONVOLVE,
+    RECUR,
+    ATTEND
 };
 
-// A transformer block with linear attention. Arrays are contiguous floats; widths are multiples of 16, so
-// whole vectors of every instruction set.
-struct TransformerBlock {
-    int64_t width, hidden;  // of the residual stream and of the feed-forward layer
-    int64_t heads, groups, features, values;
-    int32_t pre_norm, root_mean_square, activation, feature_map;
-    float epsilon;
-    Norm attention_norm, feed_forward_norm;
-    Layer qkv, out, up, down;
+// The kinds of APPLY.
+enum Function : int32_t {
+    IDENTITY,
+    GELU,
+    GELU_TANH,
+    RELU,
+    SQUARED_RELU,
+    ELU_PLUS_ONE,
+    TANH,
+    SILU,
+    SIGMOID,
+    LOG_SIGMOID,
+    SOFTPLUS,
+    EXPONENTIAL
 };
 
-// One token through blocks of the same width. Of each block: its description, its state before and after.
-struct StackStep {
-    int64_t batch, blocks;
+// The kinds of FEATURES.
+enum Features : int32_t {
+    EXP_OF_QUERIES,
+    EXP_OF_KEYS,
+    PROBABILITIES,
+    WITH_NEGATIVES,
+    NEIGHBOURS,
+    PAIRS,
+    BY_POSITION
+};
+
+// The kinds of RECUR: what the state is multiplied by before each token.
+enum Gates : int32_t { NO_GATES, CONSTANT_GATES, GATE_PER_HEAD, GATE_PER_FEATURE };
+
+// A step of a program. What it reads and writes are places in the scratch memory of a token, in floats; -1
+// for none. The fields that an operation does not mention are 0.
+struct Instruction {
+    int32_t operation, kind;
+    int64_t to, first, second, third, gates, rates, divisor_q, divisor_k;
+    int64_t n, heads, groups, queries, keys, features, values, window;
+    int64_t state;  // place in the state of a sequence, or in its cache
+    float epsilon, scale;
+    const float *weights, *bias;
+    const double* frequencies;
+    Packed layer;
+};
+
+// A program that computes the logits of the next token, and the states of sequences that it updates.
+struct Program {
+    int64_t instructions;  // of them the last `head` run only for tokens whose logits are wanted
+    int64_t head;
+    int64_t width;                 // floats of scratch memory per token
+    int64_t hidden, hidden_width;  // what the head reads
+    int64_t logits, vocabulary;    // where the head writes
+    int64_t widest, longest;       // most inputs of a linear layer, most keys that a query attends to
     int32_t threads;
-    const TransformerBlock* const* block;
-    const float *const *kv, *const *k_sum;
-    float *const *kv_after, *const *k_sum_after;
-    const float* x;  // [batch, width]
-    float* y;
+    const Instruction* instruction;
+    int64_t* position;  // [sequences]: tokens read so far
+    float* state;       // [sequences, state_size]
+    float* cache;       // [sequences, cache_size, capacity]
+    int64_t state_size, cache_size, capacity;
+    int64_t positions;  // how many tokens a sequence may have; -1 for any number
+};
+
+// Tokens to read. Those of one sequence are in order.
+struct Tokens {
+    int64_t n;
+    const int64_t *token, *sequence;
+    const int64_t* place;  // the row of `logits` that predicts what follows; -1 for none
+    float* logits;         // [rows, vocabulary]
+};
+
+// How a token is drawn from logits: see the module `sampling` in Python.
+struct Sampling {
+    double temperature, top_p, min_p, repetition_penalty;
+    int64_t top_k;  // the size of the vocabulary for all
+};
+
+enum RowStatus : int32_t { ENDED, ACTIVE, NO_DISTRIBUTION, NO_POSITION };
+
+// Sequences that are continued.
+struct Continuation {
+    int64_t rows, most;  // rows, and how many tokens to draw for each in this call
+    int64_t limit;       // tokens that a row may have in all
+    float* logits;       // [rows, vocabulary] of the next token
+    uint8_t* seen;       // [rows, vocabulary]: whether a token has occurred; null without a penalty
+    const int64_t* key;  // [rows]: the random stream of each
+    int64_t* length;     // [rows]: tokens drawn so far
+    int64_t* tokens;     // [rows, limit]
+    uint8_t* active;     // [rows]: a `RowStatus`
+    int64_t stops;       // token sequences that end a row
+    const int64_t *stop, *stop_end;  // all of them in a row, and where each ends
 };

@@ -2,18 +2,17 @@
 // and their derivatives.
 #pragma once
 
-#include "simd.h"
+#include "functions.h"
 
 namespace UNROLLED_ISA {
 
 // Replaces `n` elements x by phi(x), and those up to a whole vector by 0. NaN stays NaN.
-inline void map_features(int32_t map, int64_t n, float* at) {
+inline void make_features(int32_t map, int64_t n, float* at) {
     if (map == IDENTITY_FEATURES) return;
     for (int64_t i = 0; i < n; i += WIDTH) {
         const Vec x = load(at + i);
         const IntVec negative = x < Vec{};
-        if (map == ELU_FEATURES)
-            store(at + i, select(negative, exp(x, LOWEST_SUBNORMAL_EXPONENT), x + broadcast(1)));
+        if (map == ELU_FEATURES) store(at + i, elu_plus_one(x));
         else if (map == RELU_FEATURES) store(at + i, select(negative, Vec{}, x));
         else store(at + i, select(negative, Vec{}, x * x));
     }

@@ -20,7 +20,8 @@ Status EXPORTED(window_backward)(const Window*, const WindowGradients*);
 Status EXPORTED(conv_forward)(const Conv*, const ConvOutputs*);
 Status EXPORTED(conv_backward)(const Conv*, const ConvGradients*);
 Status EXPORTED(dense)(const Dense*);
-Status EXPORTED(stack_step)(const StackStep*);
+Status EXPORTED(decode)(const Program*, const Tokens*);
+Status EXPORTED(decode_on)(const Program*, const Sampling*, const Continuation*);
 double EXPORTED(fma_peak)(double seconds);
 #pragma GCC visibility pop
 }

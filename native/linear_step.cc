@@ -97,8 +97,8 @@ Status run(const LinearStep& x) {
             for (Int p = 0; p < P; ++p)
                 read_row(type, address(x.q, type, batch, 0, group * P + p), R,
                          queries.data + p * queries.row);
-            map_features(x.feature_map, R, key);
-            for (Int p = 0; p < P; ++p) map_features(x.feature_map, R, queries.data + p * queries.row);
+            make_features(x.feature_map, R, key);
+            for (Int p = 0; p < P; ++p) make_features(x.feature_map, R, queries.data + p * queries.row);
             read_gates(x, head, gates);
             // 2 to 5.
             step_head(x, head, gates, key, value, queries, o);

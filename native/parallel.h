@@ -7,8 +7,8 @@ namespace UNROLLED_ISA {
 
 using Int = int64_t;
 
-inline Int min(Int a, Int b) { return a < b ? a : b; }
-inline Int max(Int a, Int b) { return a > b ? a : b; }
+inline constexpr Int min(Int a, Int b) { return a < b ? a : b; }
+inline constexpr Int max(Int a, Int b) { return a > b ? a : b; }
 inline Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
 
 // Below these sizes waking a second thread takes longer than it saves. A step and a linear layer of a few

@@ -109,7 +109,7 @@ class HeadRows {
         if (direct_ && n % 4 == 0)  // `transpose` reads four rows at a time
             return {(float*)address(x, type_, batch, token, head), x.token};
         read_rows(x, type_, batch, token, head, n, width_, buffer_);
-        for (Int i = 0; i < n; ++i) map_features(feature_map_, width_, row(buffer_, i));
+        for (Int i = 0; i < n; ++i) make_features(feature_map_, width_, row(buffer_, i));
         return buffer_;
     }
 

@@ -16,6 +16,7 @@ ROOMS = [
     {"ops"},
     {"alignment", "attention", "recurrent"},
     {"models"},
+    {"decode"},
     {"data", "training", "generation"},
     {"interop"},
     {"bench", "testing"},

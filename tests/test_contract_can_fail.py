@@ -519,6 +519,19 @@ def test_a_dynamic_length_that_is_not_claimed_is_found():
         check_dynamic_length(Maker(PlainLinear), supports)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_length_that_is_fixed_with_some_common_option_alone_is_found(grouped):
+    """The common options are exported together, and the message names them."""
+
+    class Fixed(PlainLinear):
+        def merge(self, num, den, dtype):
+            odd = self.n_kv_heads != self.n_heads if grouped else self.head_dim == 6
+            return super().merge(num * 1 if odd and den.shape[1] > 36 else num, den, dtype)
+
+    with pytest.raises(AssertionError, match="n_kv_heads=2, head_dim=6, value_dim=10: torch"):
+        check_dynamic_length(Maker(Fixed), Fixed.supports)
+
+
 def test_a_missing_verb_is_no_refusal():
     class NoStep(PlainLinear):
         supports = replace(ALL, recurrence="none")

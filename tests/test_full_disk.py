@@ -21,6 +21,8 @@ from unrolled.interop.hf import character_tokenizer
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops import state as states
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CHARACTERS = list("\n abcdefgh")
 TRAIN = ["train", "data.name=text", "data.path={made}/text.txt", "data.length=8", "model.d_model=8"]
 TRAIN += ["model.n_layers=1", "model.n_heads=2", "train.batch_size=2", "train.schedule=constant"]

@@ -12,6 +12,8 @@ from unrolled.data import Vocabulary
 from unrolled.interop.hf import character_tokenizer
 from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqConfig
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CHARACTERS = list("\n abcdefgh")
 SMALL = ["model.d_model=8", "model.n_layers=1", "model.n_heads=2", "train.batch_size=2", "train.steps=2"]
 TINY = ["--lengths", "8", "--d-model", "8", "--n-heads", "2", "--seconds", "0"]

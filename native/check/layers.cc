@@ -23,34 +23,6 @@ void check_dense(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
     report.compare("y", y, expected);
 }
 
-// Pre-norm blocks whose layers all return 0 return their input.
-void check_stack(int64_t rows, int64_t features, int32_t activation, int threads) {
-    report.begin("stack rows=%ld features=%ld activation=%d threads=%d", (long)rows, (long)features,
-                 activation, threads);
-    const int64_t width = 48, hidden = 32, H = 4, G = 2, M = 20,
-                  up = activation == SWIGLU ? 2 * hidden : hidden;
-    const int64_t qkv = (H + G) * features + G * M;
-    const Floats x = random_floats(rows * width, -1, 1), ones(width, 1),
-                 zeros((size_t)(width * (qkv + up + hidden)));
-    const Floats out((size_t)(width * H * M)), before((size_t)(rows * G * features * M));
-    Floats kv(2 * before.size(), NAN), k_sum((size_t)(2 * rows * G * features), NAN), y(x.size(), NAN);
-    const Norm norm = {ones.data(), nullptr};
-    const Layer none = {zeros.data(), nullptr};
-    const TransformerBlock block = {width, hidden, H,    G,          features,
-                                    M,     1,      0,    activation, ELU_FEATURES,
-                                    1e-5f, norm,   norm, none,       {out.data(), nullptr},
-                                    none,  none};
-    const TransformerBlock* blocks[] = {&block, &block};
-    const float* states[] = {before.data(), before.data()};
-    float *kv_after[] = {kv.data(), kv.data() + before.size()},
-          *k_sum_after[] = {k_sum.data(), k_sum.data() + rows * G * features};
-    const StackStep step = {rows,   2,        threads,     blocks,   states,
-                            states, kv_after, k_sum_after, x.data(), y.data()};
-    report.run([&] { return EXPORTED(stack_step)(&step); });
-    report.compare("y", y, Doubles(x.begin(), x.end()));
-    report.compare("k_sum", k_sum, Doubles(k_sum.size(), 1));  // elu(0) + 1
-}
-
 }  // namespace
 
 int main() {
@@ -59,13 +31,11 @@ int main() {
             for (int threads : {1, 3}) {
                 check_dense(rows, width, 21, threads);
                 check_dense(rows, 600, 350 + width, threads);
-                check_stack(rows, width, GELU + (int32_t)rows % 3, threads);
             }
     report.fail_allocations = true;
     for (int64_t rows : {1, 9})
         for (int threads : {1, 3}) {
             check_dense(rows, 600, 350, threads);
-            check_stack(rows, 16, SWIGLU, threads);
         }
     return report.end();
 }

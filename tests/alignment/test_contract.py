@@ -39,7 +39,13 @@ COMPILED = {alignment.load(name).__name__ for name in NAMES} | {"LocalPredictive
 @pytest.mark.parametrize(
     ("form", "options", "check"),
     [
-        pytest.param(form, options, check, id=f"{form.__name__}-{options}-{check.__name__[6:]}")
+        pytest.param(
+            form,
+            options,
+            check,
+            id=f"{form.__name__}-{options}-{check.__name__[6:]}",
+            marks=[pytest.mark.compilers] if check is check_alignment_compiles else [],
+        )
         for form, options in FORMS
         for check in ALIGNMENT_CHECKS
         if check is not check_alignment_compiles

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from contract_parts import in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unrolled.attention.aft import AFT
 from unrolled.contract import UnsupportedError
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 KINDS = ["full", "local", "simple", "conv"]
 
@@ -80,8 +81,9 @@ def with_gradients(y, module, x):
     ],
     ids=lambda options: options["position_bias"],
 )
-def test_every_variant_keeps_the_contract(options):
-    check_mechanism("aft", **options)
+@in_two_parts
+def test_every_variant_keeps_the_contract(options, check_part):
+    check_part(Maker(AFT, options))
 
 
 @settings(max_examples=40, deadline=None)
@@ -183,6 +185,7 @@ def test_biases_of_any_size_meet_what_a_state_holds(kind):
     torch.testing.assert_close(torch.cat([y, y_more, y_last[:, None]], 1), definition(module, x))
 
 
+@pytest.mark.compilers
 def test_long_sequences_compile():
     """The contract compiles a few tokens, which have a form of their own."""
     module = made("local", causal=True)

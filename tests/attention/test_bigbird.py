@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from contract_parts import in_two_parts
 from counted import assert_same, counted_attention, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from unrolled.attention.base import Heads, Masks
 from unrolled.attention.bigbird import BigBirdAttention, Layout, bigbird_attention, draw_blocks
 from unrolled.contract import UnsupportedError
 from unrolled.ops.softmax import softmax_attention
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 
 @pytest.mark.parametrize(
@@ -19,8 +20,9 @@ from unrolled.testing import check_mechanism
     [{"block_size": 4}, {"block_size": 3, "global_tokens": 3, "global_blocks": (0, 1), "random_blocks": 2}],
     ids=["ITC", "ETC"],
 )
-def test_it_keeps_the_contract_in_small_blocks(options):
-    check_mechanism("bigbird", **options)
+@in_two_parts
+def test_it_keeps_the_contract_in_small_blocks(options, check_part):
+    check_part(Maker(BigBirdAttention, options))
 
 
 layouts = st.builds(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from agreement import assert_same, normal
+from contract_parts import check_uncompiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from unrolled.attention.clustered import (
 )
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.ops.softmax import softmax_attention
-from unrolled.testing import Maker, check_compiles, checks
+from unrolled.testing import Maker
 
 
 def heads(T, S, H=4, G=2, B=2, seed=0):
@@ -69,12 +70,10 @@ def test_without_keys_of_its_own_a_query_gets_what_the_mean_of_its_cluster_gets(
 
 @pytest.mark.parametrize("options", [{"n_clusters": 3, "n_keys": 2}, {"n_clusters": 2, "n_keys": 0}])
 def test_few_clusters_keep_the_contract(options):
-    maker = Maker(ClusteredAttention, {"seed": 1, **options})
-    for check in checks(ClusteredAttention.supports):
-        if check is not check_compiles:  # slow, and below in short
-            check(maker, ClusteredAttention.supports)
+    check_uncompiled(Maker(ClusteredAttention, {"seed": 1, **options}))
 
 
+@pytest.mark.compilers
 def test_few_clusters_compile():
     module = ClusteredAttention(8, 2, n_clusters=3, n_keys=2).double()
     x = normal(1, 9, 8).requires_grad_()

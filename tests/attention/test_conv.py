@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from contract_parts import in_two_parts
 from torch.nn.functional import silu
 
 from unrolled import attention
 from unrolled.contract import UnsupportedError
 from unrolled.ops import state as states
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 RECURRENT = [name for name in attention.names() if attention.load(name).supports.recurrence != "none"]
 OPTIONS = {"aft": {"max_length": 16}, "topk": {"n_keys": 16}}
@@ -78,8 +79,9 @@ def test_a_new_convolution_changes_nothing():
 
 
 @pytest.mark.parametrize("name", ["linear", "delta_net"])
-def test_the_contract_holds(name):
-    check_mechanism(name, conv=4)
+@in_two_parts
+def test_the_contract_holds(name, check_part):
+    check_part(Maker(attention.load(name), {"conv": 4}))
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,18 @@ import math
 import pytest
 import torch
 from agreement import assert_agree
+from contract_parts import in_two_parts
 from plain_delta import definition
 from torch.nn.functional import silu, softplus
 
 from unrolled.attention.delta_net import DeltaNet
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 
-def test_gated_delta_net_keeps_the_contract():
-    check_mechanism("delta_net", gated=True, max_beta=2.0)
-
-
-def test_shared_queries_and_keys_keep_the_contract():
-    check_mechanism("delta_net", n_groups=1)
+@pytest.mark.parametrize("options", [{"gated": True, "max_beta": 2.0}, {"n_groups": 1}])
+@in_two_parts
+def test_gates_and_shared_queries_and_keys_keep_the_contract(options, check_part):
+    check_part(Maker(DeltaNet, options))
 
 
 @pytest.mark.parametrize("gated", [False, True])

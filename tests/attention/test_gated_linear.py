@@ -5,14 +5,16 @@ import math
 import pytest
 import torch
 from agreement import assert_same
+from contract_parts import in_two_parts
 
 from unrolled.attention.gated_linear import GatedLinearAttention
 from unrolled.attention.retention import Retention
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 
-def test_other_options_keep_the_contract():
-    check_mechanism("gated_linear", gate_rank=2, temperature=1.0, bias=False)
+@in_two_parts
+def test_other_options_keep_the_contract(check_part):
+    check_part(Maker(GatedLinearAttention, {"gate_rank": 2, "temperature": 1.0, "bias": False}))
 
 
 def layer(temperature=16.0):

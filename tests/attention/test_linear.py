@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
+from contract_parts import check_compiled, check_uncompiled
 
 from unrolled.attention.linear import LinearAttention, rotary_linear_attention
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.ops.feature_maps import FEATURE_MAPS, Elu, Exp, QueryKeyMap
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary
-from unrolled.testing import Maker, check_compiles, check_forms_agree, checks
+from unrolled.testing import Maker, check_forms_agree
 
 
 def heads(T=9, seed=0):
@@ -32,17 +33,9 @@ OPTIONS = {
 }
 
 
-def check_contract(**options):
-    """Every check but the slowest, compilation, which `test_learned_and_positional_maps_compile` has."""
-    make = Maker(LinearAttention, options)
-    for check in checks(make.supports):
-        if check is not check_compiles:
-            check(make, make.supports)
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_other_feature_maps_keep_the_contract(name):
-    check_contract(feature_map=name, **OPTIONS[name])
+    check_uncompiled(Maker(LinearAttention, {"feature_map": name, **OPTIONS[name]}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -63,15 +56,15 @@ def test_it_keeps_no_more_for_the_backward_pass_than_softmax_attention(dtype):
 
 @pytest.mark.parametrize("name", ["elu", "polynomial", "cosformer"])
 def test_a_norm_of_heads_keeps_the_contract(name):
-    check_contract(feature_map=name, normalizer="rms")
+    check_uncompiled(Maker(LinearAttention, {"feature_map": name, "normalizer": "rms"}))
 
 
+@pytest.mark.compilers
 @pytest.mark.parametrize(
     "options", [{"feature_map": "cosformer"}, {"feature_map": "t2r", "normalizer": "rms"}]
 )
 def test_learned_and_positional_maps_compile(options):
-    make = Maker(LinearAttention, options)
-    check_compiles(make, make.supports)
+    check_compiled(Maker(LinearAttention, options))
 
 
 @pytest.mark.parametrize("normalizer", ["sum", "rms"])

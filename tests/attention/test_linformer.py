@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from agreement import assert_same, normal
+from contract_parts import in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -23,15 +24,17 @@ from unrolled.attention.linformer import (
 )
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.models import Encoder, EncoderConfig
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 
 @pytest.mark.parametrize(
     ("projection", "sharing"),
     [("linear", "none"), ("mean", "key-value"), ("max", "layerwise"), ("convolution", "none")],
 )
-def test_every_projection_keeps_the_contract(projection, sharing):
-    check_mechanism("linformer", projection=projection, sharing=sharing, rank=160, max_length=640)
+@in_two_parts
+def test_every_projection_keeps_the_contract(projection, sharing, check_part):
+    options = {"projection": projection, "sharing": sharing, "rank": 160, "max_length": 640}
+    check_part(Maker(LinformerAttention, options))
 
 
 def test_with_as_many_slots_as_tokens_and_identities_it_is_softmax_attention():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from agreement import assert_same_gradients, normal
+from contract_parts import in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import layer_norm
@@ -11,7 +12,7 @@ from unrolled.attention.long_short import LongShortAttention, long_short_referen
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.state import nbytes
-from unrolled.testing import Maker, check_forms_agree, check_mechanism, check_padding, check_state_is_a_value
+from unrolled.testing import Maker, check_forms_agree, check_padding, check_state_is_a_value
 
 
 def make(d_model=8, n_heads=2, **options):
@@ -144,8 +145,12 @@ def test_rotary_queries_and_keys_meet_in_the_window_and_landmarks_have_no_positi
     torch.testing.assert_close(module(other)[:, 8:], module(far)[:, 8:])
 
 
-def test_landmarks_alone_keep_the_contract_and_read_another_sequence():
-    check_mechanism("long_short", window=None, rank=3)
+@in_two_parts
+def test_landmarks_alone_keep_the_contract(check_part):
+    check_part(Maker(LongShortAttention, {"window": None, "rank": 3}))
+
+
+def test_landmarks_alone_read_another_sequence():
     assert not LongShortAttention.supports.cross
     module = make(window=None, rank=3)
     x, memory = normal(2, 4, 8), normal(2, 9, 8, seed=1)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from agreement import assert_same, normal
+from contract_parts import check_uncompiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.window import WindowAttention
 from unrolled.contract import UnsupportedError
 from unrolled.models import Encoder, EncoderConfig
-from unrolled.testing import Maker, check_compiles, checks
+from unrolled.testing import Maker
 
 
 def module(n_heads=4, seed=0, **options):
@@ -143,10 +144,8 @@ def test_causal_it_is_window_attention():
     ],
 )
 def test_it_keeps_the_contract_with_windows_shorter_than_sequences(options):
-    make = Maker(LongformerAttention, options)
-    for check in checks(make.supports):
-        if check is not check_compiles:  # slow, and the default options have global tokens
-            check(make, make.supports)
+    """The default options, with global tokens too, are compiled with all mechanisms."""
+    check_uncompiled(Maker(LongformerAttention, options))
 
 
 @pytest.mark.parametrize("rotary", [True, False])

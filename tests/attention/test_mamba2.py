@@ -5,17 +5,19 @@ import math
 import pytest
 import torch
 from agreement import assert_agree
+from contract_parts import in_two_parts
 from torch.nn.functional import silu, softplus
 
 from unrolled.attention.mamba2 import Mamba2
 from unrolled.interop.hf.mamba2 import copy_mixer
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 transformers = pytest.importorskip("transformers")
 
 
-def test_groups_and_no_convolution_keep_the_contract():
-    check_mechanism("mamba2", n_groups=2, conv=None)
+@in_two_parts
+def test_groups_and_no_convolution_keep_the_contract(check_part):
+    check_part(Maker(Mamba2, {"n_groups": 2, "conv": None}))
 
 
 def test_the_module_is_its_formulas():

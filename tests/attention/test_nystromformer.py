@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from agreement import assert_same, normal
+from contract_parts import in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,7 +21,7 @@ from unrolled.attention.nystromformer import (
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.softmax import softmax_attention
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 
 def heads(T, S, H=2, G=2, B=2, seed=0):
@@ -36,8 +37,9 @@ def softmax_matrix(m, std=1.0, width=16):
     "options",
     [{"n_landmarks": 2}, {"n_landmarks": 3, "conv_width": 5}, {"n_landmarks": 3, "iterations": None}],
 )
-def test_it_keeps_the_contract_with_fewer_landmarks_than_tokens(options):
-    check_mechanism("nystromformer", **options)
+@in_two_parts
+def test_it_keeps_the_contract_with_fewer_landmarks_than_tokens(options, check_part):
+    check_part(Maker(NystromformerAttention, options))
 
 
 @pytest.mark.parametrize("std", [0.3, 1.0, 2.0])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from agreement import assert_same, normal
+from contract_parts import in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from unrolled.attention.perceiver import (
     perceiver_attention_reference,
 )
 from unrolled.ops.softmax import softmax_attention
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 
 def inputs(T=5, S=7, N=3, H=4, G=2, D=3, M=2, B=2) -> list[torch.Tensor]:
@@ -81,8 +82,9 @@ def test_the_order_of_the_inputs_changes_nothing_but_the_order_of_the_outputs():
 
 
 @pytest.mark.parametrize("n_latents", [2, 200])
-def test_it_keeps_the_contract_with_few_and_many_latents(n_latents):
-    check_mechanism(PerceiverAttention, n_latents=n_latents)
+@in_two_parts
+def test_it_keeps_the_contract_with_few_and_many_latents(n_latents, check_part):
+    check_part(Maker(PerceiverAttention, {"n_latents": n_latents}))
 
 
 @pytest.mark.parametrize(

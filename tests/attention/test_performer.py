@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from agreement import assert_same
+from contract_parts import check_uncompiled, in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from monte_carlo import assert_mean, assert_monte_carlo_rate
@@ -20,7 +21,7 @@ from unrolled.attention.performer import (
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.random_features import Projection
-from unrolled.testing import Maker, check_compiles, check_mechanism, checks
+from unrolled.testing import Maker
 
 KINDS = (*SOFTMAX, *GENERALISED)
 
@@ -42,8 +43,9 @@ def softmax(q, k, v, causal=False):
     return torch.einsum("bhts,bshm->bthm", weights.softmax(-1), v)
 
 
-def test_deterministic_features_keep_the_contract():
-    check_mechanism("performer", features="relu", rows="identity")
+@in_two_parts
+def test_deterministic_features_keep_the_contract(check_part):
+    check_part(Maker(PerformerAttention, {"features": "relu", "rows": "identity"}))
 
 
 class SmallScores(Maker):
@@ -58,10 +60,8 @@ class SmallScores(Maker):
 
 
 def test_trigonometric_features_keep_the_contract():
-    make = SmallScores(PerformerAttention, {"features": "trigonometric", "per_head": True})
-    for check in checks(make.supports):
-        if check is not check_compiles:  # slow; `rfa` compiles the same attention
-            check(make, make.supports)
+    """`rfa` compiles the same attention."""
+    check_uncompiled(SmallScores(PerformerAttention, {"features": "trigonometric", "per_head": True}))
 
 
 @pytest.mark.parametrize("causal", [True, False])

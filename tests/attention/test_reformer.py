@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from agreement import assert_same
+from contract_parts import check_uncompiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from unrolled.attention.reformer import ReformerAttention
 from unrolled.attention.reformer.hashing import causal_lsh_attention, hash_buckets, lsh_attention, unit_keys
 from unrolled.contract import UnsupportedError
 from unrolled.ops.state import nbytes
-from unrolled.testing import Maker, check_compiles, checks
+from unrolled.testing import Maker
 
 F64 = torch.float64
 
@@ -203,12 +204,10 @@ def module(**options):
 )
 def test_it_keeps_the_contract(options):
     """With chunks that are short against the lengths there; the defaults are checked with all mechanisms."""
-    make = Maker(ReformerAttention, options)
-    for check in checks(make.supports):
-        if check is not check_compiles:  # which takes long, and is done below
-            check(make, make.supports)
+    check_uncompiled(Maker(ReformerAttention, options))
 
 
+@pytest.mark.compilers
 @pytest.mark.parametrize("causal", [True, False])
 def test_its_blocks_compile_whole(causal):
     attention = module(causal=causal, chunk=1, n_buckets=2, n_rounds=1)

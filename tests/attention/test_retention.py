@@ -3,11 +3,12 @@
 import pytest
 import torch
 from agreement import assert_same
+from contract_parts import in_two_parts
 
 from unrolled.attention.retention import Retention, log_gamma, retention, retention_reference, retention_step
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 
 def heads(T=70, H=4, G=2, D=6, M=5):
@@ -16,8 +17,9 @@ def heads(T=70, H=4, G=2, D=6, M=5):
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
-def test_other_options_keep_the_contract():
-    check_mechanism("retention", rotary=False, value_dim=8, bias=False)
+@in_two_parts
+def test_other_options_keep_the_contract(check_part):
+    check_part(Maker(Retention, {"rotary": False, "value_dim": 8, "bias": False}))
 
 
 def test_rates_are_those_of_the_paper():

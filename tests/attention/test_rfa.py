@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from contract_parts import in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from monte_carlo import assert_mean, assert_monte_carlo_rate
@@ -18,7 +19,7 @@ from unrolled.attention.rfa import (
 )
 from unrolled.contract import UnsupportedError
 from unrolled.ops.positions import rotary
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 
 def feature_map(features="fourier", n_features=16, dim=8, heads=2, rows="orthogonal", seed=0):
@@ -39,8 +40,9 @@ def unit(x):
     [{"gate": True, "n_features": 32}, {"features": "arccos", "rows": "regularised"}],
     ids=["gate", "arccos"],
 )
-def test_its_options_keep_the_contract(options):
-    check_mechanism("rfa", **options)
+@in_two_parts
+def test_its_options_keep_the_contract(options, check_part):
+    check_part(Maker(RandomFeatureAttention, options))
 
 
 @given(T=st.integers(1, 80), features=st.sampled_from(["fourier", "arccos"]), gated=st.booleans())

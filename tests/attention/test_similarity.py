@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from agreement import normal
+from contract_parts import check_uncompiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,14 +13,7 @@ from unrolled.attention.linear import LinearAttention
 from unrolled.attention.similarity import Kernel, Rbf, SimilarityAttention, similarity_attention
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.ops.masks import causal_mask, packed_mask
-from unrolled.testing import (
-    Maker,
-    check_compiles,
-    check_no_future_leak,
-    check_nothing_to_attend,
-    check_state_is_a_value,
-    checks,
-)
+from unrolled.testing import Maker, check_no_future_leak, check_nothing_to_attend, check_state_is_a_value
 
 KERNELS = {
     "exp": lambda q, k: math.exp(q @ k / len(q) ** 0.5),
@@ -33,10 +27,8 @@ KERNELS = {
     "options", [{"similarity": "rbf"}, {"similarity": "polynomial"}, {"symmetric": True}]
 )
 def test_it_keeps_the_contract(options):
-    make = Maker(SimilarityAttention, options)
-    for check in checks(make.supports):
-        if check is not check_compiles:  # the slowest, and the same code as by default
-            check(make, make.supports)
+    """Compilation takes the same code as by default."""
+    check_uncompiled(Maker(SimilarityAttention, options))
 
 
 def test_a_kernel_of_either_sign_leaks_nothing():

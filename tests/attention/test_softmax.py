@@ -4,21 +4,21 @@ import math
 
 import pytest
 import torch
+from contract_parts import check_uncompiled
 from torch import nn
 
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.interop.torch import MultiheadAttention
-from unrolled.testing import Maker, check_compiles, check_dynamic_length, checks
+from unrolled.testing import Maker, check_dynamic_length
 
 
 def test_a_norm_of_each_head_and_a_gate_keep_the_contract():
     make = Maker(SoftmaxAttention, {"qk_norm": "head", "output_gate": True})
-    for check in checks(make.supports):
-        if check not in (check_compiles, check_dynamic_length):  # slow, and below
-            check(make, make.supports)
+    check_uncompiled(make, check_dynamic_length)  # which is slow, and the same code as by default
 
 
+@pytest.mark.compilers
 def test_it_compiles_with_norms_and_a_gate():
     module, x = made(qk_norm="all", output_gate=True), torch.randn(2, 7, 12, dtype=torch.float64)
     torch.compiler.reset()  # other modules share the code of `forward`

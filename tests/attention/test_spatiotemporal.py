@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from contract_parts import in_two_parts
 from counted import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from unrolled.attention.spatiotemporal import SpatiotemporalAttention, spatiotemporal_attention
 from unrolled.attention.spatiotemporal.grid import Part, grouped, read_by_groups, ungrouped
 from unrolled.ops.softmax import softmax_attention
-from unrolled.testing import check_mechanism
+from unrolled.testing import Maker
 
 
 def assert_same(found, expected):
@@ -102,9 +103,12 @@ def test_embeddings_of_one_axis_for_each_pair_are_the_same_if_those_of_no_differ
     assert_same(spatiotemporal_attention(q, k, v, 3, 4, scale=1, relative=tables), expected)
 
 
-def test_it_keeps_the_contract_with_every_option():
+@in_two_parts
+def test_it_keeps_the_contract_with_every_option(check_part):
     options = {"radius": (2, 1, 1), "stride": (5, 2, 1), "relative": True, "scale": 1.0}
-    assert "check_padding" in check_mechanism("spatiotemporal", shape=(100, 3, 2), **options)
+    make = Maker(SpatiotemporalAttention, {"shape": (100, 3, 2), **options})
+    assert make.supports.padding
+    check_part(make)
 
 
 @pytest.mark.parametrize(

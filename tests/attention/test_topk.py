@@ -3,6 +3,7 @@
 import pytest
 import torch
 from agreement import assert_same, normal
+from contract_parts import check_uncompiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.topk import TopkAttention, topk_attention, topk_reference
 from unrolled.bench.measure import PeakBytes
 from unrolled.ops.softmax import softmax_attention
-from unrolled.testing import Maker, check_compiles, check_half_precision, checks
+from unrolled.testing import Maker, check_half_precision
 
 
 def heads(T, S, H=4, G=2, B=2, seed=0):
@@ -76,12 +77,11 @@ def test_the_reference_of_one_head_is_the_same():
 
 
 def test_few_keys_keep_the_contract():
-    maker = Maker(TopkAttention, {"n_keys": 3})
-    for check in checks(TopkAttention.supports):
-        if check not in (check_compiles, check_half_precision):  # slow; below in short, and with 32 keys
-            check(maker, TopkAttention.supports)
+    make = Maker(TopkAttention, {"n_keys": 3})
+    check_uncompiled(make, check_half_precision)  # slow, and done with 32 keys
 
 
+@pytest.mark.compilers
 def test_few_keys_compile():
     module, x = TopkAttention(8, 2, n_keys=3, causal=True).double(), normal(1, 9, 8).requires_grad_()
     torch.compiler.reset()

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from agreement import assert_same, normal
+from contract_parts import check_uncompiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.state import nbytes
 from unrolled.ops.window.dilated import dilated_window_attention
-from unrolled.testing import Maker, check_compiles, checks
+from unrolled.testing import Maker
 
 
 def module(n_heads=4, seed=0, **options):
@@ -98,12 +99,10 @@ def test_a_wide_dilated_window_is_softmax_attention_of_each_residue_class():
     "options", [{"window": 4, "dilation": [1, 3, 3, 2]}, {"window": (3, 0), "dilation": [2, 1, 2, 1]}]
 )
 def test_it_keeps_the_contract_with_windows_shorter_than_sequences(options):
-    make = Maker(WindowAttention, options)
-    for check in checks(make.supports):
-        if check is not check_compiles:  # slow, and below
-            check(make, make.supports)
+    check_uncompiled(Maker(WindowAttention, options))
 
 
+@pytest.mark.compilers
 def test_it_compiles_with_gaps():
     window, x = module(window=4, dilation=[1, 3, 3, 2]), normal(2, 11, 16)
     compiled = torch.compile(window, fullgraph=True, backend="aot_eager")

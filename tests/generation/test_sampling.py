@@ -123,16 +123,16 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_s
 @given(rows, st.integers(0, 2**32))
 def test_sample_never_draws_an_excluded_token(row: list[int], seed: int) -> None:
     logits = sampling.top_k(logits_of([row] * 20), 2)
-    generators = [torch.Generator().manual_seed(seed + i) for i in range(20)]
+    draws = [sampling.uniform(seed, i) for i in range(20)]
     allowed = kept(logits)[0]
-    assert set(sampling.sample(logits, generators).tolist()) <= allowed
+    assert set(sampling.sample(logits, draws).tolist()) <= allowed
 
 
 def test_sample_follows_the_distribution() -> None:
     n = 20_000
     probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    tokens = sampling.sample(probabilities.log().expand(n, -1), [generator] * n)
+    draws = [sampling.uniform(0, i) for i in range(n)]
+    tokens = sampling.sample(probabilities.log().expand(n, -1), draws)
     frequencies = torch.bincount(tokens, minlength=5) / n
     five_sigma = 5 * (probabilities * (1 - probabilities) / n).sqrt()
     assert ((frequencies - probabilities).abs() <= five_sigma).all()
@@ -142,17 +142,21 @@ def test_a_row_draws_the_same_whatever_else_is_in_the_batch() -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
 
     def draw(rows: list[int]) -> list[int]:
-        return sampling.sample(logits[rows], [torch.Generator().manual_seed(row) for row in rows]).tolist()
+        return sampling.sample(logits[rows], [sampling.uniform(row, 0) for row in rows]).tolist()
 
     together = draw([0, 1, 2, 3, 4])
     assert draw([3]) == [together[3]]
     assert draw([4, 0]) == [together[4], together[0]]
 
 
-def test_sample_leaves_the_global_generator_alone() -> None:
-    before = torch.get_rng_state()
-    sampling.sample(torch.zeros(2, 3), [torch.Generator(), torch.Generator()])
-    assert torch.equal(torch.get_rng_state(), before)
+def test_random_numbers_are_those_of_split_mix() -> None:
+    # The first outputs of the reference implementation by Vigna (prng.di.unimi.it/splitmix64.c), seeded with 1234567.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [sampling.uniform(1234567, i) for i in range(4)] == [(x >> 11) / 2**53 for x in expected]
+    assert sampling.uniform(-1, 5) == sampling.uniform(2**64 - 1, 5)
+    numbers = [sampling.uniform(7, i) for i in range(10_000)]
+    assert 0 <= min(numbers) < max(numbers) < 1
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 5 / 12**0.5 / 100
 
 
 def test_sample_of_no_rows() -> None:
@@ -164,9 +168,9 @@ def test_sample_refuses_logits_that_are_no_distribution(bad: float) -> None:
     logits = torch.zeros(2, 3)
     logits[1, 0] = bad
     with pytest.raises(ValueError, match="row 1 hold NaN, "):
-        sampling.sample(logits, [torch.Generator(), torch.Generator()])
+        sampling.sample(logits, [0.1, 0.2])
     with pytest.raises(ValueError, match="must define a distribution"):
-        sampling.sample(torch.full((1, 3), -math.inf), [torch.Generator()])
+        sampling.sample(torch.full((1, 3), -math.inf), [0.5])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_sample_refuses_logits_that_are_no_distribution(bad: float) -> None:
         (lambda x: sampling.top_p(x, 1.5), r"top_p is 1.5, but must be in \(0, 1\]"),
         (lambda x: sampling.min_p(x, 1.1), r"min_p is 1.1, but must be in \[0, 1\]"),
         (lambda x: sampling.repetition_penalty(x, x > 0, 0.0), "repetition_penalty"),
-        (lambda x: sampling.sample(x, []), r"generators has 0, but must have one per row of logits \(1, 3\)"),
+        (lambda x: sampling.sample(x, []), r"draws has 0, but must have one per row of logits \(1, 3\)"),
     ],
 )
 def test_wrong_input_is_one_sentence(call: object, message: str) -> None:

@@ -21,6 +21,8 @@ from unrolled.interop import web
 from unrolled.interop.onnx import load
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 FILES = {name: f"the bytes of {name}".encode() for name in web.SHA256}
 WASM = list(web.BUILDS["wasm"].values())
 

@@ -238,6 +238,7 @@ def test_dropout_is_for_training_only():
     assert not torch.equal(model(tokens), model(tokens))
 
 
+@pytest.mark.compilers
 def test_the_model_compiles_as_one_graph():
     model, tokens = decoder(attention=HYBRID, tie_embeddings=True), tokens_of(2, 8)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

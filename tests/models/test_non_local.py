@@ -104,6 +104,7 @@ def test_half_precision_does_not_overflow_where_the_exponential_would():
     assert module(x).isfinite().all()
 
 
+@pytest.mark.compilers
 def test_it_compiles():
     module, x = block(pool=2), normal(2, 6, 4, 4)
     assert_same(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))

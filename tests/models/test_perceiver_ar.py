@@ -176,6 +176,7 @@ def test_the_state_is_a_value_and_only_the_inputs_cache_grows_under_linear_laten
     assert torch.equal(model.step(tokens_of(2), loaded)[0], model.step(tokens_of(2), state)[0])
 
 
+@pytest.mark.compilers
 def test_it_compiles_whole():
     model = perceiver(n_layers=2, positions="rotary")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

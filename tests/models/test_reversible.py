@@ -162,6 +162,7 @@ def test_it_trains_an_encoder_with_frozen_embeddings():
     assert all(p.grad is not None for p in model.stack.parameters())
 
 
+@pytest.mark.compilers
 def test_it_compiles_whole():
     model, tokens = decoder(n_layers=1), tokens_of(2, 9)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

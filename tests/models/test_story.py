@@ -21,6 +21,7 @@ def targets_of(kind, batch):
     return torch.ones(batch, 3, dtype=LONG) if kind == "memnn" else torch.zeros(batch, dtype=LONG)
 
 
+@pytest.mark.compilers
 @both
 def test_it_can_be_compiled(kind):
     model, (inputs, padding) = make(kind), story()

@@ -1,18 +1,13 @@
 import pytest
 import torch
 from agreement import assert_same_gradients, normal
+from contract_parts import check_uncompiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.recurrent.ntm import NTM, content, interpolate, read, sharpen, shift
-from unrolled.testing import (
-    CellMaker,
-    check_compiles,
-    check_half_precision,
-    check_rejects_wrong_input,
-    checks,
-)
+from unrolled.testing import CellMaker, check_half_precision, check_rejects_wrong_input
 
 
 def weights_of(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -75,11 +70,8 @@ def test_it_is_its_equations(controller, read_heads, write_heads, reach):
 def test_several_heads_and_a_feed_forward_controller_keep_the_contract():
     options = {"controller": "feedforward", "read_heads": 2, "write_heads": 2, "memory_size": 9, "reach": 2}
     make = CellMaker(NTM, options)
-    # Nothing in its state is hidden_size wide, so that of another size does fit; two others are slow.
-    left_out = (check_rejects_wrong_input, check_compiles, check_half_precision)
-    for check in checks(NTM.supports):
-        if check not in left_out:
-            check(make, NTM.supports)
+    # Nothing in its state is hidden_size wide, so that of another size does fit; half precision is slow.
+    check_uncompiled(make, check_rejects_wrong_input, check_half_precision)
 
 
 def test_a_head_that_only_looks_is_softmax_attention_with_cosine_scores():

@@ -52,10 +52,15 @@ class Nested(Bidirectional):
         super().__init__(Stacked([RNN(input_size, 3), GRU(3, 7)]), LSTM(input_size, hidden_size - 7))
 
 
-# Compiling takes seconds. `Deep` stands for all: it holds stacks, pairs of directions, and pairs in a stack.
+# These take seconds. `Deep` stands for all: it holds stacks, pairs of directions, and pairs in a stack.
 SLOW = (check_compiles, check_dynamic_length, check_half_precision)
 CASES = [
-    pytest.param(kind, check, id=f"{kind.__name__}-{check.__name__.removeprefix('check_')}")
+    pytest.param(
+        kind,
+        check,
+        id=f"{kind.__name__}-{check.__name__.removeprefix('check_')}",
+        marks=[pytest.mark.compilers] if check is check_compiles else [],
+    )
     for kind in (Three, Tapes, Both, Deep, Nested)
     for check in checks(CellMaker(kind).supports)
     if kind is Deep or check not in SLOW

@@ -58,7 +58,7 @@ def problem(
 ) -> Problem:
     """Run mechanisms with their options on one sequence, forward and backward."""
     x = torch.randn(1, length, D_MODEL, generator=torch.Generator().manual_seed(0)).to(settings.device)
-    contenders, definitions = [], {}
+    contenders, definitions = [], dict[str, Definition]()
     for name, options in chosen.items():
         make = partial(layer, name, length, causal, options)
 
@@ -70,14 +70,16 @@ def problem(
         def compute(make: Callable[[], nn.Module] = make) -> Sequence[Tensor]:
             return run(make().to(settings.device).double(), x.double())
 
-        names = ["output", "gradient of the input"]
-        definitions[name] = Definition(compute, names, partial(rounding, compute, make, x))
+        def allowed(name: str = name, make: Callable[[], nn.Module] = make) -> float:
+            return rounding(definitions[name].results, make, x)
+
+        definitions[name] = Definition(compute, ["output", "gradient of the input"], allowed)
         contenders.append(Contender(f"unrolled {name}", prepare, name, ours=True))
     return Problem(contenders, definitions, tokens=length)
 
 
-def rounding(compute: Callable[[], Sequence[Tensor]], make: Callable[[], nn.Module], x: Tensor) -> float:
-    """Bound the rounding error: that of the sums in a layer, and that of its inputs and weights.
+def rounding(exact: Sequence[Tensor], make: Callable[[], nn.Module], x: Tensor) -> float:
+    """Bound the rounding error of `exact`: that of the sums in a layer, and that of its inputs and weights.
 
     The second depends on the conditioning of the mechanism. So it is measured: every input and weight of the
     fp64 layer is perturbed by one unit roundoff of fp32.
@@ -88,7 +90,7 @@ def rounding(compute: Callable[[], Sequence[Tensor]], make: Callable[[], nn.Modu
         signs = torch.randint(2, y.shape, generator=generator, dtype=torch.float64) * 2 - 1
         return y.detach().double() * (1 + unit * signs.to(y.device))
 
-    exact, effects = compute(), []
+    effects = []
     for _ in range(MOVES):
         module = make().to(x.device).double()
         with torch.no_grad():

@@ -1,27 +1,25 @@
 """Prefill once, fork, then step: generation from any model that runs as a recurrence."""
 
-from collections.abc import Callable, Sequence
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unrolled.contract import Recurrent
+from unrolled.contract import Recurrent, UnsupportedError
+from unrolled.decode import Plan, plan
+from unrolled.decode.packing import Weights
+from unrolled.decode.request import OnToken, Prompts, Request, Sampling, Stop
 from unrolled.generation import sampling
 from unrolled.generation._mode import drawing_mode
-from unrolled.generation._stops import Stop, stop_sequences
-from unrolled.ops.checks import on_cpu, wrong, wrong_shape
-from unrolled.ops.options import check_integers
+from unrolled.ops.dispatch import prefers
 from unrolled.ops.state import leaves, select
 
-MOST_ROWS = 100_000  # a random generator for each takes 5 kB
+PLANNED_TOKENS = 32  # with fewer, packing the weights takes longer than it saves
 
 
 def generate(
-    model: Recurrent,
-    prompt_ids: Tensor | Sequence[Tensor | Sequence[int]],
+    model: Recurrent | Plan,
+    prompt_ids: Prompts,
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
@@ -32,18 +30,23 @@ def generate(
     stop: Stop = None,
     num_samples: int = 1,
     seed: int | None = None,
-    on_token: Callable[[int, int], bool | None] | None = None,
+    weights: Weights | None = None,
+    on_token: OnToken | None = None,
 ) -> list[Tensor]:
     """Continue each prompt `num_samples` times.
 
     The prompts are prefilled once, in parallel; the state is forked for the samples and stepped token by
     token. The logits go through `repetition_penalty`, `temperature`, `top_k`, `top_p` and `min_p`, in this
-    order. Each row samples from its own generator, seeded by (seed, index of the prompt, index of the
-    sample), independently of the other rows. The model runs in evaluation mode without gradients; its mode
-    is restored afterwards.
+    order. Each row has its own random stream (`sampling.uniform`), determined by the seed, the index of the
+    prompt and the index of the sample, so it does not depend on the other rows. The model runs in
+    evaluation mode without gradients; its mode is restored afterwards.
+
+    On a CPU a model that `unrolled.decode.plan` can run is run by a plan, which is made for this call and
+    takes as much memory as the weights. A plan that is kept saves making it: `plan.generate`.
 
     Args:
-        model: a `Decoder`, or anything with `init_state`, `prefill`, `step` and `config.vocab_size`.
+        model: a `Decoder`, or anything with `init_state`, `prefill`, `step` and `config.vocab_size`; or a
+            plan.
         prompt_ids: token ids [B, T], or B sequences of token ids of any lengths. A model with a start symbol
             (`config.start_token`) reads it before every prompt that does not begin with it, so a prompt
             may be empty; other models need at least one token.
@@ -57,6 +60,8 @@ def generate(
             end with one of them.
         num_samples: continuations per prompt.
         seed: an integer of at least 0; None takes a random one from the operating system.
+        weights: run a plan with weights in this form; see `unrolled.decode.plan`. None for a plan in fp32
+            where it is faster, and for the model itself elsewhere.
         on_token: called as `on_token(row, token_id)` for each new token; returning False ends the row.
 
     Returns:
@@ -65,38 +70,57 @@ def generate(
 
     Raises:
         ValueError: an argument is out of range, or a prompt is empty and the model has no start symbol.
+        UnsupportedError: `weights` is given, but a plan cannot run the model.
     """
     if not isinstance(model, Recurrent):
         raise ValueError(f"model is a {type(model).__name__}, but must have init_state, prefill and step")
-    vocab_size = int(model.config.vocab_size)
-    start = vocab_size if model.config.start_token else None
-    prompts = _prompts(prompt_ids, vocab_size, start)
-    stops = stop_sequences(stop, vocab_size)
-    check_integers(0, max_new_tokens=max_new_tokens)
-    check_integers(1, num_samples=num_samples)
-    if len(prompts) * num_samples > MOST_ROWS:
-        raise wrong("num_samples", num_samples, f"at most {MOST_ROWS // len(prompts)} in one call")
-    generators = _generators(seed, len(prompts), num_samples)
+    request = Request.of(
+        model.config, prompt_ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, repetition_penalty=repetition_penalty, stop=stop, num_samples=num_samples, seed=seed,
+    )  # fmt: skip
+    planned = model if isinstance(model, Plan) else _plan(model, request, weights)
+    if planned is not None:
+        return planned.run(request, on_token)
+    return _run(model, request, on_token)
 
-    sampler = _Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    sampler(torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.bool), [])  # checks the options before any work
 
-    rows: list[list[int]] = [[] for _ in generators]
-    if not rows or max_new_tokens == 0:
+def _plan(model: Recurrent, request: Request, weights: Weights | None) -> Plan | None:
+    """Make a plan for a request, if it is asked for or pays off."""
+    if not isinstance(model, nn.Module):
+        if weights is not None:
+            raise UnsupportedError(f"weights is {weights!r}, but a plan cannot run a {type(model).__name__}")
+        return None
+    slow = request.limit < PLANNED_TOKENS or not prefers("native")
+    if weights is None and (slow or torch.is_autocast_enabled("cpu")):
+        return None
+    try:
+        return plan(model, "fp32" if weights is None else weights)
+    except UnsupportedError:
+        if weights is not None:
+            raise
+        return None
+
+
+def _run(model: Recurrent, request: Request, on_token: OnToken | None) -> list[Tensor]:
+    """Continue the prompts of a request with the model itself, which defines what a plan does."""
+    rows: list[list[int]] = [[] for _ in range(request.rows)]
+    if not rows or request.limit == 0:
         return [torch.tensor(row, dtype=torch.long) for row in rows]
+    keys = request.keys.tolist()
 
     def goes_on(row: int, token: int) -> bool:
         """Append a token to a row; return whether the row needs more."""
         rows[row].append(token)
         ended = on_token is not None and on_token(row, token) is False
-        ended = ended or any(rows[row][-len(ids) :] == ids for ids in stops)
-        return not ended and len(rows[row]) < max_new_tokens
+        ended = ended or any(rows[row][-len(ids) :] == ids for ids in request.stops)
+        return not ended and len(rows[row]) < request.limit
 
     with drawing_mode(model):
-        logits, seen, state = _prefill(model, prompts, num_samples)
+        logits, seen, state = _prefill(model, request.prompts, request.num_samples)
         active = list(range(len(rows)))  # unfinished rows, in batch order
         while True:
-            tokens = sampler(logits, seen, [generators[row] for row in active])
+            draws = [sampling.uniform(keys[row], len(rows[row])) for row in active]
+            tokens = sampling.sample(filtered(logits, seen, request.sampling), draws)
             sampled = enumerate(zip(active, tokens.tolist(), strict=True))
             going = [index for index, (row, token) in sampled if goes_on(row, token)]
             if not going:
@@ -110,25 +134,16 @@ def generate(
     return [torch.tensor(row, dtype=torch.long) for row in rows]
 
 
-class _Sampler(NamedTuple):
-    """The options of sampling; see `sampling`."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
-
-    def __call__(self, logits: Tensor, seen: Tensor, generators: list[torch.Generator]) -> Tensor:
-        """Sample a token for each row of `logits [N, V]`."""
-        logits = logits.double()
-        if self.repetition_penalty != 1.0:
-            logits = sampling.repetition_penalty(logits, seen, self.repetition_penalty)
-        logits = sampling.temperature(logits, self.temperature)
-        logits = logits if self.top_k is None else sampling.top_k(logits, self.top_k)
-        logits = logits if self.top_p is None else sampling.top_p(logits, self.top_p)
-        logits = logits if self.min_p is None else sampling.min_p(logits, self.min_p)
-        return sampling.sample(logits, generators)
+def filtered(logits: Tensor, seen: Tensor, options: Sampling) -> Tensor:
+    """Apply the options of sampling to `logits [N, V]`, of which the tokens `seen [N, V]` have occurred."""
+    temperature, top_k, top_p, min_p, penalty = options
+    logits = logits.double()
+    if penalty != 1.0:
+        logits = sampling.repetition_penalty(logits, seen, penalty)
+    logits = sampling.temperature(logits, temperature)
+    logits = logits if top_k is None else sampling.top_k(logits, top_k)
+    logits = logits if top_p is None else sampling.top_p(logits, top_p)
+    return logits if min_p is None else sampling.min_p(logits, min_p)
 
 
 def _prefill(model: Recurrent, prompts: list[Tensor], num_samples: int) -> tuple[Tensor, Tensor, Any]:
@@ -145,45 +160,3 @@ def _prefill(model: Recurrent, prompts: list[Tensor], num_samples: int) -> tuple
     seen = torch.zeros(len(prompts), vocab_size + 1, dtype=torch.bool, device=device)
     seen.scatter_(1, tokens.masked_fill(padding, vocab_size), True)
     return logits[fork, -1], seen[fork, :vocab_size], select(state, fork)
-
-
-def _prompts(
-    prompt_ids: Tensor | Sequence[Tensor | Sequence[int]], vocab_size: int, start: int | None
-) -> list[Tensor]:
-    """Check the prompts; return them as 1-D int64 tensors, with the start symbol in front if there is one."""
-    if not isinstance(prompt_ids, Tensor | Sequence):
-        raise wrong("prompt_ids", f"a {type(prompt_ids).__name__}", "ids [B, T] or B sequences")
-    if isinstance(prompt_ids, Tensor) and prompt_ids.dim() != 2:
-        raise wrong_shape("prompt_ids", prompt_ids, "[B, T], or a list of prompts")
-    prompts = []
-    for index, given in enumerate(prompt_ids):
-        name = f"prompt_ids[{index}]"
-        if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
-            raise wrong(name, repr(given), "a sequence of token ids")
-        prompt = on_cpu(name, given)
-        if prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise wrong(name, prompt, "whole numbers [T]")
-        prompt = prompt.long()
-        if start is not None and (not len(prompt) or prompt[0] != start):
-            prompt = torch.cat([torch.tensor([start]), prompt])
-        if not len(prompt):
-            raise ValueError(f"{name} is empty, but this model has no start symbol")
-        ids = prompt if start is None else prompt[1:]
-        if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-            token = ids[(ids < 0) | (ids >= vocab_size)][0].item()
-            raise ValueError(f"{name} holds the token id {token}, but must be in [0, {vocab_size})")
-        prompts.append(prompt)
-    return prompts
-
-
-def _generators(seed: int | None, n_prompts: int, num_samples: int) -> list[torch.Generator]:
-    """One generator per row, seeded by (seed, prompt, sample); prompt-major."""
-    if seed is not None:
-        check_integers(0, seed=seed)
-    entropy = np.random.SeedSequence(seed).entropy
-    return [
-        torch.Generator().manual_seed(
-            int(np.random.SeedSequence(entropy, spawn_key=(prompt, sample)).generate_state(1, np.uint64)[0])
-        )
-        for prompt, sample in product(range(n_prompts), range(num_samples))
-    ]

@@ -11,8 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unrolled.decode.request import (
+    check_min_p,
+    check_repetition_penalty,
+    check_temperature,
+    check_top_k,
+    check_top_p,
+)
 from unrolled.ops.checks import check_tensor, wrong
-from unrolled.ops.options import is_number
 
 
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -26,8 +32,7 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
         seen: [N, V] bool, True where the token has occurred in the row's prompt or continuation.
         penalty: above 0; 1 changes nothing, above 1 discourages repetition, below 1 encourages it.
     """
-    if not (is_number(penalty) and penalty > 0):
-        raise ValueError(f"repetition_penalty is {penalty!r}, but must be a finite number above 0")
+    check_repetition_penalty(penalty)
     _check_logits(logits)
     check_tensor("seen", seen)
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
@@ -39,8 +44,7 @@ def temperature(logits: Tensor, value: float) -> Tensor:
 
     At 0, the limit, it is greedy decoding: only the most likely token remains.
     """
-    if not (is_number(value) and value >= 0):
-        raise ValueError(f"temperature is {value!r}, but must be a finite number of at least 0")
+    check_temperature(value)
     _check_logits(logits)
     if value == 0:
         return top_k(logits, 1)
@@ -50,8 +54,7 @@ def temperature(logits: Tensor, value: float) -> Tensor:
 
 def top_k(logits: Tensor, k: int) -> Tensor:
     """Keep the k most likely tokens, or all of them where k >= V (Fan et al. 2018, arXiv 1805.04833)."""
-    if type(k) is not int or k < 1:
-        raise ValueError(f"top_k is {k!r}, but must be an integer of at least 1")
+    check_top_k(k)
     _check_logits(logits)
     if k >= logits.shape[-1]:
         return logits
@@ -66,8 +69,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
 
     Holtzman et al. 2020, arXiv 1904.09751, equation 2. The token that crosses p is kept, so one always is.
     """
-    if not (is_number(p) and 0 < p <= 1):
-        raise ValueError(f"top_p is {p!r}, but must be in (0, 1]")
+    check_top_p(p)
     _check_logits(logits)
     if p == 1:
         return logits  # a sum of probabilities may round to 1 before the last of them
@@ -82,23 +84,34 @@ def min_p(logits: Tensor, p: float) -> Tensor:
 
     Nguyen et al. 2024, arXiv 2407.01082. In logits: x >= max x + ln p.
     """
-    if not (is_number(p) and 0 <= p <= 1):
-        raise ValueError(f"min_p is {p!r}, but must be in [0, 1]")
+    check_min_p(p)
     _check_logits(logits)
     if p == 0:
         return logits
     return _keep(logits, logits >= logits.amax(-1, keepdim=True) + math.log(p))
 
 
-def sample(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+def uniform(key: int, index: int) -> float:
+    """Number `index` of the random stream `key`, in [0, 1): SplitMix64 started at the key.
+
+    Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 17. The upper 53 bits
+    of the result are taken as a fraction. `key` is any integer, read modulo 2^64.
+    """
+    x = (key + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return float((x ^ x >> 31) >> 11) * 2.0**-53
+
+
+def sample(logits: Tensor, draws: Sequence[float]) -> Tensor:
     """Sample one token per row from softmax(logits), by inverting the cumulative distribution in float64.
 
-    Each row takes one number from its own CPU generator, so its sample depends neither on the other rows nor
-    on the device of the logits.
+    Each row takes one random number, so its sample depends neither on the other rows nor on the device of the
+    logits.
 
     Args:
         logits: [N, V].
-        generators: N generators, one per row; each is advanced by one draw.
+        draws: N numbers in [0, 1), as `uniform` makes.
 
     Returns:
         token ids [N] int64, on the device of the logits.
@@ -107,16 +120,13 @@ def sample(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         ValueError: a row holds NaN or +inf, or nothing but -inf.
     """
     _check_logits(logits)
-    if len(generators) != logits.shape[0]:
-        raise ValueError(
-            f"generators has {len(generators)}, but must have one per row of logits {tuple(logits.shape)}"
-        )
+    if len(draws) != logits.shape[0]:
+        raise ValueError(f"draws has {len(draws)}, but must have one per row of logits {tuple(logits.shape)}")
     cumulative = logits.double().softmax(-1).cumsum(-1)
     total = cumulative[..., -1:]
     if total.isnan().any():
         row = int(total.squeeze(-1).isnan().nonzero()[0])
         raise ValueError(f"logits of row {row} hold NaN, +inf or only -inf, but must define a distribution")
-    draws = [torch.rand((), dtype=torch.float64, generator=generator).item() for generator in generators]
     threshold = total * torch.tensor(draws, dtype=torch.float64, device=logits.device).unsqueeze(-1)
     # The first token whose cumulative mass is above the threshold: never one of probability 0.
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)

@@ -94,7 +94,7 @@ def check_targets(targets: Tensor, expected: Sequence[int], levels: int) -> None
 
 
 def changed(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of these modules has a replaced `forward` or `step`, or a hook."""
+    """Whether one of these modules has a `forward` of its own, or a hook."""
     if (
         _global_forward_hooks
         or _global_forward_pre_hooks
@@ -108,6 +108,5 @@ def changed(modules: Iterable[nn.Module]) -> bool:
         or m._backward_hooks
         or m._backward_pre_hooks
         or "forward" in m.__dict__
-        or "step" in m.__dict__
         for m in modules
     )

@@ -6,7 +6,6 @@ from typing import Unpack, cast
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.models import fused
 from unrolled.models.blocks import AttentionBlock, Block, Masks, apply, make_norm, tie_layers
 from unrolled.models.config import TransformerConfig
 from unrolled.ops.checks import check_key_padding_mask
@@ -87,18 +86,12 @@ class Stack(Layer):
 
     def step(self, x: Tensor, states: States) -> tuple[Tensor, States]:
         """[B, d_model] -> [B, d_model] and the new states."""
-        x, blocks = self._enter(x), self.layers
+        x, blocks, after = self._enter(x), self.layers, []
         if len(states) != len(blocks):
             raise ValueError(f"states has {len(states)} entries, but must have {len(blocks)}, one per block")
-        after: list[Parts] = []
-        while (i := len(after)) < len(blocks):
-            # as many blocks as the fused kernel takes, else one
-            x, several = fused.step(blocks[i:], x, states[i:])
-            if several:
-                after += several
-            else:
-                x, state = blocks[i].step(x, states[i])
-                after.append(state)
+        for block, state in zip(blocks, states, strict=True):
+            x, state = block.step(x, state)
+            after.append(state)
         return self._leave(x), tuple(after)
 
     def _enter(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -245,12 +245,34 @@ def claimed_variants(make: Maker, causal: bool) -> Iterator[tuple[str, Any]]:
     them, or these sizes of them; what it accepts must work in every form.
     """
     yield "default", make(causal=causal)
-    for options in ({"n_kv_heads": make.n_heads // 2}, {"head_dim": 6, "value_dim": 10}, {"rotary": True}):
-        try:
-            module = make(causal=causal, **options)
-        except (UnsupportedError, ValueError):
-            continue
-        yield ", ".join(f"{name}={value}" for name, value in options.items()), module
+    for options in _common_options(make):
+        if (module := _accepted(make, causal, options)) is not None:
+            yield _name(options), module
+
+
+def claimed_together(make: Maker, causal: bool) -> tuple[str, Any] | None:
+    """Return the mechanism with all common options at once that it does not refuse, or None without any."""
+    together: dict[str, Any] = {}
+    for options in _common_options(make):
+        if _accepted(make, causal, together | options) is not None:
+            together |= options
+    return (_name(together), make(causal=causal, **together)) if together else None
+
+
+def _common_options(make: Maker) -> list[dict[str, Any]]:
+    return [{"n_kv_heads": make.n_heads // 2}, {"head_dim": 6, "value_dim": 10}, {"rotary": True}]
+
+
+def _accepted(make: Maker, causal: bool, options: Mapping[str, Any]) -> Any:
+    """Return the mechanism with these options, or None where it refuses them."""
+    try:
+        return make(causal=causal, **options)
+    except (UnsupportedError, ValueError):
+        return None
+
+
+def _name(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _pairs(found: Compared, expected: Compared, what: str) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -1,0 +1,146 @@
+#include "check.h"
+
+#include "../sampling.h"
+
+namespace {
+
+Report report;
+
+constexpr int64_t V = 70, VALUES = 5, FEATURES_OUT = 7, HEADS = 4, GROUPS = 2, PLACE = 512;
+
+Instruction instruction(Operation operation, int64_t to, int64_t first) {
+    Instruction i = {};
+    i.operation = operation, i.to = to, i.first = first, i.scale = 1, i.epsilon = 1e-5f;
+    i.second = i.third = i.gates = i.rates = i.divisor_q = i.divisor_k = -1;
+    return i;
+}
+
+// A program with every operation, ending in a linear layer whose weights are 0, so that its logits are its
+// bias.
+struct Sample {
+    int64_t width;
+    Floats table = random_floats(V * 300, -1, 1), numbers = random_floats(4000, 0.1, 0.9), bias;
+    std::vector<double> frequencies = std::vector<double>(200, 0.1);
+    std::vector<uint8_t> tiles = std::vector<uint8_t>(4 * 1024 * 1024, 0);
+    std::vector<int32_t> sums = std::vector<int32_t>(512, 0);
+    std::vector<Instruction> program;
+    int64_t state = 0;
+
+    Instruction& add(Operation operation, int64_t to, int64_t first) {
+        program.push_back(instruction(operation, to, first));
+        Instruction& i = program.back();
+        i.n = width, i.weights = numbers.data(), i.frequencies = frequencies.data();
+        return i;
+    }
+
+    Sample(int64_t n, int32_t packing) : width(n), bias(random_floats(512, -1, 1)) {
+        add(EMBED, 0, -1).weights = table.data();
+        add(ADD_POSITIONS, 0, -1).weights = table.data();
+        add(ADD_SINUSOIDS, 0, -1);
+        add(ANGLES, PLACE, -1).n = 2;
+        Instruction& norm = add(NORMALIZE, 0, 0);
+        norm.heads = 1, norm.kind = 1, norm.bias = numbers.data();
+        linear(0, 2 * PLACE, packing, HEADS * FEATURES_OUT);
+        linear(0, 3 * PLACE, packing, GROUPS * FEATURES_OUT);
+        linear(0, 4 * PLACE, packing, GROUPS * VALUES);
+        Instruction& rotate = add(ROTATE, 2 * PLACE, 2 * PLACE);
+        rotate.heads = HEADS, rotate.features = FEATURES_OUT, rotate.n = 2, rotate.second = PLACE;
+        Instruction& conv = add(CONVOLVE, 4 * PLACE, 4 * PLACE);
+        conv.n = GROUPS * VALUES, conv.window = 4, conv.state = take(3 * conv.n);
+        for (int32_t kind = IDENTITY; kind <= EXPONENTIAL; ++kind) {
+            Instruction& apply = add(APPLY, 5 * PLACE, 4 * PLACE);
+            apply.kind = kind, apply.n = GROUPS * VALUES, apply.second = 4 * PLACE;
+        }
+        for (int32_t kind = EXP_OF_QUERIES; kind <= BY_POSITION; ++kind) {
+            Instruction& features = add(FEATURES, 6 * PLACE, 4 * PLACE);
+            features.kind = kind, features.heads = GROUPS, features.n = VALUES, features.features = 21,
+            features.window = 2;
+        }
+        Instruction& by_head = add(LINEAR_BY_HEAD, 6 * PLACE, 4 * PLACE);
+        by_head.heads = GROUPS, by_head.n = VALUES, by_head.features = 9, by_head.bias = numbers.data();
+        for (int32_t kind = NO_GATES; kind <= GATE_PER_FEATURE; ++kind) {
+            Instruction& recur = over_heads(RECUR);
+            recur.kind = kind, recur.gates = 5 * PLACE, recur.rates = kind % 2 ? -1 : 5 * PLACE;
+            recur.divisor_q = kind ? 2 * PLACE : -1, recur.divisor_k = kind ? 3 * PLACE : -1;
+            recur.state = take(GROUPS * FEATURES_OUT * (VALUES + 1));
+        }
+        Instruction& window = over_heads(ATTEND);
+        window.window = 3, window.state = take(16 * GROUPS * (FEATURES_OUT + VALUES));
+        over_heads(ATTEND);
+        Instruction& sum = add(ADD, 7 * PLACE, 4 * PLACE);
+        sum.second = 5 * PLACE, sum.n = GROUPS * VALUES;
+        linear(0, 8 * PLACE, packing, V);
+        Instruction& mixture = add(MIXTURE, 9 * PLACE, 2 * PLACE);
+        mixture.heads = 3, mixture.n = V, mixture.second = 7 * PLACE;
+    }
+
+    int64_t take(int64_t size) { return (state += size) - size; }
+
+    Instruction& over_heads(Operation operation) {
+        Instruction& i = add(operation, 7 * PLACE, 2 * PLACE);
+        i.second = 3 * PLACE, i.third = 4 * PLACE, i.heads = i.queries = HEADS, i.groups = i.keys = GROUPS;
+        i.features = FEATURES_OUT, i.values = VALUES;
+        return i;
+    }
+
+    void linear(int64_t from, int64_t to, int32_t packing, int64_t outputs) {
+        add(LINEAR_LAYER, to, from).layer = {width,       outputs,     packing,    tiles.data(),
+                                             bias.data(), bias.data(), sums.data()};
+    }
+};
+
+void check_decode(int64_t width, int64_t rows, int32_t packing, int threads) {
+    report.begin("decode width=%ld rows=%ld packing=%d threads=%d", (long)width, (long)rows, packing,
+                 threads);
+    Sample s(width, packing);
+    const int64_t capacity = 48, cache = GROUPS * (FEATURES_OUT + VALUES), n = 3 * rows;
+    std::vector<int64_t> position((size_t)rows), token, sequence, place;
+    Floats state, keys, logits((size_t)(rows * V), NAN);
+    for (int64_t i = 0; i < n; ++i)
+        token.push_back(i % V), sequence.push_back(i % rows), place.push_back(i < 2 * rows ? -1 : i % rows);
+    Program p = {};
+    p.instructions = (int64_t)s.program.size(), p.head = 2, p.width = 10 * PLACE, p.hidden = 0,
+    p.hidden_width = width;
+    p.logits = 8 * PLACE, p.vocabulary = V, p.widest = width, p.longest = capacity, p.threads = threads;
+    p.instruction = s.program.data(), p.state_size = s.state, p.cache_size = cache, p.capacity = capacity,
+    p.positions = -1;
+    const Tokens tokens = {n, token.data(), sequence.data(), place.data(), logits.data()};
+    Doubles expected;
+    for (int64_t i = 0; i < rows * V; ++i) expected.push_back(s.bias[(size_t)(i % V)]);
+    report.run([&] {
+        position.assign((size_t)rows, 0), state.assign((size_t)(rows * s.state), 0);
+        keys.assign((size_t)(rows * cache * capacity), 0);
+        p.position = position.data(), p.state = state.data(), p.cache = keys.data();
+        return EXPORTED(decode)(&p, &tokens);
+    });
+    report.compare("logits", logits, expected);
+    // Draws more tokens; the logits stay the same.
+    const Sampling options = {0.8, 0.9, 0.01, 1.1, 20};
+    const int64_t limit = 9, stop[] = {1, 2}, stop_end[] = {2};
+    std::vector<uint8_t> seen((size_t)(rows * V)), active;
+    std::vector<int64_t> key((size_t)rows, 7), length, drawn;
+    report.run([&] {
+        position.assign((size_t)rows, 3), active.assign((size_t)rows, ACTIVE);
+        length.assign((size_t)rows, 0), drawn.assign((size_t)(rows * limit), -1);
+        const Continuation c = {rows,          5,          limit,         logits.data(),
+                                seen.data(),   key.data(), length.data(), drawn.data(),
+                                active.data(), 1,          stop,          stop_end};
+        return EXPORTED(decode_on)(&p, &options, &c);
+    });
+    report.compare("logits after drawing", logits, expected);
+    for (int64_t i = 0; i < rows * limit; ++i)
+        if (i % limit < length[(size_t)(i / limit)] && (drawn[(size_t)i] < 0 || drawn[(size_t)i] >= V))
+            report.fail("drew no token");
+}
+
+}  // namespace
+
+int main() {
+    for (int32_t packing : {FLOAT32_TILES, BFLOAT16_TILES, INT8_TILES, INT4_TILES})
+        for (int64_t width : {1, 33, 64, 128})
+            for (int64_t rows : {1, 2, 7, 30})
+                for (int threads : {1, 3}) check_decode(width, rows, packing, threads);
+    report.fail_allocations = true;
+    for (int threads : {1, 3}) check_decode(33, 2, INT8_TILES, threads);
+    return report.end();
+}

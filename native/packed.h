@@ -1,0 +1,136 @@
+// Packed weights, and the rows of x that they are multiplied by.
+//
+// W [outputs, inputs] is cut into tiles of 64 outputs; outputs are filled up with zeros to a multiple of 64,
+// inputs to a multiple of 32. In a tile the numbers of one input (or of a pair, or of four) lie together for
+// all 64 outputs, so that a product reads them in the order of memory, and sums nothing across lanes:
+//
+//   FLOAT32_TILES   [tile][input][64] floats
+//   BFLOAT16_TILES  [tile][input / 2][64][2] bfloat16
+//   INT8_TILES      [tile][input / 4][64][4] int8; each output has a scale
+//   INT4_TILES      [tile][input / 32] groups of scales [64] in bfloat16, then [4][64][4] bytes: byte e of
+//   the
+//                   p-th of the four holds inputs 8 p + e in its low half and 8 p + 4 + e in its high half,
+//                   each plus 8
+//
+// For INT8_TILES a row of x is rounded to 16 bits relative to its largest number, for INT4_TILES to 8 bits
+// relative to the largest of each 32.
+#pragma once
+
+#include "rows.h"
+
+namespace UNROLLED_ISA {
+
+constexpr Int TILE = 64, GROUP = 32;
+
+inline Int padded_inputs(const Packed& w) { return ceil_div(w.inputs, GROUP) * GROUP; }
+
+inline Int tile_bytes(const Packed& w) {
+    const Int n = padded_inputs(w);
+    if (w.packing == FLOAT32_TILES) return n * TILE * 4;
+    if (w.packing == BFLOAT16_TILES) return n * TILE * 2;
+    if (w.packing == INT8_TILES) return n * TILE;
+    return n / GROUP * (TILE * 2 + TILE * GROUP / 2);
+}
+
+// Whether the processor multiplies bytes; otherwise the rounded numbers are multiplied as floats.
+inline bool multiplies_bytes() {
+#if defined(__AVX512F__)
+    return __builtin_cpu_supports("avx512vnni");
+#else
+    return false;
+#endif
+}
+
+// Rows of x in the form that the weights are multiplied by.
+struct PackedRows {
+    const float* x;       // as they are, or rounded and divided by their scale
+    const uint8_t* high;  // INT8_TILES: bytes of x / scale + 2^15. INT4_TILES: x / scale as signed bytes
+    const uint8_t* low;
+    Int row;              // from one row to the next, in elements of the three above
+    const float* scales;  // INT8_TILES: one per row. INT4_TILES: one per group
+    const int32_t* sums;  // INT4_TILES: 8 times the sum of each group of rounded numbers
+};
+
+typedef uint8_t ByteVec __attribute__((vector_size(WIDTH)));
+typedef uint8_t UnalignedByteVec __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+
+inline void store_bytes(uint8_t* at, IntVec x) {
+    *(UnalignedByteVec*)at = __builtin_convertvector(x, ByteVec);
+}
+
+// The largest absolute value of whole vectors; NaN if one of them is infinite or NaN.
+inline float largest(const float* x, Int n) {
+    Vec most{}, none{};
+    for (Int i = 0; i < n; i += WIDTH) {
+        const Vec y = load(x + i);
+        most = max(most, select(y < Vec{}, Vec{} - y, y));
+        none += y * Vec{};
+    }
+    float result = sum(none);
+    for (int i = 0; i < WIDTH; ++i) result = most[i] > result ? most[i] : result;
+    return result;
+}
+
+inline Vec round_to_integers(Vec x) { return (x + broadcast(12582912.0f)) - broadcast(12582912.0f); }
+
+// Brings rows of x into the form for one packing. One thread uses it.
+class RowPacker {
+  public:
+    // For products of up to `rows` rows of `inputs` floats.
+    RowPacker(Int rows, Int inputs, Workspace& memory) {
+        row_ = ceil_div(inputs, GROUP) * GROUP + TILE;  // apart, so that rows do not compete for cache sets
+        padded_ = memory.floats(rows * row_);
+        bytes_ = (uint8_t*)memory.floats(rows * row_ / 2);
+        scales_ = memory.floats(rows * ceil_div(inputs, GROUP));
+        sums_ = (int32_t*)memory.floats(rows * ceil_div(inputs, GROUP));
+    }
+
+    PackedRows pack(const Packed& w, const float* x, Int x_row, Int rows) {
+        const Int n = w.inputs, whole = padded_inputs(w);
+        if (w.packing == FLOAT32_TILES || (w.packing == BFLOAT16_TILES && n % 2 == 0))
+            return {x, nullptr, nullptr, x_row, nullptr, nullptr};
+        uint8_t *high = bytes_, *low = bytes_ + rows * row_;
+        const Int groups = w.packing == INT4_TILES ? whole / GROUP : 1;
+        for (Int r = 0; r < rows; ++r) {
+            float* to = padded_ + r * row_;
+            std::memcpy(to, x + r * x_row, (size_t)n * 4);
+            std::memset(to + n, 0, (size_t)(whole - n) * 4);
+            if (w.packing == BFLOAT16_TILES) continue;
+            for (Int g = 0; g < groups; ++g) {
+                const Int begin = g * (whole / groups), end = begin + whole / groups;
+                round(to, begin, end, w.packing == INT8_TILES ? 32767.0f : 127.0f, r * groups + g);
+                if (multiplies_bytes()) split(to, begin, end, w.packing, high + r * row_, low + r * row_);
+            }
+        }
+        return {padded_, high, low, row_, scales_, sums_};
+    }
+
+  private:
+    void round(float* x, Int begin, Int end, float most, Int place) {
+        const float size = largest(x + begin, end - begin);
+        const Vec factor = broadcast(size > 0 ? most / size : 0);
+        Vec total{};
+        for (Int i = begin; i < end; i += WIDTH) {
+            const Vec y = round_to_integers(load(x + i) * factor);
+            store(x + i, y);
+            total += y;
+        }
+        scales_[place] = size / most;
+        sums_[place] = size == size ? 8 * (int32_t)sum(total) : 0;
+    }
+
+    static void split(const float* x, Int begin, Int end, Int packing, uint8_t* high, uint8_t* low) {
+        for (Int i = begin; i < end; i += WIDTH) {
+            const IntVec y = __builtin_convertvector(load(x + i), IntVec);
+            if (packing == INT4_TILES) store_bytes(high + i, y);
+            else store_bytes(high + i, (y + 32768) >> 8), store_bytes(low + i, y + 32768);
+        }
+    }
+
+    Int row_;
+    float *padded_, *scales_;
+    uint8_t* bytes_;
+    int32_t* sums_;
+};
+
+}  // namespace UNROLLED_ISA

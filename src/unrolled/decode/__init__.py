@@ -1,0 +1,5 @@
+"""Plans: models with packed weights, for generation on a CPU; see `plan`."""
+
+from unrolled.decode.plan import Plan, PlanState, plan
+
+__all__ = ["Plan", "PlanState", "plan"]

@@ -1,0 +1,182 @@
+"""The instructions of attention mechanisms: one function for each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.attention.delta_net import DeltaNet
+from unrolled.attention.gated_linear import GatedLinearAttention
+from unrolled.attention.kda import KimiDeltaAttention
+from unrolled.attention.linear import LinearAttention
+from unrolled.attention.retention import Retention, log_gamma
+from unrolled.attention.softmax import SoftmaxAttention
+from unrolled.attention.window import WindowAttention
+from unrolled.contract import UnsupportedError
+from unrolled.decode.feature_maps import features
+from unrolled.decode.program import Builder, Heads, Value, require
+from unrolled.ops.head_norm import HeadRMSNorm
+
+Layer = Any  # a module of a mechanism
+
+
+def attention(builder: Builder, layer: Layer, x: Value, to: Value) -> Value:
+    """Add the instructions of an attention layer from its input to its output.
+
+    Raises:
+        UnsupportedError: there are none for this mechanism or for one of its options.
+    """
+    emit = _MECHANISMS.get(type(layer))
+    if emit is None or not layer.causal:
+        raise UnsupportedError(f"a plan cannot run {layer.name} attention")
+    builder.begin_layer()
+    o = emit(builder, layer, x, _projected(builder, layer, x))
+    return builder.layer(o, layer.out_proj, to)
+
+
+def _projected(builder: Builder, layer: Layer, x: Value) -> list[Value]:
+    """Queries, keys and values of all heads, after the short convolution if there is one."""
+    qkv, conv = builder.layer(x, layer.qkv_proj), layer.short_conv
+    if getattr(layer, "qk_norm", None) is not None:
+        q, k, _ = qkv.split(layer.widths)
+        _norm_queries_and_keys(builder, layer, q, k)
+    if conv is not None:
+        builder.convolve(qkv, conv.weight)
+        if conv.activation or conv.bias is not None:
+            builder.apply("silu" if conv.activation else "identity", qkv, bias=conv.bias)
+    return qkv.split(layer.widths)
+
+
+def _norm_queries_and_keys(builder: Builder, layer: SoftmaxAttention, q: Value, k: Value) -> None:
+    for y, norm in ((q, layer.q_norm), (k, layer.k_norm)):
+        require(norm, nn.RMSNorm)
+        heads = y.size // norm.weight.numel()
+        builder.normalize(y, y, eps=norm.eps or 0.0, heads=heads, weight=norm.weight.repeat(heads))
+
+
+def _heads(layer: Layer, features: int | None = None) -> Heads:
+    queries, keys, _ = layer.head_counts()
+    groups = layer.n_kv_heads
+    width = layer.head_dim if features is None else features
+    return Heads(layer.n_heads, groups, queries, keys, width, layer.value_dim)
+
+
+def _rotation(builder: Builder, layer: Layer, width: int) -> Value:
+    """The angles by which a layer rotates heads of this width."""
+    dim = layer.rotary_dim or width
+    last = max(1, dim - 2) if getattr(layer, "closed", False) else dim
+    return builder.angles(layer.rotary_base ** -(torch.arange(0, dim, 2, dtype=torch.double) / last))
+
+
+def _rotate(builder: Builder, layer: Layer, q: Value, k: Value) -> None:
+    if layer.rotary:
+        angles = _rotation(builder, layer, layer.head_dim)
+        builder.rotate(q, angles, layer.head_dim)
+        builder.rotate(k, angles, layer.head_dim)
+
+
+def _normed(builder: Builder, norm: Any, o: Value) -> Value:
+    """Normalise each head."""
+    require(norm, HeadRMSNorm)
+    return builder.normalize(o, o, eps=norm.eps, heads=len(norm.weight), weight=norm.weight.flatten())
+
+
+def _gated(builder: Builder, o: Value, gate: Value, function: str) -> Value:
+    return builder.apply(function, gate, o, times=o)
+
+
+def _linear(builder: Builder, layer: LinearAttention, x: Value, qkv: list[Value]) -> Value:
+    (q, k, v), R = qkv, layer.feature_map.feature_dim
+    q, k = features(builder, layer.feature_map, q, k)
+    divisor = (q, k) if layer.normalize else None
+    if layer.rotary:
+        angles = _rotation(builder, layer, R)
+        q, k = (builder.rotate(y, angles, R, builder.value(y.size)) for y in (q, k))
+    o = builder.recur(_heads(layer, R), q, k, v, divisor=divisor)
+    return o if layer.normalize else _normed(builder, layer.head_norm, o)
+
+
+def _softmax(builder: Builder, layer: SoftmaxAttention, x: Value, qkv: list[Value]) -> Value:
+    q, k, v = qkv
+    _rotate(builder, layer, q, k)
+    o = builder.attend(_heads(layer), q, k, v, window=None, scale=layer.head_dim**-0.5)
+    if layer.gate_proj is not None:
+        _gated(builder, o, builder.layer(x, layer.gate_proj), "sigmoid")
+    return o
+
+
+def _window(builder: Builder, layer: WindowAttention, x: Value, qkv: list[Value]) -> Value:
+    if set(layer.dilation) != {1}:
+        raise UnsupportedError(f"a plan cannot run windows with dilation {layer.dilation}, but with 1")
+    q, k, v = qkv
+    _rotate(builder, layer, q, k)
+    window = layer.window_size[0] + 1
+    return builder.attend(_heads(layer), q, k, v, window=window, scale=layer.head_dim**-0.5)
+
+
+def _retention(builder: Builder, layer: Retention, x: Value, qkv: list[Value]) -> Value:
+    q, k, v = qkv
+    _rotate(builder, layer, q, k)
+    gates = log_gamma(layer.n_kv_heads).exp()
+    o = builder.recur(_heads(layer), q, k, v, gates=gates, scale=layer.head_dim**-0.5)
+    return _gated(builder, _normed(builder, layer.head_norm, o), builder.layer(x, layer.gate_proj), "silu")
+
+
+def _gated_linear(builder: Builder, layer: GatedLinearAttention, x: Value, qkv: list[Value]) -> Value:
+    z = builder.layer(builder.layer(x, layer.decay_down), layer.decay_up)
+    builder.apply("log_sigmoid", z, scale=1 / layer.temperature)
+    gates = builder.apply("exponential", z)
+    o = builder.recur(_heads(layer), *qkv, gates=gates, scale=layer.head_dim**-0.5)
+    return _gated(builder, _normed(builder, layer.head_norm, o), builder.layer(x, layer.gate_proj), "silu")
+
+
+def _delta(builder: Builder, layer: DeltaNet, x: Value, qkv: list[Value]) -> Value:
+    rates = builder.apply("sigmoid", builder.layer(x, layer.beta_proj), scale=layer.max_beta)
+    gates = None
+    if layer.gated:
+        pace = -layer.log_pace.detach().exp()
+        gates = _decays(builder, builder.layer(x, layer.decay_proj), layer.decay_bias, pace)
+    o = _delta_rule(builder, layer, qkv, rates, gates)
+    if layer.gated:
+        _gated(builder, o, builder.layer(x, layer.gate_proj), "silu")
+    return o
+
+
+def _kda(builder: Builder, layer: KimiDeltaAttention, x: Value, qkv: list[Value]) -> Value:
+    rates = builder.apply("sigmoid", builder.layer(x, layer.beta_proj))
+    z = builder.layer(builder.layer(x, layer.decay_down), layer.decay_up)
+    pace = -layer.log_pace.detach().exp().repeat_interleave(layer.head_dim)
+    o = _delta_rule(builder, layer, qkv, rates, _decays(builder, z, layer.decay_bias.flatten(), pace))
+    gate = builder.layer(builder.layer(x, layer.gate_down), layer.gate_up)
+    return _gated(builder, o, gate, "sigmoid")
+
+
+def _decays(builder: Builder, z: Value, bias: Tensor, pace: Tensor) -> Value:
+    """exp(pace softplus(z + bias))."""
+    return builder.apply("exponential", builder.apply("softplus", z, bias=bias, weight=pace))
+
+
+def _delta_rule(builder: Builder, layer: Layer, qkv: list[Value], rates: Value, gates: Value | None) -> Value:
+    """The rule, with keys of length 1 and queries of length 1 / sqrt(D), and the norm of its outputs."""
+    (q, k, v), D = qkv, layer.head_dim
+    for y in (q, k):
+        if layer.short_conv is None:
+            builder.apply("silu", y)
+        # x / sqrt(|x|^2 + 1e-6) by the mean of the squares
+        unit = torch.full((y.size,), D**-0.5)
+        builder.normalize(y, y, eps=1e-6 / D, heads=y.size // D, weight=unit)
+    _rotate(builder, layer, q, k)
+    o = builder.recur(_heads(layer), q, k, v, gates=gates, rates=rates, scale=D**-0.5)
+    return _normed(builder, layer.norm, o)
+
+
+_MECHANISMS: dict[type[nn.Module], Callable[[Builder, Any, Value, list[Value]], Value]] = {
+    LinearAttention: _linear,
+    SoftmaxAttention: _softmax,
+    WindowAttention: _window,
+    Retention: _retention,
+    GatedLinearAttention: _gated_linear,
+    DeltaNet: _delta,
+    KimiDeltaAttention: _kda,
+}

@@ -1,0 +1,130 @@
+"""The instructions of a decoder: embeddings, blocks and head."""
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.contract import UnsupportedError
+from unrolled.decode.mechanisms import attention
+from unrolled.decode.packing import Weights
+from unrolled.decode.program import Builder, Program, Value, require
+from unrolled.models import Decoder
+from unrolled.models.blocks import AttentionBlock, Block, FeedForward
+from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
+from unrolled.models.heads import Categorical, LogisticMixture
+from unrolled.models.stack import Stack
+
+MOST_GRID_POINTS = 1 << 16  # points of axial positions whose vectors are added up beforehand
+
+
+def program(model: nn.Module, weights: Weights) -> Program:
+    """Make the program of a model, with weights in this form.
+
+    Raises:
+        UnsupportedError: the model, or a part of it, has no instructions.
+    """
+    require(model, Decoder)
+    model = cast(Decoder, model)
+    require(model.stack, Stack)
+    _check_plain(model)
+    builder = Builder(weights)
+    x = builder.value(model.config.d_model)
+    _embed(builder, model, x)
+    for block in model.stack.layers:
+        _block(builder, block, x)
+    if not isinstance(model.stack.norm, nn.Identity):
+        _norm(builder, model.stack.norm, x, x)
+    head = len(builder.instructions)
+    return builder.finish(head, x, _head(builder, model.head, x))
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Require weights that fp32 holds, and modules that do only what their class says."""
+    for name, x in model.named_parameters():
+        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedError(f"a plan cannot run {name}, which is {x.dtype} on {x.device}")
+    for name, module in model.named_modules():
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        if hooked or {"forward", "step"} & vars(module).keys():
+            raise UnsupportedError(
+                f"a plan cannot run {name or 'the model'}, which has hooks or a forward of its own"
+            )
+
+
+def _embed(builder: Builder, model: Decoder, x: Value) -> None:
+    embedding = model.embedding
+    require(embedding, PixelEmbedding, nn.Embedding)
+    require(model.dropout, nn.Dropout)
+    builder.embed(embedding(torch.arange(model.n_ids)), x)
+    _positions(builder, model.positions, x)
+
+
+def _positions(builder: Builder, positions: PositionEmbedding, x: Value) -> None:
+    require(positions, PositionEmbedding)
+    if positions.kind == "sinusoidal":
+        frequencies = 10000.0 ** -(torch.arange(0, x.size, 2, dtype=torch.double) / x.size)
+        builder.add_sinusoids(frequencies, math.sqrt(x.size), x)
+    if positions.kind in ("learned", "axial"):
+        n = positions.max_length
+        if n > MOST_GRID_POINTS and positions.kind == "axial":
+            raise UnsupportedError(
+                f"a plan cannot run axial positions with {n} points, more than {MOST_GRID_POINTS}"
+            )
+        builder.limit_positions(n)
+        builder.add_positions(positions.at(torch.zeros(n, x.size), torch.arange(n)), x)
+
+
+def _block(builder: Builder, block: AttentionBlock, x: Value) -> None:
+    require(block, AttentionBlock, Block)
+    require(block.dropout, nn.Dropout)
+    _sublayer(
+        builder, block.norm, block.attention_norm, x, lambda y, to: attention(builder, block.attention, y, to)
+    )
+    if isinstance(block, Block):
+        _sublayer(
+            builder, block.norm, block.ff_norm, x, lambda y, to: _feed_forward(builder, block.ff, y, to)
+        )
+
+
+def _sublayer(builder: Builder, kind: str, norm: nn.Module, x: Value, layer: Any) -> None:
+    """Add what a layer computes to the residual stream x, with the norm where it belongs."""
+    with builder.scope():
+        added = builder.value(x.size)
+        layer(_norm(builder, norm, x, builder.value(x.size)) if kind == "pre" else x, added)
+        if kind == "res_post":
+            _norm(builder, norm, added, added)
+        builder.add(x, added, x)
+        if kind == "post":
+            _norm(builder, norm, x, x)
+
+
+def _feed_forward(builder: Builder, ff: FeedForward, x: Value, to: Value) -> Value:
+    require(ff, FeedForward)
+    up = builder.layer(x, ff.up)
+    if ff.activation == "swiglu":
+        gate, up = up.split([up.size // 2] * 2)
+        builder.apply("silu", gate, times=up)
+        return builder.layer(gate, ff.down, to)
+    builder.apply(ff.activation, up)
+    return builder.layer(up, ff.down, to)
+
+
+def _norm(builder: Builder, norm: Any, x: Value, to: Value) -> Value:
+    require(norm, nn.LayerNorm, nn.RMSNorm)
+    eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+    bias: Tensor | None = getattr(norm, "bias", None)
+    return builder.normalize(
+        x, to, eps=eps, weight=norm.weight, bias=bias, centred=type(norm) is nn.LayerNorm
+    )
+
+
+def _head(builder: Builder, head: Any, x: Value) -> Value:
+    if type(head) is LogisticMixture:
+        parameters = builder.layer(x, head.project)
+        return builder.mixture(parameters, head.levels, parameters.size // 3, head.MIN_LOG_SCALE)
+    require(head, Categorical)
+    if head.project is not None:
+        return builder.layer(x, head.project)
+    return builder.linear(x, head.tied.weight[: head.levels], head.bias)

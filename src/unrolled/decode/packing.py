@@ -1,0 +1,139 @@
+"""Weights in the form that the kernels read fastest: cut into tiles, in 32, 16, 8 or 4 bits.
+
+`native/packed.h` describes the tiles. Rounding, of a weight w to its nearest:
+
+    fp32    none
+    bf16    to 8 significant bits
+    int8    s round(w / s), with s = max |w| / 127 over the weights of an output
+    int4    s round(w / s), from -8 s to 7 s, with s = m / -8 in bfloat16, m being the weight of the largest
+            magnitude among 32 inputs of an output
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unrolled.ops import native
+
+Weights = Literal["fp32", "bf16", "int8", "int4"]
+
+TILE, GROUP = (
+    64,
+    32,
+)  # outputs of a tile; inputs that a number of them is filled up to, and that share a scale
+
+
+class Packed(NamedTuple):
+    """A matrix `[out, in]` and its bias, cut into tiles.
+
+    Attributes:
+        inputs: number of inputs.
+        outputs: number of outputs.
+        weights: the name of their form.
+        tiles: the weights, as bytes.
+        scales: of each output, in fp32; with "int8" only.
+        sums: of the integers of each output, int32; with "int8" only.
+        bias: in fp32, or None.
+    """
+
+    inputs: int
+    outputs: int
+    weights: Weights
+    tiles: Tensor
+    scales: Tensor | None
+    sums: Tensor | None
+    bias: Tensor | None
+
+    def fields(self) -> tuple[int, ...]:
+        """The fields of the struct `Packed` in C++."""
+        packing = list(PACKINGS).index(self.weights)
+        arrays = (self.tiles, self.scales, self.bias, self.sums)
+        return self.inputs, self.outputs, packing, *map(native.address, arrays)
+
+
+def pack(weight: Tensor, bias: Tensor | None, weights: Weights) -> Packed:
+    """Pack a matrix `[out, in]` and a bias `[out]`."""
+    outputs, inputs = weight.shape
+    wide = weight.detach().to("cpu", torch.float32)
+    w = pad(wide, (0, -inputs % GROUP, 0, -outputs % TILE))
+    tiles, scales, sums = PACKINGS[weights](w)
+    if bias is not None:
+        bias = pad(bias.detach().to("cpu", torch.float32), (0, -outputs % TILE)).contiguous()
+    return Packed(inputs, outputs, weights, tiles.view(torch.uint8).flatten(), scales, sums, bias)
+
+
+def rounded(weight: Tensor, weights: Weights) -> Tensor:
+    """Round a matrix `[out, in]` as `pack` does, and return it in fp32."""
+    w = weight.detach().to("cpu", torch.float32)
+    if weights == "fp32":
+        return w
+    if weights == "bf16":
+        return w.bfloat16().float()
+    if weights == "int8":
+        whole, scale = _by_output(w)
+        return whole * scale
+    whole, scale = _by_group(pad(w, (0, -w.shape[1] % GROUP)))
+    return (whole * scale).flatten(1)[:, : w.shape[1]]
+
+
+def _tiled(w: Tensor, together: int) -> Tensor:
+    """`[out, in]` as `[out / 64, in / together, 64, together]`."""
+    outputs, inputs = w.shape
+    tiles = w.view(outputs // TILE, TILE, inputs // together, together)
+    return tiles.transpose(1, 2).contiguous()
+
+
+def _float32(w: Tensor) -> tuple[Tensor, None, None]:
+    return _tiled(w, 1), None, None
+
+
+def _bfloat16(w: Tensor) -> tuple[Tensor, None, None]:
+    return _tiled(w.bfloat16(), 2), None, None
+
+
+def _int8(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    whole, scale = _by_output(w)
+    sums = whole.sum(1).to(torch.int32)
+    return _tiled(whole.to(torch.int8), 4), scale.flatten().contiguous(), sums
+
+
+def _int4(w: Tensor) -> tuple[Tensor, None, None]:
+    whole, scale = _by_group(w)
+    outputs, groups = whole.shape[:2]
+    tiles = outputs // TILE
+    raised = (whole + 8).to(torch.uint8).view(tiles, TILE, groups, GROUP // 8, 2, 4)
+    low, high = raised.unbind(4)
+    # [tile, output, group, quad, byte] -> [tile, group, quad, output, byte]
+    halves = (low | high << 4).permute(0, 2, 3, 1, 4).reshape(tiles, groups, -1)
+    scales = scale.squeeze(2).bfloat16().view(tiles, TILE, groups).transpose(1, 2).contiguous()
+    return torch.cat([scales.view(torch.uint8), halves], 2).contiguous(), None, None
+
+
+def _by_output(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers `[out, in]`, and their scales `[out, 1]`."""
+    scale = w.abs().amax(1, keepdim=True) / 127
+    return _whole(w, scale), scale
+
+
+def _by_group(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers `[out, groups, 32]`, and their scales `[out, groups, 1]`."""
+    groups = w.view(len(w), -1, GROUP)
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scale = (largest / -8).bfloat16().float()
+    return _whole(groups, scale).clamp(-8, 7), scale
+
+
+def _whole(w: Tensor, scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 0.0, w / torch.where(scale == 0, 1.0, scale)).round()
+
+
+PACKINGS: dict[Weights, Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor | None]]] = {
+    "fp32": _float32,
+    "bf16": _bfloat16,
+    "int8": _int8,
+    "int4": _int4,
+}
+"""The function that packs the weights in each form, in the order of the enum `Packing` in C++."""

@@ -1,0 +1,243 @@
+"""A plan: a model that was looked at once, with its weights packed for generation on a CPU.
+
+    plan = unrolled.decode.plan(model, weights="int8")
+    logits, state = plan.prefill(prompts, plan.init_state(len(prompts)))
+    logits, state = plan.step(token, state)
+
+A plan computes what the model computes in evaluation mode, from token ids to logits, in one call of a C++
+kernel. It is a snapshot: when the model changes, make another. The number of threads is that of torch at each
+call.
+"""
+
+from typing import NamedTuple, Unpack, cast
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.contract import UnsupportedError
+from unrolled.decode import states
+from unrolled.decode.loop import Loop
+from unrolled.decode.models import program
+from unrolled.decode.packing import PACKINGS, Weights
+from unrolled.decode.program import KEY_BLOCK, Program
+from unrolled.decode.request import OnToken, Options, Prompts, Request
+from unrolled.models import Decoder, DecoderConfig, DecoderState
+from unrolled.models.checks import check_ids
+from unrolled.ops import native
+from unrolled.ops.checks import check_key_padding_mask, shape, wrong
+from unrolled.ops.options import check_batch_size
+from unrolled.ops.state import map_tensors
+
+
+class PlanState(NamedTuple):
+    """The state of a plan after the tokens it has read.
+
+    Attributes:
+        position: [B] long, the number of tokens read so far.
+        fixed: [B, F] fp32, all that has a constant size: the sums of linear attention, windows, the last
+            inputs of convolutions.
+        cache: [B, S, C] fp32, the keys and values of softmax layers. In a row the keys of one head lie
+            together, [S / 16, D, 16], and so do its values, [S, M]; S is at least the number of tokens.
+    """
+
+    position: Tensor
+    fixed: Tensor
+    cache: Tensor
+
+
+class Plan:
+    """A model with packed weights; see `plan`.
+
+    Attributes:
+        config: of the model.
+        weights: "fp32", "bf16", "int8" or "int4".
+    """
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, program: Program, empty: DecoderState
+    ) -> None:
+        self.config, self.weights = config, weights
+        self._program, self._empty = program, empty
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the plan holds: packed matrices, and all other weights in fp32."""
+        return self._program.nbytes
+
+    def init_state(self, batch_size: int) -> PlanState:
+        """The state before the first token."""
+        check_batch_size(batch_size)
+        p = self._program
+        fixed = torch.zeros(batch_size, p.state_size)
+        return PlanState(
+            torch.zeros(batch_size, dtype=torch.long), fixed, torch.zeros(batch_size, 0, sum(p.cache))
+        )
+
+    def prefill(
+        self, tokens: Tensor, state: PlanState, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, PlanState]:
+        """Read several tokens [B, T], after those that `state` has read; `state` is not modified.
+
+        With a `key_padding_mask` [B, T], rows may have different numbers of tokens: padding is left out, and
+        its logits are 0.
+
+        Returns:
+            logits [B, T, vocab_size], fp32, and the new state.
+        """
+        self._check(tokens, state)
+        B, T = tokens.shape
+        keep = torch.ones(B, T, dtype=torch.bool)
+        if key_padding_mask is not None:
+            check_key_padding_mask(key_padding_mask, B, T)
+            keep = ~key_padding_mask
+        logits = torch.zeros(B * T, self.config.vocab_size)
+        row, column = keep.nonzero().unbind(1)
+        after = self.with_room(map_tensors(Tensor.clone, state), int(keep.sum(1).max()) if B and T else 0)
+        self.read(tokens[keep], row, row * T + column, after, logits)
+        return logits.view(B, T, -1), after
+
+    def step(self, token: Tensor, state: PlanState) -> tuple[Tensor, PlanState]:
+        """Read one token [B] per row; return logits [B, vocab_size], fp32, and the new state."""
+        self._check(token.unsqueeze(1) if token.dim() == 1 else token, state)
+        rows = torch.arange(len(token))
+        logits = torch.empty(len(token), self.config.vocab_size)
+        after = self.with_room(map_tensors(Tensor.clone, state), 1)
+        self.read(token, rows, rows, after, logits)
+        return logits, after
+
+    def generate(
+        self,
+        prompt_ids: Prompts,
+        max_new_tokens: int,
+        *,
+        on_token: OnToken | None = None,
+        **options: Unpack[Options],
+    ) -> list[Tensor]:
+        """Continue each prompt; see `unrolled.generation.generate`, which this equals token for token."""
+        return self.run(Request.of(self.config, prompt_ids, max_new_tokens, **options), on_token)
+
+    def run(self, request: Request, on_token: OnToken | None = None) -> list[Tensor]:
+        """Continue the prompts of a request: the new tokens of each row."""
+        if not request.rows or not request.limit:
+            return [torch.empty(0, dtype=torch.long) for _ in range(request.rows)]
+        return Loop(self, request).run(on_token)
+
+    def from_model(self, state: DecoderState) -> PlanState:
+        """Return the state that continues from a state of the model."""
+        rows = len(state.position)
+        after = self.with_room(self.init_state(rows), int(state.position.max()) if rows else 0)
+        states.from_model(self._program.slots, state, after)
+        return after
+
+    def to_model(self, state: PlanState) -> DecoderState:
+        """Return the state of the model that continues from a state of this plan."""
+        return states.to_model(self._program.slots, state, self._empty)
+
+    # ---- what is read in place
+
+    def positions_left(self, state: PlanState) -> int | None:
+        """How many more tokens every row may read; None for any number."""
+        limit = self._program.most_positions
+        return None if limit is None else limit - int(state.position.max())
+
+    def with_room(self, state: PlanState, tokens: int) -> PlanState:
+        """Return the state with room in its cache for that many more tokens of each row; it shares the rest.
+
+        Raises:
+            ValueError: the model has no positions for them.
+        """
+        most = int(state.position.max()) + tokens if len(state.position) else 0
+        limit = self._program.most_positions
+        if limit is not None and most > limit:
+            raise ValueError(f"the input has length {most}, but must have at most max_length = {limit}")
+        return state._replace(cache=self._grown(state.cache, most))
+
+    def read(self, tokens: Tensor, rows: Tensor, places: Tensor, state: PlanState, logits: Tensor) -> None:
+        """Read tokens, and update the state in place.
+
+        Args:
+            tokens: [n] ids; those of one row in order.
+            rows: [n], the row of the state that each belongs to.
+            places: [n], the row of `logits` for what follows each; -1 for none.
+            state: with room for the tokens, from `with_room`.
+            logits: [N, vocab_size] fp32, written.
+        """
+        arrays = [x.to("cpu", torch.long).contiguous() for x in (tokens, rows, places)]
+        token, sequence, place = map(native.address, arrays)
+        described = native.struct("Tokens")(
+            n=len(tokens), token=token, sequence=sequence, place=place, logits=native.address(logits)
+        )
+        native.call("decode", self.described(state), described)
+
+    def described(self, state: PlanState) -> bytes:
+        """Describe the program and a state to the kernel."""
+        p, capacity = self._program, state.cache.shape[1]
+        return native.struct("Program")(
+            **p.fields,
+            longest=max(p.longest, capacity),
+            threads=torch.get_num_threads(),
+            instruction=p.address,
+            position=native.address(state.position),
+            state=native.address(state.fixed),
+            cache=native.address(state.cache),
+            state_size=p.state_size,
+            cache_size=sum(p.cache),
+            capacity=capacity,
+            positions=-1 if p.most_positions is None else p.most_positions,
+        )
+
+    def _check(self, tokens: Tensor, state: PlanState) -> None:
+        check_ids("tokens", tokens, self.config.vocab_size + self.config.start_token, self._like)
+        B = tokens.shape[0]
+        p = self._program
+        if not isinstance(state, PlanState):
+            raise ValueError(f"state is a {type(state).__name__}, but must be a PlanState, from this plan")
+        found = [
+            shape(state.position),
+            shape(state.fixed),
+            [*shape(state.cache)[:1], *shape(state.cache)[2:]],
+        ]
+        if found != [[B], [B, p.state_size], [B, sum(p.cache)]]:
+            raise ValueError(f"state has the shapes {found}, but must be of this plan, with {B} rows")
+
+    @property
+    def _like(self) -> Tensor:
+        return torch.empty(0)
+
+    def _grown(self, cache: Tensor, tokens: int) -> Tensor:
+        """Return a cache with room for that many tokens."""
+        B, capacity, width = cache.shape
+        if not width or tokens <= capacity:
+            return cache
+        most = -(-max(tokens, 2 * capacity) // KEY_BLOCK) * KEY_BLOCK
+        grown, begin = cache.new_zeros(B, most, width), 0
+        for size in self._program.cache:
+            old = cache.view(B, capacity * width)[:, begin * capacity :][:, : size * capacity]
+            grown.view(B, most * width)[:, begin * most :][:, : size * capacity] = old
+            begin += size
+        return grown
+
+
+def plan(model: nn.Module, weights: Weights = "fp32") -> Plan:
+    """Make a plan of a decoder for generation on a CPU.
+
+    Args:
+        model: a `Decoder`, on a CPU. Its attention may be linear (with any feature map of
+            `unrolled.ops.feature_maps`), gated_linear, retention, delta_net, kda, window or softmax, and
+            differ by layer.
+        weights: the form of the matrices: "fp32", "bf16" (half the memory), "int8" (a quarter) or "int4" (a
+            seventh); see `unrolled.decode.packing`. Everything is computed in fp32 from the rounded weights;
+            with "int8" and "int4" the inputs of a matrix are rounded too, to 16 and 8 bits.
+
+    Raises:
+        UnsupportedError: a plan cannot run the model, or the C++ kernels were not built; the message says
+            why.
+    """
+    if weights not in PACKINGS:
+        raise wrong("weights", repr(weights), f"one of {', '.join(PACKINGS)}")
+    if (missing := native.missing()) is not None:
+        raise UnsupportedError(f"a plan needs the C++ kernels: {missing}")
+    with torch.no_grad():
+        made = program(model, weights)
+        decoder = cast(Decoder, model)
+        return Plan(decoder.config, weights, made, decoder.init_state(0))

@@ -1,0 +1,429 @@
+"""A program: the instructions by which the C++ kernel computes the logits of the next token.
+
+A `Builder` collects them. Values are places in the scratch memory of a token, reused after each layer.
+What each instruction computes is documented in `native/decode_tokens.h` and `native/decode_sequences.h`.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.contract import UnsupportedError
+from unrolled.decode.packing import TILE, Weights, pack
+from unrolled.ops import native
+from unrolled.ops.dense import Linear
+
+_OPERATIONS = [
+    "embed",
+    "add_positions",
+    "add_sinusoids",
+    "angles",
+    "normalize",
+    "linear_layer",
+    "linear_by_head",
+    "apply",
+    "add",
+    "rotate",
+    "features",
+    "mixture",
+    "convolve",
+    "recur",
+    "attend",
+]
+_FUNCTIONS = [
+    "identity",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "squared_relu",
+    "elu_plus_one",
+    "tanh",
+    "silu",
+    "sigmoid",
+    "log_sigmoid",
+    "softplus",
+    "exponential",
+]
+_FEATURES = [
+    "exp_of_queries",
+    "exp_of_keys",
+    "probabilities",
+    "with_negatives",
+    "neighbours",
+    "pairs",
+    "by_position",
+]
+
+_PLACES = ("first", "second", "third", "gates", "rates", "divisor_q", "divisor_k")
+_ZERO = (
+    *("kind", "n", "heads", "groups", "queries", "keys", "features", "values", "window", "state"),
+    *("weights", "bias", "frequencies"),
+)
+
+
+KEY_BLOCK = 16  # tokens whose keys lie together
+
+
+class Value(NamedTuple):
+    """Numbers of a token.
+
+    Attributes:
+        place: where they begin in its scratch memory.
+        size: how many they are.
+    """
+
+    place: int
+    size: int
+
+    def part(self, begin: int, size: int) -> "Value":
+        """Return `size` of these numbers, from number `begin` on."""
+        return Value(self.place + begin, size)
+
+    def split(self, sizes: Sequence[int]) -> list["Value"]:
+        """Return consecutive parts of these sizes."""
+        return [self.part(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+class Heads(NamedTuple):
+    """Sizes of attention over heads: numbers of heads, and widths of one.
+
+    Attributes:
+        heads: number of outputs.
+        groups: number of values, each with a state.
+        queries: number of queries, a divisor of `heads`.
+        keys: number of keys, a divisor of `groups`.
+        features: width of a query and of a key.
+        values: width of a value.
+    """
+
+    heads: int
+    groups: int
+    queries: int
+    keys: int
+    features: int
+    values: int
+
+
+class Slot(NamedTuple):
+    """A part of the state of one layer.
+
+    Attributes:
+        kind: "convolution", "recurrence", "window" or "cache".
+        place: where it begins in the state of a sequence; for a cache, in floats per token.
+        sizes: its axes without the batch; of a window and a cache [groups, window, features], of the keys.
+        values: width of a value.
+        divided: whether a sum of keys follows a recurrence.
+    """
+
+    kind: str
+    place: int
+    sizes: tuple[int, ...]
+    values: int = 0
+    divided: bool = False
+
+
+class Program(NamedTuple):
+    """A finished program.
+
+    Attributes:
+        instructions: the structs, in order.
+        fields: fields of the struct `Program` in C++ that do not change.
+        kept: tensors that the instructions point to.
+        state_size: floats of the state of a sequence.
+        cache: sizes of the parts of the cache of a sequence, in floats per token.
+        slots: the parts of the state of each layer.
+        longest: most keys that a window holds.
+        most_positions: number of positions, None for any.
+    """
+
+    instructions: ctypes.Array[ctypes.c_char]
+    fields: dict[str, int]
+    kept: list[Tensor]
+    state_size: int
+    cache: list[int]
+    slots: list[list[Slot]]
+    longest: int
+    most_positions: int | None
+
+    @property
+    def address(self) -> int:
+        """The address of the instructions."""
+        return ctypes.addressof(self.instructions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(x.nbytes for x in {x.data_ptr(): x for x in self.kept}.values())
+
+
+def require(module: object, *kinds: type) -> None:
+    """Raise UnsupportedError unless a module is of one of these classes: a derived one may do more."""
+    if type(module) not in kinds:
+        raise UnsupportedError(f"a plan cannot run a {type(module).__name__}")
+
+
+class Builder:
+    """Collects instructions. A method adds one, and returns the value that it computes."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.width = self.state_size = self.widest = self.longest = 0
+        self._top = self._kept_below = 0  # the end of the values in use, and of those that stay
+        self.cache: list[int] = []
+        self.slots: list[list[Slot]] = []
+        self.instructions: list[bytes] = []
+        self.kept: list[Tensor] = []
+        self.most_positions: int | None = None
+        self._angles: dict[tuple[float, ...], Value] = {}
+
+    def value(self, size: int) -> Value:
+        """Make a place for numbers."""
+        made = Value(self._top, size)
+        self._top += -(-size // TILE) * TILE  # products write whole tiles
+        self.width = max(self.width, self._top)
+        return made
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Reuse the places of all values that are made in the block."""
+        before = self._top
+        yield
+        self._top = max(before, self._kept_below)
+
+    def begin_layer(self) -> None:
+        """Let the parts of the state that follow belong to the next layer."""
+        self.slots.append([])
+
+    def limit_positions(self, n: int) -> None:
+        """Allow only that many positions."""
+        self.most_positions = n
+
+    def finish(self, head: int, hidden: Value, logits: Value) -> Program:
+        """Return the program, whose last instructions from number `head` on map `hidden` to `logits`."""
+        fields = {
+            "instructions": len(self.instructions),
+            "head": len(self.instructions) - head,
+            "width": self.width,
+            "hidden": hidden.place,
+            "hidden_width": hidden.size,
+            "logits": logits.place,
+            "vocabulary": logits.size,
+            "widest": self.widest,
+        }
+        array = ctypes.create_string_buffer(b"".join(self.instructions))
+        return Program(
+            array, fields, self.kept, self.state_size, self.cache, self.slots, self.longest,
+            self.most_positions,
+        )  # fmt: skip
+
+    # ---- one token
+
+    def embed(self, table: Tensor, to: Value) -> Value:
+        """Look a token up in `table [ids, n]`."""
+        return self._add("embed", to, n=to.size, weights=self._float(table))
+
+    def add_positions(self, table: Tensor, x: Value) -> Value:
+        """Add the vector of the position, a row of `table [positions, n]`."""
+        return self._add("add_positions", x, n=x.size, weights=self._float(table))
+
+    def add_sinusoids(self, frequencies: Tensor, scale: float, x: Value) -> Value:
+        """Multiply by `scale`, and add sines and cosines of the position times `frequencies [n / 2]`."""
+        return self._add("add_sinusoids", x, n=x.size, scale=scale, frequencies=self._double(frequencies))
+
+    def angles(self, frequencies: Tensor) -> Value:
+        """Compute the cosines and sines of the position times `frequencies [n]`, once in a program."""
+        key = tuple(frequencies.tolist())
+        if key not in self._angles:
+            to = self.value(2 * len(key))
+            self._kept_below = self._top
+            self._angles[key] = self._add("angles", to, n=len(key), frequencies=self._double(frequencies))
+        return self._angles[key]
+
+    def normalize(
+        self,
+        x: Value,
+        to: Value,
+        *,
+        eps: float,
+        heads: int = 1,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        centred: bool = False,
+    ) -> Value:
+        """Divide each head by its root mean square, after its mean is subtracted if `centred`."""
+        fields = {
+            "n": x.size // heads,
+            "heads": heads,
+            "weights": self._float(weight),
+            "bias": self._float(bias),
+        }
+        return self._add("normalize", to, x, kind=int(centred), epsilon=eps, **fields)
+
+    def layer(self, x: Value, layer: nn.Linear, to: Value | None = None) -> Value:
+        """Run a linear layer."""
+        require(layer, nn.Linear, Linear)
+        return self.linear(x, layer.weight, layer.bias, to)
+
+    def linear(self, x: Value, weight: Tensor, bias: Tensor | None, to: Value | None = None) -> Value:
+        """Multiply by a matrix `[out, in]`, rounded unless it has few outputs, and add the bias."""
+        outputs, inputs = weight.shape
+        packed = pack(weight, bias, self.weights if outputs >= TILE else "fp32")
+        self.widest = max(self.widest, inputs)
+        self.kept += [y for y in (packed.tiles, packed.scales, packed.sums, packed.bias) if y is not None]
+        to = self.value(outputs) if to is None else to
+        return self._add("linear_layer", to, x, layer=packed.fields())
+
+    def linear_by_head(self, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
+        """Multiply each head by its `weight [heads, features, n]`, and add `bias [heads, features]`."""
+        heads, features, n = weight.shape
+        matrix, own_bias = self._float(weight.transpose(1, 2)), self._float(bias)
+        fields = {"heads": heads, "n": n, "features": features, "weights": matrix, "bias": own_bias}
+        return self._add("linear_by_head", self.value(heads * features), x, **fields)
+
+    def apply(
+        self,
+        function: str,
+        x: Value,
+        to: Value | None = None,
+        *,
+        bias: Tensor | None = None,
+        weight: Tensor | None = None,
+        scale: float = 1.0,
+        times: Value | None = None,
+    ) -> Value:
+        """f(x + bias) weight scale times, number by number."""
+        other = -1 if times is None else times.place
+        fields = {"n": x.size, "second": other, "weights": self._float(weight), "bias": self._float(bias)}
+        kind = _FUNCTIONS.index(function)
+        return self._add("apply", x if to is None else to, x, kind=kind, scale=scale, **fields)
+
+    def add(self, x: Value, y: Value, to: Value) -> Value:
+        """Add two values."""
+        return self._add("add", to, x, second=y.place, n=x.size)
+
+    def rotate(self, x: Value, angles: Value, width: int, to: Value | None = None) -> Value:
+        """Rotate the first pairs of each head, `width` wide, by the angles."""
+        fields = {"heads": x.size // width, "features": width, "n": angles.size // 2}
+        return self._add("rotate", x if to is None else to, x, second=angles.place, **fields)
+
+    def features(
+        self,
+        kind: str,
+        x: Value,
+        width: int,
+        features: int,
+        *,
+        scale: float = 0.0,
+        window: int = 0,
+        weight: Tensor | None = None,
+        frequencies: Tensor | None = None,
+    ) -> Value:
+        """Map each head, `width` wide, to features."""
+        heads = x.size // width
+        arrays = {"weights": self._float(weight), "frequencies": self._double(frequencies)}
+        fields = {"heads": heads, "n": width, "features": features, "window": window, **arrays}
+        to = self.value(heads * features)
+        return self._add("features", to, x, kind=_FEATURES.index(kind), scale=scale, **fields)
+
+    def mixture(self, x: Value, levels: int, components: int, least: float) -> Value:
+        """Compute log-probabilities of levels under a mixture of logistic distributions."""
+        scratch = self.value(components * (16 + 4))
+        fields = {"n": levels, "heads": components, "second": scratch.place}
+        return self._add("mixture", self.value(levels), x, epsilon=least, **fields)
+
+    # ---- sequences
+
+    def convolve(self, x: Value, weight: Tensor) -> Value:
+        """Filter channels over the last tokens, by `weight [channels, taps]`, the current token's last."""
+        channels, taps = weight.shape
+        flipped = self._float(weight.flip(1).T)
+        fields = {"n": channels, "window": taps, "weights": flipped}
+        place = self._state((taps - 1) * channels)
+        self.slots[-1].append(Slot("convolution", place, (taps - 1, channels)))
+        return self._add("convolve", x, x, state=place, **fields)
+
+    def recur(
+        self,
+        sizes: Heads,
+        q: Value,
+        k: Value,
+        v: Value,
+        *,
+        gates: Value | Tensor | None = None,
+        rates: Value | None = None,
+        divisor: tuple[Value, Value] | None = None,
+        scale: float = 1.0,
+    ) -> Value:
+        """Run a recurrence over heads.
+
+        Args:
+            sizes: of the heads.
+            q, k, v: queries, keys, values.
+            gates: what the state is multiplied by: a constant for each group, or a number for each group or
+                each of its features.
+            rates: of the delta rule, for each group.
+            divisor: queries and keys whose sum of products the outputs are divided by.
+            scale: of the outputs.
+        """
+        size = sizes.groups * sizes.features * (sizes.values + (divisor is not None))
+        place, S = self._state(size), (sizes.groups, sizes.features, sizes.values)
+        self.slots[-1].append(Slot("recurrence", place, S, divided=divisor is not None))
+        fields = sizes._asdict() | {"second": k.place, "third": v.place, "state": place}
+        if isinstance(gates, Tensor):
+            fields |= {"kind": 1, "weights": self._float(gates)}
+        elif gates is not None:
+            fields |= {"kind": 2 if gates.size == sizes.groups else 3, "gates": gates.place}
+        if rates is not None:
+            fields["rates"] = rates.place
+        if divisor is not None:
+            fields |= {"divisor_q": divisor[0].place, "divisor_k": divisor[1].place}
+        return self._add("recur", self.value(sizes.heads * sizes.values), q, scale=scale, **fields)
+
+    def attend(
+        self, sizes: Heads, q: Value, k: Value, v: Value, *, window: int | None, scale: float
+    ) -> Value:
+        """Attend to the last `window` tokens, or to all of them."""
+        kind, place = ("cache", sum(self.cache)) if window is None else ("window", self.state_size)
+        self.slots[-1].append(Slot(kind, place, (sizes.groups, window or 0, sizes.features), sizes.values))
+        if window is None:
+            self.cache += [sizes.features] * sizes.groups + [sizes.values] * sizes.groups
+        else:
+            slots = -(-window // KEY_BLOCK) * KEY_BLOCK
+            self._state(slots * sizes.groups * (sizes.features + sizes.values))
+            self.longest = max(self.longest, window)
+        fields = sizes._asdict() | {"second": k.place, "third": v.place, "state": place}
+        to = self.value(sizes.heads * sizes.values)
+        return self._add("attend", to, q, window=window or 0, scale=scale, **fields)
+
+    # ---- inner parts
+
+    def _add(self, operation: str, to: Value, x: Value | None = None, **fields: object) -> Value:
+        every: dict[str, object] = {**dict.fromkeys(_ZERO, 0), **dict.fromkeys(_PLACES, -1)}
+        every |= {"epsilon": 0.0, "scale": 1.0}
+        every |= {"layer": (0,) * 7, "operation": _OPERATIONS.index(operation), "to": to.place, **fields}
+        if x is not None:
+            every["first"] = x.place
+        self.instructions.append(native.struct("Instruction")(**every))
+        return to
+
+    def _state(self, size: int) -> int:
+        place = self.state_size
+        self.state_size += -(-size // 16) * 16
+        return place
+
+    def _float(self, x: Tensor | None) -> int:
+        return self._keep(x, torch.float32)
+
+    def _double(self, x: Tensor | None) -> int:
+        return self._keep(x, torch.float64)
+
+    def _keep(self, x: Tensor | None, dtype: torch.dtype) -> int:
+        if x is None:
+            return 0
+        copy = x.detach().to("cpu", dtype, copy=True).contiguous()
+        self.kept.append(copy)
+        return copy.data_ptr()

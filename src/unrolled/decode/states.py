@@ -1,0 +1,168 @@
+"""The state of a plan from the state of its model, and back.
+
+Both hold the same numbers. A plan keeps those of a sequence in one row, which the kernel updates in place:
+sums S, then z; a window with the token at position p in slot p % window; a cache without padding.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unrolled.decode.program import KEY_BLOCK
+from unrolled.models import DecoderState
+from unrolled.ops.packing import valid_tokens_first
+
+if TYPE_CHECKING:
+    from unrolled.decode.plan import PlanState
+    from unrolled.decode.program import Slot
+
+Fields = dict[str, Tensor]
+
+
+def from_model(slots: list[list["Slot"]], state: DecoderState, after: "PlanState") -> None:
+    """Copy the state of a model into that of a plan, which has room for its tokens."""
+    after.position.copy_(state.position)
+    for own, layer in zip(slots, state.layers, strict=True):
+        parts = _parts(layer)
+        for slot in own:
+            _READ[slot.kind](slot, parts, after)
+
+
+def to_model(slots: list[list["Slot"]], state: "PlanState", like: DecoderState) -> DecoderState:
+    """Return the state of a plan as one of its model, of the types of `like`."""
+    layers = []
+    for own, layer in zip(slots, like.layers, strict=True):
+        found: Fields = {"position": state.position.clone()}
+        for slot in own:
+            found |= _WRITE[slot.kind](slot, state)
+        layers.append(_filled(layer, found, len(state.position)))
+    return DecoderState(state.position.clone(), tuple(layers))
+
+
+def _parts(state: Any) -> Fields:
+    """Name the tensors of a layer's state, those of a state inside it too."""
+    found: Fields = {}
+    for name, part in zip(state._fields, state, strict=True):
+        found |= {name: part} if isinstance(part, Tensor) else _parts(part)
+    return found
+
+
+def _filled(like: Any, found: Fields, rows: int) -> Any:
+    """Return a state of the type of `like`. What a plan does not keep is 0: no output depends on it."""
+    parts = [
+        (found[name] if name in found else part.new_zeros(rows, *part.shape[1:]))
+        if isinstance(part, Tensor)
+        else _filled(part, found, rows)
+        for name, part in zip(like._fields, like, strict=True)
+    ]
+    return like._make(parts)
+
+
+def _part(fixed: Tensor, place: int, sizes: tuple[int, ...]) -> Tensor:
+    """View a part of the rows."""
+    n = 1
+    for size in sizes:
+        n *= size
+    return fixed[:, place : place + n].view(len(fixed), *sizes)
+
+
+def _read_convolution(slot: "Slot", parts: Fields, after: "PlanState") -> None:
+    _part(after.fixed, slot.place, slot.sizes).copy_(parts["recent"])
+
+
+def _write_convolution(slot: "Slot", state: "PlanState") -> Fields:
+    return {"recent": _part(state.fixed, slot.place, slot.sizes).clone()}
+
+
+def _sums(slot: "Slot", fixed: Tensor) -> Fields:
+    G, R, M = slot.sizes
+    found = {"kv": _part(fixed, slot.place, slot.sizes)}
+    return found | ({"k_sum": _part(fixed, slot.place + G * R * M, (G, R))} if slot.divided else {})
+
+
+def _read_recurrence(slot: "Slot", parts: Fields, after: "PlanState") -> None:
+    for name, x in _sums(slot, after.fixed).items():
+        x.copy_(parts[name])
+
+
+def _write_recurrence(slot: "Slot", state: "PlanState") -> Fields:
+    return {name: x.clone() for name, x in _sums(slot, state.fixed).items()}
+
+
+def _keys(rows: Tensor, place: int, groups: int, slots: int, width: int) -> Tensor:
+    """View keys `[B,G,S,D]`, which lie in blocks of slots, as `[B,G,S/16,16,D]`."""
+    return _part(rows, place, (groups, slots // KEY_BLOCK, width, KEY_BLOCK)).transpose(3, 4)
+
+
+def _window(slot: "Slot", state: "PlanState") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return copies of the keys and values of a window, the slots of the last tokens, and which exist."""
+    G, window, D = slot.sizes
+    slots = -(-window // KEY_BLOCK) * KEY_BLOCK
+    keys = _keys(state.fixed, slot.place, G, slots, D).flatten(2, 3)
+    values = _part(state.fixed, slot.place + G * slots * D, (G, slots, slot.values)).clone()
+    last = state.position.unsqueeze(1) + torch.arange(1 - window, 0)
+    return keys, values, (last % window)[:, None, :, None], (last >= 0)[:, None, :, None]
+
+
+def _read_window(slot: "Slot", parts: Fields, after: "PlanState") -> None:
+    keys, values, slots, _ = _window(slot, after)
+    k, v = (
+        store.scatter(2, slots.expand_as(x), x.to(store.dtype))
+        for store, x in ((keys, parts["k"]), (values, parts["v"]))
+    )
+    blocks = torch.unflatten(k, 2, (-1, KEY_BLOCK)).transpose(3, 4).flatten(1)
+    both = torch.cat([blocks, v.flatten(1)], 1)
+    after.fixed[:, slot.place : slot.place + both.shape[1]] = both
+
+
+def _write_window(slot: "Slot", state: "PlanState") -> Fields:
+    *stores, slots, valid = _window(slot, state)
+    k, v = (x.gather(2, slots.expand(*x.shape[:2], -1, x.shape[3])).where(valid, 0) for x in stores)
+    return {"k": k, "v": v}
+
+
+def _cached(slot: "Slot", state: "PlanState") -> tuple[Tensor, Tensor]:
+    """View the keys [B,G,S/16,16,D] and values [B,G,S,M] of a cache."""
+    B, S, width = state.cache.shape
+    G, _, D = slot.sizes
+    M, rows, begin = slot.values, state.cache.view(B, S * width), slot.place * S
+    return _keys(rows, begin, G, S, D), _part(rows, begin + G * S * D, (G, S, M))
+
+
+def _read_cache(slot: "Slot", parts: Fields, after: "PlanState") -> None:
+    k, v, padding = (
+        torch.cat([parts[f"past_{name}"], parts[f"recent_{name}"]], axis)
+        for name, axis in (("k", 2), ("v", 2), ("padding", 1))
+    )
+    (k, v), _, _ = valid_tokens_first(padding, k.transpose(1, 2), v.transpose(1, 2))
+    keys, values = _cached(slot, after)
+    n, slots = min(k.shape[1], values.shape[2]), values.shape[2]
+    k, v = (pad(x[:, :n].transpose(1, 2), (0, 0, 0, slots - n)) for x in (k, v))
+    keys.copy_(torch.unflatten(k, 2, (-1, KEY_BLOCK)))
+    values.copy_(v)
+
+
+def _write_cache(slot: "Slot", state: "PlanState") -> Fields:
+    n = int(state.position.max()) if len(state.position) else 0
+    keys, values = _cached(slot, state)
+    k, v = keys.flatten(2, 3)[:, :, :n], values[:, :, :n].clone()
+    padding = torch.arange(n) >= state.position.unsqueeze(1)
+    past = {"past_k": k, "past_v": v, "past_padding": padding}
+    return past | {"recent_k": k[:, :, :0], "recent_v": v[:, :, :0], "recent_padding": padding[:, :0]}
+
+
+_READ: dict[str, Callable[["Slot", Fields, "PlanState"], None]] = {
+    "convolution": _read_convolution,
+    "recurrence": _read_recurrence,
+    "window": _read_window,
+    "cache": _read_cache,
+}
+_WRITE: dict[str, Callable[["Slot", "PlanState"], Fields]] = {
+    "convolution": _write_convolution,
+    "recurrence": _write_recurrence,
+    "window": _write_window,
+    "cache": _write_cache,
+}

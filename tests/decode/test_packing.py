@@ -1,0 +1,132 @@
+"""Packed weights: rounded as documented, and multiplied as an fp64 product of the rounded numbers."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.decode.packing import GROUP, PACKINGS, rounded
+from unrolled.decode.plan import Plan
+from unrolled.decode.program import Builder
+from unrolled.models import DecoderConfig, DecoderState
+from unrolled.ops import native
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+
+STEPS = {"int8": 32767, "int4": 127}  # that the largest number of a row, or of a group, is rounded to
+
+
+def parts(x, weights):
+    """The numbers of x that are rounded together, filled up with zeros: [rows, parts, n]."""
+    width = GROUP if weights == "int4" else x.shape[1]
+    return F.pad(x, (0, -x.shape[1] % width)).unflatten(1, (-1, width))
+
+
+def unrounded(rows, inputs, weights):
+    """Draw rows whose numbers are not changed by the rounding."""
+    if weights not in STEPS:
+        return torch.randn(rows, inputs)
+    steps = STEPS[weights]
+    whole = torch.randint(-steps, steps + 1, (rows, inputs)).float()
+    whole[:, ::GROUP] = steps
+    return whole / 2.0 ** torch.randint(0, 20, (rows, 1))
+
+
+def product(x, w, bias, weights):
+    """Compute x W^T + b by the kernel: a program that looks a row of x up and multiplies it."""
+    builder = Builder(weights)
+    row = builder.embed(x, builder.value(x.shape[1]))
+    program = builder.finish(1, row, builder.linear(row, w, bias))
+    config = DecoderConfig(vocab_size=len(w), d_model=x.shape[1], n_heads=1)
+    plan = Plan(config, weights, program, DecoderState(torch.empty(0), ()))
+    logits, rows = torch.full((len(x), len(w)), torch.nan), torch.arange(len(x))
+    plan.read(rows, torch.zeros_like(rows), rows, plan.init_state(1), logits)
+    return logits
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    weights=st.sampled_from(list(PACKINGS)),
+    inputs=st.integers(1, 200),
+    outputs=st.integers(64, 200),
+    rows=st.integers(1, 13),
+    biased=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_products_are_those_of_the_rounded_numbers(weights, inputs, outputs, rows, biased, seed):
+    torch.manual_seed(seed)
+    x, w = unrounded(rows, inputs, weights), torch.randn(outputs, inputs)
+    bias = torch.randn(outputs) if biased else None
+    w[seed % outputs] = 0
+    x[0] = 0
+    exact = x.double() @ rounded(w, weights).double().T
+    exact = exact if bias is None else exact + bias
+    bound = 2e-6 * (x.double().abs() @ w.double().abs().T + 1)
+    for instruction_set in native.instruction_sets():
+        with native.use(instruction_set):
+            found = product(x, w, bias, weights)
+        assert ((found - exact).abs() <= bound).all(), instruction_set
+
+
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@pytest.mark.parametrize("weights", STEPS)
+def test_inputs_are_rounded_to_the_nearest_step(weights, instruction_set):
+    torch.manual_seed(0)
+    x, w = torch.randn(50, 100), torch.randn(64, 100)
+    with native.use(instruction_set):
+        found = product(x, w, None, weights)
+    exact = x.double() @ rounded(w, weights).double().T
+    step = parts(x, weights).abs().amax(2).double() / STEPS[weights]
+    size = parts(rounded(w, weights), weights).abs().sum(2).double()
+    bound = 0.5 * step @ size.T
+    assert ((found - exact).abs() <= 1.01 * bound).all()
+    assert (found - exact).abs().max() >= 0.02 * bound.max()  # so they are rounded
+
+
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@pytest.mark.parametrize("weights", PACKINGS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_inputs_that_are_not_finite_are_not_hidden(bad, weights, instruction_set):
+    x, w = torch.randn(3, 70), torch.randn(64, 70).abs() + 1
+    x[1, 33] = bad
+    with native.use(instruction_set):
+        y = product(x, w, None, weights)
+    assert not y[1].isfinite().any()
+    assert y[[0, 2]].isfinite().all()
+
+
+@settings(deadline=None)
+@given(outputs=st.integers(1, 5), inputs=st.integers(1, 90), seed=st.integers(0, 999))
+def test_rounding_is_to_the_nearest_number_of_a_grid(outputs, inputs, seed):
+    torch.manual_seed(seed)
+    w = torch.randn(outputs, inputs)
+    assert torch.equal(rounded(w, "fp32"), w)
+    torch.testing.assert_close(rounded(w, "bf16"), w, rtol=2**-8, atol=0)
+    step = w.abs().amax(1, keepdim=True) / 127
+    assert ((rounded(w, "int8") - w).abs() <= step * 0.5001).all()
+    whole = rounded(w, "int8") / step
+    assert (whole - whole.round()).abs().max() <= 1e-4
+    for group, of_group in zip(w.split(GROUP, 1), rounded(w, "int4").split(GROUP, 1), strict=True):
+        step = group.abs().amax(1, keepdim=True) / 8
+        # The largest weight is kept, up to the rounding of the scale to bfloat16; one of nearly the same size on the
+        # other side of 0 is clamped to 7 steps.
+        assert ((of_group - group).abs() <= step * 1.05).all()
+        inner = group.abs() < 6.9 * step
+        assert ((of_group - group).abs() <= step * 0.51)[inner].all()
+
+
+def test_memory_is_what_the_form_says():
+    w = torch.randn(640, 320)
+    sizes = {weights: Builder(weights) for weights in PACKINGS}
+    for builder in sizes.values():
+        builder.linear(builder.value(320), w, None)
+    found = {
+        weights: sum(x.nbytes for x in builder.kept) * 8 / w.numel() for weights, builder in sizes.items()
+    }
+    assert found["fp32"] == 32
+    assert found["bf16"] == 16
+    assert 8 < found["int8"] < 8.3
+    assert found["int4"] == 4.5

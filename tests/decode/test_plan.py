@@ -1,0 +1,194 @@
+"""Plans equal their models, and refuse what they cannot run."""
+
+import pytest
+import torch
+from planned import LENGTH, MODELS, V, decoder, of, tokens
+from torch import nn
+
+from unrolled.contract import UnsupportedError
+from unrolled.decode import plan
+from unrolled.decode.packing import TILE, rounded
+from unrolled.models import Encoder, EncoderConfig
+from unrolled.models.blocks import FeedForward
+from unrolled.ops import native
+from unrolled.ops.state import leaves
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+
+def stepped(model, ids):
+    """Logits of the model, one token at a time."""
+    state, found = model.init_state(len(ids)), []
+    for token in ids.T:
+        logits, state = model.step(token, state)
+        found.append(logits)
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_it_equals_the_model(name, instruction_set):
+    model, ids = decoder(**MODELS[name]), tokens()
+    found = plan(model)
+    with native.use(instruction_set):
+        state, steps = found.init_state(3), []
+        for token in ids.T[:4]:
+            logits, state = found.step(token, state)
+            steps.append(logits)
+        rest, after = found.prefill(ids[:, 4:], state)
+    assert after.position.tolist() == [LENGTH] * 3
+    single = torch.stack([model(ids), stepped(model, ids)])
+    exact = model.double()(ids)
+    bound = 4 * (single - exact).abs().max() + 1e-6 * exact.abs().max()
+    assert (torch.cat([torch.stack(steps, 1), rest], 1) - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "name", ["linear", "hybrid", "delta rule, gated", "odd widths", "pixels", "tied embeddings"]
+)
+@torch.no_grad()
+def test_rounded_weights_are_those_of_a_rounded_model(name, weights):
+    model, ids = decoder(**MODELS[name]), tokens()
+    found, _ = (p := plan(model, weights)).prefill(ids, p.init_state(3))
+    before = model(ids)
+    matrices = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features >= TILE]
+    if model.config.tie_embeddings:  # the table is rounded as a matrix of the head only
+        head = nn.Linear(32, V, bias=False)
+        head.weight.copy_(model.embedding.weight)
+        model.head.project, matrices = head, [*matrices, head]
+    for matrix in matrices:
+        matrix.weight.copy_(rounded(matrix.weight, weights))
+    expected = model(ids)
+    error = {"bf16": 1e-5, "int8": 1e-3, "int4": 0.2}[weights]  # of int8 and int4, inputs are rounded too
+    assert (found - expected).abs().max() <= error * expected.abs().max()
+    assert weights == "int4" or (found - expected).abs().max() <= (before - expected).abs().max() / 4
+
+
+@pytest.mark.parametrize("name", ["hybrid", "pixels", "softmax"])
+@torch.no_grad()
+def test_padding_is_left_out_wherever_it_is(name):
+    p, ids = plan(decoder(**MODELS[name])), tokens()
+    padding = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < 0.4
+    logits, after = p.prefill(ids, p.init_state(3), key_padding_mask=padding)
+    logits, after = p.prefill(ids[:, :2], after)
+    for row in range(3):
+        alone, _ = p.prefill(torch.cat([ids[row][~padding[row]], ids[row, :2]])[None], p.init_state(1))
+        torch.testing.assert_close(logits[row], alone[0, -2:], rtol=1e-5, atol=1e-5)
+        assert int(after.position[row]) == (~padding[row]).sum() + 2
+
+
+def test_a_state_is_a_value():
+    p = plan(decoder(**MODELS["hybrid"]))
+    _, state = p.prefill(tokens(), p.init_state(3))
+    before = {name: x.clone() for name, x in leaves(state).items()}
+    first, _ = p.step(torch.tensor([1, 2, 3]), state)
+    p.prefill(tokens(), state)
+    again, _ = p.step(torch.tensor([1, 2, 3]), state)
+    assert torch.equal(first, again)
+    assert all(torch.equal(before[name], x) for name, x in leaves(state).items())
+
+
+def test_a_long_prompt_is_read_in_chunks():
+    model, ids = decoder(**MODELS["hybrid"]), tokens(rows=2, length=150)
+    p = plan(model)
+    with torch.no_grad():
+        torch.testing.assert_close(p.prefill(ids, p.init_state(2))[0], model(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_threads_are_those_of_torch_at_each_call():
+    p, before = plan(decoder(**MODELS["hybrid"])), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            found.append(p.prefill(tokens(), p.init_state(3))[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_plan_is_a_snapshot():
+    model, ids = decoder(), tokens()
+    p = plan(model)
+    before, _ = p.prefill(ids, p.init_state(3))
+    with torch.no_grad():
+        model.stack.blocks[0].ff.up.weight.mul_(2)
+        model.embedding.weight.data = torch.zeros(V, 32)
+    model.to("meta")
+    assert torch.equal(p.prefill(ids, p.init_state(3))[0], before)
+
+
+def test_weights_of_half_precision_are_widened():
+    model = decoder().bfloat16()
+    p = plan(model)
+    with torch.no_grad():
+        expected = model.float()(tokens())
+    torch.testing.assert_close(p.prefill(tokens(), p.init_state(3))[0], expected, rtol=1e-4, atol=1e-4)
+
+
+class Doubled(FeedForward):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hook(model):
+    model.stack.blocks[1].ff.up.register_forward_hook(lambda *_: None)
+
+
+def replace_a_forward(model):
+    model.stack.blocks[0].ff.forward = lambda x: x
+
+
+UNSUPPORTED = {
+    "mechanism": (of("aft"), None, "aft attention"),
+    "dilated window": (of("window", window=3, dilation=2), None, r"dilation \(2, 2, 2, 2\)"),
+    "reversible": ({"reversible": True}, None, "ReversibleStack"),
+    "a class of its own": ({}, lambda m: setattr(m.stack.blocks[0].ff, "__class__", Doubled), "a Doubled"),
+    "a norm": ({}, lambda m: setattr(m.stack, "norm", nn.BatchNorm1d(32)), "a BatchNorm1d"),
+    "fp64": ({}, lambda m: m.double(), r"embedding.weight, which is torch.float64 on cpu"),
+    "device": ({}, lambda m: m.to("meta"), "on meta"),
+    "hook": ({}, hook, "stack.blocks.1.ff.up, which has hooks"),
+    "forward": ({}, replace_a_forward, "stack.blocks.0.ff, which has hooks or a forward of its own"),
+    "parametrized": (
+        {},
+        lambda m: nn.utils.parametrizations.weight_norm(m.stack.blocks[0].ff.up),
+        "a ParametrizedLinear",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "change", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_it_says_what_it_cannot_run(options, change, reason):
+    model = decoder(**options)
+    if change is not None:
+        change(model)
+    with pytest.raises(UnsupportedError, match=reason):
+        plan(model)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(UnsupportedError, match="cannot run a Encoder"):
+        plan(Encoder(EncoderConfig(vocab_size=5, d_model=8, n_heads=2, n_classes=3)))
+
+
+def test_wrong_input_is_one_sentence():
+    model = decoder(**MODELS["learned positions"])
+    with pytest.raises(ValueError, match="weights is 'int2', but must be one of fp32, bf16, int8, int4"):
+        plan(model, "int2")
+    p = plan(model)
+    with pytest.raises(ValueError, match=f"tokens holds ids from {V} to {V}"):
+        p.step(torch.tensor([V]), p.init_state(1))
+    with pytest.raises(ValueError, match=r"tokens is torch\.float32"):
+        p.prefill(torch.zeros(1, 2), p.init_state(1))
+    with pytest.raises(ValueError, match="state is a DecoderState, but must be a PlanState"):
+        p.step(torch.tensor([1]), model.init_state(1))
+    with pytest.raises(ValueError, match="must be of this plan, with 2 rows"):
+        p.step(torch.tensor([1, 2]), p.init_state(3))
+    with pytest.raises(
+        ValueError, match=f"the input has length 15, but must have at most max_length = {LENGTH}"
+    ):
+        p.prefill(tokens(length=LENGTH + 1), p.init_state(3))

@@ -1,0 +1,53 @@
+"""The state of a plan from the state of its model, and back."""
+
+import pytest
+import torch
+from planned import MODELS, decoder, tokens
+
+from unrolled.decode import plan
+from unrolled.ops import native
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("read", [1, 9])
+@torch.no_grad()
+def test_model_and_plan_continue_from_each_other(name, read):
+    model, ids = decoder(**MODELS[name]), tokens()
+    p, padding = plan(model), torch.zeros(3, read, dtype=torch.bool)
+    padding[1, : read // 2] = padding[2, -(read // 3) or read :] = True  # rows of different lengths
+    masked = {"key_padding_mask": padding}
+    _, of_model = model.prefill(ids[:, :read], model.init_state(3), **masked)
+    _, of_plan = p.prefill(ids[:, :read], p.init_state(3), **masked)
+    expected, _ = model.prefill(ids[:, read:], of_model)
+    found, _ = p.prefill(ids[:, read:], p.from_model(of_model))
+    torch.testing.assert_close(found, expected, **CLOSE)
+    back = p.to_model(of_plan)
+    torch.testing.assert_close(model.prefill(ids[:, read:], back)[0], expected, **CLOSE)
+    steps, state = [], back
+    for token in ids.T[read:]:
+        logits, state = model.step(token, state)
+        steps.append(logits)
+    torch.testing.assert_close(torch.stack(steps, 1), expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_steps_of_the_model_are_continued_too():
+    model, ids = decoder(**MODELS["hybrid"]), tokens(length=100)  # longer than the recent part of a cache
+    p, state = plan(model), model.init_state(3)
+    for token in ids.T[:80]:
+        _, state = model.step(token, state)
+    expected, _ = model.prefill(ids[:, 80:], state)
+    torch.testing.assert_close(p.prefill(ids[:, 80:], p.from_model(state))[0], expected, **CLOSE)
+
+
+def test_a_state_before_the_first_token():
+    model = decoder(**MODELS["hybrid"])
+    p = plan(model)
+    for rows in (0, 2):
+        assert p.from_model(model.init_state(rows)).position.tolist() == [0] * rows
+        p.to_model(p.init_state(rows))
