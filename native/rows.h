@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "feature_map.h"
 #include "pages.h"
 #include "parallel.h"
 
@@ -112,11 +113,16 @@ inline void scale_row(float* row, Int n, float factor) {
     for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
 }
 
-// Rows of one head as floats in whole vectors: in place if possible, otherwise copied.
+// Rows of one head as floats in whole vectors: in place if possible, otherwise copied, and mapped to
+// features.
 class HeadRows {
   public:
-    HeadRows(Int type, Int width, Int most, Workspace& memory, bool copy = false)
-        : type_(type), width_(width), direct_(usable(type, width) && !copy) {
+    HeadRows(Int type, Int width, Int most, Workspace& memory, bool copy = false,
+             int32_t feature_map = IDENTITY_FEATURES)
+        : type_(type),
+          width_(width),
+          feature_map_(feature_map),
+          direct_(usable(type, width) && !copy && feature_map == IDENTITY_FEATURES) {
         buffer_ = memory.rows(most, round_up(width));
     }
 
@@ -124,11 +130,13 @@ class HeadRows {
         if (direct_ && n % 4 == 0)  // `transpose` reads four rows at a time
             return {(float*)address(x, type_, batch, token, head), x.token};
         read_rows(x, type_, batch, token, head, n, width_, buffer_);
+        for (Int i = 0; i < n; ++i) make_features(feature_map_, width_, row(buffer_, i));
         return buffer_;
     }
 
   private:
     Int type_, width_;
+    int32_t feature_map_;
     bool direct_;
     Rows buffer_;
 };
