@@ -20,6 +20,7 @@ POSITIVE = (["0.5", "1", "2.5"], ["0", "-1", "inf", "-inf", *NO_NUMBER])
 SHARE = (["0.5", "1", "0.01"], ["-0.5", "1.5", "inf", *NO_NUMBER])
 TEMPERATURE = (["0", "0.7", "2"], ["-1", "inf", *NO_NUMBER])
 DEVICE = (["cpu"], ["cuda:99", "tpu", "", "cpu:x", "meta"])
+WEIGHTS = (["fp32", "int4"], ["int2", ""])
 FLAG: tuple[list[str], list[str]] = ([], [])
 FORCE = FLAG
 OUT = (["{out}"], ["{world}/text.txt/x", "{world}/text.txt"])
@@ -78,6 +79,7 @@ OPTIONS = {
         "--device": DEVICE,
         "--engine": (["torch"], ["onnx", "jax", ""]),
         "--graph": ([], ["plain", "x", ""]),
+        "--weights": WEIGHTS,
         "--force": ([], [""]),
     },
     "convert": {"--force": FORCE},
@@ -94,6 +96,7 @@ OPTIONS = {
         "--length-penalty": (["0", "1.5"], ["-1", "inf", *NO_NUMBER]),
         "--length": (["1", "8"], COUNT[1]),
         "--positions": FLAG,
+        "--weights": WEIGHTS,
         "--out": (["{out}.txt"], ["{world}/text.txt/x", "{world}/model"]),
         "--data-dir": (["{world}"], []),
         "--device": DEVICE,
