@@ -39,7 +39,7 @@ def product(x, w, bias, weights):
     """Compute x W^T + b by the kernel: a program that looks a row of x up and multiplies it."""
     builder = Builder(weights)
     row = builder.embed(x, builder.value(x.shape[1]))
-    program = builder.finish(1, row, builder.linear(row, w, bias))
+    program = builder.finish(1, row, builder.linear(row, w, bias, name="w"))
     config = DecoderConfig(vocab_size=len(w), d_model=x.shape[1], n_heads=1)
     plan = Plan(config, weights, program, DecoderState(torch.empty(0), ()))
     logits, rows = torch.full((len(x), len(w)), torch.nan), torch.arange(len(x))
@@ -122,7 +122,7 @@ def test_memory_is_what_the_form_says():
     w = torch.randn(640, 320)
     sizes = {weights: Builder(weights) for weights in PACKINGS}
     for builder in sizes.values():
-        builder.linear(builder.value(320), w, None)
+        builder.linear(builder.value(320), w, None, name="w")
     found = {
         weights: sum(x.nbytes for x in builder.kept) * 8 / w.numel() for weights, builder in sizes.items()
     }

@@ -9,7 +9,7 @@
             magnitude among 32 inputs of an output
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,10 +20,10 @@ from unrolled.ops import native
 
 Weights = Literal["fp32", "bf16", "int8", "int4"]
 
-TILE, GROUP = (
-    64,
-    32,
-)  # outputs of a tile; inputs that a number of them is filled up to, and that share a scale
+TILE = 64  # outputs of a tile
+GROUP = 32  # inputs that a number of them is filled up to, and that share a scale
+LAYOUT = f"tiles of {TILE} outputs, groups of {GROUP} inputs"
+_GROUP_BYTES: dict[Weights, int] = {"fp32": 128, "bf16": 64, "int8": 32, "int4": 18}  # of an output
 
 
 class Packed(NamedTuple):
@@ -47,6 +47,11 @@ class Packed(NamedTuple):
     sums: Tensor | None
     bias: Tensor | None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, by their names here."""
+        found = {"tiles": self.tiles, "scales": self.scales, "sums": self.sums, "bias": self.bias}
+        return {name: x for name, x in found.items() if x is not None}
+
     def fields(self) -> tuple[int, ...]:
         """The fields of the struct `Packed` in C++."""
         packing = list(PACKINGS).index(self.weights)
@@ -63,6 +68,35 @@ def pack(weight: Tensor, bias: Tensor | None, weights: Weights) -> Packed:
     if bias is not None:
         bias = pad(bias.detach().to("cpu", torch.float32), (0, -outputs % TILE)).contiguous()
     return Packed(inputs, outputs, weights, tiles.view(torch.uint8).flatten(), scales, sums, bias)
+
+
+def check_packed(
+    name: str, tensors: Mapping[str, Tensor] | None, sizes: Sequence[int], weights: Weights, biased: bool
+) -> Packed:
+    """Return the packed matrix of these tensors, of `sizes` [out, in].
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of another shape or type.
+    """
+    outputs, inputs = sizes
+    rows, columns = outputs + -outputs % TILE, inputs + -inputs % GROUP
+    expected = {"tiles": (torch.uint8, [rows * columns // GROUP * _GROUP_BYTES[weights]])}
+    if weights == "int8":
+        expected |= {"scales": (torch.float32, [rows]), "sums": (torch.int32, [rows])}
+    if biased:
+        expected["bias"] = (torch.float32, [rows])
+    found = {part: (x.dtype, list(x.shape)) for part, x in (tensors or {}).items()}
+    if found != expected:
+        raise ValueError(
+            f"{name} has the packed tensors {_described(found)}, but must have {_described(expected)}"
+        )
+    assert tensors is not None
+    scales, sums, bias = map(tensors.get, ("scales", "sums", "bias"))
+    return Packed(inputs, outputs, weights, tensors["tiles"], scales, sums, bias)
+
+
+def _described(tensors: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:
+    return ", ".join(f"{part} {shape} {dtype}" for part, (dtype, shape) in tensors.items()) or "none"
 
 
 def rounded(weight: Tensor, weights: Weights) -> Tensor:
