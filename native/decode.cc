@@ -111,7 +111,8 @@ class Worker {
           part_(part),
           parts_(parts),
           packer_(rows, run.program.widest, memory),
-          scores_(memory.floats(round_up(run.program.longest + 1))),
+          longest_(round_up_keys(run.program.longest)),
+          scores_(memory.floats(min(rows, QUERIES) * longest_)),
           candidates_((Candidate*)memory.floats(run.program.vocabulary * (Int)sizeof(Candidate) / 4)) {}
 
     void wait() { run_.barrier.wait(parts_); }
@@ -191,26 +192,42 @@ class Worker {
     }
 
     void run_on_sequences(const Instruction& x, const Tokens& tokens, const Int* positions) {
-        const Program& p = run_.program;
         Share share = share_of(x.groups, part_, parts_);
         if (x.operation == CONVOLVE) {
             share = share_of(ceil_div(x.n, TILE), part_, parts_);
             share = {share.first * TILE, min(share.last * TILE, x.n)};
         }
-        for (Int i = 0; i < tokens.n; ++i) {
-            const Int sequence = tokens.sequence[i];
-            const SequenceRow s{{at(i), tokens.token[i], positions[i]},
-                                p.state + sequence * p.state_size,
-                                p.cache + sequence * p.cache_size * p.capacity,
-                                p.capacity};
+        for (Int i = 0; i < tokens.n;) {
+            SequenceRow some[QUERIES];
+            const Int n = consecutive(x, tokens, i);
+            for (Int k = 0; k < n; ++k) some[k] = sequence_row(tokens, positions, i + k);
+            i += n;
             if (x.operation == CONVOLVE) {
-                convolve(x, s, share);
+                convolve(x, some[0], share);
                 continue;
             }
             for (Int group = share.first; group < share.last; ++group)
-                if (x.operation == RECUR) recur(x, s, group);
-                else attend(x, s, group, scores_);
+                if (x.operation == RECUR) recur(x, some[0], group);
+                else attend(x, some, n, group, scores_, longest_);
         }
+    }
+
+    // How many tokens from `first` on an instruction takes at once.
+    static Int consecutive(const Instruction& x, const Tokens& tokens, Int first) {
+        if (x.operation != ATTEND || x.window) return 1;
+        Int n = 1;
+        while (n < QUERIES && first + n < tokens.n && tokens.sequence[first + n] == tokens.sequence[first])
+            ++n;
+        return n;
+    }
+
+    SequenceRow sequence_row(const Tokens& tokens, const Int* positions, Int i) const {
+        const Program& p = run_.program;
+        const Int sequence = tokens.sequence[i];
+        return {{at(i), tokens.token[i], positions[i]},
+                p.state + sequence * p.state_size,
+                p.cache + sequence * p.cache_size * p.capacity,
+                p.capacity};
     }
 
     // Whether the tokens end with one of the sequences that end a row.
@@ -229,6 +246,7 @@ class Worker {
     Run& run_;
     Int part_, parts_;
     RowPacker packer_;
+    Int longest_;
     float* scores_;
     Candidate* candidates_;
 };

@@ -148,7 +148,13 @@ inline float exponentials(const float* x, Int n, float most, float* y) {
 
 inline float most_of(const float* x, Int n) {
     float most = x[0];
-    for (Int i = 1; i < n; ++i) most = x[i] > most ? x[i] : most;
+    Int i = 1;
+    if (n > WIDTH) {
+        Vec lanes = load(x);
+        for (i = WIDTH; i + WIDTH <= n; i += WIDTH) lanes = max(lanes, load(x + i));
+        for (int lane = 0; lane < WIDTH; ++lane) most = lanes[lane] > most ? lanes[lane] : most;
+    }
+    for (; i < n; ++i) most = x[i] > most ? x[i] : most;
     return most;
 }
 

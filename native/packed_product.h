@@ -29,12 +29,15 @@ struct TileOutput {
     }
 };
 
+// While later rows are multiplied by a tile in the cache, a share of the next tile is requested, `ahead`.
 template <int ROWS>
-void multiply_float32(const float* w, Int inputs, const float* x, Int x_row, const TileOutput& out) {
+void multiply_float32(const float* w, Int inputs, const float* x, Int x_row, const TileOutput& out,
+                      const float* ahead) {
     constexpr int VECS = vecs_for(ROWS), CHAINS = ROWS * VECS < 8 ? 8 / (ROWS * VECS) : 1;
     for (Int i = 0; i < TILE; i += VECS * WIDTH) {
         Vec sums[CHAINS][ROWS][VECS] = {};
         const auto add = [&](Int k, int chain) __attribute__((always_inline)) {
+            if (ahead && i == 0) prefetch_row<false>(ahead + k * TILE / 2, TILE * 2);
             Vec left[VECS];
 #pragma GCC unroll 16
             for (int v = 0; v < VECS; ++v) left[v] = load(w + k * TILE + i + v * WIDTH);
@@ -224,11 +227,11 @@ MULTIPLIES_BYTES void multiply_int4_bytes(const char* w, Int inputs, const Packe
 
 // Multiplies `ROWS` rows by one tile.
 template <int ROWS>
-void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOutput& out) {
+void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOutput& out, const void* ahead) {
     const char* weights = (const char*)w.weights + tile * tile_bytes(w);
     const Int inputs = padded_inputs(w);
     if (w.packing == FLOAT32_TILES)
-        return multiply_float32<ROWS>((const float*)weights, w.inputs, x.x, x.row, out);
+        return multiply_float32<ROWS>((const float*)weights, w.inputs, x.x, x.row, out, (const float*)ahead);
     if (w.packing == BFLOAT16_TILES)
         return multiply_bfloat16<ROWS>((const uint32_t*)weights, w.inputs, x.x, x.row, out);
 #if defined(__AVX512F__)
@@ -256,12 +259,17 @@ inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRow
             const TileOutput out{y + r * y_row + tile * TILE, y_row,
                                  w.scales && !by_group ? w.scales + tile * TILE : nullptr,
                                  w.bias ? w.bias + tile * TILE : nullptr};
-            if (n == 1) multiply_tile<1>(w, tile, some, out);
-            else if (n == 2) multiply_tile<2>(w, tile, some, out);
-            else if (n == 3) multiply_tile<3>(w, tile, some, out);
-            else if (n == 4) multiply_tile<4>(w, tile, some, out);
-            else if (n == 5) multiply_tile<min(5, TILE_ROWS)>(w, tile, some, out);
-            else multiply_tile<min(6, TILE_ROWS)>(w, tile, some, out);
+            // The later rows share the next tile in halves: more than two groups of them find it in the
+            // cache.
+            const Int group = r / TILE_ROWS;
+            const char* next = (const char*)w.weights + (tile + 1) * tile_bytes(w);
+            const void* ahead = group == 1 || group == 2 ? next + (group - 1) * tile_bytes(w) / 2 : nullptr;
+            if (n == 1) multiply_tile<1>(w, tile, some, out, ahead);
+            else if (n == 2) multiply_tile<2>(w, tile, some, out, ahead);
+            else if (n == 3) multiply_tile<3>(w, tile, some, out, ahead);
+            else if (n == 4) multiply_tile<4>(w, tile, some, out, ahead);
+            else if (n == 5) multiply_tile<min(5, TILE_ROWS)>(w, tile, some, out, ahead);
+            else multiply_tile<min(6, TILE_ROWS)>(w, tile, some, out, ahead);
         }
 }
 

@@ -65,7 +65,7 @@ struct Sample {
             recur.state = take(GROUPS * FEATURES_OUT * (VALUES + 1));
         }
         Instruction& window = over_heads(ATTEND);
-        window.window = 3, window.state = take(3 * GROUPS * (FEATURES_OUT + VALUES));
+        window.window = 3, window.state = take(16 * GROUPS * (FEATURES_OUT + VALUES));
         over_heads(ATTEND);
         Instruction& sum = add(ADD, 7 * PLACE, 4 * PLACE);
         sum.second = 5 * PLACE, sum.n = GROUPS * VALUES;
@@ -93,7 +93,7 @@ void check_decode(int64_t width, int64_t rows, int32_t packing, int threads) {
     report.begin("decode width=%ld rows=%ld packing=%d threads=%d", (long)width, (long)rows, packing,
                  threads);
     Sample s(width, packing);
-    const int64_t capacity = 40, cache = GROUPS * (FEATURES_OUT + VALUES), n = 3 * rows;
+    const int64_t capacity = 48, cache = GROUPS * (FEATURES_OUT + VALUES), n = 3 * rows;
     std::vector<int64_t> position((size_t)rows), token, sequence, place;
     Floats state, keys, logits((size_t)(rows * V), NAN);
     for (int64_t i = 0; i < n; ++i)

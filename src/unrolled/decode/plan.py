@@ -19,7 +19,7 @@ from unrolled.decode import states
 from unrolled.decode.loop import Loop
 from unrolled.decode.models import program
 from unrolled.decode.packing import PACKINGS, Weights
-from unrolled.decode.program import Program
+from unrolled.decode.program import KEY_BLOCK, Program
 from unrolled.decode.request import OnToken, Options, Prompts, Request
 from unrolled.models import Decoder, DecoderConfig, DecoderState
 from unrolled.models.checks import check_ids
@@ -37,7 +37,7 @@ class PlanState(NamedTuple):
         fixed: [B, F] fp32, all that has a constant size: the sums of linear attention, windows, the last
             inputs of convolutions.
         cache: [B, S, C] fp32, the keys and values of softmax layers. In a row the keys of one head lie
-            together, [S, D], and so do its values; S is at least the number of tokens.
+            together, [S / 16, D, 16], and so do its values, [S, M]; S is at least the number of tokens.
     """
 
     position: Tensor
@@ -209,7 +209,7 @@ class Plan:
         B, capacity, width = cache.shape
         if not width or tokens <= capacity:
             return cache
-        most = max(tokens, 2 * capacity)
+        most = -(-max(tokens, 2 * capacity) // KEY_BLOCK) * KEY_BLOCK
         grown, begin = cache.new_zeros(B, most, width), 0
         for size in self._program.cache:
             old = cache.view(B, capacity * width)[:, begin * capacity :][:, : size * capacity]

@@ -65,6 +65,9 @@ _ZERO = (
 )
 
 
+KEY_BLOCK = 16  # tokens whose keys lie together
+
+
 class Value(NamedTuple):
     """Numbers of a token.
 
@@ -412,13 +415,13 @@ class Builder:
         self, sizes: Heads, q: Value, k: Value, v: Value, *, window: int | None, scale: float
     ) -> Value:
         """Attend to the last `window` tokens, or to all of them."""
-        per_token = sizes.groups * (sizes.features + sizes.values)
         kind, place = ("cache", sum(self.cache)) if window is None else ("window", self.state_size)
         self.slots[-1].append(Slot(kind, place, (sizes.groups, window or 0, sizes.features), sizes.values))
         if window is None:
             self.cache += [sizes.features] * sizes.groups + [sizes.values] * sizes.groups
         else:
-            self._state(window * per_token)
+            slots = -(-window // KEY_BLOCK) * KEY_BLOCK
+            self._state(slots * sizes.groups * (sizes.features + sizes.values))
             self.longest = max(self.longest, window)
         fields = sizes._asdict() | {"second": k.place, "third": v.place, "state": place}
         to = self.value(sizes.heads * sizes.values)

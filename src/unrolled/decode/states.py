@@ -1,7 +1,7 @@
 """The state of a plan from the state of its model, and back.
 
-Both hold the same numbers. A plan keeps those of a sequence in one row, which the kernel updates in place: sums
-S, then z; a window with the token at position p in slot p % window; a cache without padding.
+Both hold the same numbers. A plan keeps those of a sequence in one row, which the kernel updates in place:
+sums S, then z; a window with the token at position p in slot p % window; a cache without padding.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from unrolled.decode.program import KEY_BLOCK
 from unrolled.models import DecoderState
 from unrolled.ops.packing import valid_tokens_first
 
@@ -90,19 +92,30 @@ def _write_recurrence(slot: "Slot", state: "PlanState") -> Fields:
     return {name: x.clone() for name, x in _sums(slot, state.fixed).items()}
 
 
+def _keys(rows: Tensor, place: int, groups: int, slots: int, width: int) -> Tensor:
+    """View keys `[B,G,S,D]`, which lie in blocks of slots, as `[B,G,S/16,16,D]`."""
+    return _part(rows, place, (groups, slots // KEY_BLOCK, width, KEY_BLOCK)).transpose(3, 4)
+
+
 def _window(slot: "Slot", state: "PlanState") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the keys and values of a window, the slots of the last tokens, and which of these exist."""
+    """Return copies of the keys and values of a window, the slots of the last tokens, and which exist."""
     G, window, D = slot.sizes
-    keys = _part(state.fixed, slot.place, slot.sizes)
-    values = _part(state.fixed, slot.place + G * window * D, (G, window, slot.values))
+    slots = -(-window // KEY_BLOCK) * KEY_BLOCK
+    keys = _keys(state.fixed, slot.place, G, slots, D).flatten(2, 3)
+    values = _part(state.fixed, slot.place + G * slots * D, (G, slots, slot.values)).clone()
     last = state.position.unsqueeze(1) + torch.arange(1 - window, 0)
     return keys, values, (last % window)[:, None, :, None], (last >= 0)[:, None, :, None]
 
 
 def _read_window(slot: "Slot", parts: Fields, after: "PlanState") -> None:
-    *stores, slots, _ = _window(slot, after)
-    for store, x in zip(stores, (parts["k"], parts["v"]), strict=True):
-        store.scatter_(2, slots.expand_as(x), x.to(store.dtype))
+    keys, values, slots, _ = _window(slot, after)
+    k, v = (
+        store.scatter(2, slots.expand_as(x), x.to(store.dtype))
+        for store, x in ((keys, parts["k"]), (values, parts["v"]))
+    )
+    blocks = torch.unflatten(k, 2, (-1, KEY_BLOCK)).transpose(3, 4).flatten(1)
+    both = torch.cat([blocks, v.flatten(1)], 1)
+    after.fixed[:, slot.place : slot.place + both.shape[1]] = both
 
 
 def _write_window(slot: "Slot", state: "PlanState") -> Fields:
@@ -112,12 +125,11 @@ def _write_window(slot: "Slot", state: "PlanState") -> Fields:
 
 
 def _cached(slot: "Slot", state: "PlanState") -> tuple[Tensor, Tensor]:
-    """View the keys [B,G,S,D] and values [B,G,S,M] of a cache."""
+    """View the keys [B,G,S/16,16,D] and values [B,G,S,M] of a cache."""
     B, S, width = state.cache.shape
     G, _, D = slot.sizes
-    M, rows = slot.values, state.cache.view(B, S * width)
-    begin = slot.place * S
-    return _part(rows, begin, (G, S, D)), _part(rows, begin + G * S * D, (G, S, M))
+    M, rows, begin = slot.values, state.cache.view(B, S * width), slot.place * S
+    return _keys(rows, begin, G, S, D), _part(rows, begin + G * S * D, (G, S, M))
 
 
 def _read_cache(slot: "Slot", parts: Fields, after: "PlanState") -> None:
@@ -126,14 +138,17 @@ def _read_cache(slot: "Slot", parts: Fields, after: "PlanState") -> None:
         for name, axis in (("k", 2), ("v", 2), ("padding", 1))
     )
     (k, v), _, _ = valid_tokens_first(padding, k.transpose(1, 2), v.transpose(1, 2))
-    n = int(after.position.max()) if len(after.position) else 0
-    for store, x in zip(_cached(slot, after), (k, v), strict=True):
-        store[:, :, :n] = x[:, :n].transpose(1, 2)
+    keys, values = _cached(slot, after)
+    n, slots = min(k.shape[1], values.shape[2]), values.shape[2]
+    k, v = (pad(x[:, :n].transpose(1, 2), (0, 0, 0, slots - n)) for x in (k, v))
+    keys.copy_(torch.unflatten(k, 2, (-1, KEY_BLOCK)))
+    values.copy_(v)
 
 
 def _write_cache(slot: "Slot", state: "PlanState") -> Fields:
     n = int(state.position.max()) if len(state.position) else 0
-    k, v = (x[:, :, :n].clone() for x in _cached(slot, state))
+    keys, values = _cached(slot, state)
+    k, v = keys.flatten(2, 3)[:, :, :n], values[:, :, :n].clone()
     padding = torch.arange(n) >= state.position.unsqueeze(1)
     past = {"past_k": k, "past_v": v, "past_padding": padding}
     return past | {"recent_k": k[:, :, :0], "recent_v": v[:, :, :0], "recent_padding": padding[:, :0]}

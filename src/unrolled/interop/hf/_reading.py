@@ -1,10 +1,13 @@
 """Reading tokens with or without a cache, for the classes for transformers that hold a decoder."""
 
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
+from unrolled.decode import PlanState
 from unrolled.interop.hf._model import key_padding_mask, without_padding
+from unrolled.interop.hf._planned import reader
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.models import Decoder, DecoderState
 from unrolled.ops.state import leaves
@@ -44,12 +47,14 @@ class ReadsTokens:
 
     def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
         state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
-        assert isinstance(state, DecoderState)  # as `_cache` has checked
+        runner: Any  # either takes the state that it comes with
+        out: Tensor
+        runner, state = reader(self.model, state, tokens.shape[1])
         if tokens.shape[1] == 1 and padding is None:
-            out, state = self.model.step(tokens[:, 0], state)
+            out, state = runner.step(tokens[:, 0], state)
             out = out.unsqueeze(1)
         else:
-            out, state = self.model.prefill(tokens, state, key_padding_mask=padding)
+            out, state = runner.prefill(tokens, state, key_padding_mask=padding)
         layer.put(state, tokens.shape[1])
         return out
 
@@ -63,7 +68,7 @@ class ReadsTokens:
                 f"past_key_values is a {type(given).__name__}, but must be a StateCache of one StateLayer "
                 "or a DecoderState"
             )
-        if given.only.state is not None:
+        if given.only.state is not None and not isinstance(given.only.state, PlanState):
             self._check_state(given.only.state)
         return given
 

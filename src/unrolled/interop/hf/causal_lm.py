@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from unrolled.decode.packing import Weights
 from unrolled.interop.hf._model import Count, UnrolledPreTrainedModel, refuse_others
+from unrolled.interop.hf._planned import generation
 from unrolled.interop.hf._reading import ReadsTokens
 from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.config import UnrolledConfig
@@ -80,18 +82,23 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         inputs: Tensor | None = None,
         *args: Any,
         past_key_values: StateCache | DecoderState | None = None,
+        weights: Weights | None = None,
         **kwargs: Any,
     ) -> Any:
         """Continue `inputs` [B, T]; see `GenerationMixin.generate`.
+
+        On a CPU a plan (`unrolled.decode.plan`) reads all but the first few tokens, if it can run the model.
 
         Args:
             inputs: token ids, with those that `past_key_values` has read.
             args: as there.
             past_key_values: a `StateCache` to continue, which is updated, or a `DecoderState`, which is not
                 modified.
+            weights: form of the weights of the plan, from the first token on; fp32 by default.
             kwargs: as there.
 
         Raises:
+            UnsupportedError: `weights` is given, but a plan cannot run the model.
             ValueError: `past_key_values` has read all of the inputs, or other positions than `attention_mask`
                 shows.
         """
@@ -107,7 +114,10 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
                     f"{whole.shape[1]} of the inputs, which include the tokens already read"
                 )
             kwargs["past_key_values"] = cache
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        with generation(self.model, weights, cache) as planned:
+            found = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            planned.finish(getattr(found, "past_key_values", None))
+        return found
 
     def prepare_inputs_for_generation(
         self, *args: Any, tokenizer: object = None, **kwargs: Any

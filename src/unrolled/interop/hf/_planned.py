@@ -1,0 +1,69 @@
+"""A plan in the place of the model while transformers generates: its loop calls the model for every token."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from unrolled.contract import UnsupportedError
+from unrolled.decode import Plan, PlanState, plan
+from unrolled.decode.packing import Weights
+from unrolled.interop.hf.cache import StateCache
+from unrolled.models import Decoder, DecoderState
+from unrolled.ops.dispatch import prefers
+from unrolled.ops.state import Parts
+
+PLANNED_STEPS = 8  # tokens that the model reads before a plan is made, which takes about as long
+
+
+class Generation:
+    """One call of `generate`.
+
+    Args:
+        model: the decoder that generates.
+        weights: form of the weights; None for a plan in fp32 where the model can be planned.
+    """
+
+    def __init__(self, model: Decoder, weights: Weights | None) -> None:
+        self.model = model
+        self._steps = 0
+        self._plan = None if weights is None else plan(model, weights)
+        self._possible = weights is not None or prefers("native")
+
+    def reader(self, state: Parts, tokens: int) -> tuple[Decoder | Plan, Parts]:
+        """Return what reads the next tokens of each row, and the state in the form that it takes."""
+        self._steps += tokens == 1
+        if self._plan is None and self._possible and self._steps >= PLANNED_STEPS:
+            try:
+                self._plan = plan(self.model)
+            except UnsupportedError:
+                self._possible = False
+        if self._plan is None:
+            return self.model, state
+        return self._plan, self._plan.from_model(state) if isinstance(state, DecoderState) else state
+
+    def finish(self, cache: object) -> None:
+        """Give a cache the state of the model, from which other calls continue."""
+        layer = cache.only if isinstance(cache, StateCache) else None
+        if layer is not None and isinstance(layer.state, PlanState) and self._plan is not None:
+            layer.state = self._plan.to_model(layer.state)
+
+
+_current: ContextVar[Generation | None] = ContextVar("generation", default=None)
+
+
+@contextmanager
+def generation(model: Decoder, weights: Weights | None, cache: StateCache | None) -> Iterator[Generation]:
+    """Read by a plan in the block, in this thread; afterwards the cache holds a state of the model."""
+    made = Generation(model, weights)
+    token = _current.set(made)
+    try:
+        yield made
+    finally:
+        _current.reset(token)
+        made.finish(cache)
+
+
+def reader(model: Decoder, state: Parts, tokens: int) -> tuple[Decoder | Plan, Parts]:
+    """Return what reads the next tokens of each row: a plan in `generation` of this model, else the model."""
+    made = _current.get()
+    return (model, state) if made is None or made.model is not model else made.reader(state, tokens)

@@ -1,0 +1,105 @@
+"""`generate` of transformers by a plan: the same tokens, and a cache from which the model goes on."""
+
+import pytest
+import torch
+from hf_models import make, prompts
+
+from unrolled.contract import UnsupportedError
+from unrolled.decode import Plan
+from unrolled.interop.hf import _planned
+from unrolled.interop.hf.cache import StateCache
+from unrolled.models import DecoderState
+from unrolled.ops import native
+from unrolled.ops.dispatch import prefer
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+N = 20
+
+
+@pytest.fixture(params=["linear", "softmax", "window", "retention"])
+def model(request):
+    return make(request.param).float()
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Record the tokens that plans read."""
+    found, step = [], Plan.step
+    monkeypatch.setattr(Plan, "step", lambda self, *args: (found.append(self.weights), step(self, *args))[1])
+    return found
+
+
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 9, "top_p": 0.9, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "do_sample": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_plan_draws_the_same_tokens(model, options, steps):
+    found = []
+    for backend in ("native", "plain"):
+        torch.manual_seed(3)
+        with prefer(backend):
+            found.append(model.generate(prompts(), max_new_tokens=N, min_new_tokens=N, **options))
+        assert len(steps) == N - _planned.PLANNED_STEPS  # none by the second
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_the_cache_is_one_of_the_model_again(model, steps):
+    out = model.generate(prompts(), max_new_tokens=N, min_new_tokens=N, return_dict_in_generate=True)
+    cache, ids = out.past_key_values, out.sequences
+    assert steps
+    assert isinstance(cache.only.state, DecoderState)
+    found = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_that_was_given_is_continued(model, steps):
+    ids, cache = prompts(), StateCache()
+    model(ids[:, :4], past_key_values=cache)
+    found = model.generate(ids, past_key_values=cache, max_new_tokens=N, min_new_tokens=N)
+    assert steps
+    assert isinstance(cache.only.state, DecoderState)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=N, min_new_tokens=N))
+
+
+def test_weights_may_be_rounded(steps):
+    model = make().float()
+    model.generate(prompts(), max_new_tokens=3, min_new_tokens=3, weights="int8")
+    assert steps == ["int8"] * 2
+    with pytest.raises(UnsupportedError, match="performer attention"):
+        make("performer").float().generate(prompts(), max_new_tokens=3, weights="bf16")
+
+
+def test_models_that_a_plan_cannot_run_generate_by_themselves(steps):
+    make("performer").float().generate(prompts(), max_new_tokens=N, min_new_tokens=N)
+    make().generate(prompts(), max_new_tokens=N, min_new_tokens=N)  # fp64
+    assert not steps
+
+
+def test_a_call_inside_another_has_its_own_plan(steps):
+    first, second = make().float(), make("retention").float()
+    with _planned.generation(first.model, "int8", None):
+        out = second.generate(prompts(), max_new_tokens=N, min_new_tokens=N)
+    assert set(steps) == {"fp32"}
+    assert torch.equal(out, second.generate(prompts(), max_new_tokens=N, min_new_tokens=N))
+
+
+def test_an_error_leaves_the_model_as_it_was(steps):
+    model, cache = make().float(), StateCache()
+
+    def fail(ids, scores, **_):
+        if ids.shape[1] > 18:
+            raise KeyboardInterrupt
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompts(), past_key_values=cache, max_new_tokens=N, stopping_criteria=[fail])
+    assert isinstance(cache.only.state, DecoderState)
+    assert torch.equal(*(model.generate(prompts(), max_new_tokens=5, do_sample=False) for _ in range(2)))
