@@ -17,6 +17,7 @@ from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
 from unrolled.models.stack import Stack
 
+HEAD_WEIGHTS: Weights = "int8"  # the form with the fewest bits for the head; see `unrolled.decode.packing`
 MOST_GRID_POINTS = 1 << 16  # points of axial positions whose vectors are added up beforehand
 
 
@@ -70,8 +71,8 @@ def _embed(builder: Builder, model: Decoder, x: Value) -> None:
     embedding = model.embedding
     require(embedding, PixelEmbedding, nn.Embedding)
     require(model.dropout, nn.Dropout)
-    table = embedding.weight if type(embedding) is nn.Embedding else embedding(torch.arange(model.n_ids))
-    builder.embed(table, x)
+    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+    builder.embed(embedding.weight if plain else embedding(torch.arange(model.n_ids)), x)
     _positions(builder, model.positions, x)
 
 
@@ -136,9 +137,10 @@ def _norm(builder: Builder, norm: Any, x: Value, to: Value) -> Value:
 
 def _head(builder: Builder, head: Any, x: Value) -> Value:
     if type(head) is LogisticMixture:
-        parameters = builder.layer(x, head.project)
+        parameters = builder.layer(x, head.project, least=HEAD_WEIGHTS)
         return builder.mixture(parameters, head.levels, parameters.size // 3, head.MIN_LOG_SCALE)
     require(head, Categorical)
     if head.project is not None:
-        return builder.layer(x, head.project)
-    return builder.linear(x, head.tied.weight[: head.levels], head.bias, name=builder.names[head])
+        return builder.layer(x, head.project, least=HEAD_WEIGHTS)
+    weight = head.tied.weight[: head.levels]
+    return builder.linear(x, weight, head.bias, name=builder.names[head], least=HEAD_WEIGHTS)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode.packing import TILE, Packed, Weights, check_packed, pack
+from unrolled.decode.packing import PACKINGS, TILE, Packed, Weights, check_packed, pack
 from unrolled.ops import native
 from unrolled.ops.dense import Linear
 
@@ -182,7 +182,10 @@ class Builder:
     """
 
     def __init__(
-        self, weights: Weights, model: nn.Module | None = None, given: Mapping[str, Mapping[str, Tensor]] | None = None
+        self,
+        weights: Weights,
+        model: nn.Module | None = None,
+        given: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.weights, self.model, self.given = weights, nn.Module() if model is None else model, given
         self.names = {module: name for name, module in self.model.named_modules()}
@@ -280,21 +283,39 @@ class Builder:
         }
         return self._add("normalize", to, x, kind=int(centred), epsilon=eps, **fields)
 
-    def layer(self, x: Value, layer: nn.Linear, to: Value | None = None) -> Value:
+    def layer(
+        self, x: Value, layer: nn.Linear, to: Value | None = None, *, least: Weights | None = None
+    ) -> Value:
         """Run a linear layer."""
         require(layer, nn.Linear, Linear)
-        return self.linear(x, layer.weight, layer.bias, to, name=self.names[layer])
+        return self.linear(x, layer.weight, layer.bias, to, name=self.names[layer], least=least)
 
     def linear(
-        self, x: Value, weight: Tensor, bias: Tensor | None, to: Value | None = None, *, name: str
+        self,
+        x: Value,
+        weight: Tensor,
+        bias: Tensor | None,
+        to: Value | None = None,
+        *,
+        name: str,
+        least: Weights | None = None,
     ) -> Value:
         """Multiply by a matrix `[out, in]`, rounded unless it has few outputs, and add the bias.
+
+        Args:
+            x: the inputs.
+            weight, bias: of the layer.
+            to: where the outputs go.
+            name: of the layer.
+            least: the form with the fewest bits that will do for this matrix; None for any.
 
         Raises:
             ValueError: the matrices were given, but not one of this name and shape.
         """
         outputs, inputs = weight.shape
-        form = self.weights if outputs >= TILE else "fp32"
+        form: Weights = self.weights if outputs >= TILE else "fp32"
+        if least is not None and list(PACKINGS).index(form) > list(PACKINGS).index(least):
+            form = least
         if self.given is None:
             packed = pack(weight, bias, form)
         else:
