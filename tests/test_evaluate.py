@@ -96,7 +96,7 @@ def test_weights_of_other_models_and_devices_are_refused(
     monkeypatch.setattr(_device, "choose", lambda name: torch.device("meta"))  # stands for another device
     for command in ("evaluate", "generate"):
         printed = error(command, runs / "text", "--weights", "int8", "--device", "cuda")
-        assert printed == "--device is cuda, but --weights int8 runs on the CPU"
+        assert printed == "--device is cuda, but int8 weights run on the CPU"
 
 
 def test_positions_beyond_the_length_of_training_and_the_figures_as_json(runs: Path, tmp_path: Path) -> None:

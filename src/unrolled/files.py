@@ -94,7 +94,8 @@ def save_tensors(
         documents: JSON values stored elsewhere that belong to the tensors, such as a config. The file holds
             their names, which have no commas; the digest covers their content.
         metadata: text to keep in the file, by name.
-        aligned: begin the tensors of bytes, which come last, at a multiple of 64 bytes.
+        aligned: begin the tensors of bytes, which come last, at a multiple of 64 bytes; a tensor
+            `PADDING_KEY` fills the gap.
 
     Raises:
         OSError: the file cannot be written, as on a full disk; an existing one is unchanged.
@@ -125,9 +126,7 @@ def load_tensors(path: str | Path, documents: Callable[[str], object] | None = N
         ValueError: the file cannot be read, or it or a document was changed.
     """
     check_digest(path, documents)
-    found = _readable(path, lambda: load_file(path))
-    found.pop(PADDING_KEY, None)
-    return found
+    return _readable(path, lambda: load_file(path))
 
 
 def add_digest(path: str | Path, documents: Mapping[str, object] | None = None) -> None:

@@ -46,6 +46,7 @@ POSITIONAL = {
         (["{world}/run", "{world}/hf"], ["{world}/none", "{world}/text.txt", "{world}/empty", ""]),
         OUT,
     ],
+    "quantize": [RUN],
     "translate": [TRANSLATOR, (["3 4", "5"], ["x", "999", "-1"])],
     "evaluate": [RUN],
     "list": [],
@@ -83,6 +84,7 @@ OPTIONS = {
         "--force": ([], [""]),
     },
     "convert": {"--force": FORCE},
+    "quantize": {"--weights": WEIGHTS, "--out": OUT, "--data-dir": (["{world}"], []), "--force": FORCE},
     "translate": {
         "--beam-size": COUNT,
         "--length-penalty": (["0", "1.5"], ["-1", "inf", *NO_NUMBER]),

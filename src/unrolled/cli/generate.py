@@ -25,7 +25,7 @@ SHOWN = 112  # minimum pixels of an image's longer side
 @takes_sampling
 def generate(
     run_dir: Annotated[
-        Path, typer.Argument(help="Run folder of unrolled train, or folder of unrolled export.")
+        Path, typer.Argument(help="Run folder of unrolled train, or folder of unrolled export or quantize.")
     ],
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; by default a line break.")] = None,
@@ -110,11 +110,18 @@ def _load_graph(folder: Path, graph: str | None, device: str | None) -> Any:
 
 
 def _load_run(folder: Path, device: str | None, weights: Weights | None) -> Any:
-    """Load the model of a run to a device, or make a plan of it."""
+    """Load a plan, or the model of a run to a device, or make a plan of it."""
     from unrolled.cli._device import choose, require_cpu
     from unrolled.cli._models import load_for
-    from unrolled.decode import plan
+    from unrolled.decode import load, plan
+    from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
 
+    if (folder / PLAN_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
+        model = load(folder)
+        require_cpu(device, model.weights)
+        if weights not in (None, model.weights):
+            raise ValueError(f"--weights is {weights}, but {folder} holds weights in {model.weights}")
+        return model
     if (folder / "manifest.json").exists() and not (folder / "config.json").exists():
         raise ValueError(f"{folder} is a folder of unrolled export: run it with --engine onnx")
     if weights is None:

@@ -73,7 +73,11 @@ class Plan:
 
         A SHA-256 covers the weights, the config and the documents. A crash leaves no file half-written.
         """
-        saving.save(self, self._program, path)
+        saving.save(self, path)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what `save` writes, by name; see `unrolled.decode.saving`."""
+        return saving.tensors(self._program)
 
     def init_state(self, batch_size: int) -> PlanState:
         """The state before the first token."""

@@ -4,8 +4,7 @@ A layer L whose matrix is packed has the tensors L.tiles, L.scales, L.sums and L
 needs them (see `unrolled.decode.packing.Packed`). All other parameters are there in fp32, by name.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -16,7 +15,7 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from unrolled.decode.packing import LAYOUT, PACKINGS, Weights
-from unrolled.files import DIGEST_KEY, load_tensors, read_header
+from unrolled.files import DIGEST_KEY, PADDING_KEY, load_tensors, read_header
 from unrolled.models import Decoder
 from unrolled.models.saving import (
     CONFIG_FILE,
@@ -50,17 +49,25 @@ class Saved(NamedTuple):
     packed: dict[str, dict[str, Tensor]]
 
 
-def save(plan: "Plan", program: "Program", path: str | Path) -> None:
-    """Write a plan into the folder `path`; see `Plan.save`."""
-    packed = {
+def tensors(program: "Program") -> dict[str, Tensor]:
+    """Return the tensors that a folder holds, by name."""
+    found = {
         f"{layer}.{part}": x
         for layer, matrix in program.packed.items()
         for part, x in matrix.tensors().items()
     }
-    tensors = packed | _separate(program.others)
+    seen: set[int] = set()
+    for name, x in program.others.items():
+        found[name] = x.clone() if x.data_ptr() in seen else x  # two names of one parameter
+        seen.add(x.data_ptr())
+    return found
+
+
+def save(plan: "Plan", path: str | Path) -> None:
+    """Write a plan into the folder `path`; see `Plan.save`."""
     documents = {CONFIG_FILE: {"model": Decoder.model_name, **asdict(plan.config)}, **plan.documents}
     metadata = {"weights": plan.weights, "layout": LAYOUT, "version": VERSION}
-    save_folder(path, PLAN_FILE, documents, tensors, metadata, aligned=True)
+    save_folder(path, PLAN_FILE, documents, plan.tensors(), metadata, aligned=True)
 
 
 def read(path: str | Path) -> Saved:
@@ -75,7 +82,8 @@ def read(path: str | Path) -> Saved:
     weights = _form(file)
     documents: dict[str, object] = {}
     found = load_tensors(file, lambda name: documents.setdefault(name, read_json(folder / name)))
-    with torch.device("meta"), _unfilled():
+    found.pop(PADDING_KEY, None)
+    with torch.device("meta"), _Unfilled():
         model = build(Decoder, values, folder / CONFIG_FILE, file)
     packed = _packed(found)
     others = {name: x for name, x in found.items() if not _of_matrix(name, packed, _PARTS)}
@@ -113,24 +121,9 @@ def _of_matrix(name: str, packed: Mapping[str, object], parts: tuple[str, ...]) 
     return layer in packed and part in parts
 
 
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with one before them."""
-    seen: set[int] = set()
-    found = {}
-    for name, x in tensors.items():
-        found[name] = x.clone() if x.data_ptr() in seen else x
-        seen.add(x.data_ptr())
-    return found
-
-
-@contextmanager
-def _unfilled() -> Iterator[None]:
-    """Do not initialise weights: what draws values for the meta device takes a second to import."""
-    with _Unfilled():
-        yield
-
-
 class _Unfilled(TorchFunctionMode):
+    """Does not draw weights: for the meta device that takes a second of imports, and gives no values."""
+
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
