@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from commands import error, run, works
@@ -15,11 +16,17 @@ from safetensors.torch import load_file, save_file
 
 import unrolled
 from unrolled import models
+from unrolled.cli import _options
 from unrolled.cli.run_config import JOBS
+from unrolled.data import Vocabulary
+from unrolled.decode import plan
+from unrolled.decode.packing import Weights
 from unrolled.models import Perceiver, PerceiverConfig
+from unrolled.ops import native
 
 SMALL = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2"]
 SMALL += ["train.batch_size=4", "train.eval_every=10"]
+needs_kernels = pytest.mark.skipif(not native.available(), reason="plans need the C++ kernels")
 TEXT = "".join(f"{i} green bottles hanging on the wall.\n" for i in range(130))
 
 
@@ -70,6 +77,19 @@ def test_generate_options_reach_the_sampler(trained: Path) -> None:
     samples = drawn("--num-samples", 3).split("\n---\n")
     assert len(set(samples)) == 3
     assert f"{samples[0]}\n" == drawn()
+
+
+@needs_kernels
+def test_generate_rounds_weights(trained: Path) -> None:
+    words = ["generate", trained, "--prompt", "9 green", "--tokens", 40, "--seed", 3]
+    outputs = {weights: works(*words, "--weights", weights).stdout for weights in get_args(Weights)}
+    assert outputs["fp32"] == works(*words).stdout
+    for weights, output in outputs.items():
+        model = plan(models.load(trained), weights)
+        ids = Vocabulary.load(trained).encode("9 green")
+        [drawn] = model.generate([ids], 40, seed=3)
+        assert output == "9 green" + Vocabulary.load(trained).decode(drawn) + "\n"
+    assert get_args(Weights) == get_args(_options.Weights)
 
 
 def test_generate_streams_bytes_as_whole_characters(text_settings: list[str], tmp_path: Path) -> None:
@@ -134,6 +154,10 @@ def test_images_become_a_sheet(tmp_path: Path) -> None:
     run_dir, sheet = tmp_path / "digits", tmp_path / "new" / "sheet.png"
     works("train", "data.name=digits", *SMALL, "train.steps=2", f"run_dir={run_dir}")
     works("generate", run_dir, "--num-samples", 5, "--out", sheet, "--seed", 0)
+    drawn = sheet.read_bytes()
+    if native.available():
+        works("generate", run_dir, "--num-samples", 5, "--out", sheet, "--seed", 0, "--weights", "fp32")
+        assert sheet.read_bytes() == drawn
     pixels = image.imread(sheet)[..., 0]
     assert pixels.shape == (2 * 9 * 14, 3 * 9 * 14)  # 8 pixels become 112
     drawn = pixels[::14, ::14]

@@ -3,21 +3,28 @@
 import json
 import math
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from commands import error, works
+from torch import nn
 
 from unrolled import data, models
+from unrolled.cli import _device
 from unrolled.cli._scores import count_right, doubling, in_windows, right_bits, right_labels
 from unrolled.cli.run_config import read_saved, resolve
 from unrolled.contract import IGNORED
 from unrolled.data import Batch
+from unrolled.decode.packing import rounded
+from unrolled.ops import native
 
 MODEL = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2"]
 TRAIN = ["train.steps=2", "train.batch_size=8", "train.eval_every=2", "train.eval_batches=1"]
+
+needs_kernels = pytest.mark.skipif(not native.available(), reason="plans need the C++ kernels")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +51,52 @@ def test_it_evaluates_the_whole_split_and_counts_the_correct_tokens(runs: Path) 
     right = (model(batch.inputs).argmax(-1) == batch.targets).sum().item()
     assert "over all 60 targets in 20 windows of 16 tokens" in printed
     assert f"validation split: {right} of 60 correct" in printed
+
+
+@needs_kernels
+def test_weights_are_rounded_first(runs: Path, tmp_path: Path) -> None:
+    folder, file = Path(shutil.copytree(runs / "text", tmp_path / "run")), tmp_path / "figures.json"
+    model = models.load(folder).eval()
+    with torch.no_grad():
+        for x in model.parameters():
+            nn.init.normal_(x, std=0.5)
+    model.save(folder)
+    settings = (folder / "run.yaml").read_text()
+    (folder / "run.yaml").write_text(settings.replace("bf16: true", "bf16: false"))  # a plan computes in fp32
+    arguments = ["evaluate", folder, "--length", 40, "--positions", "--out", file, "--force"]
+    losses = {}
+    for weights in (None, "fp32", "bf16", "int8", "int4"):
+        works(*arguments, *(() if weights is None else ("--weights", weights)))
+        figures = json.loads(file.read_text())
+        losses[weights] = figures["loss"]
+        assert figures.get("weights") == weights
+        assert len(figures["positions"]) > 3
+    assert losses["fp32"] == pytest.approx(losses[None], abs=1e-5)
+    for matrix in model.modules():
+        if isinstance(matrix, nn.Linear) and matrix.out_features >= 64:
+            matrix.weight.data = rounded(matrix.weight, "bf16")
+    model.save(folder)
+    works(*arguments)
+    assert losses["bf16"] == pytest.approx(json.loads(file.read_text())["loss"], abs=1e-5)
+    assert 1e-4 < abs(losses["bf16"] - losses["fp32"]) < abs(losses["int4"] - losses["fp32"])
+    assert abs(losses["int8"] - losses["fp32"]) < 0.02
+
+
+@needs_kernels
+def test_weights_of_other_models_and_devices_are_refused(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ["data.name=text", f"data.path={runs / 'text.txt'}", "data.length=32"]
+    works("train", *text, *MODEL[:2], "model.name=recurrent_lm", *TRAIN, f"run_dir={tmp_path}")
+    for command in ("evaluate", "generate"):
+        assert error(command, tmp_path, "--weights", "int8") == "a plan cannot run a RecurrentLM"
+        printed = error(command, runs / "text", "--weights", "int8", "--device", "cpux")
+        assert printed.startswith("--device cpux cannot be used here")
+    works("evaluate", runs / "text", "--weights", "int8", "--device", "cpu:0")
+    monkeypatch.setattr(_device, "choose", lambda name: torch.device("meta"))  # stands for another device
+    for command in ("evaluate", "generate"):
+        printed = error(command, runs / "text", "--weights", "int8", "--device", "cuda")
+        assert printed == "--device is cuda, but int8 weights run on the CPU"
 
 
 def test_positions_beyond_the_length_of_training_and_the_figures_as_json(runs: Path, tmp_path: Path) -> None:
@@ -119,7 +172,8 @@ def test_bits_are_counted_too(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["splits"] == {"validation": [count - wrong, count]}
     assert figures["loss"] == pytest.approx(model.loss(*batch[:2]).item(), rel=1e-6)
-    assert "--length is for predicting tokens" in error("evaluate", tmp_path / "run", "--length", 9)
+    for option in (("--length", 9), ("--weights", "int8")):
+        assert f"{option[0]} is for predicting tokens" in error("evaluate", tmp_path / "run", *option)
 
 
 def test_what_counts_as_correct() -> None:

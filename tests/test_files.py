@@ -103,3 +103,16 @@ def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path):
         files.write_file(out, fill_the_disk)
     assert out.read_text() == "old"
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("sizes", [(1, 64), (16, 64), (13, 128), (0, 64)])
+def test_bytes_are_aligned(sizes, tmp_path):
+    wide, size = sizes
+    tensors = {"b" * wide: torch.zeros(wide), "a": torch.zeros(3 * wide, dtype=torch.int32)}
+    tensors |= {"z": torch.ones(size, dtype=torch.uint8), "c": torch.ones(64, dtype=torch.uint8)}
+    path = tmp_path / "x.safetensors"
+    files.save_tensors(tensors, path, aligned=True)
+    found = files.load_tensors(path)
+    assert found.keys() - tensors.keys() == {"padding"}
+    assert all(found[name].equal(x) for name, x in tensors.items())
+    assert found["z"].data_ptr() % 64 == found["c"].data_ptr() % 64 == 0

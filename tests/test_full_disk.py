@@ -34,6 +34,7 @@ NEW = {
     "convert": ["convert", "{made}/run", "{out}"],
     "convert back": ["convert", "{made}/hf", "{out}"],
     "export": ["export", "{made}/run", "{out}"],
+    "quantize": ["quantize", "{made}/run", "--out", "{out}"],
     "compare": ["compare", "linear", *TINY, "--out", "{out}"],
     "bench": ["bench", "linear-forward", "--quick", "--out", "{out}"],
     "list": ["list", "--draw", "window", "--set", "window=4", "--out", "{out}.png"],
@@ -97,7 +98,7 @@ def test_nothing_is_left_half_written(command: str, made: Path, tmp_path: Path) 
         assert everything(parent) == {}
 
 
-@pytest.mark.parametrize("command", ["convert", "compare", "list"])
+@pytest.mark.parametrize("command", ["convert", "quantize", "compare", "list"])
 def test_what_was_there_before_stays(command: str, made: Path, tmp_path: Path) -> None:
     words = filled(NEW[command], made, tmp_path / "out")
     works(*words)

@@ -52,6 +52,7 @@ FOLDERS = {
     "convert": ["convert", "{made}/a", "{out}"],
     "convert back": ["convert", "{made}/hf", "{out}"],
     "export": ["export", "{made}/a", "{out}"],
+    "quantize": ["quantize", "{made}/a", "--out", "{out}"],
     "linearize": ["linearize", "{made}/llama", "{out}", *LINEARIZE],
     "compare": ["compare", "linear", *TINY, "--out", "{out}"],
     "bench": ["bench", "linear-forward", "--quick", "--out", "{out}"],
@@ -108,7 +109,7 @@ def test_what_the_command_made_itself_is_written_again_and_force_writes_anywhere
     assert (out / "notes.txt").read_text() == "my notes"
 
 
-@pytest.mark.parametrize("command", ["convert", "convert back", "export"])
+@pytest.mark.parametrize("command", ["convert", "convert back", "export", "quantize"])
 def test_the_output_of_another_source_is_left_alone(command: str, made: Path, tmp_path: Path) -> None:
     """The sources differ in their weights alone."""
     other = a_run(tmp_path / "other", seed=1)
@@ -117,7 +118,7 @@ def test_the_output_of_another_source_is_left_alone(command: str, made: Path, tm
         other = tmp_path / "hf"
     out = tmp_path / "out"
     verb = FOLDERS[command][0]
-    works(verb, other, out)
+    works(verb, other, *filled(FOLDERS[command][2:], made, out))
     refused(filled(FOLDERS[command], made, out), out)
 
 

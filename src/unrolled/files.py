@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 DIGEST_KEY, DOCUMENTS_KEY = "sha256", "documents"
+PADDING_KEY, ALIGNMENT = "padding", 64  # bytes: of a cache line, and of a register
 NO_DIGEST = "0" * 64  # placeholder while the digest is computed
 T = TypeVar("T")
 
@@ -79,6 +81,8 @@ def save_tensors(
     path: str | Path,
     documents: Mapping[str, object] | None = None,
     metadata: Mapping[str, str] | None = None,
+    *,
+    aligned: bool = False,
 ) -> None:
     """Write tensors to a safetensors file, with a digest that lets `load_tensors` detect changes.
 
@@ -90,6 +94,8 @@ def save_tensors(
         documents: JSON values stored elsewhere that belong to the tensors, such as a config. The file holds
             their names, which have no commas; the digest covers their content.
         metadata: text to keep in the file, by name.
+        aligned: begin the tensors of bytes, which come last, at a multiple of 64 bytes; a tensor
+            `PADDING_KEY` fills the gap.
 
     Raises:
         OSError: the file cannot be written, as on a full disk; an existing one is unchanged.
@@ -97,9 +103,10 @@ def save_tensors(
     documents = documents or {}
     metadata = {"format": "pt", **(metadata or {})}
     metadata |= {DIGEST_KEY: NO_DIGEST, DOCUMENTS_KEY: ",".join(sorted(documents))}
+    tensors = {name: x.detach().contiguous() for name, x in tensors.items()}
 
     def write(file: Path) -> None:
-        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, file, metadata)
+        _save_aligned(tensors, file, metadata) if aligned else save_file(tensors, file, metadata)
         with file.open("r+b") as handle, mmap.mmap(handle.fileno(), 0) as content:
             _sort_metadata(content)
             place, digest = _digest(content, NO_DIGEST, documents)
@@ -184,6 +191,17 @@ def _readable(path: str | Path, read: Callable[[], T]) -> T:
         return read()
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _save_aligned(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Save with padding in front of the tensors of bytes, which safetensors writes after all wider types."""
+    wide = sum(x.nbytes for x in tensors.values() if x.dtype != torch.uint8)
+    padded = {PADDING_KEY: torch.zeros(-wide % ALIGNMENT // 4 or ALIGNMENT // 4), **tensors}
+    save_file(padded, file, metadata | {PADDING_KEY: ""})
+    with file.open("rb") as handle:
+        (header,) = struct.unpack("<Q", handle.read(8))
+    if missing := -(8 + header) % ALIGNMENT:
+        save_file(padded, file, metadata | {PADDING_KEY: " " * missing})
 
 
 def _sort_metadata(content: mmap.mmap) -> None:

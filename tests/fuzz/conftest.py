@@ -12,6 +12,7 @@ from small_models import small_model
 from unrolled import models
 from unrolled.data import Vocabulary
 from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqConfig
+from unrolled.ops import native
 from unrolled.ops import state as states
 
 CHARACTERS = list("\n abcdefgh")
@@ -38,6 +39,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     translator.save(root / "luong")
     works("convert", root / "run", root / "hf")
     works("export", root / "run", root / "onnx")
+    if native.available():
+        works("quantize", root / "run", "--out", root / "plan")
     return root
 
 

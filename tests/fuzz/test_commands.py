@@ -20,6 +20,7 @@ POSITIVE = (["0.5", "1", "2.5"], ["0", "-1", "inf", "-inf", *NO_NUMBER])
 SHARE = (["0.5", "1", "0.01"], ["-0.5", "1.5", "inf", *NO_NUMBER])
 TEMPERATURE = (["0", "0.7", "2"], ["-1", "inf", *NO_NUMBER])
 DEVICE = (["cpu"], ["cuda:99", "tpu", "", "cpu:x", "meta"])
+WEIGHTS = (["fp32", "int4"], ["int2", ""])
 FLAG: tuple[list[str], list[str]] = ([], [])
 FORCE = FLAG
 OUT = (["{out}"], ["{world}/text.txt/x", "{world}/text.txt"])
@@ -45,6 +46,7 @@ POSITIONAL = {
         (["{world}/run", "{world}/hf"], ["{world}/none", "{world}/text.txt", "{world}/empty", ""]),
         OUT,
     ],
+    "quantize": [RUN],
     "translate": [TRANSLATOR, (["3 4", "5"], ["x", "999", "-1"])],
     "evaluate": [RUN],
     "list": [],
@@ -78,9 +80,11 @@ OPTIONS = {
         "--device": DEVICE,
         "--engine": (["torch"], ["onnx", "jax", ""]),
         "--graph": ([], ["plain", "x", ""]),
+        "--weights": WEIGHTS,
         "--force": ([], [""]),
     },
     "convert": {"--force": FORCE},
+    "quantize": {"--weights": WEIGHTS, "--out": OUT, "--data-dir": (["{world}"], []), "--force": FORCE},
     "translate": {
         "--beam-size": COUNT,
         "--length-penalty": (["0", "1.5"], ["-1", "inf", *NO_NUMBER]),
@@ -94,6 +98,7 @@ OPTIONS = {
         "--length-penalty": (["0", "1.5"], ["-1", "inf", *NO_NUMBER]),
         "--length": (["1", "8"], COUNT[1]),
         "--positions": FLAG,
+        "--weights": WEIGHTS,
         "--out": (["{out}.txt"], ["{world}/text.txt/x", "{world}/model"]),
         "--data-dir": (["{world}"], []),
         "--device": DEVICE,

@@ -12,8 +12,9 @@ import torch
 from commands import run as command
 from fuzzing import BrokenError, Case, blocks, check_refusal, run
 
-from unrolled import models
+from unrolled import decode, models
 from unrolled.data import Vocabulary
+from unrolled.ops import native
 from unrolled.ops import state as states
 from unrolled.training import read_log
 
@@ -66,6 +67,12 @@ def read_run(folder: Path) -> Any:
             raise ValueError(sentence)
         assert result.exit_code == 0, result.output
     return found
+
+
+def read_plan(folder: Path) -> Any:
+    plan = decode.load(folder)
+    logits, _ = plan.prefill(torch.tensor([[1, 2, 3]]), plan.init_state(1))
+    return repr(plan.config), plan.weights, plan.documents, plan.tensors(), logits
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -147,6 +154,8 @@ def sources(world: Path, folders: Path) -> dict[Path, Loader]:
     like = models.load(world / "run").init_state(1)
     read: dict[Path, Loader] = {folders / kind: read_model for kind in models.KINDS}
     read[folders / "session"] = lambda x: states.leaves(states.load(x / "state.safetensors", like))
+    if native.available():
+        read[world / "plan"] = read_plan
     return read | {world / "hf": read_hf, world / "onnx": read_onnx, world / "run": read_run}
 
 

@@ -47,6 +47,7 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
         (("generate", run_dir, "--engine", "onnx"), "is not a folder of unrolled export"),
         (("generate", run_dir, "--graph", "int8"), "--graph is int8, but requires --engine onnx"),
         (("generate", out, "--engine", "onnx", "--graph", "int8"), "export again with --int8"),
+        (("generate", out, "--engine", "onnx", "--weights", "int8"), "--weights is for --engine torch"),
         (("generate", out, "--engine", "onnx", "--device", "cuda"), "runs on the CPU"),
         (("generate", out, "--engine", "onnx", "--tokens", 40), "30 learned positions"),
         (("generate", out, "--engine", "onnx", "--prompt", "a" * 31), "--prompt has 31 tokens, too many"),

@@ -17,6 +17,7 @@ from unrolled.cli.generate import generate
 from unrolled.cli.info import info
 from unrolled.cli.linearize import linearize
 from unrolled.cli.list import mechanisms
+from unrolled.cli.quantize import quantize
 from unrolled.cli.schema import schema
 from unrolled.cli.table import table
 from unrolled.cli.train import train
@@ -49,7 +50,7 @@ app = typer.Typer(
     cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
 )
 # In the order of --help.
-for command in (train, generate, convert, translate, evaluate, schema):
+for command in (train, generate, convert, quantize, translate, evaluate, schema):
     app.command()(command)
 app.command("list")(mechanisms)
 for command in (info, demo, bench, compare, linearize, attend, table, export):

@@ -18,3 +18,9 @@ def choose(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device {name} cannot be used here: {reason}") from error
+
+
+def require_cpu(name: str | None, weights: str) -> None:
+    """Raise ValueError if another device than the CPU is named: packed weights are for the CPU only."""
+    if name is not None and choose(name).type != "cpu":
+        raise ValueError(f"--device is {name}, but {weights} weights run on the CPU")

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite output that this command did not make.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda if available.")]
+Weights = Literal["fp32", "bf16", "int8", "int4"]  # of `unrolled.decode`, whose import takes torch
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data files; the same as data.data_dir=...")]
 Runtime = Annotated[
     Path | None, typer.Option(help="With --web: folder of onnxruntime-web's files, instead of npm.")

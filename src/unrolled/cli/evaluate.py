@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unrolled.cli._options import DataDir, Device, Force, refuse
+from unrolled.cli._options import DataDir, Device, Force, Weights, refuse
 from unrolled.cli.bleu import SEARCH, TEST_PART, bleu_reporter
 
 
@@ -29,6 +29,9 @@ def evaluate(
         bool,
         typer.Option("--positions", help="For tokens: also in ranges of positions, with standard errors."),
     ] = False,
+    weights: Annotated[
+        Weights | None, typer.Option(help="For decoders of tokens: round the weights to this form first.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="File for the translations; for other tasks, for the figures as JSON.")
     ] = None,
@@ -45,10 +48,13 @@ def evaluate(
     --positions shows how a model uses its context, and with a larger --length, whether it works beyond the
     length that it was trained on. Standard errors count windows, whose tokens depend on each other.
 
+    --weights shows what rounding the weights costs: the loss is that of the rounded weights.
+
     \b
     Examples:
       unrolled evaluate runs/digits
       unrolled evaluate runs/book --positions --length 1024 --out book.json
+      unrolled evaluate runs/book --weights int8
       unrolled evaluate runs/multi30k --split test_2017_flickr --out translations.txt
     """
     import json
@@ -56,18 +62,25 @@ def evaluate(
 
     from unrolled import models
     from unrolled.cli import _scores, run_config
-    from unrolled.cli._device import choose
+    from unrolled.cli._device import choose, require_cpu
     from unrolled.cli._output import is_report
+    from unrolled.cli._planned import Planned
+    from unrolled.decode import plan
     from unrolled.files import write_file
     from unrolled.folders import check_file
 
     settings = run_config.read_saved(run_dir, data_dir)
     model: Any = models.load(run_dir)
     run = run_config.resolve(settings)
-    model, task = model.to(choose(device)).eval(), run.dataset.task
+    task = run.dataset.task
     if task != "tokens":
-        for_tokens = {"--length": length, "--positions": positions or None}
+        for_tokens = {"--length": length, "--positions": positions or None, "--weights": weights}
         refuse(for_tokens, f"predicting tokens, but the task of {run_dir} is {task!r}")
+    if weights is None:
+        model = model.to(choose(device)).eval()
+    else:
+        require_cpu(device, weights)
+        model = Planned(model, plan(model, weights))
     if length is not None:
         run = replace(run, dataset=_scores.in_windows(run.dataset, model.config, length))
     if task == "translation":
@@ -80,6 +93,6 @@ def evaluate(
     refuse(for_translation, f"translations, but the task of {run_dir} is {task!r}")
     if out is not None:
         check_file(out, lambda: is_report(out, _scores.KEYS), force=force)
-    figures = _scores.measure(model, run, positions)
+    figures = _scores.measure(model, run, positions) | ({} if weights is None else {"weights": weights})
     if out is not None:
         write_file(out, f"{json.dumps(figures, indent=1)}\n")

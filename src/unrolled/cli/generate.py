@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from unrolled.cli._options import Device, Force, refuse, takes_sampling
+from unrolled.cli._options import Device, Force, Weights, refuse, takes_sampling
 from unrolled.cli._output import check_picture, progress_bar, software
 from unrolled.extras import how_to_install
 
@@ -25,7 +25,7 @@ SHOWN = 112  # minimum pixels of an image's longer side
 @takes_sampling
 def generate(
     run_dir: Annotated[
-        Path, typer.Argument(help="Run folder of unrolled train, or folder of unrolled export.")
+        Path, typer.Argument(help="Run folder of unrolled train, or folder of unrolled export or quantize.")
     ],
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; by default a line break.")] = None,
@@ -46,32 +46,41 @@ def generate(
     graph: Annotated[
         str | None, typer.Option(help="With --engine onnx: plain (default), fused or int8.")
     ] = None,
+    weights: Annotated[
+        Weights | None, typer.Option(help="Round the weights of a decoder to this form; on the CPU.")
+    ] = None,
     force: Force = False,
 ) -> None:
     """Generate from the best weights of a run: text streamed to stdout, or a PNG sheet of images.
 
-    \b
-    Text:
-      unrolled generate runs/book --prompt "Once upon" --tokens 50
-      unrolled generate runs/book --num-samples 3 --min-p 0.1 --stop "."
+      \b
+      Text:
+        unrolled generate runs/book --prompt "Once upon" --tokens 50
+        unrolled generate runs/book --num-samples 3 --min-p 0.1 --stop "."
+    unrolled generate runs/book --weights int8
 
-    \b
-    Images:
-      unrolled generate runs/digits --num-samples 100 --out digits.png
+      \b
+      Images:
+        unrolled generate runs/digits --num-samples 100 --out digits.png
 
-    \b
-    An exported model in ONNX Runtime:
-      unrolled generate book.onnx --engine onnx --prompt "Once upon"
+      \b
+      An exported model in ONNX Runtime:
+        unrolled generate book.onnx --engine onnx --prompt "Once upon"
 
-    A model of plain ids, such as one trained on the copy task, reads and writes ids separated by spaces.
+      A model of plain ids, such as one trained on the copy task, reads and writes ids separated by spaces.
     """
     from unrolled import generation
     from unrolled.data import Vocabulary
 
     vocabulary = Vocabulary.load(run_dir)
-    model = (_load_graph if engine == "onnx" else _load_run)(run_dir, graph, device)
     if engine == "onnx":
+        refuse({"--weights": weights}, "--engine torch: an exported model has the weights of its graphs")
+        model = _load_graph(run_dir, graph, device)
         sampling = model.manifest.sampling | sampling
+    else:
+        if graph is not None:
+            raise ValueError(f"--graph is {graph}, but requires --engine onnx")
+        model = _load_run(run_dir, device, weights)
     vocabulary.check(model.config.vocab_size)
     draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
@@ -100,16 +109,25 @@ def _load_graph(folder: Path, graph: str | None, device: str | None) -> Any:
     return onnx.load(folder, graph or "plain")
 
 
-def _load_run(folder: Path, graph: str | None, device: str | None) -> Any:
-    """Load the model of a run to a device."""
-    from unrolled.cli._device import choose
+def _load_run(folder: Path, device: str | None, weights: Weights | None) -> Any:
+    """Load a plan, or the model of a run to a device, or make a plan of it."""
+    from unrolled.cli._device import choose, require_cpu
     from unrolled.cli._models import load_for
+    from unrolled.decode import load, plan
+    from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
 
-    if graph is not None:
-        raise ValueError(f"--graph is {graph}, but requires --engine onnx")
+    if (folder / PLAN_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
+        model = load(folder)
+        require_cpu(device, model.weights)
+        if weights not in (None, model.weights):
+            raise ValueError(f"--weights is {weights}, but {folder} holds weights in {model.weights}")
+        return model
     if (folder / "manifest.json").exists() and not (folder / "config.json").exists():
         raise ValueError(f"{folder} is a folder of unrolled export: run it with --engine onnx")
-    return load_for("tokens", folder).to(choose(device))
+    if weights is None:
+        return load_for("tokens", folder).to(choose(device))
+    require_cpu(device, weights)
+    return plan(load_for("tokens", folder), weights)
 
 
 def _room(model: Any, prompt: list[int], tokens: int | None) -> int:

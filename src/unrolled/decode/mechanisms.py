@@ -135,7 +135,7 @@ def _delta(builder: Builder, layer: DeltaNet, x: Value, qkv: list[Value]) -> Val
     rates = builder.apply("sigmoid", builder.layer(x, layer.beta_proj), scale=layer.max_beta)
     gates = None
     if layer.gated:
-        pace = -layer.log_pace.detach().exp()
+        pace = -layer.log_pace.detach().float().exp()
         gates = _decays(builder, builder.layer(x, layer.decay_proj), layer.decay_bias, pace)
     o = _delta_rule(builder, layer, qkv, rates, gates)
     if layer.gated:
@@ -146,7 +146,7 @@ def _delta(builder: Builder, layer: DeltaNet, x: Value, qkv: list[Value]) -> Val
 def _kda(builder: Builder, layer: KimiDeltaAttention, x: Value, qkv: list[Value]) -> Value:
     rates = builder.apply("sigmoid", builder.layer(x, layer.beta_proj))
     z = builder.layer(builder.layer(x, layer.decay_down), layer.decay_up)
-    pace = -layer.log_pace.detach().exp().repeat_interleave(layer.head_dim)
+    pace = -layer.log_pace.detach().float().exp().repeat_interleave(layer.head_dim)
     o = _delta_rule(builder, layer, qkv, rates, _decays(builder, z, layer.decay_bias.flatten(), pace))
     gate = builder.layer(builder.layer(x, layer.gate_down), layer.gate_up)
     return _gated(builder, o, gate, "sigmoid")

@@ -1,6 +1,7 @@
 """The instructions of a decoder: embeddings, blocks and head."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -17,20 +18,30 @@ from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
 from unrolled.models.stack import Stack
 
+HEAD_WEIGHTS: Weights = "int8"  # the form with the fewest bits for the head; see `unrolled.decode.packing`
 MOST_GRID_POINTS = 1 << 16  # points of axial positions whose vectors are added up beforehand
 
 
-def program(model: nn.Module, weights: Weights) -> Program:
+def program(
+    model: nn.Module, weights: Weights, given: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> Program:
     """Make the program of a model, with weights in this form.
+
+    Args:
+        model: a `Decoder`.
+        weights: the form of its matrices.
+        given: the matrices, packed before; see `Builder`.
 
     Raises:
         UnsupportedError: the model, or a part of it, has no instructions.
+        ValueError: a matrix that is needed is not among those given, or they are more than are needed.
     """
     require(model, Decoder)
     model = cast(Decoder, model)
     require(model.stack, Stack)
-    _check_plain(model)
-    builder = Builder(weights)
+    if given is None:
+        _check_plain(model)
+    builder = Builder(weights, model, given)
     x = builder.value(model.config.d_model)
     _embed(builder, model, x)
     for block in model.stack.layers:
@@ -38,7 +49,10 @@ def program(model: nn.Module, weights: Weights) -> Program:
     if not isinstance(model.stack.norm, nn.Identity):
         _norm(builder, model.stack.norm, x, x)
     head = len(builder.instructions)
-    return builder.finish(head, x, _head(builder, model.head, x))
+    logits = _head(builder, model.head, x)
+    if unknown := sorted((given or {}).keys() - builder.packed.keys()):
+        raise ValueError(f"{unknown[0]} is packed, but the model has no such matrix")
+    return builder.finish(head, x, logits)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -57,7 +71,8 @@ def _embed(builder: Builder, model: Decoder, x: Value) -> None:
     embedding = model.embedding
     require(embedding, PixelEmbedding, nn.Embedding)
     require(model.dropout, nn.Dropout)
-    builder.embed(embedding(torch.arange(model.n_ids)), x)
+    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+    builder.embed(embedding.weight if plain else embedding(torch.arange(model.n_ids)), x)
     _positions(builder, model.positions, x)
 
 
@@ -122,9 +137,10 @@ def _norm(builder: Builder, norm: Any, x: Value, to: Value) -> Value:
 
 def _head(builder: Builder, head: Any, x: Value) -> Value:
     if type(head) is LogisticMixture:
-        parameters = builder.layer(x, head.project)
+        parameters = builder.layer(x, head.project, least=HEAD_WEIGHTS)
         return builder.mixture(parameters, head.levels, parameters.size // 3, head.MIN_LOG_SCALE)
     require(head, Categorical)
     if head.project is not None:
-        return builder.layer(x, head.project)
-    return builder.linear(x, head.tied.weight[: head.levels], head.bias)
+        return builder.layer(x, head.project, least=HEAD_WEIGHTS)
+    weight = head.tied.weight[: head.levels]
+    return builder.linear(x, weight, head.bias, name=builder.names[head], least=HEAD_WEIGHTS)

@@ -5,11 +5,15 @@
     fp32    none
     bf16    to 8 significant bits
     int8    s round(w / s), with s = max |w| / 127 over the weights of an output
-    int4    s round(w / s), from -8 s to 7 s, with s = m / -8 in bfloat16, m being the weight of the largest
-            magnitude among 32 inputs of an output
+    int4    s round(w / s), from -8 s to 7 s, with s in bfloat16, the same for 32 inputs of an output
+
+For int4, let m be the weight of the largest magnitude among these 32. A scale s is first m divided by
+-8, -8.7, 7 or 7.7, then (sum w q) / (sum q^2) with the rounded q, by least squares. Of the four, the one
+with the least squared error is used. The matrix of the head is in int8 then, because rounding it costs
+more quality than any other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,10 +24,12 @@ from unrolled.ops import native
 
 Weights = Literal["fp32", "bf16", "int8", "int4"]
 
-TILE, GROUP = (
-    64,
-    32,
-)  # outputs of a tile; inputs that a number of them is filled up to, and that share a scale
+TILE = 64  # outputs of a tile
+GROUP = 32  # inputs that a number of them is filled up to, and that share a scale
+FIRST_STEPS = (-8, -8.7, 7, 7.7)  # of the largest weight of a group, before its scale is fitted
+GROUPS_AT_ONCE = 2048  # in the cache
+LAYOUT = f"tiles of {TILE} outputs, groups of {GROUP} inputs"
+_GROUP_BYTES: dict[Weights, int] = {"fp32": 128, "bf16": 64, "int8": 32, "int4": 18}  # of an output
 
 
 class Packed(NamedTuple):
@@ -47,6 +53,11 @@ class Packed(NamedTuple):
     sums: Tensor | None
     bias: Tensor | None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, by their names here."""
+        found = {"tiles": self.tiles, "scales": self.scales, "sums": self.sums, "bias": self.bias}
+        return {name: x for name, x in found.items() if x is not None}
+
     def fields(self) -> tuple[int, ...]:
         """The fields of the struct `Packed` in C++."""
         packing = list(PACKINGS).index(self.weights)
@@ -63,6 +74,35 @@ def pack(weight: Tensor, bias: Tensor | None, weights: Weights) -> Packed:
     if bias is not None:
         bias = pad(bias.detach().to("cpu", torch.float32), (0, -outputs % TILE)).contiguous()
     return Packed(inputs, outputs, weights, tiles.view(torch.uint8).flatten(), scales, sums, bias)
+
+
+def check_packed(
+    name: str, tensors: Mapping[str, Tensor] | None, sizes: Sequence[int], weights: Weights, biased: bool
+) -> Packed:
+    """Return the packed matrix of these tensors, of `sizes` [out, in].
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of another shape or type.
+    """
+    outputs, inputs = sizes
+    rows, columns = outputs + -outputs % TILE, inputs + -inputs % GROUP
+    expected = {"tiles": (torch.uint8, [rows * columns // GROUP * _GROUP_BYTES[weights]])}
+    if weights == "int8":
+        expected |= {"scales": (torch.float32, [rows]), "sums": (torch.int32, [rows])}
+    if biased:
+        expected["bias"] = (torch.float32, [rows])
+    found = {part: (x.dtype, list(x.shape)) for part, x in (tensors or {}).items()}
+    if found != expected:
+        raise ValueError(
+            f"{name} has the packed tensors {_described(found)}, but must have {_described(expected)}"
+        )
+    assert tensors is not None
+    scales, sums, bias = map(tensors.get, ("scales", "sums", "bias"))
+    return Packed(inputs, outputs, weights, tensors["tiles"], scales, sums, bias)
+
+
+def _described(tensors: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:
+    return ", ".join(f"{part} {shape} {dtype}" for part, (dtype, shape) in tensors.items()) or "none"
 
 
 def rounded(weight: Tensor, weights: Weights) -> Tensor:
@@ -120,10 +160,27 @@ def _by_output(w: Tensor) -> tuple[Tensor, Tensor]:
 
 def _by_group(w: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers `[out, groups, 32]`, and their scales `[out, groups, 1]`."""
-    groups = w.view(len(w), -1, GROUP)
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    scale = (largest / -8).bfloat16().float()
-    return _whole(groups, scale).clamp(-8, 7), scale
+    fitted = [_fitted(groups) for groups in torch.split(w.view(-1, GROUP), GROUPS_AT_ONCE)]
+    whole, scale = (
+        torch.cat(parts).view(len(w), w.shape[1] // GROUP, -1) for parts in zip(*fitted, strict=True)
+    )
+    return whole, scale
+
+
+def _fitted(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers `[n, 32]` from -8 to 7, and the scales `[n, 1]` that fit best."""
+    largest = w.gather(1, w.abs().argmax(1, keepdim=True))
+    whole, scale, least = w, largest, torch.full_like(largest, torch.inf)
+    for steps in FIRST_STEPS:
+        first = _whole(w, (largest / steps).bfloat16().float()).clamp_(-8, 7)
+        fit = (first * w).sum(1, keepdim=True) / first.square().sum(1, keepdim=True).clamp_(min=1)
+        fit = fit.bfloat16().float()
+        found = _whole(w, fit).clamp_(-8, 7)
+        error = (found * fit).sub_(w).square_().sum(1, keepdim=True)
+        better = ~(error >= least)  # NaN too
+        whole, scale = torch.where(better, found, whole), torch.where(better, fit, scale)
+        least = torch.where(better, error, least)
+    return whole, scale
 
 
 def _whole(w: Tensor, scale: Tensor) -> Tensor:

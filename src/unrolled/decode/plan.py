@@ -9,13 +9,14 @@ kernel. It is a snapshot: when the model changes, make another. The number of th
 call.
 """
 
+from pathlib import Path
 from typing import NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode import states
+from unrolled.decode import saving, states
 from unrolled.decode.loop import Loop
 from unrolled.decode.models import program
 from unrolled.decode.packing import PACKINGS, Weights
@@ -23,6 +24,7 @@ from unrolled.decode.program import KEY_BLOCK, Program
 from unrolled.decode.request import OnToken, Options, Prompts, Request
 from unrolled.models import Decoder, DecoderConfig, DecoderState
 from unrolled.models.checks import check_ids
+from unrolled.models.saving import PLAN_FILE
 from unrolled.ops import native
 from unrolled.ops.checks import check_key_padding_mask, shape, wrong
 from unrolled.ops.options import check_batch_size
@@ -51,6 +53,7 @@ class Plan:
     Attributes:
         config: of the model.
         weights: "fp32", "bf16", "int8" or "int4".
+        documents: JSON values that belong to the model, such as its vocabulary, by the name of their file.
     """
 
     def __init__(
@@ -58,11 +61,23 @@ class Plan:
     ) -> None:
         self.config, self.weights = config, weights
         self._program, self._empty = program, empty
+        self.documents: dict[str, object] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes that the plan holds: packed matrices, and all other weights in fp32."""
         return self._program.nbytes
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan into the folder `path`, created if needed, for `unrolled.decode.load`.
+
+        A SHA-256 covers the weights, the config and the documents. A crash leaves no file half-written.
+        """
+        saving.save(self, path)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what `save` writes, by name; see `unrolled.decode.saving`."""
+        return saving.tensors(self._program)
 
     def init_state(self, batch_size: int) -> PlanState:
         """The state before the first token."""
@@ -235,9 +250,39 @@ def plan(model: nn.Module, weights: Weights = "fp32") -> Plan:
     """
     if weights not in PACKINGS:
         raise wrong("weights", repr(weights), f"one of {', '.join(PACKINGS)}")
+    _check_kernels()
+    with torch.no_grad():
+        return _planned(model, weights, program(model, weights))
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan that `Plan.save` or `unrolled quantize` wrote.
+
+    The weights are mapped into memory, not copied, so processes share them; nothing is packed. Most of the
+    time goes into the SHA-256 of the file. Nobody may truncate the file while the plan is in use.
+
+    Raises:
+        ValueError: the folder holds no plan; a file is damaged, was changed after it was saved or has another
+            layout; or a tensor is missing, unknown or of another shape or type.
+        UnsupportedError: the C++ kernels were not built.
+    """
+    _check_kernels()
+    saved = saving.read(path)
+    with torch.no_grad():
+        try:
+            return _planned(saved.model, saved.weights, program(saved.model, saved.weights, saved.packed))
+        except ValueError as error:
+            raise ValueError(f"{Path(path) / PLAN_FILE} is not of this model: {error}") from error
+
+
+def _check_kernels() -> None:
     if (missing := native.missing()) is not None:
         raise UnsupportedError(f"a plan needs the C++ kernels: {missing}")
-    with torch.no_grad():
-        made = program(model, weights)
-        decoder = cast(Decoder, model)
-        return Plan(decoder.config, weights, made, decoder.init_state(0))
+
+
+def _planned(model: nn.Module, weights: Weights, program: Program) -> Plan:
+    decoder = cast(Decoder, model)
+    empty = map_tensors(lambda x: torch.zeros_like(x, device="cpu"), decoder.init_state(0))
+    made = Plan(decoder.config, weights, program, empty)
+    made.documents = dict(decoder.documents)
+    return made

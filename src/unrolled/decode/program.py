@@ -5,7 +5,7 @@ What each instruction computes is documented in `native/decode_tokens.h` and `na
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode.packing import TILE, Weights, pack
+from unrolled.decode.packing import PACKINGS, TILE, Packed, Weights, check_packed, pack
 from unrolled.ops import native
 from unrolled.ops.dense import Linear
 
@@ -133,6 +133,8 @@ class Program(NamedTuple):
         instructions: the structs, in order.
         fields: fields of the struct `Program` in C++ that do not change.
         kept: tensors that the instructions point to.
+        packed: the matrices, by the name of their layer.
+        others: all other parameters and buffers, in fp32, by name.
         state_size: floats of the state of a sequence.
         cache: sizes of the parts of the cache of a sequence, in floats per token.
         slots: the parts of the state of each layer.
@@ -143,6 +145,8 @@ class Program(NamedTuple):
     instructions: ctypes.Array[ctypes.c_char]
     fields: dict[str, int]
     kept: list[Tensor]
+    packed: dict[str, Packed]
+    others: dict[str, Tensor]
     state_size: int
     cache: list[int]
     slots: list[list[Slot]]
@@ -157,7 +161,8 @@ class Program(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(x.nbytes for x in {x.data_ptr(): x for x in self.kept}.values())
+        every = [*self.kept, *self.others.values()]
+        return sum(x.nbytes for x in {x.data_ptr(): x for x in every}.values())
 
 
 def require(module: object, *kinds: type) -> None:
@@ -167,10 +172,25 @@ def require(module: object, *kinds: type) -> None:
 
 
 class Builder:
-    """Collects instructions. A method adds one, and returns the value that it computes."""
+    """Collects instructions. A method adds one, and returns the value that it computes.
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
+    Args:
+        weights: the form of matrices.
+        model: whose layers the instructions run.
+        given: the tensors of each packed matrix, by the name of its layer; None to pack those of the model.
+            If given, the other weights of the model are used where they lie, and not copied.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        model: nn.Module | None = None,
+        given: Mapping[str, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self.weights, self.model, self.given = weights, nn.Module() if model is None else model, given
+        self.names = {module: name for name, module in self.model.named_modules()}
+        self.packed: dict[str, Packed] = {}
+        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
         self.width = self.state_size = self.widest = self.longest = 0
         self._top = self._kept_below = 0  # the end of the values in use, and of those that stay
         self.cache: list[int] = []
@@ -216,8 +236,8 @@ class Builder:
         }
         array = ctypes.create_string_buffer(b"".join(self.instructions))
         return Program(
-            array, fields, self.kept, self.state_size, self.cache, self.slots, self.longest,
-            self.most_positions,
+            array, fields, self.kept, self.packed, self._others(), self.state_size, self.cache, self.slots,
+            self.longest, self.most_positions,
         )  # fmt: skip
 
     # ---- one token
@@ -263,17 +283,46 @@ class Builder:
         }
         return self._add("normalize", to, x, kind=int(centred), epsilon=eps, **fields)
 
-    def layer(self, x: Value, layer: nn.Linear, to: Value | None = None) -> Value:
+    def layer(
+        self, x: Value, layer: nn.Linear, to: Value | None = None, *, least: Weights | None = None
+    ) -> Value:
         """Run a linear layer."""
         require(layer, nn.Linear, Linear)
-        return self.linear(x, layer.weight, layer.bias, to)
+        return self.linear(x, layer.weight, layer.bias, to, name=self.names[layer], least=least)
 
-    def linear(self, x: Value, weight: Tensor, bias: Tensor | None, to: Value | None = None) -> Value:
-        """Multiply by a matrix `[out, in]`, rounded unless it has few outputs, and add the bias."""
+    def linear(
+        self,
+        x: Value,
+        weight: Tensor,
+        bias: Tensor | None,
+        to: Value | None = None,
+        *,
+        name: str,
+        least: Weights | None = None,
+    ) -> Value:
+        """Multiply by a matrix `[out, in]`, rounded unless it has few outputs, and add the bias.
+
+        Args:
+            x: the inputs.
+            weight, bias: of the layer.
+            to: where the outputs go.
+            name: of the layer.
+            least: the form with the fewest bits that will do for this matrix; None for any.
+
+        Raises:
+            ValueError: the matrices were given, but not one of this name and shape.
+        """
         outputs, inputs = weight.shape
-        packed = pack(weight, bias, self.weights if outputs >= TILE else "fp32")
+        form: Weights = self.weights if outputs >= TILE else "fp32"
+        if least is not None and list(PACKINGS).index(form) > list(PACKINGS).index(least):
+            form = least
+        if self.given is None:
+            packed = pack(weight, bias, form)
+        else:
+            packed = check_packed(name, self.given.get(name), weight.shape, form, bias is not None)
+        self.packed[name] = packed
         self.widest = max(self.widest, inputs)
-        self.kept += [y for y in (packed.tiles, packed.scales, packed.sums, packed.bias) if y is not None]
+        self.kept += packed.tensors().values()
         to = self.value(outputs) if to is None else to
         return self._add("linear_layer", to, x, layer=packed.fields())
 
@@ -424,6 +473,24 @@ class Builder:
     def _keep(self, x: Tensor | None, dtype: torch.dtype) -> int:
         if x is None:
             return 0
-        copy = x.detach().to("cpu", dtype, copy=True).contiguous()
-        self.kept.append(copy)
-        return copy.data_ptr()
+        self.kept.append(self._copy(x, dtype))
+        return self.kept[-1].data_ptr()
+
+    def _copy(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy a tensor; the same parameter once."""
+        key = (id(x), dtype)
+        if key not in self._copies:
+            copy = x.detach().to("cpu", dtype, copy=self.given is None).contiguous()
+            if not isinstance(x, nn.Parameter):  # it may end, and another have its id
+                return copy
+            self._copies[key] = copy
+        return self._copies[key]
+
+    def _others(self) -> dict[str, Tensor]:
+        """Copy what is not packed."""
+        of_matrices = {f"{name}.{part}" for name in self.packed for part in ("weight", "bias")}
+        return {
+            name: self._copy(x, torch.float32 if x.is_floating_point() else x.dtype)
+            for name, x in self.model.state_dict(keep_vars=True).items()
+            if name not in of_matrices
+        }

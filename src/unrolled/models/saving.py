@@ -17,6 +17,7 @@ from unrolled.models.config import ModelConfig
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+PLAN_FILE = "plan.safetensors"  # in its place, in the folders of `unrolled.decode`
 Config = TypeVar("Config", bound=ModelConfig)
 Model = TypeVar("Model", bound="SavedModel")
 
@@ -49,16 +50,8 @@ class SavedModel(nn.Module):
         Raises:
             ValueError: the config holds an object that is not JSON-serialisable.
         """
-        documents = {CONFIG_FILE: {"model": self.model_name, **asdict(self.config)}, **self.documents}
-        texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in documents.items()}
-        folder = Path(path)
-        config_file = folder / CONFIG_FILE
-        if config_file.exists() and config_file.read_text(encoding="utf-8") != texts[CONFIG_FILE]:
-            config_file.unlink()  # first: after a crash, another model's config must not meet these weights
-        as_read = {name: json.loads(text) for name, text in texts.items()}  # a tuple becomes a list
-        save_tensors(self.state_dict(), folder / WEIGHTS_FILE, as_read)
-        for name, text in reversed(texts.items()):  # the config last: without it there is no model
-            write_file(folder / name, text)
+        config = {"model": self.model_name, **asdict(self.config)}
+        save_folder(path, WEIGHTS_FILE, {CONFIG_FILE: config, **self.documents}, self.state_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -76,7 +69,9 @@ class SavedModel(nn.Module):
                 f"{path} holds a model of kind {name!r}, but must hold one of kind {cls.model_name!r}"
             )
         weights = folder / WEIGHTS_FILE
-        model = _build(cls, values, folder / CONFIG_FILE, weights)
+        if not weights.exists() and (folder / PLAN_FILE).exists():
+            raise ValueError(f"{path} holds packed weights, in {PLAN_FILE}, but must hold {WEIGHTS_FILE}")
+        model = build(cls, values, folder / CONFIG_FILE, weights)
         documents: dict[str, object] = {}
         load_weights(model, weights, lambda name: documents.setdefault(name, read_json(folder / name)))
         model.documents = {name: x for name, x in documents.items() if name != CONFIG_FILE}
@@ -98,6 +93,37 @@ class RecomputingModel(SavedModel):
         return self.gradient_checkpointing and self.training
 
 
+def save_folder(
+    path: str | Path,
+    file_name: str,
+    documents: Mapping[str, object],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    aligned: bool = False,
+) -> None:
+    """Write documents and tensors into the folder `path`; see `SavedModel.save`.
+
+    Args:
+        path: the folder, created if needed.
+        file_name: of the tensors.
+        documents: the config, under the name `CONFIG_FILE`, then what else belongs to the tensors.
+        tensors, metadata, aligned: as for `save_tensors`.
+
+    Raises:
+        ValueError: the config holds an object that is not JSON-serialisable.
+    """
+    texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in documents.items()}
+    folder = Path(path)
+    config_file = folder / CONFIG_FILE
+    if config_file.exists() and config_file.read_text(encoding="utf-8") != texts[CONFIG_FILE]:
+        config_file.unlink()  # first: after a crash, another model's config must not meet these weights
+    as_read = {name: json.loads(text) for name, text in texts.items()}  # a tuple becomes a list
+    save_tensors(tensors, folder / file_name, as_read, metadata, aligned=aligned)
+    for name, text in reversed(texts.items()):  # the config last: without it there is no model
+        write_file(folder / name, text)
+
+
 def read_config(path: str | Path) -> dict[str, object]:
     """Read `config.json` of the model folder `path`: its "model" names the kind, the rest is the config."""
     file = Path(path) / CONFIG_FILE
@@ -116,7 +142,19 @@ def load_weights(model: nn.Module, file: Path, documents: Callable[[str], object
         ValueError: as `load_tensors`, or the file does not hold exactly the tensors of `model`.
     """
     found = load_tensors(file, documents)
-    own = model.state_dict()
+    check_tensors(model.state_dict(), found, file)
+    floating = {x.dtype for x in found.values() if x.is_floating_point()}
+    if len(floating) == 1:
+        model.to(floating.pop())
+    model.load_state_dict(found)
+
+
+def check_tensors(own: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Check the tensors that were found in a file against those of a model.
+
+    Raises:
+        ValueError: one is missing, unknown, or of another shape or kind of type.
+    """
     if missing := sorted(own.keys() - found.keys()):
         raise ValueError(f"{file} lacks {len(missing)} tensors of this model, the first is {missing[0]!r}")
     if unknown := sorted(found.keys() - own.keys()):
@@ -130,10 +168,6 @@ def load_weights(model: nn.Module, file: Path, documents: Callable[[str], object
         if not same_kind:
             kind = "a floating-point type" if x.is_floating_point() else x.dtype
             raise ValueError(f"{name} in {file} is {found[name].dtype}, but must be {kind}")
-    floating = {x.dtype for x in found.values() if x.is_floating_point()}
-    if len(floating) == 1:
-        model.to(floating.pop())
-    model.load_state_dict(found)
 
 
 def build_config(config_type: type[Config], values: Mapping[str, object], file: Path) -> Config:
@@ -164,8 +198,12 @@ def _naming(file: Path) -> Iterator[None]:
         raise kind(f"{file} cannot be used: {error}") from error
 
 
-def _build(kind: type[Model], values: dict[str, object], file: Path, weights: Path) -> Model:
-    """Build the model of a config, unless that takes much more memory than the weights file accounts for."""
+def build(kind: type[Model], values: dict[str, object], file: Path, weights: Path) -> Model:
+    """Build the model of a config, unless that takes much more memory than the weights file accounts for.
+
+    Raises:
+        ValueError: it does, or a value in `file` is missing, unknown or out of range.
+    """
     shapes = read_header(weights).shapes
     too_large = f"{file} is the config of a larger model than {weights} holds the weights of"
     n_layers = values.get("n_layers", 0)

@@ -1,0 +1,24 @@
+"""A model read by a plan, to be evaluated like any other."""
+
+from torch import Tensor, nn
+
+from unrolled.decode import Plan
+from unrolled.models import Decoder
+
+
+class Planned(nn.Module):
+    """A decoder whose logits are those of a plan.
+
+    Args:
+        model: the decoder that the plan was made of.
+        plan: computes the logits.
+    """
+
+    def __init__(self, model: Decoder, plan: Plan) -> None:
+        super().__init__()
+        self.model, self.config, self.plan = model, model.config, plan
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`[B,T]` -> `[B,T,vocab_size]`."""
+        logits, _ = self.plan.prefill(tokens, self.plan.init_state(len(tokens)))
+        return logits

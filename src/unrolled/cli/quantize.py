@@ -1,0 +1,93 @@
+"""`unrolled quantize`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unrolled.cli._options import DataDir, Force, Weights
+
+if TYPE_CHECKING:
+    from unrolled.decode import Plan
+    from unrolled.models import Decoder
+
+
+def quantize(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder of unrolled train.")],
+    weights: Annotated[Weights, typer.Option(help="The form of the weights.")] = "int8",
+    out: Annotated[Path | None, typer.Option(help="The folder to write; by default RUN_DIR-WEIGHTS.")] = None,
+    data_dir: DataDir = None,
+    force: Force = False,
+) -> None:
+    """Round the best weights of a run, and write them to a folder, packed for generation on a CPU.
+
+    A weight of a matrix takes 32, 16, 8 or 4.5 bits; all others stay in fp32. The loss of quality is measured
+    on the whole validation split, if the data of the run can be opened.
+
+    \b
+    Examples:
+      unrolled quantize runs/book
+      unrolled generate runs/book-int8 --prompt "Once upon"
+      unrolled quantize runs/book --weights int4 --out book4
+    """
+    from unrolled.cli._models import load_for
+    from unrolled.decode import plan
+    from unrolled.folders import check_folder, writing_folder
+    from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
+
+    source = Path(run_dir)
+    model = load_for("tokens", source)
+    out = source.resolve().with_name(f"{source.resolve().name}-{weights}") if out is None else out
+    if out.resolve() == source.resolve():
+        raise ValueError(f"{out} is the model's own folder, but must be another one")
+    planned = plan(model, weights)
+    check_folder(out, f"the same weights of {source}", lambda: _same(out, planned), force=force)
+    with writing_folder(out) as folder:
+        planned.save(folder)
+    before, after = (
+        (folder / name).stat().st_size for folder, name in ((source, WEIGHTS_FILE), (out, PLAN_FILE))
+    )
+    typer.echo(
+        f"{out}: {after:,} bytes with {weights} weights, {after / before:.0%} of the {before:,} before"
+    )
+    _compare(source, data_dir, model.float().eval(), planned)
+
+
+def _same(folder: Path, planned: "Plan") -> bool:
+    """Return whether a folder holds this plan."""
+    from unrolled.decode import load
+
+    try:
+        found = load(folder)
+    except (ValueError, OSError):
+        return False
+    mine, its = planned.tensors(), found.tensors()
+    return (
+        (found.config, found.weights, found.documents) == (planned.config, planned.weights, planned.documents)
+        and mine.keys() == its.keys()
+        and all(its[name].equal(x) for name, x in mine.items())
+    )
+
+
+def _compare(source: Path, data_dir: Path | None, model: "Decoder", planned: "Plan") -> None:
+    """Print the loss in fp32 and with the weights of a plan, if the data of the run can be opened."""
+    from dataclasses import replace
+
+    from unrolled import training
+    from unrolled.cli import run_config
+    from unrolled.cli._planned import Planned
+
+    try:
+        run = run_config.resolve(run_config.read_saved(source, data_dir))
+        length = next(iter(run.dataset.eval_batches(1))).inputs.shape[1]
+    except (ValueError, OSError) as error:
+        typer.echo(f"the loss was not measured: {error}", err=True)
+        return
+    config = replace(run.train, bf16=False)
+    readers: list[Any] = [model, Planned(model, planned)]
+    scores = [training.evaluate_positions(each, run.dataset, config, [(0, length)])[0] for each in readers]
+    before, after = (score.loss for score in scores)
+    typer.echo(
+        f"validation loss {before:.4f} nats/token in fp32, {after:.4f} in {planned.weights}: "
+        f"{after - before:+.4f}, over all {scores[0].targets:,} targets"
+    )

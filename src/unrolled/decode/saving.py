@@ -1,0 +1,132 @@
+"""Plans as folders: a model's config and documents, and its packed weights in one file.
+
+A layer L whose matrix is packed has the tensors L.tiles, L.scales, L.sums and L.bias, as far as its form
+needs them (see `unrolled.decode.packing.Packed`). All other parameters are there in fp32, by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+
+from unrolled.decode.packing import LAYOUT, PACKINGS, Weights
+from unrolled.files import DIGEST_KEY, PADDING_KEY, load_tensors, read_header
+from unrolled.models import Decoder
+from unrolled.models.saving import (
+    CONFIG_FILE,
+    PLAN_FILE,
+    build,
+    check_tensors,
+    read_config,
+    read_json,
+    save_folder,
+)
+
+if TYPE_CHECKING:
+    from unrolled.decode.plan import Plan
+    from unrolled.decode.program import Program
+
+VERSION = "1"
+_PARTS = ("tiles", "scales", "sums", "bias")
+
+
+class Saved(NamedTuple):
+    """What a folder holds.
+
+    Attributes:
+        model: with its documents, and without its packed matrices, which are on the meta device.
+        weights: the form of these.
+        packed: their tensors, by the name of the layer.
+    """
+
+    model: Decoder
+    weights: Weights
+    packed: dict[str, dict[str, Tensor]]
+
+
+def tensors(program: "Program") -> dict[str, Tensor]:
+    """Return the tensors that a folder holds, by name."""
+    found = {
+        f"{layer}.{part}": x
+        for layer, matrix in program.packed.items()
+        for part, x in matrix.tensors().items()
+    }
+    seen: set[int] = set()
+    for name, x in program.others.items():
+        found[name] = x.clone() if x.data_ptr() in seen else x  # two names of one parameter
+        seen.add(x.data_ptr())
+    return found
+
+
+def save(plan: "Plan", path: str | Path) -> None:
+    """Write a plan into the folder `path`; see `Plan.save`."""
+    documents = {CONFIG_FILE: {"model": Decoder.model_name, **asdict(plan.config)}, **plan.documents}
+    metadata = {"weights": plan.weights, "layout": LAYOUT, "version": VERSION}
+    save_folder(path, PLAN_FILE, documents, plan.tensors(), metadata, aligned=True)
+
+
+def read(path: str | Path) -> Saved:
+    """Read a folder that `save` wrote; see `unrolled.decode.load`."""
+    folder = Path(path)
+    file = folder / PLAN_FILE
+    values = read_config(folder)
+    if not file.exists():
+        raise ValueError(f"{path} holds no packed weights: it has no {PLAN_FILE}")
+    if (kind := values.pop("model")) != Decoder.model_name:
+        raise ValueError(f"{path} holds a model of kind {kind!r}, but must hold one of kind 'decoder'")
+    weights = _form(file)
+    documents: dict[str, object] = {}
+    found = load_tensors(file, lambda name: documents.setdefault(name, read_json(folder / name)))
+    found.pop(PADDING_KEY, None)
+    with torch.device("meta"), _Unfilled():
+        model = build(Decoder, values, folder / CONFIG_FILE, file)
+    packed = _packed(found)
+    others = {name: x for name, x in found.items() if not _of_matrix(name, packed, _PARTS)}
+    own = {
+        name: x for name, x in model.state_dict().items() if not _of_matrix(name, packed, ("weight", "bias"))
+    }
+    check_tensors(own, others, file)
+    model.load_state_dict(others, strict=False, assign=True)
+    model.documents = {name: x for name, x in documents.items() if name != CONFIG_FILE}
+    return Saved(model, weights, packed)
+
+
+def _form(file: Path) -> Weights:
+    """Return the form of the weights in a file."""
+    metadata = read_header(file).metadata
+    if metadata.get("weights") not in PACKINGS or DIGEST_KEY not in metadata:
+        raise ValueError(f"{file} is not a file of packed weights that this library wrote")
+    if (found := (metadata.get("layout"), metadata.get("version"))) != (LAYOUT, VERSION):
+        raise ValueError(
+            f"{file} holds {found[0]}, version {found[1]}, but must hold {LAYOUT}, version {VERSION}"
+        )
+    return cast(Weights, metadata["weights"])
+
+
+def _packed(found: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    layers = [name.removesuffix(".tiles") for name in found if name.endswith(".tiles")]
+    return {
+        layer: {part: found[f"{layer}.{part}"] for part in _PARTS if f"{layer}.{part}" in found}
+        for layer in layers
+    }
+
+
+def _of_matrix(name: str, packed: Mapping[str, object], parts: tuple[str, ...]) -> bool:
+    layer, _, part = name.rpartition(".")
+    return layer in packed and part in parts
+
+
+class _Unfilled(TorchFunctionMode):
+    """Does not draw weights: for the meta device that takes a second of imports, and gives no values."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_):
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,112 @@
+"""`unrolled quantize`: packed weights in a folder, and what they cost in quality."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import error, run, works
+from torch import nn
+
+from unrolled import models
+from unrolled.cli import _device
+from unrolled.data import Vocabulary
+from unrolled.decode import load, plan
+from unrolled.models import Encoder, EncoderConfig
+from unrolled.models.saving import PLAN_FILE
+from unrolled.ops import native
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose weights are large enough that rounding them changes the loss."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text("".join(f"{i} green bottles hanging on the wall.\n" for i in range(130)))
+    words = ["data.name=text", f"data.path={folder / 'text.txt'}", "data.length=32", "train.steps=1"]
+    words += ["model.d_model=64", "model.n_layers=1", "model.n_heads=2", "train.batch_size=4"]
+    works("train", *words, "train.bf16=true", f"run_dir={folder / 'book'}")
+    model = models.load(folder / "book")
+    torch.manual_seed(0)
+    for x in model.parameters():
+        nn.init.normal_(x, std=0.3)
+    model.save(folder / "book")
+    return folder / "book"
+
+
+def test_it_writes_a_plan_and_prints_what_it_costs(trained: Path) -> None:
+    out, sizes = trained.with_name("book-int4"), {}
+    printed = works("quantize", trained, "--weights", "int4").stdout
+    for folder, name in ((trained, "model.safetensors"), (out, PLAN_FILE)):
+        sizes[folder] = (folder / name).stat().st_size
+    assert f"{out}: {sizes[out]:,} bytes with int4 weights" in printed
+    assert f"of the {sizes[trained]:,} before" in printed
+    before, after, change = map(float, re.search(
+        r"loss ([\d.]+) nats/token in fp32, ([\d.]+) in int4: ([-+.\d]+), over all \d+ targets", printed
+    ).groups())  # fmt: skip
+    assert change == pytest.approx(after - before, abs=1.01e-4)
+    assert abs(change) > 1e-3
+    for weights, loss in (("fp32", before), ("int4", after)):
+        evaluated = works("evaluate", trained, "--weights", weights).stdout
+        assert f"validation loss {loss:.4f} nats/token" in evaluated
+    assert load(out).weights == "int4"
+    assert {x.name for x in out.iterdir()} == {"config.json", "vocabulary.json", PLAN_FILE}
+
+
+def test_the_folder_generates_what_the_plan_does(trained: Path, tmp_path: Path) -> None:
+    words = ["--prompt", "9 green", "--tokens", 40, "--seed", 3]
+    works("quantize", trained, "--out", tmp_path / "out")
+    output = works("generate", tmp_path / "out", *words).stdout
+    [drawn] = plan(models.load(trained), "int8").generate(
+        [Vocabulary.load(trained).encode("9 green")], 40, seed=3
+    )
+    assert output == f"9 green{Vocabulary.load(trained).decode(drawn)}\n"
+    assert output == works("generate", tmp_path / "out", *words, "--weights", "int8").stdout
+    assert output == works("generate", trained, *words, "--weights", "int8").stdout
+
+
+def test_images(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    size = {"d_model": 8, "n_layers": 1, "n_heads": 2}
+    config = models.DecoderConfig(4, max_length=16, start_token=True, inputs="pixels", **size)
+    Vocabulary("image", shape=[4, 4]).attach(models.Decoder(config)).save(tmp_path / "images")
+    result = works("quantize", tmp_path / "images", "--weights", "bf16")
+    assert "the loss was not measured: " in result.stderr
+    assert "is not a run folder of unrolled train" in result.stderr
+    works("generate", tmp_path / "images-bf16", "--num-samples", 2, "--out", tmp_path / "sheet.png")
+    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_data_that_is_gone_costs_the_measurement_only(trained: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(trained, tmp_path / "book"))
+    settings = (copy / "run.yaml").read_text()
+    (copy / "run.yaml").write_text(settings.replace("text.txt", "gone.txt"))
+    result = works("quantize", copy)
+    assert "the loss was not measured: " in result.stderr
+    assert "gone.txt" in result.stderr
+    assert load(tmp_path / "book-int8").weights == "int8"
+
+
+def test_refusals(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Encoder(EncoderConfig(vocab_size=5, d_model=8, n_heads=2, n_classes=3)).save(tmp_path / "encoder")
+    assert "which does not predict tokens" in error("quantize", tmp_path / "encoder")
+    options = {"attention": "aft", "positions": "none"}
+    config = models.DecoderConfig(9, d_model=8, n_layers=1, n_heads=2, **options)
+    models.Decoder(config).save(tmp_path / "aft")
+    assert error("quantize", tmp_path / "aft") == "a plan cannot run aft attention"
+    assert not (tmp_path / "aft-int8").exists()
+    printed = error("quantize", trained, "--out", trained, "--force")
+    assert printed == f"{trained} is the model's own folder, but must be another one"
+    works("quantize", trained, "--out", tmp_path / "out")
+    for command in ("quantize", "evaluate", "export"):
+        words = [command, tmp_path / "out", *([tmp_path / "x"] if command == "export" else [])]
+        assert "plan.safetensors" in error(*words) or "is not a run folder" in error(*words)
+    printed = error("generate", tmp_path / "out", "--weights", "int4", "--prompt", "9")
+    assert printed == f"--weights is int4, but {tmp_path / 'out'} holds weights in int8"
+    monkeypatch.setattr(_device, "choose", lambda name: torch.device("meta"))  # stands for another device
+    printed = error("generate", tmp_path / "out", "--device", "cuda", "--prompt", "9")
+    assert printed == "--device is cuda, but int8 weights run on the CPU"
+    assert run("quantize", trained, "--weights", "int2").exit_code == 2
