@@ -10,6 +10,9 @@ enum [[nodiscard]] Status : int32_t { SUCCESS, OUT_OF_MEMORY };
 
 enum Type : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 
+// Applied to the queries and keys of linear attention.
+enum FeatureMap : int32_t { IDENTITY_FEATURES, ELU_FEATURES, RELU_FEATURES, SQUARED_RELU_FEATURES };
+
 // A tensor [batch, tokens, heads, width] whose last axis is contiguous; strides in elements.
 struct Tensor {
     const void* data;
@@ -30,6 +33,7 @@ struct Linear {
     // If the first is above 0, queries and keys x are read as x / sqrt(|x|^2 + unit_epsilon), queries also
     // times `query_scale`. Only forward.
     float unit_epsilon, query_scale;
+    int32_t feature_map;  // applied to q and k; not with rates
 };
 
 struct LinearOutputs {
@@ -76,9 +80,6 @@ struct GlaGradients {
     float* d_rates;                // only with rates
     float* residuals;              // scratch [batch, keys, groups, values], only with rates
 };
-
-// Applied to q and k by `linear_step`.
-enum FeatureMap : int32_t { IDENTITY_FEATURES, ELU_FEATURES, RELU_FEATURES, SQUARED_RELU_FEATURES };
 
 struct LinearStep {
     int64_t batch, heads, groups, features, values;

@@ -21,26 +21,6 @@
 
 namespace UNROLLED_ISA {
 
-inline Vec load_first(const float* at, Int n) {
-    if (n >= WIDTH) return load(at);
-    float lanes[WIDTH] = {};
-    std::memcpy(lanes, at, (size_t)n * 4);
-    return load(lanes);
-}
-
-inline void store_first(float* at, Int n, Vec x) {
-    if (n >= WIDTH) store(at, x);
-    else std::memcpy(at, &x, (size_t)n * 4);
-}
-
-// x in the first n lanes, 0 in the others.
-inline Vec first_lanes(Vec x, Int n) {
-    if (n >= WIDTH) return x;
-    IntVec lane;
-    for (int i = 0; i < WIDTH; ++i) lane[i] = i;
-    return select(lane < (int32_t)n, x, Vec{});
-}
-
 // One token on its way through a program.
 struct TokenRow {
     float* at;  // its scratch memory

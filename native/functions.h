@@ -50,9 +50,7 @@ inline Vec softplus(Vec x) {
 
 // elu(x) + 1, computed as e^x below 0.
 inline Vec elu_plus_one(Vec x) {
-    const Vec root = exp(x * broadcast(0.5f));  // its square may be subnormal; `exp` returns 0 instead
-    const Vec y = select(x < broadcast(-80), root * root, exp(x));
-    return select(x < Vec{}, y, x + broadcast(1));
+    return select(x < Vec{}, exp(x, LOWEST_SUBNORMAL_EXPONENT), x + broadcast(1));
 }
 
 inline Vec value_of(int32_t function, Vec x) {

@@ -68,7 +68,7 @@ class QueryGradients {
         : x_(x),
           out_(out),
           longest_(chunk_length(x)),
-          rows_(x.type, x.features, longest_, memory),
+          rows_(x.type, x.features, longest_, memory, false, x.feature_map),
           g_(memory.rows(longest_, round_up(x.values))),
           g_T_{memory.zeros(round_up(x.values) * longest_), longest_},
           d_scores_T_(memory.rows(longest_, longest_)),
@@ -117,6 +117,7 @@ class QueryGradients {
         for (Int i = 0; i < n; ++i) {
             const Int row = first + i * x_.heads;
             if (from_start) out_.d_log_from_start[row] = read_[i];
+            unmap_gradient(x_.feature_map, x_.features, q.data + i * q.row, d_q_.data + i * d_q_.row);
             write_row(x_.type, d_q_.data + i * d_q_.row, x_.features,
                       (char*)out_.d_q + row * x_.features * size_of(x_.type));
         }
@@ -231,7 +232,7 @@ class QueryChunk {
           d_divisor(memory.floats(chunk_length(x))),
           x_(x),
           out_(out),
-          rows_(x.type, x.features, chunk_length(x), memory, true) {}
+          rows_(x.type, x.features, chunk_length(x), memory, true, x.feature_map) {}
 
     void read(const Sequence& s, Int token, Int count, Int head) {
         n = count;
@@ -479,6 +480,8 @@ class KeyGradients {
     void write(const Sequence& s, Int group) const {
         for (Int j = 0; j < chunk.n; ++j) {
             const Int row = (s.batch * x_.keys + chunk.token + j) * x_.groups + group;
+            unmap_gradient(x_.feature_map, x_.features, chunk.keys.data + j * chunk.keys.row,
+                           d_k_.data + j * d_k_.row);
             write_row(x_.type, d_k_.data + j * d_k_.row, x_.features,
                       (char*)out_.d_k + row * x_.features * size_of(x_.type));
             write_row(x_.type, d_v_.data + j * d_v_.row, x_.values,

@@ -162,7 +162,7 @@ struct KeyChunk {
         : longest(chunk_length(x)),
           gates(x, longest, memory),
           x_(x),
-          key_rows_(x.type, x.features, longest, memory, copy_keys || x.unit_epsilon > 0),
+          key_rows_(x.type, x.features, longest, memory, copy_keys || x.unit_epsilon > 0, x.feature_map),
           value_rows_(x.type, x.values, longest, memory, copy_values) {}
 
     void read(const Sequence& s, Int first, Int count, Int group) {

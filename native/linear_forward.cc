@@ -29,7 +29,7 @@ class Queries {
         : x_(x),
           out_(out),
           longest_(chunk_length(x)),
-          rows_(x.type, x.features, longest_, memory, x.unit_epsilon > 0),
+          rows_(x.type, x.features, longest_, memory, x.unit_epsilon > 0, x.feature_map),
           q_T_{memory.zeros(round_up(x.features) * longest_), longest_},
           scores_T_(memory.rows(longest_, longest_)),
           divisor_(memory.floats(longest_)),

@@ -15,33 +15,6 @@
 namespace UNROLLED_ISA {
 namespace {
 
-Vec load_first(const float* at, Int n) {
-    if (n >= WIDTH) return load(at);
-    float lanes[WIDTH] = {};
-    std::memcpy(lanes, at, (size_t)n * 4);
-    return load(lanes);
-}
-
-void store_first(float* at, Int n, Vec x) {
-    if (n >= WIDTH) store(at, x);
-    else std::memcpy(at, &x, (size_t)n * 4);
-}
-
-// phi(x) of the feature maps in Python. NaN stays NaN.
-void map_features(Int map, Int n, float* at) {
-    for (Int i = 0; i < n && map != IDENTITY_FEATURES; i += WIDTH) {
-        const Vec x = load(at + i);
-        const IntVec negative = x < Vec{};
-        if (map == ELU_FEATURES) {
-            const Vec root =
-                exp(x * broadcast(0.5f));  // its square may be subnormal; `exp` returns 0 instead
-            const Vec y = select(x < broadcast(-80), root * root, exp(x));
-            store(at + i, select(negative, y, x + broadcast(1)));
-        } else if (map == RELU_FEATURES) store(at + i, select(negative, Vec{}, x));
-        else store(at + i, select(negative, Vec{}, x * x));
-    }
-}
-
 void read_gates(const LinearStep& x, Int head, float* gates) {
     const Int R = x.features;
     if (x.feature_log_decay) read_row(FLOAT32, x.feature_log_decay + head * R, R, gates);
@@ -112,8 +85,8 @@ Status run(const LinearStep& x) {
             for (Int p = 0; p < P; ++p)
                 read_row(type, address(x.q, type, batch, 0, group * P + p), R,
                          queries.data + p * queries.row);
-            map_features(x.feature_map, R, key);
-            for (Int p = 0; p < P; ++p) map_features(x.feature_map, R, queries.data + p * queries.row);
+            make_features(x.feature_map, R, key);
+            for (Int p = 0; p < P; ++p) make_features(x.feature_map, R, queries.data + p * queries.row);
             read_gates(x, head, gates);
             // 2 to 5.
             step_head(x, head, gates, key, value, queries, o);

@@ -2,7 +2,7 @@
 // rows are multiplied by a tile while it is in the cache, a few at a time, whose sums are in registers.
 #pragma once
 
-#include "packed.h"
+#include "row_packer.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -154,6 +154,11 @@ inline IntVec four_bytes(const uint8_t* at) {
 }
 
 // x / scale + 2^15 = 256 high + low, so W (x / scale) = 256 (W high - 128 W 1) + W low.
+inline Vec whole_numbers(IntVec high, IntVec low, IntVec all) {
+    return __builtin_convertvector(high - (all << 7), Vec) * broadcast(256) +
+           __builtin_convertvector(low, Vec);
+}
+
 template <int ROWS>
 MULTIPLIES_BYTES void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const int32_t* sums,
                                           const TileOutput& out) {
@@ -175,10 +180,8 @@ MULTIPLIES_BYTES void multiply_int8_bytes(const char* w, Int inputs, const Packe
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; ++v) {
-                const IntVec upper = high[r][v] - (load_words(sums + i + v * WIDTH) << 7);
-                const Vec y = __builtin_convertvector(upper, Vec) * broadcast(256) +
-                              __builtin_convertvector(low[r][v], Vec);
-                out.write(r, i + v * WIDTH, y, x.scales[r]);
+                const IntVec all = load_words(sums + i + v * WIDTH);
+                out.write(r, i + v * WIDTH, whole_numbers(high[r][v], low[r][v], all), x.scales[r]);
             }
     }
 }
@@ -245,9 +248,44 @@ void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOut
     multiply_int4<ROWS>(weights, inputs, x, out);
 }
 
+#if defined(UNROLLED_AMX)
+// The same for many rows, 16 at a time.
+AMX inline void multiply_tiles_amx(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
+                                   float* y, Int y_row) {
+    alignas(64) float sums[AMX_ROWS][TILE];
+    alignas(64) int32_t high[AMX_ROWS][TILE], low[AMX_ROWS][TILE];
+    for (Int r = 0; r < rows; r += AMX_ROWS) {
+        const Int n = min(AMX_ROWS, rows - r);
+        const Halves halves{(const char*)x.high + r * x.row, (const char*)x.low + r * x.row, x.row};
+        configure(n);
+        for (Int tile = first; tile < last; ++tile) {
+            const char* weights = (const char*)w.weights + tile * tile_bytes(w);
+            const bool whole = w.packing == INT8_TILES;
+            const TileOutput out{y + r * y_row + tile * TILE, y_row, whole ? w.scales + tile * TILE : nullptr,
+                                 w.bias ? w.bias + tile * TILE : nullptr};
+            if (whole) amx_int8(weights, padded_inputs(w), halves, high, low);
+            else amx_bfloat16(weights, padded_inputs(w), halves, sums);
+            for (Int k = 0; k < n; ++k)
+                for (Int i = 0; i < TILE; i += WIDTH) {
+                    if (whole)
+                        out.write(k, i,
+                                  whole_numbers(load_words(high[k] + i), load_words(low[k] + i),
+                                                load_words(w.sums + tile * TILE + i)),
+                                  x.scales[r + k]);
+                    else out.write(k, i, load(sums[k] + i), 1);
+                }
+        }
+    }
+    release_tiles();
+}
+#endif
+
 // Multiplies `rows` rows by the tiles [first, last).
 inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows, float* y,
                            Int y_row) {
+#if defined(UNROLLED_AMX)
+    if (on_matrix_unit(w, rows)) return multiply_tiles_amx(w, first, last, x, rows, y, y_row);
+#endif
     const bool by_group = w.packing == INT4_TILES;
     const Int scales = by_group ? padded_inputs(w) / GROUP : 1;
     for (Int tile = first; tile < last; ++tile)

@@ -2,10 +2,32 @@
 #pragma once
 
 #include "arguments.h"
+#include "feature_map.h"
 #include "pages.h"
 #include "parallel.h"
 
 namespace UNROLLED_ISA {
+
+// Vectors of which only the first n numbers exist.
+inline Vec load_first(const float* at, Int n) {
+    if (n >= WIDTH) return load(at);
+    float lanes[WIDTH] = {};
+    std::memcpy(lanes, at, (size_t)n * 4);
+    return load(lanes);
+}
+
+inline void store_first(float* at, Int n, Vec x) {
+    if (n >= WIDTH) store(at, x);
+    else std::memcpy(at, &x, (size_t)n * 4);
+}
+
+// x in the first n lanes, 0 in the others.
+inline Vec first_lanes(Vec x, Int n) {
+    if (n >= WIDTH) return x;
+    IntVec lane;
+    for (int i = 0; i < WIDTH; ++i) lane[i] = i;
+    return select(lane < (int32_t)n, x, Vec{});
+}
 
 template <Type type>
 inline Vec load_as(const void* at) {
@@ -91,11 +113,16 @@ inline void scale_row(float* row, Int n, float factor) {
     for (Int i = 0; i < n; i += WIDTH) store(row + i, load(row + i) * broadcast(factor));
 }
 
-// Rows of one head as floats in whole vectors: in place if possible, otherwise copied.
+// Rows of one head as floats in whole vectors: in place if possible, otherwise copied, and mapped to
+// features.
 class HeadRows {
   public:
-    HeadRows(Int type, Int width, Int most, Workspace& memory, bool copy = false)
-        : type_(type), width_(width), direct_(usable(type, width) && !copy) {
+    HeadRows(Int type, Int width, Int most, Workspace& memory, bool copy = false,
+             int32_t feature_map = IDENTITY_FEATURES)
+        : type_(type),
+          width_(width),
+          feature_map_(feature_map),
+          direct_(usable(type, width) && !copy && feature_map == IDENTITY_FEATURES) {
         buffer_ = memory.rows(most, round_up(width));
     }
 
@@ -103,11 +130,13 @@ class HeadRows {
         if (direct_ && n % 4 == 0)  // `transpose` reads four rows at a time
             return {(float*)address(x, type_, batch, token, head), x.token};
         read_rows(x, type_, batch, token, head, n, width_, buffer_);
+        for (Int i = 0; i < n; ++i) make_features(feature_map_, width_, row(buffer_, i));
         return buffer_;
     }
 
   private:
     Int type_, width_;
+    int32_t feature_map_;
     bool direct_;
     Rows buffer_;
 };

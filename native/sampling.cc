@@ -49,6 +49,7 @@ int64_t unrolled::draw(const Sampling& options, int64_t vocabulary, const float*
         const double shifted = x[i].value - most.value;
         x[i].value = shifted == 0 ? 0 : shifted / options.temperature;
     }
+    const bool reordered = options.top_k < n || options.top_p < 1;
     if (options.top_k < n) {
         n = options.top_k;
         std::nth_element(x, x + n - 1, x + vocabulary, likelier);
@@ -61,7 +62,7 @@ int64_t unrolled::draw(const Sampling& options, int64_t vocabulary, const float*
         const double least = std::log(options.min_p);
         n = std::remove_if(x, x + n, [=](const Candidate& c) { return c.value < least; }) - x;
     }
-    if (n < vocabulary) std::sort(x, x + n, earlier);
+    if (reordered) std::sort(x, x + n, earlier);
     double total = 0;
     for (int64_t i = 0; i < n; ++i) total += x[i].value = std::exp(x[i].value);
     double sum = 0;

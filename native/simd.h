@@ -75,9 +75,11 @@ inline double sum(DoubleVec x) {
 
 inline int64_t round_up(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
-// e^x to about one unit in the last place; 0 below -87.3, where the result would be subnormal.
-inline Vec exp(Vec x) {
-    const IntVec tiny = x < broadcast(-87.3f);
+constexpr float LOWEST_NORMAL_EXPONENT = -87.3f, LOWEST_SUBNORMAL_EXPONENT = -104;
+
+// e^x to about one unit in the last place; 0 below `lowest`, by default where the result would be subnormal.
+inline Vec exp(Vec x, float lowest = LOWEST_NORMAL_EXPONENT) {
+    const IntVec tiny = x < broadcast(lowest);
     x = select(tiny, Vec{}, select(x > broadcast(88.7f), broadcast(88.7f), x));
     // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to the nearest integer.
     const Vec shifted = x * broadcast(1.44269504f) + broadcast(12582912.0f);
@@ -87,7 +89,7 @@ inline Vec exp(Vec x) {
     Vec y = broadcast(1.0f / 5040);
     constexpr float taylor[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
     for (float c : taylor) y = y * r + broadcast(c);
-    // 2^n in two factors: n may be 128, whose power of two is not a float.
+    // 2^n in two factors: n may be 128 or -150, whose powers of two are not floats.
     const IntVec whole = __builtin_convertvector(n, IntVec), half = whole >> 1;
     y = y * (Vec)((half + 127) << 23) * (Vec)((whole - half + 127) << 23);
     return select(tiny, Vec{}, y);
@@ -104,7 +106,7 @@ __attribute__((always_inline)) inline Vec exp_of_negative(Vec x) {
     for (float c : taylor) y = y * r + broadcast(c);
     // The lowest bits of `shifted` are those of n.
     y *= (Vec)(((BitVec)shifted << 23) + (127u << 23));
-    return select(x < broadcast(-87.3f), Vec{}, y);
+    return select(x < broadcast(LOWEST_NORMAL_EXPONENT), Vec{}, y);
 }
 
 // 16-bit lanes to floats, and back with rounding to nearest even.

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from unrolled.ops.feature_maps import make_feature_map
 from unrolled.ops.linear import LinearState, linear_attention_reference
 from unrolled.ops.linear.chunked import Inputs
 
@@ -28,6 +29,7 @@ class Case:
     lengths: tuple[int, ...] | None = None  # packs B = 1
     seed: int = 0
     dtype: torch.dtype = torch.float64
+    feature_map: str | None = None  # then q and k are drawn of both signs
 
     @property
     def offsets(self) -> Tensor | None:
@@ -47,9 +49,13 @@ class Case:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+        def features(*shape: int) -> Tensor:
+            x = random(*shape)
+            return ((x.abs() if self.feature_map is None else 2 * x) + 0.5) * scale
+
         return Inputs(
-            ((random(B, T, G * self.heads_per_group, R).abs() + 0.5) * scale).to(self.dtype),
-            ((random(B, S, G, R).abs() + 0.5) * scale).to(self.dtype),
+            features(B, T, G * self.heads_per_group, R).to(self.dtype),
+            features(B, S, G, R).to(self.dtype),
             random(B, S, G, M).to(self.dtype),
             -random(B, S, G).abs().to(self.dtype) if self.gated else None,
             random(rows, G, R, M).to(kept) if self.stateful else None,
@@ -78,6 +84,7 @@ def outputs_and_gradients(
             for name, x in given.items()
         }
     given = {name: x.requires_grad_() for name, x in given.items()}
+    mapping = {} if case.feature_map is None else {"feature_map": make_feature_map(case.feature_map, case.R)}
     mask = (torch.rand(given["k"].shape[:2], generator=generator) < 0.4) if case.padded else None
     o, state = form(
         given["q"],
@@ -90,6 +97,7 @@ def outputs_and_gradients(
         state=LinearState(given["kv"], given["k_sum"]) if case.stateful else None,
         return_state=True,
         normalize=case.normalize,
+        **mapping,
     )
     total = sum((x.double() * random(*x.shape)).sum() for x in (o, *state))
     gradients = torch.autograd.grad(total, list(given.values()), allow_unused=True, materialize_grads=True)

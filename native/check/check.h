@@ -3,6 +3,7 @@
 // once.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdarg>

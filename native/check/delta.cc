@@ -126,7 +126,8 @@ void check_sequence(const Case& c) {
                       p.kv.data(),
                       nullptr,
                       0,
-                      1};
+                      1,
+                      IDENTITY_FEATURES};
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN);
     const LinearOutputs out = {o.data(), kv.data(), nullptr, nullptr};
     report.run([&] { return EXPORTED(linear_forward)(&x, &out); });

@@ -6,9 +6,15 @@ struct Case {
     int64_t B, T, S, H, G, R, M;
     bool causal, normalize, gated;
     int threads;
+    FeatureMap map = IDENTITY_FEATURES;
 };
 
 Report report;
+
+// elu(x) + 1, the one map that is checked here; the others differ in a line.
+float feature(FeatureMap map, float x) {
+    return map == IDENTITY_FEATURES ? x : x < 0 ? (float)std::exp((double)x) : x + 1;
+}
 
 // All inputs [batch, tokens, heads, width], and the gradients of the outputs.
 struct Problem {
@@ -18,8 +24,8 @@ struct Problem {
 
     explicit Problem(const Case& c)
         : c(c),
-          q(random_floats(c.B * c.T * c.H * c.R, 0.1, 1)),
-          k(random_floats(c.B * c.S * c.G * c.R, 0.1, 1)),
+          q(random_floats(c.B * c.T * c.H * c.R, c.map ? -3 : 0.1, 1)),
+          k(random_floats(c.B * c.S * c.G * c.R, c.map ? -3 : 0.1, 1)),
           v(random_floats(c.B * c.S * c.G * c.M, -1, 1)),
           kv(random_floats(c.B * c.G * c.R * c.M, -1, 1)),
           k_sum(random_floats(c.B * c.G * c.R, 0.1, 1)),
@@ -35,7 +41,7 @@ struct Results {
 };
 
 Results definition(const Problem& p) {
-    const auto [B, T, S, H, G, R, M, causal, normalize, gated, threads] = p.c;
+    const auto [B, T, S, H, G, R, M, causal, normalize, gated, threads, map] = p.c;
     Results r;
     const auto zeros = [](int64_t n) { return Doubles((size_t)n, 0.0); };
     r.o = zeros(B * T * H * M), r.kv = zeros(B * G * R * M), r.k_sum = zeros(B * G * R);
@@ -147,15 +153,27 @@ Results definition(const Problem& p) {
 }
 
 void begin(const char* what, const Case& c) {
-    report.begin("%s B=%ld T=%ld S=%ld H=%ld G=%ld R=%ld M=%ld causal=%d normalize=%d gated=%d threads=%d",
-                 what, (long)c.B, (long)c.T, (long)c.S, (long)c.H, (long)c.G, (long)c.R, (long)c.M, c.causal,
-                 c.normalize, c.gated, c.threads);
+    report.begin(
+        "%s B=%ld T=%ld S=%ld H=%ld G=%ld R=%ld M=%ld causal=%d normalize=%d gated=%d threads=%d map=%d",
+        what, (long)c.B, (long)c.T, (long)c.S, (long)c.H, (long)c.G, (long)c.R, (long)c.M, c.causal,
+        c.normalize, c.gated, c.threads, c.map);
+}
+
+// The results for the features of q and k, with the gradients of q and k themselves.
+Results definition_of_features(const Problem& p) {
+    Problem mapped = p;
+    for (float& x : mapped.q) x = feature(p.c.map, x);
+    for (float& x : mapped.k) x = feature(p.c.map, x);
+    Results r = definition(mapped);
+    for (size_t i = 0; i < p.q.size() && p.c.map; ++i) r.d_q[i] *= std::min(1.0f, mapped.q[i]);
+    for (size_t i = 0; i < p.k.size() && p.c.map; ++i) r.d_k[i] *= std::min(1.0f, mapped.k[i]);
+    return r;
 }
 
 void check_sequence(const Case& c) {
     begin("sequence", c);
     const Problem p(c);
-    const Results expected = definition(p);
+    const Results expected = definition_of_features(p);
     const Linear x = {c.B,
                       c.T,
                       c.S,
@@ -176,7 +194,8 @@ void check_sequence(const Case& c) {
                       p.kv.data(),
                       p.k_sum.data(),
                       0,
-                      1};
+                      1,
+                      c.map};
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
     Floats divisor((size_t)(c.B * c.T * c.H), NAN);
     const LinearOutputs out = {o.data(), kv.data(), k_sum.data(), divisor.data()};
@@ -217,7 +236,7 @@ void check_sequence(const Case& c) {
 void check_step(const Case& c) {
     begin("step", c);
     const Problem p(c);
-    const Results expected = definition(p);
+    const Results expected = definition_of_features(p);
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
     const LinearStep x = {c.B,
                           c.H,
@@ -227,7 +246,7 @@ void check_step(const Case& c) {
                           FLOAT32,
                           c.normalize,
                           c.threads,
-                          IDENTITY_FEATURES,
+                          c.map,
                           view(p.q, 1, c.H, c.R),
                           view(p.k, 1, c.G, c.R),
                           view(p.v, 1, c.G, c.M),
@@ -260,6 +279,9 @@ int main() {
             // Enough work for threads, and one head, so that the sequence is cut into segments.
             check_sequence({1, 260, 260, 1, 1, 64, 65, causal, normalize, gated, threads});
             check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads});
+            for (int64_t width : {7, 16, 33})
+                check_sequence({2, 70, 70, 4, 2, width, 20, causal, normalize, gated, threads, ELU_FEATURES});
+            check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads, ELU_FEATURES});
         }
     report.fail_allocations = true;
     for (int flags = 0; flags < 8; ++flags)

@@ -7,6 +7,7 @@ import torch
 from contract_parts import check_compiled, check_uncompiled
 
 from unrolled.attention.linear import LinearAttention, rotary_linear_attention
+from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.ops.feature_maps import FEATURE_MAPS, Elu, Exp, QueryKeyMap
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary
@@ -35,6 +36,22 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_other_feature_maps_keep_the_contract(name):
     check_uncompiled(Maker(LinearAttention, {"feature_map": name, **OPTIONS[name]}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_keeps_no_more_for_the_backward_pass_than_softmax_attention(dtype):
+    kept = {}
+    for module in (LinearAttention(64, 4, causal=True), SoftmaxAttention(64, 4, causal=True)):
+        x, storages = torch.randn(2, 100, 64, dtype=dtype, requires_grad=True), {}
+
+        def keep(saved, storages=storages):
+            storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            module.to(dtype)(x)
+        kept[type(module)] = sum(storage.nbytes() for storage in storages.values())
+    assert kept[LinearAttention] <= kept[SoftmaxAttention]
 
 
 @pytest.mark.parametrize("name", ["elu", "polynomial", "cosformer"])

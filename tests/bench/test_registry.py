@@ -47,7 +47,7 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     plain = [row for row in report.rows if row.contender == "unrolled plain" and "linear" in row.case]
     assert plain
     assert all(row.median > 0 and 0 < row.error < row.tolerance for row in plain)
-    step = [row for row in report.rows if row.case == "step" and row.contender == "unrolled"]
+    step = [row for row in report.rows if row.case == "step" and row.contender == "unrolled, plan in fp32"]
     assert [row.size for row in step] == [1, 2]
     assert {x.name for x in tmp_path.glob("linear-forward*.png")} == {"linear-forward-time.png"}
     assert (tmp_path / "results.md").read_text().startswith("# Benchmark\n")

@@ -21,6 +21,7 @@ OPTIONS = {
     "filters": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
     "one token": {"top_k": 1},
     "nucleus": {"top_p": 0.3, "num_samples": 2},
+    "nucleus of all": {"top_p": 0.999999},
     "least": {"min_p": 0.1, "temperature": 2.0},
     "all": {"temperature": 1.5, "top_k": 30, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.3},
     "encouraged": {"repetition_penalty": 0.7},
@@ -32,7 +33,7 @@ def both(model, tokens, prompts=PROMPTS, **options):
     """Draw with the engine in Python and with a plan; return the tokens of both, and what was reported."""
     request = Request.of(model.config, prompts, tokens, seed=3, **options)
     reports = [], []
-    expected = engine._run(model, request, lambda *drawn: reports[0].append(drawn))
+    expected = engine.run(model, request, lambda *drawn: reports[0].append(drawn))
     found = plan(model).run(request, lambda *drawn: reports[1].append(drawn))
     return expected, found, reports
 
@@ -60,7 +61,7 @@ def test_callbacks_end_rows():
     def report(row, token):
         return None if row else token > 5
 
-    expected, found = engine._run(model, request, report), plan(model).run(request, report)
+    expected, found = engine.run(model, request, report), plan(model).run(request, report)
     assert all(map(torch.equal, expected, found))
     assert len(found[0]) < 60 == len(found[1])
 
@@ -70,7 +71,7 @@ def test_the_last_token_needs_no_position():
     expected, found, _ = both(model, LENGTH - 2, [[1, 2, 3]])
     assert torch.equal(expected[0], found[0])
     assert len(found[0]) == LENGTH - 2
-    for run in (engine._run, lambda model, request, _: plan(model).run(request)):
+    for run in (engine.run, lambda model, request, _: plan(model).run(request)):
         with pytest.raises(ValueError, match=f"has length {LENGTH + 1}, but must have at most"):
             run(model, Request.of(model.config, [[1, 2, 3]], LENGTH - 1), None)
     # A row that stops in time needs no more positions.
@@ -83,7 +84,7 @@ def test_logits_that_are_no_distribution_are_refused():
     model = decoder(positions="none")
     with torch.no_grad():
         model.embedding.weight[7] = torch.nan
-    for run in (engine._run, lambda model, request, _: plan(model).run(request)):
+    for run in (engine.run, lambda model, request, _: plan(model).run(request)):
         with pytest.raises(ValueError, match="logits of row 1 hold NaN"):
             run(model, Request.of(model.config, [[1], [7]], 1), None)
 
@@ -128,7 +129,7 @@ def test_generate_sees_a_model_that_changed():
     for parameter in model.parameters():
         nn.init.normal_(parameter.data, std=0.3)
     with torch.no_grad():
-        expected = engine._run(model, Request.of(model.config, [[1]], 40, seed=0), None)
+        expected = engine.run(model, Request.of(model.config, [[1]], 40, seed=0), None)
     assert torch.equal(generate(model, [[1]], 40, seed=0)[0], expected[0])
 
 

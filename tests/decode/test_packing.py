@@ -52,7 +52,7 @@ def product(x, w, bias, weights):
     weights=st.sampled_from(list(PACKINGS)),
     inputs=st.integers(1, 200),
     outputs=st.integers(64, 200),
-    rows=st.integers(1, 13),
+    rows=st.integers(1, 40),
     biased=st.booleans(),
     seed=st.integers(0, 999),
 )
@@ -64,7 +64,8 @@ def test_products_are_those_of_the_rounded_numbers(weights, inputs, outputs, row
     x[0] = 0
     exact = x.double() @ rounded(w, weights).double().T
     exact = exact if bias is None else exact + bias
-    bound = 2e-6 * (x.double().abs() @ w.double().abs().T + 1)
+    # On a matrix unit, x is a sum of two bfloat16 numbers to 2^-17 of its size.
+    bound = (2e-6 + 2**-17 * (weights == "bf16")) * (x.double().abs() @ w.double().abs().T + 1)
     for instruction_set in native.instruction_sets():
         with native.use(instruction_set):
             found = product(x, w, bias, weights)

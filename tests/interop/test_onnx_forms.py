@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.onnx import forms
+from unrolled.ops.feature_maps import Elu
 from unrolled.ops.linear import LinearState, linear_attention_reference
 from unrolled.ops.window import window_attention
 
@@ -28,6 +29,15 @@ def test_linear_attention(T, heads, gated, normalize):
     )
     for x, y in zip(found[:3], (expected, *after), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_linear_attention_of_mapped_queries_and_keys():
+    q, k, v = (torch.randn(2, 5, 1, 3) for _ in range(3))
+    state, phi = LinearState(torch.rand(2, 1, 3, 3), torch.rand(2, 1, 3)), Elu(3)
+    expected = linear_attention_reference(q, k, v, causal=True, state=state, feature_map=phi)
+    operator = next(iter(forms.portable().values()))
+    found, *_ = operator(q, k, v, None, *state, None, True, True, "elu", None)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_query_with_zero_denominator_gives_zero():
@@ -54,7 +64,7 @@ def test_packs_and_other_directions_are_refused():
     state = torch.zeros(1, 1, 3, 3), torch.zeros(1, 1, 3)
     for form in (forms.portable(), forms.fused()):
         with pytest.raises(UnsupportedError, match="causal, from a state, without packs"):
-            next(iter(form.values()))(x, x, x, None, *state, None, False, True, None)
+            next(iter(form.values()))(x, x, x, None, *state, None, False, True, None, None)
     with pytest.raises(UnsupportedError, match="export the plain graph"):
         forms.fused_linear_attention((x, x, x, None, *state, False))
     with pytest.raises(UnsupportedError, match="not packs"):

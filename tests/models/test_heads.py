@@ -1,9 +1,12 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from unrolled.models import heads
 from unrolled.models.heads import Categorical, LogisticMixture, mean_nll
 
 LEVELS = st.integers(2, 256)
@@ -91,6 +94,41 @@ def test_ignored_targets_cost_nothing_and_have_no_gradient(head):
     assert (hidden.grad[::2] != 0).any()
     nothing = torch.full((4,), -100)
     assert mean_nll(head.nll(hidden, nothing), nothing) == 0
+
+
+LARGE = heads.MANY_LEVELS
+
+
+def head_of_many_levels(kind):
+    if kind == "tied":
+        return Categorical(8, LARGE, bias=True, tied=nn.Embedding(LARGE + 3, 8))
+    return Categorical(8, LARGE, bias=kind == "bias")
+
+
+@pytest.mark.parametrize("kind", ["bias", "no bias", "tied"])
+def test_with_many_levels_the_loss_is_the_same_without_all_logits(kind, monkeypatch):
+    torch.manual_seed(0)
+    head = head_of_many_levels(kind).double()
+    weights = [*head.parameters(), *([head.tied.weight] if kind == "tied" else [])]
+    for weight in weights:
+        weight.data = torch.randn(weight.shape, dtype=torch.double)
+    hidden = torch.randn(3, 5, 8, dtype=torch.double, requires_grad=True)
+    target, padding = torch.randint(LARGE, (3, 5)), torch.rand(3, 5) < 0.3
+    target[0, 0] = -100
+    masked = target.masked_fill(padding, -100)
+    expected = mean_nll(head.nll(hidden, masked), masked)
+    expected = [expected, *torch.autograd.grad(expected, [hidden, *weights])]
+    monkeypatch.setattr(Categorical, "forward", None)
+    found = head.loss(hidden, target, padding)
+    torch.testing.assert_close([found, *torch.autograd.grad(found, [hidden, *weights])], expected)
+
+
+def test_hooks_of_the_output_layer_are_called_with_many_levels_too():
+    head = head_of_many_levels("no bias")
+    hidden, target = torch.randn(4, 8), torch.randint(LARGE, (4,))
+    without = head.loss(hidden, target)
+    head.project.register_forward_hook(lambda module, inputs, logits: 0 * logits)
+    assert head.loss(hidden, target).item() == pytest.approx(math.log(LARGE)) != without.item()
 
 
 def test_the_loss_of_the_mixture_keeps_no_tensor_of_all_levels():

@@ -10,6 +10,7 @@ from linear_cases import Case, assert_error_at_most_twice_that_of, outputs_and_g
 
 from unrolled.ops import native
 from unrolled.ops.feature_maps import Elu, make_feature_map
+from unrolled.ops.feature_maps.elementwise import ELEMENTWISE
 from unrolled.ops.linear import (
     LinearState,
     linear_attention,
@@ -118,6 +119,50 @@ def test_half_precision_survives_65536_tokens(dtype):
     assert (error <= allowed).all()
 
 
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    ("T", "S", "padded", "causal"), [(30, 30, True, True), (9, 20, False, True), (20, 9, True, False)]
+)
+def test_a_feature_map_is_that_of_the_features(T, S, name, padded, causal):
+    """The map is applied by autograd in the one, by the operator in the other."""
+
+    def by_features(q, k, v, *, feature_map, **options):
+        return linear_attention(feature_map.phi_q(q), feature_map.phi_k(k), v, **options)
+
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2**-7)):
+        case = Case(T, S, R=6, causal=causal, padded=padded, dtype=dtype, feature_map=name)
+        for backend in ("plain", None):
+            form = partial(linear_attention, backend=backend)
+            assert_agree(form, by_features, case, tolerance)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_with_a_feature_map_only_what_was_given_is_kept_for_the_backward_pass(name):
+    q, k, v = (torch.randn(1, 64, 2, 8, requires_grad=True) for _ in range(3))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        linear_attention(q, k, v, causal=True, feature_map=make_feature_map(name, 8))
+    given = {x.data_ptr() for x in (q, k, v)}
+    assert [x.shape for x in kept if x.data_ptr() not in given] == [(1, 64, 2, 1)], "the divisor"
+
+
+def test_a_map_that_is_not_elementwise_is_applied_before():
+    q, k, v = (torch.randn(2, 9, 2, 3) for _ in range(3))
+    phi = make_feature_map("taylor", 3)
+    mask = torch.rand(2, 9) < 0.4
+    found = linear_attention(q, k, v, feature_map=phi, key_padding_mask=mask)
+    expected = linear_attention(phi.phi_q(q), phi.phi_k(k), v, key_padding_mask=mask)
+    assert torch.equal(found, expected)
+
+
+def test_wrong_feature_maps_are_refused():
+    x = torch.rand(1, 5, 1, 2)
+    with pytest.raises(ValueError, match="feature_map takes heads 3 wide, but q and k are 2"):
+        linear_attention(x, x, x, feature_map=Elu(3))
+    with pytest.raises(ValueError, match="feature_map is 'elu', but must be a FeatureMap or None"):
+        linear_attention(x, x, x, feature_map="elu")
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_scale_of_the_features_does_not_matter(causal):
     case = Case(stateful=False, causal=causal, dtype=torch.float32)
@@ -197,17 +242,16 @@ def test_autocast_does_not_reach_the_sums():
     assert torch.equal(step, linear_attention_step(q[:, 0], k[:, 0], v[:, 0], state)[0])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_gradients_of_any_order_are_right(causal):
+@pytest.mark.parametrize(("causal", "phi"), [(True, None), (False, None), (True, Elu(2))])
+def test_gradients_of_any_order_are_right(causal, phi):
     x = [torch.rand(1, 4, 2, 2, dtype=torch.float64).requires_grad_() for _ in range(3)]
     gates = (-torch.rand(1, 4, 2, dtype=torch.float64)).requires_grad_()
     kv = torch.rand(1, 2, 2, 2, dtype=torch.float64).requires_grad_()
     k_sum = torch.rand(1, 2, 2, dtype=torch.float64).requires_grad_()
 
     def form(q, k, v, gates, kv, k_sum):
-        o, state = linear_attention(
-            q, k, v, causal=causal, log_decay=gates, state=LinearState(kv, k_sum), return_state=True
-        )
+        options = {"causal": causal, "log_decay": gates, "state": LinearState(kv, k_sum)}
+        o, state = linear_attention(q, k, v, return_state=True, feature_map=phi, **options)
         return o, *state
 
     assert torch.autograd.gradcheck(form, (*x, gates, kv, k_sum))
@@ -240,12 +284,12 @@ def test_is_a_well_behaved_torch_operator(causal, packed):
     gates = (-torch.rand(B, 9, 2)).requires_grad_()
     cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32) if packed else None
     kv, k_sum = torch.rand(2, 2, 3, 3).requires_grad_(), torch.rand(2, 2, 3).requires_grad_()
-    arguments = (q, k, v, gates, kv, k_sum, cu_seqlens, causal, True, None)
+    arguments = (q, k, v, gates, kv, k_sum, cu_seqlens, causal, True, "elu" if packed else None, None)
     torch.library.opcheck(torch.ops.unrolled.linear_attention.default, arguments)
 
 
 def test_compiles_with_everything_at_once_gradients_included():
-    case = Case(T=70, S=70, B=2, padded=True, dtype=torch.float32)
+    case = Case(T=70, S=70, B=2, padded=True, dtype=torch.float32, feature_map="elu")
     compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
     assert_agree(compiled, linear_attention, case, tolerance=1e-6)
 

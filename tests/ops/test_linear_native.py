@@ -12,6 +12,8 @@ from torch import Tensor
 
 from unrolled.ops import native
 from unrolled.ops.dispatch import prefer
+from unrolled.ops.feature_maps import make_feature_map
+from unrolled.ops.feature_maps.elementwise import ELEMENTWISE
 from unrolled.ops.linear import (
     LinearState,
     linear_attention,
@@ -29,6 +31,7 @@ plain = partial(linear_attention, backend="plain")
 
 flags = st.booleans()
 widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
+maps = st.sampled_from([None, *ELEMENTWISE])
 
 
 @settings(max_examples=25, deadline=None)
@@ -41,10 +44,11 @@ widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
     flags=st.tuples(flags, flags, flags, flags, flags),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 9),
+    phi=maps,
 )
-def test_is_as_exact_as_the_plain_form(T, S, heads, R, M, flags, dtype, seed):
+def test_is_as_exact_as_the_plain_form(T, S, heads, R, M, flags, dtype, seed, phi):
     causal, gated, padded, stateful, normalize = flags
-    case = Case(T, S, 2, *heads, R, M, causal, gated, padded, stateful, normalize, None, seed, dtype)
+    case = Case(T, S, 2, *heads, R, M, causal, gated, padded, stateful, normalize, None, seed, dtype, phi)
     assert_error_at_most_twice_that_of([plain, linear_attention_reference], form, case)
 
 
@@ -53,11 +57,12 @@ def test_is_as_exact_as_the_plain_form(T, S, heads, R, M, flags, dtype, seed):
     lengths=st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 40]), min_size=0, max_size=5),
     flags=st.tuples(flags, flags, flags, flags),
     M=widths,
+    phi=maps,
 )
-def test_packed_sequences_are_as_exact_as_the_plain_form(lengths, flags, M):
+def test_packed_sequences_are_as_exact_as_the_plain_form(lengths, flags, M, phi):
     causal, gated, stateful, normalize = flags
     case = Case(M=M, causal=causal, gated=gated, stateful=stateful, normalize=normalize, dtype=torch.float32)
-    case = replace(case, lengths=tuple(lengths))
+    case = replace(case, lengths=tuple(lengths), feature_map=phi)
     assert_error_at_most_twice_that_of([plain, linear_attention_reference], form, case)
 
 
@@ -79,6 +84,25 @@ def test_is_on_average_as_exact_as_the_plain_form(causal, dtype):
     for name in found[0]:
         ours, theirs = (sum(error[name] for error in by_case) for by_case in (found, expected))
         assert ours <= 2 * theirs, f"{name}: {ours:g} against {theirs:g}"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_features_and_their_derivatives_are_exact_at_every_size(name, causal):
+    # Each sequence is one query and one key of one feature, so that sums hide nothing.
+    sizes = [10.0**n for n in range(-9, 3, 2)]
+    x = torch.tensor([0.0, *sizes, *(-size for size in sizes), -70.0, -87.0, -90.0, -100.0, -float("inf")])
+    offsets, phi = torch.arange(len(x) + 1, dtype=torch.int32), make_feature_map(name, 1)
+    found = []
+    for backend, dtype in (("native", torch.float32), ("plain", torch.float64)):
+        k = x.to(dtype).view(1, -1, 1, 1).requires_grad_()
+        q = torch.ones_like(k, requires_grad=True)
+        options = {"causal": causal, "cu_seqlens": offsets, "normalize": False, "feature_map": phi}
+        o, state = linear_attention(q, k, torch.ones_like(k), return_state=True, backend=backend, **options)
+        found.append([o, *state, *torch.autograd.grad(o.sum(), (q, k))])
+    for ours, exact in zip(*found, strict=True):
+        # 1e-37: fp32 has fewer digits below, down to 1e-45, which torch may be set to flush
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-6, atol=1e-37)
 
 
 @pytest.mark.parametrize(("R", "M"), [(256, 64), (64, 256), (300, 20)])

@@ -40,7 +40,7 @@ def test_muon_trains_the_linear_layers_of_blocks_and_adamw_the_rest():
     ]
     expected = [
         torch.optim.Muon([blocks.weight], lr=0.1, weight_decay=0.5, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(adamw, lr=0.1, betas=(0.9, 0.99)),
+        torch.optim.AdamW(adamw, lr=0.1, betas=(0.9, 0.99), fused=True),
     ]
     given = build_optimizers(model, config(optimizer="muon", lr=0.1, weight_decay=0.5))
     for _ in range(3):
@@ -51,6 +51,41 @@ def test_muon_trains_the_linear_layers_of_blocks_and_adamw_the_rest():
                 optimizer.zero_grad()
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_adamw_updates_by_its_equations():
+    torch.manual_seed(0)
+    model = nn.Linear(37, 21)
+    (optimizer,) = build_optimizers(model, config(lr=0.01, weight_decay=0.3))
+    expected = {name: p.detach().double() for name, p in model.named_parameters()}
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in expected.items()}
+    for step in range(1, 6):
+        for name, p in model.named_parameters():
+            # as a product leaves it: transposed in memory, which autograd undoes for a contiguous parameter
+            scale = torch.randn(p.shape[::-1]).t()
+            (p * scale).sum().backward()
+            m, v = moments[name]
+            m.lerp_(scale.double(), 1 - 0.9)
+            v.lerp_(scale.double().square(), 1 - 0.99)
+            expected[name] *= 1 - 0.01 * (0.3 if p.ndim == 2 else 0.0)
+            corrected = (v / (1 - 0.99**step)).sqrt() + 1e-8
+            expected[name] -= 0.01 * m / (1 - 0.9**step) / corrected
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.double(), expected[name], rtol=0, atol=1e-6)
+
+
+def test_adamw_is_fused_where_memory_has_the_order_of_the_parameters():
+    def fused(model):
+        (optimizer,) = build_optimizers(model, config())
+        return {group["fused"] for group in optimizer.param_groups}
+
+    assert fused(nn.Linear(3, 4)) == {True}
+    transposed = nn.Linear(3, 4)
+    transposed.weight = nn.Parameter(torch.randn(3, 4).T)
+    assert fused(transposed) == {False}
+    assert fused(nn.Linear(3, 4, device="meta")) == {False}
 
 
 def test_muon_needs_a_model_with_blocks():

@@ -191,8 +191,12 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
     def _attend(
         self, heads: Heads[None], state: LinearState | None, masks: Masks, *, causal: bool
     ) -> tuple[Tensor, LinearState]:
-        q, k = self._features(heads)
-        v, positions, common = self._summable(heads.v), heads.positions, masks.of_keys()
+        q, k, v, positions, *_ = heads
+        v, common, phi = self._summable(v), masks.of_keys(), None
+        if self.rotary or self.feature_map.positional:
+            q, k = self._features(heads)
+        else:
+            phi = self.feature_map
         if self.rotary and positions is not None:
             if self.normalize:
                 return rotary_linear_attention(
@@ -200,7 +204,13 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
                 )
             q, k = self.rotate(q, positions), self.rotate(k, positions)
         return linear_attention(
-            q, k, v, causal=causal, state=state, return_state=True, normalize=self.normalize, **common
+            *(q, k, v),
+            causal=causal,
+            state=state,
+            return_state=True,
+            normalize=self.normalize,
+            feature_map=phi,
+            **common,
         )
 
     def _features(self, heads: Heads[None]) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The registry: every case of the benchmark, by name."""
 
-from unrolled.bench import delta, gla, linear, mechanisms, models, variations, window
+from unrolled.bench import decode, delta, gla, linear, mechanisms, models, variations, window
 from unrolled.bench.case import Case
 
 CASES: dict[str, Case] = {
@@ -11,6 +11,7 @@ CASES: dict[str, Case] = {
         *gla.CASES,
         *delta.CASES,
         *window.CASES,
+        *decode.CASES,
         *models.CASES,
         *mechanisms.CASES,
     ]

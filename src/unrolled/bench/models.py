@@ -1,7 +1,6 @@
-"""Cases of whole decoders: a step of generation, a step at a position, and training."""
+"""Cases of whole decoders: a step at a position, and training."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.bench import definitions, flops, measure
 from unrolled.bench.case import Case, Contender, Definition, Problem, Settings, tolerance
-from unrolled.bench.machine import seconds_to_read
 from unrolled.bench.peer_models import idiap_encoder, idiap_names
-from unrolled.bench.units import brief_time, size
 from unrolled.models import Decoder, DecoderConfig
-from unrolled.ops.state import nbytes
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 256,
@@ -30,55 +26,11 @@ STEPS = 64
 ROUNDINGS = 4  # of a layer, one after the other: attention, feed-forward and two norms
 
 
-def step(batch: int, settings: Settings) -> Problem:
-    """Generate from an empty state: `STEPS` tokens of each of `batch` sequences."""
-    model = _decoder("linear", settings).eval()
-    tokens = measure.random_tokens(model, STEPS, batch)
-
-    @torch.inference_mode()
-    def generated(
-        advance: Callable[[Tensor, Any], tuple[Tensor, Any]], begin: Callable[[], Any]
-    ) -> list[Tensor]:
-        state, logits = begin(), []
-        for token in tokens.unbind(1):
-            y, state = advance(token, state)
-            logits.append(y)
-        return [torch.stack(logits, 1)]
-
-    def ours() -> Callable[[], list[Tensor]]:
-        return partial(generated, model.step, partial(model.init_state, batch))
-
-    def idiap() -> Callable[[], list[Tensor]]:
-        encoder = idiap_encoder(model, recurrent=True).eval()
-
-        def advance(token: Tensor, state: Any) -> tuple[Tensor, Any]:
-            hidden, state = encoder(model.embedding(token), state)
-            return model.head(hidden), state
-
-        return partial(generated, advance, lambda: None)
-
-    weights = streamed_bytes(model)
-    operations = batch * (_matmuls(model) + _attention_operations(model, 1, gradients=False))
-    moved = weights + 2 * nbytes(model.init_state(batch))
-    compute = partial(_logits, model, tokens)
-    kinds = {"linear": Definition(compute, ["logits"], _tolerance(model, STEPS), operations, moved)}
-    contenders = [
-        Contender("unrolled", ours, "linear", ours=True),
-        Contender("fast-transformers, recurrent", idiap, "linear"),
-    ]
-    return Problem(contenders, kinds, STEPS, batch, partial(_remark, weights, settings))
-
-
-def streamed_bytes(model: Decoder) -> int:
-    """Count the bytes of weights that every step reads: all but the embedding, of which it reads a row."""
-    return sum(x.nbytes for name, x in model.named_parameters() if not name.startswith("embedding"))
-
-
 def position(length: int, settings: Settings) -> Problem:
     """Generate after `length` tokens, with linear attention and with softmax and its cache."""
     contenders, kinds = [], {}
     for attention in ("linear", "softmax"):
-        model = _decoder(attention, settings).eval()
+        model = decoder(attention, settings).eval()
         tokens = measure.random_tokens(model, length + measure.WINDOW)
 
         def prepare(model: Decoder = model) -> Callable[[], list[Tensor]]:
@@ -93,9 +45,9 @@ def position(length: int, settings: Settings) -> Problem:
             return run
 
         def last(model: Decoder = model, tokens: Tensor = tokens) -> list[Tensor]:
-            return [x[:, -1] for x in _logits(model, tokens)]
+            return [x[:, -1] for x in exact_logits(model, tokens)]
 
-        kinds[attention] = Definition(last, ["logits"], _tolerance(model, length))
+        kinds[attention] = Definition(last, ["logits"], rounding_bound(model, length))
         contenders.append(Contender(f"unrolled {attention}", prepare, attention, ours=True))
     return Problem(contenders, kinds, steps=measure.WINDOW, tokens=1)
 
@@ -109,7 +61,7 @@ def training(length: int, settings: Settings) -> Problem:
 
 
 def _our_training(attention: str, length: int, settings: Settings) -> tuple[Contender, Definition]:
-    model = _decoder(attention, settings)
+    model = decoder(attention, settings)
     tokens = measure.random_tokens(model, length + 1)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
 
@@ -118,14 +70,14 @@ def _our_training(attention: str, length: int, settings: Settings) -> tuple[Cont
         return lambda: _with_gradients(model.loss(inputs, targets), parameters)
 
     def compute() -> Sequence[Tensor]:
-        weights = _doubled(model)
-        logits = _definition(model, weights, inputs)
+        weights = doubled(model)
+        logits = run_definition(model, weights, inputs)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return _with_gradients(loss, list(weights.values()))
 
     names = ["loss", *(f"the gradient of {name}" for name, _ in model.named_parameters())]
-    operations = 3 * length * _matmuls(model) + _attention_operations(model, length, gradients=True)
-    definition = Definition(compute, names, _tolerance(model, length), operations)
+    operations = 3 * length * matmuls(model) + attention_operations(model, length, gradients=True)
+    definition = Definition(compute, names, rounding_bound(model, length), operations)
     return Contender(f"unrolled {attention}", ours, attention, ours=True), definition
 
 
@@ -134,7 +86,7 @@ def _with_gradients(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _idiap_training(settings: Settings, length: int) -> Contender:
-    model = _decoder("linear", settings)
+    model = decoder("linear", settings)
     tokens = measure.random_tokens(model, length + 1)
 
     def prepare() -> Callable[[], Sequence[Tensor]]:
@@ -160,65 +112,55 @@ def _idiap_training(settings: Settings, length: int) -> Contender:
     return Contender("fast-transformers", prepare, "linear")
 
 
-def _decoder(attention: str, settings: Settings) -> Decoder:
+def decoder(attention: str, settings: Settings) -> Decoder:
+    """Make the decoder of a case, with random weights."""
     shape = SHAPE | TINY if settings.quick else SHAPE
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Decoder(DecoderConfig(attention=attention, **shape)).to(settings.device)
 
 
-def _doubled(model: Decoder) -> dict[str, Tensor]:
+def doubled(model: Decoder) -> dict[str, Tensor]:
+    """Copy the weights to fp64."""
     return {name: x.detach().double().requires_grad_() for name, x in model.named_parameters()}
 
 
-def _definition(model: Decoder, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+def run_definition(model: Decoder, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Compute the logits with these weights, by code of its own."""
     config = model.config
     softmax = config.attention == "softmax"
     return definitions.decoder(weights, tokens, config.n_layers, config.n_heads, softmax)
 
 
-def _logits(model: Decoder, tokens: Tensor) -> list[Tensor]:
+def exact_logits(model: Decoder, tokens: Tensor) -> list[Tensor]:
+    """Compute the logits in fp64."""
     with torch.no_grad():
-        return [_definition(model, _doubled(model), tokens)]
+        return [run_definition(model, doubled(model), tokens)]
 
 
-def _tolerance(model: Decoder, length: int) -> float:
+def rounding_bound(model: Decoder, length: int) -> float:
+    """Bound the error of fp32 after so many tokens."""
     config = model.config
     return tolerance(torch.float32, (length + config.ff_width) * ROUNDINGS * config.n_layers)
 
 
-def _matmuls(model: Decoder) -> int:
+def matmuls(model: Decoder) -> int:
+    """Count the operations of the matrix products for a token."""
     config = model.config
     return flops.decoder_matmuls(config.d_model, config.ff_width, config.n_layers, config.vocab_size)
 
 
-def _attention_operations(model: Decoder, length: int, *, gradients: bool) -> int:
+def attention_operations(model: Decoder, length: int, *, gradients: bool) -> int:
+    """Count the operations of the attention."""
     config = model.config
     per_head = flops.of_head(str(config.attention), length, config.d_model // config.n_heads, gradients)
     return config.n_layers * config.n_heads * per_head
 
 
-def _remark(weights: int, settings: Settings, medians: Mapping[str, float]) -> str:
-    if "unrolled" not in medians:
-        return ""
-    seconds = seconds_to_read(weights, settings)
-    share = seconds / medians["unrolled"]
-    alone = f"only reading {size(weights)}, as much as the weights are, takes {brief_time(seconds)}"
-    return f"{alone}, {share:.0%} of a step."
-
-
 CASES = [
     Case(
-        "step",
-        "One step of a decoder, 8 layers, 8 heads, 256 wide, feed-forward 1,024, 256 outcomes, fp32.",
-        "batch",
-        (1, 16),
-        (1, 2),
-        step,
-    ),
-    Case(
         "position",
-        "The same step, batch 1, after N tokens: linear attention against softmax with its cache.",
+        "A step of the same decoder, batch 1, after N tokens: linear attention against softmax.",
         "N",
         (100, 1000, 4000),
         (8, 16),

@@ -53,21 +53,21 @@ def generate(
 ) -> None:
     """Generate from the best weights of a run: text streamed to stdout, or a PNG sheet of images.
 
-      \b
-      Text:
-        unrolled generate runs/book --prompt "Once upon" --tokens 50
-        unrolled generate runs/book --num-samples 3 --min-p 0.1 --stop "."
-    unrolled generate runs/book --weights int8
+    \b
+    Text:
+      unrolled generate runs/book --prompt "Once upon" --tokens 50
+      unrolled generate runs/book --num-samples 3 --min-p 0.1 --stop "."
+      unrolled generate runs/book --weights int8
 
-      \b
-      Images:
-        unrolled generate runs/digits --num-samples 100 --out digits.png
+    \b
+    Images:
+      unrolled generate runs/digits --num-samples 100 --out digits.png
 
-      \b
-      An exported model in ONNX Runtime:
-        unrolled generate book.onnx --engine onnx --prompt "Once upon"
+    \b
+    An exported model in ONNX Runtime:
+      unrolled generate book.onnx --engine onnx --prompt "Once upon"
 
-      A model of plain ids, such as one trained on the copy task, reads and writes ids separated by spaces.
+    A model of plain ids, such as one trained on the copy task, reads and writes ids separated by spaces.
     """
     from unrolled import generation
     from unrolled.data import Vocabulary

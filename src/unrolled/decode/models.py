@@ -13,6 +13,7 @@ from unrolled.decode.packing import Weights
 from unrolled.decode.program import Builder, Program, Value, require
 from unrolled.models import Decoder
 from unrolled.models.blocks import AttentionBlock, Block, FeedForward
+from unrolled.models.checks import changed
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
 from unrolled.models.stack import Stack
@@ -60,8 +61,7 @@ def _check_plain(model: nn.Module) -> None:
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UnsupportedError(f"a plan cannot run {name}, which is {x.dtype} on {x.device}")
     for name, module in model.named_modules():
-        hooked = module._forward_hooks or module._forward_pre_hooks
-        if hooked or {"forward", "step"} & vars(module).keys():
+        if changed([module]):
             raise UnsupportedError(
                 f"a plan cannot run {name or 'the model'}, which has hooks or a forward of its own"
             )

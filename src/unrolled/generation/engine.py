@@ -81,7 +81,7 @@ def generate(
     planned = model if isinstance(model, Plan) else _plan(model, request, weights)
     if planned is not None:
         return planned.run(request, on_token)
-    return _run(model, request, on_token)
+    return run(model, request, on_token)
 
 
 def _plan(model: Recurrent, request: Request, weights: Weights | None) -> Plan | None:
@@ -101,7 +101,7 @@ def _plan(model: Recurrent, request: Request, weights: Weights | None) -> Plan |
         return None
 
 
-def _run(model: Recurrent, request: Request, on_token: OnToken | None) -> list[Tensor]:
+def run(model: Recurrent, request: Request, on_token: OnToken | None = None) -> list[Tensor]:
     """Continue the prompts of a request with the model itself, which defines what a plan does."""
     rows: list[list[int]] = [[] for _ in range(request.rows)]
     if not rows or request.limit == 0:

@@ -27,7 +27,7 @@ from unrolled.models.checks import check_ids, check_layer_states, check_parts, c
 from unrolled.models.config import Activation, Mechanisms, Norms, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.heads import Categorical, mean_nll, token_nll
+from unrolled.models.heads import Categorical
 from unrolled.models.saving import RecomputingModel
 from unrolled.models.stack import Stack, States
 from unrolled.models.targets import shifted
@@ -184,7 +184,7 @@ class EncoderDecoder(RecomputingModel):
         read = shifted(targets, inputs.shape[0], self.config.vocab_size)
         hidden = self._hidden(self.encode(inputs, **masks), read, masks.get("key_padding_mask"))
         smoothing = self.config.label_smoothing if self.training else 0.0
-        return mean_nll(token_nll(self.head(hidden), targets, smoothing=smoothing), targets)
+        return self.head.mean_loss(hidden, targets, smoothing=smoothing)
 
     def encode(self, source: Tensor, **masks: Unpack[SourceMasks]) -> Tensor:
         """Read the source: [B, S] long -> [B, S, d_model]; the masks are those of `forward`.

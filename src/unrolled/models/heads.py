@@ -8,8 +8,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.models.checks import check_targets
+from unrolled.models.checks import changed, check_targets
+from unrolled.ops.cross_entropy import linear_cross_entropy
 from unrolled.ops.dense import Layer, Linear, linear
+
+MANY_LEVELS = 1024
+"""From here on, a loss never holds all logits.
+
+Measured with 2,048 targets and 256 wide, loss and gradients on one thread of a Xeon, in time and peak memory:
+28 ms and 7 MB in place of 30 ms and 23 MB at 1,024 levels; 208 and 48 in place of 260 and 191 at 8,192; 1,460
+and 259 in place of 1,670 and 1,181 at 50,257. At 512 levels it takes longer: 16.5 ms in place of 14.6.
+"""
 
 
 def mean_nll(nll: Tensor, target: Tensor) -> Tensor:
@@ -47,7 +56,11 @@ class Head(Layer):
         check_targets(targets, hidden.shape[:-1], self.levels)
         if padding is not None:
             targets = targets.masked_fill(padding, IGNORED)
-        return mean_nll(self.nll(hidden, targets), targets)
+        return self.mean_loss(hidden, targets)
+
+    def mean_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """Average `nll` over the targets that are not ignored, which must be valid; 0 if all are ignored."""
+        return mean_nll(self.nll(hidden, target), target)
 
 
 class Categorical(Head):
@@ -85,6 +98,19 @@ class Categorical(Head):
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
         """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
         return token_nll(self(hidden), target)
+
+    def mean_loss(self, hidden: Tensor, target: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """Mean cross-entropy with label smoothing; with many levels, in pieces that fit the cache."""
+        project = self.tied if self.project is None else self.project
+        if (
+            self.levels >= MANY_LEVELS
+            and type(project) in (Linear, nn.Embedding)
+            and not changed((self, project))
+        ):
+            weight = project.weight[: self.levels]
+            bias = self.bias if self.project is None else self.project.bias
+            return linear_cross_entropy(hidden, weight, bias, target, smoothing=smoothing)
+        return mean_nll(token_nll(self(hidden), target, smoothing=smoothing), target)
 
 
 class LogisticMixture(Head):

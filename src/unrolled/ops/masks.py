@@ -17,10 +17,10 @@ def padding_mask(lengths: Tensor, longest: int | None = None) -> Tensor:
     return torch.arange(S, device=lengths.device) >= lengths.unsqueeze(1)
 
 
-def without_padding(x: Tensor, key_padding_mask: Tensor) -> Tensor:
-    """Zero `x [B,S,...]` at padding (True): even with a weight of 0, an inf there would give NaN."""
+def without_padding(x: Tensor, key_padding_mask: Tensor, nothing: float = 0.0) -> Tensor:
+    """Set `x [B,S,...]` to 0 at padding (True): even with a weight of 0, an inf there would give NaN."""
     check_device("key_padding_mask", key_padding_mask, x, "what it masks is")
-    return x.masked_fill(key_padding_mask.reshape(*key_padding_mask.shape, *[1] * (x.dim() - 2)), 0)
+    return x.masked_fill(key_padding_mask.reshape(*key_padding_mask.shape, *[1] * (x.dim() - 2)), nothing)
 
 
 def causal_mask(T: int, S: int, device: torch.device | None = None) -> Tensor:

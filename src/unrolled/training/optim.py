@@ -43,12 +43,22 @@ def build_optimizers(model: Trainable, config: TrainConfig) -> list[torch.optim.
         return [torch.optim.RAdam(groups, lr=lr, betas=betas, eps=eps, decoupled_weight_decay=True)]
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
-        optimizers.append(torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps))
+        fused = all(_may_fuse(p) for _, p in rest)
+        optimizers.append(torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused))
     if matrices:
         decay = config.weight_decay
         muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
     return optimizers
+
+
+def _may_fuse(p: nn.Parameter) -> bool:
+    """Whether torch's fused AdamW can update a parameter.
+
+    It walks through the memory of the parameter, its gradient and its moments side by side and ignores
+    strides. Autograd gives a contiguous parameter contiguous gradients.
+    """
+    return p.is_floating_point() and p.device.type in ("cpu", "cuda") and p.is_contiguous()
 
 
 def _matrices_of_blocks(model: Trainable, trained: Named) -> Named:

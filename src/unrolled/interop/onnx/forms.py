@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from unrolled.contract import UnsupportedError
 from unrolled.ops.conv import operator as _conv
 from unrolled.ops.conv import plain
+from unrolled.ops.feature_maps.elementwise import ELEMENTWISE
 from unrolled.ops.linear import operator as _linear
 from unrolled.ops.linear.chunked import LOWEST_GATE
 from unrolled.ops.window import operator as _window
@@ -62,10 +63,14 @@ def _of_a_call(form: Callable[[LinearCall], LinearResult]) -> Callable[..., Line
         cu_seqlens: Tensor | None,
         causal: bool,
         normalize: bool,
+        feature_map: str | None,
         backend: str | None,
     ) -> LinearResult:
         if kv is None or k_sum is None or cu_seqlens is not None or not causal:
             raise UnsupportedError("an exported graph continues a state: causal, from a state, without packs")
+        if feature_map is not None:
+            phi = ELEMENTWISE[feature_map].function
+            q, k = phi(q), phi(k)
         return form((q, k, v, log_decay, kv, k_sum, normalize))
 
     return operator

@@ -1,4 +1,4 @@
-"""Linear layers that are fast for a few rows too, as in a step of generation."""
+"""Linear layers that are fast for a few rows too, as in a step of generation, and on every processor."""
 
 from collections.abc import Callable
 
@@ -7,18 +7,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.checks import inferring
-from unrolled.ops.dense import native
+from unrolled.ops.dense import native, onednn
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b, as `torch.nn.functional.linear`: `x [..., in]`, `weight [out, in]` -> `[..., out]`.
 
     With few rows the time goes into reading W, which torch's matrix products do not read in memory order.
-    So a separate kernel computes them, in eager inference on a CPU.
+    So a separate kernel computes them, in eager inference on a CPU. Many rows go to oneDNN in fp32 on AMD's
+    processors, where it is twice as fast.
     """
     eager = inferring(x, weight, bias) and not torch.is_autocast_enabled(x.device.type)
     if eager and native.supports(x, weight, bias):
         return native.linear(x, weight, bias)
+    if onednn.supports(x, weight, bias):
+        return onednn.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

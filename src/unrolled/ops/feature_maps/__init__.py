@@ -9,7 +9,7 @@ from typing import Any
 
 from unrolled.ops.checks import wrong
 from unrolled.ops.feature_maps.base import FeatureMap, QueryKeyMap
-from unrolled.ops.feature_maps.elementwise import Dpfp, Elu, Exp, Relu, SquaredRelu
+from unrolled.ops.feature_maps.elementwise import ELEMENTWISE, Dpfp, Elu, Exp, Relu, SquaredRelu
 from unrolled.ops.feature_maps.learned import T2R, Hedgehog, HedgehogSoftmax, PerHeadMap
 from unrolled.ops.feature_maps.polynomial import Polynomial, Taylor
 from unrolled.ops.feature_maps.positional import CosFormer
@@ -35,9 +35,7 @@ __all__ = [
 ]
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
-    "elu": Elu,
-    "relu": Relu,
-    "squared_relu": SquaredRelu,
+    **ELEMENTWISE,
     "exp": Exp,
     "dpfp": Dpfp,
     "polynomial": Polynomial,

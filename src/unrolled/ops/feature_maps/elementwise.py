@@ -9,7 +9,25 @@ from unrolled.ops.options import check_integers
 LARGEST_EXPONENT = 60.0  # e^60 = 1e26 is far beyond any use, and leaves fp32 room for sums of 1e12 such keys
 
 
-class Elu(FeatureMap):
+class Elementwise(FeatureMap):
+    """A function of each coordinate by itself, which `linear_attention` applies as it reads q and k."""
+
+    @staticmethod
+    def function(x: Tensor) -> Tensor:
+        """Map coordinates of any shape."""
+        raise NotImplementedError
+
+    @staticmethod
+    def slope(x: Tensor) -> Tensor:
+        """Return the derivative of `function`."""
+        raise NotImplementedError
+
+    def phi(self, x: Tensor) -> Tensor:
+        """Map `[..., D]` to `[..., D]`."""
+        return self.function(x)
+
+
+class Elu(Elementwise):
     """phi(x) = elu(x) + 1, everywhere positive (arXiv 2006.16236, eq. 7).
 
     Computed as relu(x) + exp(min(x, 0)): the literal elu(x) + 1 is exactly 0 below -16.6 in fp32.
@@ -17,25 +35,46 @@ class Elu(FeatureMap):
     divide by, and the query gets 0.
     """
 
-    def phi(self, x: Tensor) -> Tensor:
-        """Map `[..., D]` to `[..., D]`."""
+    @staticmethod
+    def function(x: Tensor) -> Tensor:
+        """Map x to elu(x) + 1."""
         return x.relu() + x.clamp(max=0).exp()
 
+    @staticmethod
+    def slope(x: Tensor) -> Tensor:
+        """Map x to exp(min(x, 0))."""
+        return x.clamp(max=0).exp()
 
-class Relu(FeatureMap):
+
+class Relu(Elementwise):
     """phi(x) = max(x, 0). A query or a key may map to 0: a query without any positive product gets 0."""
 
-    def phi(self, x: Tensor) -> Tensor:
-        """Map `[..., D]` to `[..., D]`."""
+    @staticmethod
+    def function(x: Tensor) -> Tensor:
+        """Map x to max(x, 0)."""
         return x.relu()
 
+    @staticmethod
+    def slope(x: Tensor) -> Tensor:
+        """Map x to 1 where it is positive, and otherwise to 0."""
+        return (x > 0).to(x.dtype)
 
-class SquaredRelu(FeatureMap):
+
+class SquaredRelu(Elementwise):
     """phi(x) = max(x, 0)^2, sharper than `Relu` and with a continuous gradient."""
 
-    def phi(self, x: Tensor) -> Tensor:
-        """Map `[..., D]` to `[..., D]`."""
+    @staticmethod
+    def function(x: Tensor) -> Tensor:
+        """Map x to max(x, 0)^2."""
         return x.relu().square()
+
+    @staticmethod
+    def slope(x: Tensor) -> Tensor:
+        """Map x to 2 max(x, 0)."""
+        return 2 * x.relu()
+
+
+ELEMENTWISE: dict[str, type[Elementwise]] = {"elu": Elu, "relu": Relu, "squared_relu": SquaredRelu}
 
 
 class Exp(FeatureMap):

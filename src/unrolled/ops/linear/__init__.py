@@ -13,14 +13,23 @@ Katharopoulos et al. 2020, "Transformers are RNNs" (arXiv 2006.16236), eq. 8-12 
 RFA-Gate (Peng et al. 2021, arXiv 2103.02143), for which the caller also scales the keys by 1 - a_t.
 """
 
+import math
 from itertools import pairwise
 from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_device, check_log_decay, check_qkv, check_state_tensor, check_step
+from unrolled.ops.checks import (
+    check_device,
+    check_log_decay,
+    check_qkv,
+    check_state_tensor,
+    check_step,
+    wrong,
+)
 from unrolled.ops.feature_maps import FeatureMap
+from unrolled.ops.feature_maps.elementwise import ELEMENTWISE
 from unrolled.ops.linear import operator as kernels
 from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, Token, decay_between, safe_divide
 from unrolled.ops.masks import without_padding
@@ -51,12 +60,16 @@ class LinearOptions(Keys, total=False):
     normalize: bool
 
 
-class _OutputOnly(LinearOptions, total=False):
+class _Mapped(LinearOptions, total=False):
+    feature_map: FeatureMap | None
+
+
+class _OutputOnly(_Mapped, total=False):
     return_state: Literal[False]
     backend: str | None
 
 
-class _OutputAndState(LinearOptions, total=False):
+class _OutputAndState(_Mapped, total=False):
     return_state: Required[Literal[True]]
     backend: str | None
 
@@ -83,6 +96,7 @@ def linear_attention(
     state: LinearState | None = None,
     return_state: bool = False,
     normalize: bool = True,
+    feature_map: FeatureMap | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, LinearState]:
     """Attention with weights q_i . k_j, in time and memory linear in the length (equations above).
@@ -100,6 +114,8 @@ def linear_attention(
         return_state: also return the state after the last key.
         normalize: divide by q_i . z; a query whose divisor is 0 (nothing to attend to) gets 0. If False, the
             output is a sum over all keys, which may overflow if `v` is fp16.
+        feature_map: applied to q and k, which are then passed without features, D wide. `Elu`, `Relu` and
+            `SquaredRelu` are applied as q and k are read, so that no features are kept for the backward pass.
         backend: "plain" for the PyTorch form, for tests and benchmarks; by default, the fastest available.
 
     Returns:
@@ -111,7 +127,9 @@ def linear_attention(
             is only checked on a CPU in eager mode, where reading values is cheap.
     """
     check_booleans(causal=causal, normalize=normalize)
-    k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state)
+    q, k, phi = _apply(feature_map, q, k)
+    k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state, phi)
+    _check_width(None if phi is None else feature_map, k.shape[-1])
     out_dtype = v.dtype
     q, k, v = promoted(q, k, v)
     T, S = q.shape[1], k.shape[1]
@@ -121,15 +139,15 @@ def linear_attention(
         early, late = slice(None, S - T), slice(S - T, None)
         gates = None if log_decay is None else log_decay[:, early]
         inputs = Inputs(q[:, :0], k[:, early], v[:, early], gates, kv, k_sum)
-        _, kv, k_sum = kernels.linear_attention(inputs, Options(None, False, normalize), backend)
+        _, kv, k_sum = kernels.linear_attention(inputs, Options(None, False, normalize, phi), backend)
         log_decay = None if log_decay is None else log_decay[:, late]
         k, v = k[:, late], v[:, late]
     elif causal and T > S:  # the queries before the first key only read the given state
         inputs = Inputs(q[:, : T - S], k[:, :0], v[:, :0], None, kv, k_sum)
-        before = [kernels.linear_attention(inputs, Options(None, False, normalize), backend)[0]]
+        before = [kernels.linear_attention(inputs, Options(None, False, normalize, phi), backend)[0]]
         q = q[:, T - S :]
     inputs = Inputs(q, k, v, log_decay, kv, k_sum)
-    o, kv, k_sum = kernels.linear_attention(inputs, Options(cu_seqlens, causal, normalize), backend)
+    o, kv, k_sum = kernels.linear_attention(inputs, Options(cu_seqlens, causal, normalize, phi), backend)
     o = (torch.cat([*before, o], dim=1) if before else o).to(out_dtype)
     return (o, LinearState(kv, k_sum)) if return_state else o
 
@@ -164,8 +182,7 @@ def linear_attention_step(
     (B, G, D), M, R = k.shape, v.shape[2], k.shape[2]
     if feature_map is not None:
         R = feature_map.feature_dim
-        if feature_map.head_dim != D:
-            raise ValueError(f"feature_map takes heads {feature_map.head_dim} wide, but q and k are {D}")
+    _check_width(feature_map, D)
     check_state(state, (B, G, R, M), accumulation_dtype(q.dtype, k.dtype, v.dtype))
     check_device("state", state.kv, k, "k is")
     if log_decay is not None:
@@ -175,7 +192,7 @@ def linear_attention_step(
 
 
 def linear_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool = False, **options: Unpack[LinearOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool = False, **options: Unpack[_Mapped]
 ) -> Tensor | tuple[Tensor, LinearState]:
     """Compute `linear_attention` by its definition, with the explicit weights `[B,H,T,S]`.
 
@@ -183,6 +200,8 @@ def linear_attention_reference(
     results are those of `linear_attention`.
     """
     causal, normalize = options.get("causal", False), options.get("normalize", True)
+    if (feature_map := options.get("feature_map")) is not None:
+        q, k = feature_map.phi_q(q), feature_map.phi_k(k)
     log_decay, cu_seqlens, state = options.get("log_decay"), options.get("cu_seqlens"), options.get("state")
     k, v, log_decay = _check_and_mask(q, k, v, log_decay, options.get("key_padding_mask"), cu_seqlens, state)
     kv, k_sum = (None, None) if state is None else state
@@ -239,6 +258,24 @@ def _zero_state(q: Tensor, k: Tensor, v: Tensor, batch: int) -> LinearState:
     return LinearState(kv, kv.new_zeros(kv.shape[:3]))
 
 
+def _apply(feature_map: FeatureMap | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, str | None]:
+    """Apply a map to q and k, or return its name if the operator can do that."""
+    if feature_map is None:
+        return q, k, None
+    if not isinstance(feature_map, FeatureMap):
+        raise wrong("feature_map", repr(feature_map), "a FeatureMap or None")
+    replaced = not {"phi", "phi_q", "phi_k"}.isdisjoint(vars(feature_map))  # as where features are recorded
+    for name, kind in ELEMENTWISE.items():
+        if type(feature_map) is kind and not replaced:
+            return q, k, name
+    return feature_map.phi_q(q), feature_map.phi_k(k), None
+
+
+def _check_width(feature_map: FeatureMap | None, width: int) -> None:
+    if feature_map is not None and feature_map.head_dim != width:
+        raise ValueError(f"feature_map takes heads {feature_map.head_dim} wide, but q and k are {width}")
+
+
 def _check_and_mask(
     q: Tensor,
     k: Tensor,
@@ -247,8 +284,9 @@ def _check_and_mask(
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     state: LinearState | None,
+    feature_map: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check every argument, then set keys, values and log gates to 0 at padding."""
+    """Check every argument, then set the features of keys, values and log gates to 0 at padding."""
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, S, G]")
@@ -257,7 +295,8 @@ def _check_and_mask(
         check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype))
         check_device("state", state.kv, k, "k is")
     if key_padding_mask is not None:
-        k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
+        nothing = 0.0 if feature_map is None else -math.inf  # every map that the operator applies makes it 0
+        k, v = without_padding(k, key_padding_mask, nothing), without_padding(v, key_padding_mask)
         log_decay = None if log_decay is None else without_padding(log_decay, key_padding_mask)  # a gate of 1
     return k, v, log_decay
 

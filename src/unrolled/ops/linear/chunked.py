@@ -65,6 +65,7 @@ class Options(NamedTuple):
     cu_seqlens: Tensor | None  # int32 [N+1]; the states then have N rows
     causal: bool
     normalize: bool
+    feature_map: str | None = None  # a name in ELEMENTWISE, of the map to apply to q and k
 
 
 class Outputs(NamedTuple):

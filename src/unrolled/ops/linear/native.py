@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import native
-from unrolled.ops.feature_maps import Elu, FeatureMap, Relu, SquaredRelu
+from unrolled.ops.feature_maps import FeatureMap
+from unrolled.ops.feature_maps.elementwise import ELEMENTWISE
 from unrolled.ops.linear import packed
 from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs, Token
 from unrolled.ops.native import TYPES, View, address, readable, sequences, struct, view
 
-# Feature maps that the step can apply to q and k, with the values of the enum in C++.
-FEATURE_MAPS: dict[type[FeatureMap | None], int] = {type(None): 0, Elu: 1, Relu: 2, SquaredRelu: 3}
+# Feature maps that the kernels can apply to q and k, with the values of the enum in C++.
+FEATURE_MAPS: dict[type[FeatureMap | None], int] = {type(None): 0}
+FEATURE_MAPS |= {kind: number for number, kind in enumerate(ELEMENTWISE.values(), 1)}
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
@@ -111,7 +113,7 @@ def described(
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     q, k, v, log_decay, kv, k_sum = inputs
-    cu_seqlens, causal, normalize = options
+    cu_seqlens, causal, normalize, feature_map = options
     (B, T), S = q.shape[:2], v.shape[1]
     N, cu_seqlens = sequences(cu_seqlens, B, T)
     q, k, v = readable(q), readable(k), readable(v)
@@ -134,5 +136,6 @@ def described(
         k_sum=address(k_sum),
         unit_epsilon=unit_epsilon,
         query_scale=query_scale,
+        feature_map=FEATURE_MAPS[type(None) if feature_map is None else ELEMENTWISE[feature_map]],
     )
     return problem, (cu_seqlens, q, k, v, log_decay, rates, kv, k_sum)

@@ -7,23 +7,17 @@ from torch import Tensor
 from unrolled.ops.checks import inferring, transforming
 from unrolled.ops.dispatch import check_backend, choose, prefers
 from unrolled.ops.feature_maps import FeatureMap
-from unrolled.ops.linear import chunked, native, packed, triton
+from unrolled.ops.linear import chunked, mapped, native, packed, triton
 from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs, Token
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
 
 
-class Backend(Protocol):
+class Backend(mapped.Backend, Protocol):
     """The functions of the module of a backend."""
 
     def supports(self, q: Tensor, v: Tensor) -> bool:
         """Whether it can run inputs of this type and these widths on this device."""
-
-    def forward(self, inputs: Inputs, options: Options) -> Outputs:
-        """Compute the outputs."""
-
-    def backward(self, grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
-        """Compute the gradients of the inputs."""
 
 
 BACKENDS: dict[str, Backend] = {  # the fastest first
@@ -38,7 +32,7 @@ def linear_attention(inputs: Inputs, options: Options, backend: str | None) -> t
     """Compute `o` and the state after the last key, for checked inputs of one type, with T = S if causal."""
     check_backend(backend, BACKENDS)
     if transforming():
-        return packed.forward(inputs, options)[:3]
+        return mapped.forward(packed, inputs, options)[:3]
     o, kv, k_sum, _ = _operator(*inputs, *options, backend)
     return o, kv, k_sum
 
@@ -67,19 +61,25 @@ def linear_attention_step(
 
 
 def _split(arguments: tuple[object, ...]) -> tuple[Inputs, Options]:
-    return Inputs._make(arguments[:6]), Options._make(arguments[6:9])
+    return Inputs._make(arguments[:6]), Options._make(arguments[6:10])
 
 
 def _forward(*arguments: object) -> Outputs:
     inputs, options = _split(arguments)
-    return choose(BACKENDS, arguments[9], inputs.q, inputs.q, inputs.v).forward(inputs, options)
+    chosen = choose(BACKENDS, arguments[10], inputs.q, inputs.q, inputs.v)
+    if chosen is native:
+        return native.forward(inputs, options)
+    return mapped.forward(chosen, inputs, options)
 
 
 def _backward(*arguments: Any) -> Gradients:
-    *tensors, cu_seqlens, den, causal, normalize, backend = arguments
+    *tensors, cu_seqlens, den, causal, normalize, feature_map, backend = arguments
     grads, inputs = OutputGradients(*tensors[:3]), Inputs(*tensors[3:])
     chosen = choose(BACKENDS, backend, inputs.q, inputs.q, inputs.v)
-    return chosen.backward(grads, inputs, den, Options(cu_seqlens, causal, normalize))
+    options = Options(cu_seqlens, causal, normalize, feature_map)
+    if chosen is native:
+        return native.backward(grads, inputs, den, options)
+    return mapped.backward(chosen, grads, inputs, den, options)
 
 
 def _like_gradients(*arguments: object) -> list[Tensor]:
@@ -89,13 +89,15 @@ def _like_gradients(*arguments: object) -> list[Tensor]:
 
 _operator = register(
     "linear_attention(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? kv, Tensor? k_sum,"
-    " Tensor? cu_seqlens, bool causal, bool normalize, str? backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? cu_seqlens, bool causal, bool normalize, str? feature_map, str? backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     "linear_attention_backward(Tensor grad_o, Tensor grad_kv, Tensor grad_k_sum,"
     " Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? kv, Tensor? k_sum,"
-    " Tensor? cu_seqlens, Tensor den, bool causal, bool normalize, str? backend) -> Tensor[]",
+    " Tensor? cu_seqlens, Tensor den, bool causal, bool normalize, str? feature_map, str? backend)"
+    " -> Tensor[]",
     _forward,
     _backward,
-    lambda *arguments: packed.forward(*_split(arguments))[:3],
+    lambda *arguments: mapped.forward(packed, *_split(arguments))[:3],
     like_outputs=lambda *arguments: packed.like_outputs(*_split(arguments)),
     like_gradients=_like_gradients,
     n_inputs=6,

@@ -45,7 +45,7 @@ class Problem:
     """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
 
     def __init__(self, inputs: Inputs, options: Options):
-        cu_seqlens, causal, _ = options
+        cu_seqlens, causal = options.cu_seqlens, options.causal
         (B, T, H, R), (_, S, G, M) = inputs.q.shape, inputs.v.shape
         self.inputs, self.causal = inputs, causal
         self.B, self.T, self.H, self.G, self.P, self.R, self.M = B, T, H, G, H // G, R, M

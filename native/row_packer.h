@@ -1,0 +1,85 @@
+// Rows of x in the forms that packed weights are multiplied by.
+#pragma once
+
+#include "amx.h"
+#include "packed.h"
+
+namespace UNROLLED_ISA {
+
+// Brings rows of x into the form for one packing. One thread uses it.
+class RowPacker {
+  public:
+    // For products of up to `rows` rows of `inputs` floats.
+    RowPacker(Int rows, Int inputs, Workspace& memory) {
+        row_ = ceil_div(inputs, GROUP) * GROUP + TILE;  // apart, so that rows do not compete for cache sets
+        padded_ = memory.floats(rows * row_);
+        bytes_ = (uint8_t*)memory.floats(rows * row_ / 2);
+        scales_ = memory.floats(rows * ceil_div(inputs, GROUP));
+        sums_ = (int32_t*)memory.floats(rows * ceil_div(inputs, GROUP));
+    }
+
+    PackedRows pack(const Packed& w, const float* x, Int x_row, Int rows) {
+        const Int n = w.inputs, whole = padded_inputs(w);
+        if (w.packing == BFLOAT16_TILES && on_matrix_unit(w, rows)) return halve(x, x_row, rows, n, whole);
+        if (w.packing == FLOAT32_TILES || (w.packing == BFLOAT16_TILES && n % 2 == 0))
+            return {x, nullptr, nullptr, x_row, nullptr, nullptr};
+        uint8_t *high = bytes_, *low = bytes_ + rows * row_;
+        const Int groups = w.packing == INT4_TILES ? whole / GROUP : 1;
+        for (Int r = 0; r < rows; ++r) {
+            float* to = padded_ + r * row_;
+            std::memcpy(to, x + r * x_row, (size_t)n * 4);
+            std::memset(to + n, 0, (size_t)(whole - n) * 4);
+            if (w.packing == BFLOAT16_TILES) continue;
+            for (Int g = 0; g < groups; ++g) {
+                const Int begin = g * (whole / groups), end = begin + whole / groups;
+                round(to, begin, end, w.packing == INT8_TILES ? 32767.0f : 127.0f, r * groups + g);
+                if (multiplies_bytes()) split(to, begin, end, w.packing, high + r * row_, low + r * row_);
+            }
+        }
+        return {padded_, high, low, row_, scales_, sums_};
+    }
+
+  private:
+    // x as sums of two bfloat16 numbers, whose bytes lie in `high` and `low`.
+    PackedRows halve(const float* x, Int x_row, Int rows, Int n, Int whole) {
+        for (Int r = 0; r < rows; ++r) {
+            uint16_t *high = (uint16_t*)(padded_ + r * row_), *low = high + row_;
+            for (Int i = 0; i < whole; i += WIDTH) {
+                const Vec y = first_lanes(i < n ? load_first(x + r * x_row + i, n - i) : Vec{}, n - i);
+                const HalfVec upper = narrow<BFLOAT16>(y);
+                *(UnalignedHalfVec*)(high + i) = upper;
+                store_as<BFLOAT16>(low + i, y - widen<BFLOAT16>(upper));
+            }
+        }
+        const uint8_t* begin = (const uint8_t*)padded_;
+        return {nullptr, begin, begin + 2 * row_, 4 * row_, nullptr, nullptr};
+    }
+
+    void round(float* x, Int begin, Int end, float most, Int place) {
+        const float size = largest(x + begin, end - begin);
+        const Vec factor = broadcast(size > 0 ? most / size : 0);
+        Vec total{};
+        for (Int i = begin; i < end; i += WIDTH) {
+            const Vec y = round_to_integers(load(x + i) * factor);
+            store(x + i, y);
+            total += y;
+        }
+        scales_[place] = size / most;
+        sums_[place] = size == size ? 8 * (int32_t)sum(total) : 0;
+    }
+
+    static void split(const float* x, Int begin, Int end, Int packing, uint8_t* high, uint8_t* low) {
+        for (Int i = begin; i < end; i += WIDTH) {
+            const IntVec y = __builtin_convertvector(load(x + i), IntVec);
+            if (packing == INT4_TILES) store_bytes(high + i, y);
+            else store_bytes(high + i, (y + 32768) >> 8), store_bytes(low + i, y + 32768);
+        }
+    }
+
+    Int row_;
+    float *padded_, *scales_;
+    uint8_t* bytes_;
+    int32_t* sums_;
+};
+
+}  // namespace UNROLLED_ISA
