@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,13 @@ def test_nothing_is_packed_or_initialised(tmp_path, monkeypatch):
     before = torch.random.get_rng_state()
     load(tmp_path)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_loading_imports_nothing_that_takes_long(tmp_path):
+    saved(tmp_path, **MODELS["pixels"])
+    code = f"from unrolled import decode; decode.load({str(tmp_path)!r}); import sys; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"sympy", "torch._dynamo"} & set(modules.split())
 
 
 def test_documents_belong_to_a_plan(tmp_path):

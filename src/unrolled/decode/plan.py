@@ -282,7 +282,7 @@ def _check_kernels() -> None:
 
 def _planned(model: nn.Module, weights: Weights, program: Program) -> Plan:
     decoder = cast(Decoder, model)
-    empty = map_tensors(lambda x: torch.zeros_like(x, device="cpu"), decoder.init_state(0))
+    empty = map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype), decoder.init_state(0))  # not on meta
     made = Plan(decoder.config, weights, program, empty)
     made.documents = dict(decoder.documents)
     return made

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
-from torch.nn import init
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unrolled.decode.packing import LAYOUT, PACKINGS, Weights
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from unrolled.decode.program import Program
 
 VERSION = "1"
+_DRAWS = {"uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_"}
 _PARTS = ("tiles", "scales", "sums", "bias")
 
 
@@ -83,7 +83,7 @@ def read(path: str | Path) -> Saved:
     documents: dict[str, object] = {}
     found = load_tensors(file, lambda name: documents.setdefault(name, read_json(folder / name)))
     found.pop(PADDING_KEY, None)
-    with torch.device("meta"), _Unfilled():
+    with _Unfilled():
         model = build(Decoder, values, folder / CONFIG_FILE, file)
     packed = _packed(found)
     others = {name: x for name, x in found.items() if not _of_matrix(name, packed, _PARTS)}
@@ -92,6 +92,8 @@ def read(path: str | Path) -> Saved:
     }
     check_tensors(own, others, file)
     model.load_state_dict(others, strict=False, assign=True)
+    for layer in packed.keys() & dict(model.named_modules()).keys():
+        _forget(model.get_submodule(layer))
     model.documents = {name: x for name, x in documents.items() if name != CONFIG_FILE}
     return Saved(model, weights, packed)
 
@@ -121,12 +123,19 @@ def _of_matrix(name: str, packed: Mapping[str, object], parts: tuple[str, ...]) 
     return layer in packed and part in parts
 
 
+def _forget(layer: nn.Module) -> None:
+    """Replace parameters by ones without values, whose use is an error."""
+    for name, x in layer.named_parameters(recurse=False):
+        setattr(layer, name, nn.Parameter(torch.empty(x.shape, device="meta")))
+
+
 class _Unfilled(TorchFunctionMode):
-    """Does not draw weights: for the meta device that takes a second of imports, and gives no values."""
+    """Leaves weights empty that would be drawn: only memory that is written to is really taken."""
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_):
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.__name__ in _DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return (torch.empty if func is torch.randn else func)(*args, **kwargs)

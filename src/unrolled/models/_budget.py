@@ -33,6 +33,10 @@ class _Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __i
         super().__init__()  # type: ignore[no-untyped-call]
         self.left = left
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import torch._dynamo, which takes a second
+
     def __torch_dispatch__(
         self,
         func: OpOverload[..., object],
