@@ -127,6 +127,10 @@ CHANGES = {
     "no bias": (lambda x, _: x.pop(f"{UP}.bias"), f"{UP} has the packed tensors"),
     "an unknown matrix": (lambda x, _: x.update({"a.tiles": torch.zeros(64, dtype=torch.uint8)}),
                           "a is packed, but the model has no such matrix"),
+    "a packed norm": (
+        lambda x, _: x.update({"stack.norm.tiles": torch.zeros(64, dtype=torch.uint8)}) or x.pop("stack.norm.weight"),
+        "stack.norm is packed, but the model has no such matrix",
+    ),
     "no norm": (lambda x, _: x.pop("stack.norm.weight"), "lacks 1 tensors of this model"),
     "another norm": (lambda x, _: x.update({"stack.norm.weight": torch.ones(31)}),
                      r"stack.norm.weight in .* has shape \[31\], but must have \[32\]"),

@@ -92,8 +92,9 @@ def read(path: str | Path) -> Saved:
     }
     check_tensors(own, others, file)
     model.load_state_dict(others, strict=False, assign=True)
-    for layer in packed.keys() & dict(model.named_modules()).keys():
-        _forget(model.get_submodule(layer))
+    for name, layer in model.named_modules():
+        if name in packed and isinstance(layer, nn.Linear):
+            _forget(layer)
     model.documents = {name: x for name, x in documents.items() if name != CONFIG_FILE}
     return Saved(model, weights, packed)
 
@@ -123,7 +124,7 @@ def _of_matrix(name: str, packed: Mapping[str, object], parts: tuple[str, ...]) 
     return layer in packed and part in parts
 
 
-def _forget(layer: nn.Module) -> None:
+def _forget(layer: nn.Linear) -> None:
     """Replace parameters by ones without values, whose use is an error."""
     for name, x in layer.named_parameters(recurse=False):
         setattr(layer, name, nn.Parameter(torch.empty(x.shape, device="meta")))
