@@ -51,17 +51,21 @@ AMX inline void configure(Int rows) {
     asm volatile("" ::: "memory");  // GCC does not know that loading a tile reads memory
 }
 
-// Two halves of rows of x, `row` bytes apart, and how many bytes of them a step takes.
+// Two halves of rows of x, whose rows are `row` bytes apart.
 struct Halves {
     const char *high, *low;
     Int row;
 };
 
-AMX inline void amx_bfloat16(const char* w, Int inputs, const Halves& x, float (*sums)[TILE]) {
+AMX inline void clear_sums() {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+}
+
+AMX inline void amx_bfloat16(const char* w, Int inputs, const Halves& x, float (*sums)[TILE]) {
+    clear_sums();
     for (Int k = 0; k < inputs; k += 32, w += 16 * TILE * 4) {
         _tile_loadd(4, x.high + 2 * k, x.row);
         _tile_loadd(5, x.low + 2 * k, x.row);
@@ -88,10 +92,7 @@ AMX inline void amx_bfloat16(const char* w, Int inputs, const Halves& x, float (
 AMX inline void amx_int8(const char* w, Int inputs, const Halves& x, int32_t (*high)[TILE],
                          int32_t (*low)[TILE]) {
     for (Int i = 0; i < TILE; i += 32) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        clear_sums();
         const char* at = w + 4 * i;
         for (Int k = 0; k < inputs; k += 64, at += 16 * TILE * 4) {
             _tile_loadd(4, x.high + k, x.row);

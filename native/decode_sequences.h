@@ -1,19 +1,18 @@
 // The instructions of a program that read and update the state of a sequence, for tokens in order. Threads
 // share them by heads or by channels.
 //
-//   CONVOLVE  to_c = sum_l weights[l, c] x_c(t - l) for n channels c and `window` taps. State: the last
-//   inputs
-//             [window - 1, n], the latest last.
-//   RECUR     S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values]
-//   and the
-//             `heads` / `groups` query heads that read it; a as `kind` says. With `rates` b it is the delta
-//             rule: v becomes b (v - S^T diag(a) k). With `divisor_k` z <- diag(a) z + that key, and o is
-//             divided by its product with `divisor_q`; z [groups, features] lies behind the states S.
-//   ATTEND    o = sum_j softmax_j(scale q . k_j) v_j over the last `window` tokens; with a window of 0, over
-//   all
-//             tokens. State: keys [groups, slots / 16, features, 16], then values [groups, slots, values],
-//             with a slot for each token of the window, filled up to a multiple of 16. The token at position
-//             p is in slot p % window; without a window it is in slot p of the cache.
+// CONVOLVE: to_c = sum_l weights[l, c] x_c(t - l) for n channels c of `first` and `window` taps. State: the
+// last inputs [window - 1, n], the latest last.
+//
+// RECUR: S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values] and the
+// `heads` / `groups` query heads that read it; a as `kind` says; q, k, v at `first`, `second`, `third`. With
+// `rates` b it is the delta rule: v becomes b (v - S^T diag(a) k). With `divisor_k` z <- diag(a) z + that
+// key, and o is divided by its product with `divisor_q`; z [groups, features] lies behind the states S.
+//
+// ATTEND: o = sum_j softmax_j(scale q . k_j) v_j over the last `window` tokens; with a window of 0, over all
+// tokens. State: keys [groups, slots / 16, features, 16], then values [groups, slots, values], with a slot
+// for each token of the window, filled up to a multiple of 16. The token at position p is in slot p % window;
+// without a window it is in slot p of the cache.
 //
 // Queries have `queries` heads, keys `keys` heads, whose numbers divide `heads` and `groups`.
 #pragma once

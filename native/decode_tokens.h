@@ -1,19 +1,18 @@
 // The instructions of a program that need one token only.
 //
-//   EMBED            to = row `token` of the table `weights` [ids, n]
-//   ADD_POSITIONS    to += row `position` of the table `weights` [positions, n]
-//   ADD_SINUSOIDS    to = scale to + [sin a_0, cos a_0, sin a_1 ..], a_i = position frequencies_i, i < n / 2
-//   ANGLES           to = [cos a_0 .. cos a_(n-1), sin a_0 .. sin a_(n-1)]
-//   NORMALIZE        to = (x - mean) / sqrt(variance + epsilon) weights + bias for each of `heads` parts x of
-//                    n numbers; kind 1 subtracts the mean
-//   LINEAR_BY_HEAD   to = x W_h + bias_h for each head h; W_h [n, features]
-//   APPLY            to = f(from + bias) weights scale other, f the `kind`, for n numbers
-//   ADD              to = from + other, for n numbers
-//   ROTATE           the pairs (x_2i, x_2i+1), i < n, of each head's `features` numbers, by the angles at
-//                    `other`
-//   FEATURES         features of each head, see `map_features`
-//   MIXTURE          to = log-probabilities of n levels under a mixture of `heads` logistic distributions,
-//                    whose weights, means and logarithms of scales are `from`
+// EMBED: to = row `token` of the table `weights` [ids, n].
+// ADD_POSITIONS: to += row `position` of the table `weights` [positions, n].
+// ADD_SINUSOIDS: to = scale to + [sin a_0, cos a_0, sin a_1 ..], a_i = position frequencies_i, i < n / 2.
+// ANGLES: to = [cos a_0 .. cos a_(n-1), sin a_0 .. sin a_(n-1)], a_i as above.
+// NORMALIZE: to = (x - mean) / sqrt(variance + epsilon) weights + bias for each of `heads` parts x of n
+// numbers of `first`; the mean is subtracted if the kind is 1, else taken as 0.
+// LINEAR_BY_HEAD: to = x W_h + bias_h for each head x of `first`; W_h [n, features].
+// APPLY: to = f(first + bias) weights scale second for n numbers, f being the `kind`.
+// ADD: to = first + second for n numbers.
+// ROTATE: the pairs (x_2i, x_2i+1), i < n, of each head's `features` numbers, by the angles at `second`.
+// FEATURES: features of each head, see `map_features`.
+// MIXTURE: to = log-probabilities of n levels under a mixture of `heads` logistic distributions, whose
+// weights, means and logarithms of scales are at `first`.
 #pragma once
 
 #include "functions.h"
@@ -140,15 +139,14 @@ inline float most_of(const float* x, Int n) {
 
 // Features y of the n numbers x of a head:
 //
-//   EXP_OF_QUERIES  exp(x - max x)
-//   EXP_OF_KEYS     exp(min(x, scale))
-//   PROBABILITIES   softmax(x)
-//   WITH_NEGATIVES  [x, -x]
-//   NEIGHBOURS      the products of DPFP: u = [relu(x), relu(-x)], then u_i u_(i - j) for j = 1 .. `window`
-//   PAIRS           [w_1, w_2 x, w_3 x_i x_j] with w = `weights`, x times w_0 first, i <= j, and sqrt(2)
-//   where
-//                   i < j
-//   BY_POSITION     [x cos a, x sin a], a = position scale
+// EXP_OF_QUERIES: exp(x - max x).
+// EXP_OF_KEYS: exp(min(x, scale)).
+// PROBABILITIES: softmax(x).
+// WITH_NEGATIVES: [x, -x].
+// NEIGHBOURS: the products of DPFP, u_i u_(i - j) for j = 1 .. `window`, with u = [relu(x), relu(-x)].
+// PAIRS: x is multiplied by w_0, w = `weights`; then [w_1, w_2 x, w_3 x_i x_j], i <= j, the last times
+// sqrt(2) where i < j.
+// BY_POSITION: [x cos a, x sin a] with a = position frequencies_0.
 inline void map_features(const Instruction& x, const float* from, Int position, float* to) {
     const Int n = x.n;
     if (x.kind == EXP_OF_QUERIES) exponentials(from, n, most_of(from, n), to);
@@ -193,7 +191,7 @@ inline void features(const Instruction& x, const TokenRow& t) {
 
 // The logarithms of the probabilities of the levels, as `LogisticMixture` in Python computes them: in units
 // in which neighbouring levels are 2 apart, so that level l is at 2 l - span. The lowest level reaches down
-// to -inf, the highest up to +inf. `other` is scratch memory: (WIDTH + 4) numbers for each component.
+// to -inf, the highest up to +inf. `second` is scratch memory: (WIDTH + 4) numbers for each component.
 inline void mixture(const Instruction& x, const TokenRow& t) {
     const Int K = x.heads, span = x.n - 1;
     const float *weight = t.from(x), *mean = weight + K, *log_scale = mean + K;

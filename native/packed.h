@@ -4,13 +4,11 @@
 // inputs to a multiple of 32. In a tile the numbers of one input (or of a pair, or of four) lie together for
 // all 64 outputs, so that a product reads them in the order of memory, and sums nothing across lanes:
 //
-//   FLOAT32_TILES   [tile][input][64] floats
-//   BFLOAT16_TILES  [tile][input / 2][64][2] bfloat16
-//   INT8_TILES      [tile][input / 4][64][4] int8; each output has a scale
-//   INT4_TILES      [tile][input / 32] groups of scales [64] in bfloat16, then [4][64][4] bytes: byte e of
-//   the
-//                   p-th of the four holds inputs 8 p + e in its low half and 8 p + 4 + e in its high half,
-//                   each plus 8
+// FLOAT32_TILES: [tile][input][64] floats.
+// BFLOAT16_TILES: [tile][input / 2][64][2] bfloat16.
+// INT8_TILES: [tile][input / 4][64][4] int8; each output has a scale.
+// INT4_TILES: [tile][input / 32] groups of scales [64] in bfloat16, then [4][64][4] bytes: byte e of the p-th
+// of the four holds inputs 8 p + e in its low half and 8 p + 4 + e in its high half, each plus 8.
 //
 // For INT8_TILES a row of x is rounded to 16 bits relative to its largest number, for INT4_TILES to 8 bits
 // relative to the largest of each 32.

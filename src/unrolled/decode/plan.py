@@ -202,9 +202,9 @@ class Plan:
         )
 
     def _check(self, tokens: Tensor, state: PlanState) -> None:
-        check_ids("tokens", tokens, self.config.vocab_size + self.config.start_token, self._like)
-        B = tokens.shape[0]
-        p = self._program
+        n_ids = self.config.vocab_size + self.config.start_token
+        check_ids("tokens", tokens, n_ids, state.fixed if isinstance(state, PlanState) else None)
+        B, p = tokens.shape[0], self._program
         if not isinstance(state, PlanState):
             raise ValueError(f"state is a {type(state).__name__}, but must be a PlanState, from this plan")
         found = [
@@ -214,10 +214,6 @@ class Plan:
         ]
         if found != [[B], [B, p.state_size], [B, sum(p.cache)]]:
             raise ValueError(f"state has the shapes {found}, but must be of this plan, with {B} rows")
-
-    @property
-    def _like(self) -> Tensor:
-        return torch.empty(0)
 
     def _grown(self, cache: Tensor, tokens: int) -> Tensor:
         """Return a cache with room for that many tokens."""
