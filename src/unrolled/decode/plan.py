@@ -26,7 +26,8 @@ from unrolled.models import Decoder, DecoderConfig, DecoderState
 from unrolled.models.checks import check_ids
 from unrolled.models.saving import PLAN_FILE
 from unrolled.ops import native
-from unrolled.ops.checks import check_key_padding_mask, shape, wrong
+from unrolled.ops.checks import check_key_padding_mask, observed, shape, wrong
+from unrolled.ops.dispatch import prefers
 from unrolled.ops.options import check_batch_size
 from unrolled.ops.state import map_tensors
 
@@ -269,6 +270,11 @@ def load(path: str | Path) -> Plan:
             return _planned(saved.model, saved.weights, program(saved.model, saved.weights, saved.packed))
         except ValueError as error:
             raise ValueError(f"{Path(path) / PLAN_FILE} is not of this model: {error}") from error
+
+
+def unasked() -> bool:
+    """Whether a plan may replace a model by itself: nothing changes or watches what torch computes."""
+    return prefers("native") and not torch.is_autocast_enabled("cpu") and not observed()
 
 
 def _check_kernels() -> None:

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import Recurrent, UnsupportedError
-from unrolled.decode import Plan, plan
+from unrolled.decode import Plan, plan, unasked
 from unrolled.decode.packing import Weights
 from unrolled.decode.request import OnToken, Prompts, Request, Sampling, Stop
 from unrolled.generation import sampling
 from unrolled.generation._mode import drawing_mode
-from unrolled.ops.dispatch import prefers
 from unrolled.ops.state import leaves, select
 
 PLANNED_TOKENS = 32  # with fewer, packing the weights takes longer than it saves
@@ -90,8 +89,7 @@ def _plan(model: Recurrent, request: Request, weights: Weights | None) -> Plan |
         if weights is not None:
             raise UnsupportedError(f"weights is {weights!r}, but a plan cannot run a {type(model).__name__}")
         return None
-    slow = request.limit < PLANNED_TOKENS or not prefers("native")
-    if weights is None and (slow or torch.is_autocast_enabled("cpu")):
+    if weights is None and (request.limit < PLANNED_TOKENS or not unasked()):
         return None
     try:
         return plan(model, "fp32" if weights is None else weights)

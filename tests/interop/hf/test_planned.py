@@ -80,6 +80,8 @@ def test_weights_may_be_rounded(steps):
 def test_models_that_a_plan_cannot_run_generate_by_themselves(steps):
     make("performer").float().generate(prompts(), max_new_tokens=N, min_new_tokens=N)
     make().generate(prompts(), max_new_tokens=N, min_new_tokens=N)  # fp64
+    with torch.autocast("cpu", torch.bfloat16):
+        make().float().generate(prompts(), max_new_tokens=N, min_new_tokens=N)
     assert not steps
 
 

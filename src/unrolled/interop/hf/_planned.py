@@ -5,11 +5,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode import Plan, PlanState, plan
+from unrolled.decode import Plan, PlanState, plan, unasked
 from unrolled.decode.packing import Weights
 from unrolled.interop.hf.cache import StateCache
 from unrolled.models import Decoder, DecoderState
-from unrolled.ops.dispatch import prefers
 from unrolled.ops.state import Parts
 
 PLANNED_STEPS = 8  # tokens that the model reads before a plan is made, which takes about as long
@@ -27,7 +26,7 @@ class Generation:
         self.model = model
         self._steps = 0
         self._plan = None if weights is None else plan(model, weights)
-        self._possible = weights is not None or prefers("native")
+        self._possible = weights is not None or unasked()
 
     def reader(self, state: Parts, tokens: int) -> tuple[Decoder | Plan, Parts]:
         """Return what reads the next tokens of each row, and the state in the form that it takes."""
