@@ -170,6 +170,7 @@ enum Operation : int32_t {
     LINEAR_BY_HEAD,
     APPLY,
     ADD,
+    SCALE_HEADS,
     ROTATE,
     FEATURES,
     MIXTURE,
@@ -200,13 +201,14 @@ enum Features : int32_t {
     EXP_OF_KEYS,
     PROBABILITIES,
     WITH_NEGATIVES,
+    WAVES,
     NEIGHBOURS,
     PAIRS,
     BY_POSITION
 };
 
 // The kinds of RECUR: what the state is multiplied by before each token.
-enum Gates : int32_t { NO_GATES, CONSTANT_GATES, GATE_PER_HEAD, GATE_PER_FEATURE };
+enum Gates : int32_t { NO_GATES, CONSTANT_GATES, GATE_PER_HEAD, GATE_PER_FEATURE, GATE_OF_AVERAGE };
 
 // A step of a program. What it reads and writes are places in the scratch memory of a token, in floats; -1
 // for none. The fields that an operation does not mention are 0.

@@ -88,6 +88,9 @@ void run_on_token(const Instruction& x, const TokenRow& t) {
         case ADD:
             add(x, t);
             break;
+        case SCALE_HEADS:
+            scale_heads(x, t);
+            break;
         case ROTATE:
             rotate(x, t);
             break;

@@ -58,15 +58,18 @@ struct Sample {
         }
         Instruction& by_head = add(LINEAR_BY_HEAD, 6 * PLACE, 4 * PLACE);
         by_head.heads = GROUPS, by_head.n = VALUES, by_head.features = 9, by_head.bias = numbers.data();
-        for (int32_t kind = NO_GATES; kind <= GATE_PER_FEATURE; ++kind) {
+        for (int32_t kind = NO_GATES; kind <= GATE_OF_AVERAGE; ++kind) {
             Instruction& recur = over_heads(RECUR);
             recur.kind = kind, recur.gates = 5 * PLACE, recur.rates = kind % 2 ? -1 : 5 * PLACE;
             recur.divisor_q = kind ? 2 * PLACE : -1, recur.divisor_k = kind ? 3 * PLACE : -1;
-            recur.state = take(GROUPS * FEATURES_OUT * (VALUES + 1));
+            recur.epsilon = kind % 2 ? 0 : 1e-6f;
+            recur.state = take(GROUPS * (FEATURES_OUT * (VALUES + 1) + 1));
         }
         Instruction& window = over_heads(ATTEND);
         window.window = 3, window.state = take(16 * GROUPS * (FEATURES_OUT + VALUES));
         over_heads(ATTEND);
+        Instruction& scaled = add(SCALE_HEADS, 7 * PLACE, 4 * PLACE);
+        scaled.heads = GROUPS, scaled.n = VALUES, scaled.second = 5 * PLACE;
         Instruction& sum = add(ADD, 7 * PLACE, 4 * PLACE);
         sum.second = 5 * PLACE, sum.n = GROUPS * VALUES;
         linear(0, 8 * PLACE, packing, V);

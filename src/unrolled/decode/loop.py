@@ -13,7 +13,6 @@ from unrolled.ops.state import select
 if TYPE_CHECKING:
     from unrolled.decode.plan import Plan, PlanState
 
-_NO_DISTRIBUTION, _NO_POSITION = 2, 3  # of the enum `RowStatus` in C++
 BLOCK_SECONDS = 0.02  # between two returns to Python, where callbacks run and an interrupt is noticed
 
 
@@ -79,11 +78,11 @@ class Loop:
             stop_end=native.address(ends),
         )
         native.call("decode_on", self.plan.described(self.state), sampling, continuation)
-        if (bad := (self.active == _NO_DISTRIBUTION).nonzero()).numel():
+        if (bad := (self.active == native.enum("RowStatus")["NO_DISTRIBUTION"]).nonzero()).numel():
             raise ValueError(
                 f"logits of row {int(bad[0])} hold NaN, +inf or only -inf, but must define a distribution"
             )
-        if (self.active == _NO_POSITION).any():
+        if (self.active == native.enum("RowStatus")["NO_POSITION"]).any():
             self.plan.with_room(self.state, 1)  # raises
 
     def _report(self, before: Tensor, on_token: OnToken) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.checks import check_offsets
-from unrolled.ops.structs import Layout, layouts
+from unrolled.ops.structs import Layout, enums, layouts
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -77,6 +77,11 @@ def fma_peak(seconds: float = 0.2) -> float:
 def struct(name: str) -> Callable[..., bytes]:
     """Return the function that packs a struct of `native/arguments.h`; null pointers are 0."""
     return _layouts()[name].pack
+
+
+def enum(name: str) -> dict[str, int]:
+    """Return the values of an enum of `native/arguments.h`, by their names."""
+    return _enums()[name]
 
 
 def call(name: str, *structs: bytes) -> None:
@@ -169,6 +174,11 @@ def _function(name: str, instruction_set: str) -> "ctypes._NamedFuncPointer":
 @cache
 def _layouts() -> dict[str, Layout]:
     return layouts(header())
+
+
+@cache
+def _enums() -> dict[str, dict[str, int]]:
+    return enums(header())
 
 
 @cache
