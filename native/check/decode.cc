@@ -118,17 +118,24 @@ void check_decode(int64_t width, int64_t rows, int32_t packing, int threads) {
     });
     report.compare("logits", logits, expected);
     // Draws more tokens; the logits stay the same.
-    const Sampling options = {0.8, 0.9, 0.01, 1.1, 20};
     const int64_t limit = 9, stop[] = {1, 2}, stop_end[] = {2};
-    std::vector<uint8_t> seen((size_t)(rows * V)), active;
-    std::vector<int64_t> key((size_t)rows, 7), length, drawn;
+    std::vector<uint8_t> seen((size_t)(rows * V)), status;
+    std::vector<int64_t> length, drawn;
     report.run([&] {
-        position.assign((size_t)rows, 3), active.assign((size_t)rows, ACTIVE);
+        position.assign((size_t)rows, 3), status.assign((size_t)rows, ACTIVE);
         length.assign((size_t)rows, 0), drawn.assign((size_t)(rows * limit), -1);
-        const Continuation c = {rows,          5,          limit,         logits.data(),
-                                seen.data(),   key.data(), length.data(), drawn.data(),
-                                active.data(), 1,          stop,          stop_end};
-        return EXPORTED(decode_on)(&p, &options, &c);
+        std::vector<Row> all;
+        for (int64_t i = 0; i < rows; ++i)
+            all.push_back({{0.8, 0.9, 0.01, 1.1, 20},
+                           7,
+                           limit,
+                           i % 2,
+                           stop,
+                           stop_end,
+                           drawn.data() + i * limit,
+                           i % 3 ? seen.data() + i * V : nullptr});
+        const Continuation c = {rows, 5, all.data(), logits.data(), length.data(), status.data()};
+        return EXPORTED(decode_on)(&p, &c);
     });
     report.compare("logits after drawing", logits, expected);
     for (int64_t i = 0; i < rows * limit; ++i)

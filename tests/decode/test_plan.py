@@ -193,7 +193,7 @@ def test_wrong_input_is_one_sentence():
     with pytest.raises(ValueError, match="weights is 'int2', but must be one of fp32, bf16, int8, int4"):
         plan(model, "int2")
     p = plan(model)
-    with pytest.raises(ValueError, match=f"tokens holds ids from {V} to {V}"):
+    with pytest.raises(ValueError, match=f"token holds ids from {V} to {V}"):
         p.step(torch.tensor([V]), p.init_state(1))
     with pytest.raises(ValueError, match=r"tokens is torch\.float32"):
         p.prefill(torch.zeros(1, 2), p.init_state(1))

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode import saving, states
-from unrolled.decode.loop import Loop
+from unrolled.decode import loop, saving, states
 from unrolled.decode.models import program
 from unrolled.decode.packing import PACKINGS, Weights
 from unrolled.decode.program import KEY_BLOCK, Program
@@ -139,7 +138,7 @@ class Plan:
         """Continue the prompts of a request: the new tokens of each row."""
         if not request.rows or not request.limit:
             return [torch.empty(0, dtype=torch.long) for _ in range(request.rows)]
-        return Loop(self, request).run(on_token)
+        return loop.run(self, request, on_token)
 
     def from_model(self, state: DecoderState) -> PlanState:
         """Return the state that continues from a state of the model."""

@@ -138,6 +138,11 @@ def address(x: Tensor | None) -> int:
     return x.data_ptr()
 
 
+def bytes_address(structs: bytes) -> int:
+    """Return the address of packed structs, which must be kept as long as it is used."""
+    return ctypes.cast(ctypes.c_char_p(structs), ctypes.c_void_p).value or 0
+
+
 @cache
 def _library() -> ctypes.CDLL | str:
     """Load the library; return the reason as a string if that fails."""
