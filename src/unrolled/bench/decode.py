@@ -32,7 +32,7 @@ from unrolled.ops.state import nbytes
 STEPS = 64
 # Largest error, relative to the largest logit, where the inputs of a matrix are rounded too: with int8 to 16
 # bits, by the others to 8.
-TOLERANCES = {"int8": 2e-3, "int4": 0.2, "ONNX Runtime int8": 0.2, "llama.cpp": 0.2}
+TOLERANCES = {"int8": 2e-3, "int4": 0.2, "ONNX Runtime int8": 0.2}
 
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4.5}
 
@@ -76,7 +76,8 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
             loaded = onnx.load(folder, graph, threads=settings.threads)
         return partial(generated, loaded.step, partial(loaded.init_state, batch))
 
-    shape = rwkv.Shape(model.config.n_layers, model.config.d_model, 32, model.config.vocab_size)
+    config = model.config
+    shape = rwkv.Shape(config.n_layers, config.d_model, min(64, config.d_model), config.vocab_size)
 
     def of_llama_cpp() -> list[Tensor]:
         return [rwkv.definition(rwkv.random_weights(shape), shape, tokens)]
@@ -90,7 +91,8 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
         of_rounded = partial(_rounded_logits, model, weights, tokens)
         kinds[weights] = Definition(of_rounded, ["logits"], TOLERANCES.get(weights, exact))
     kinds["ONNX Runtime int8"] = Definition(compute, ["logits"], TOLERANCES["ONNX Runtime int8"])
-    kinds["llama.cpp"] = Definition(of_llama_cpp, ["logits"], TOLERANCES["llama.cpp"])
+    for form, allowed in llama_cpp.TOLERANCES.items():
+        kinds[f"llama.cpp {form}"] = Definition(of_llama_cpp, ["logits"], allowed)
     contenders = [
         *(Contender(_name(w), partial(planned, w), w, ours=True) for w in PACKINGS),
         Contender("unrolled, layer by layer", layers, "fp32", ours=True),
@@ -101,9 +103,9 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
             Contender(
                 f"llama.cpp, RWKV-7 in {form}",
                 partial(llama_cpp.steps, shape, form, tokens, settings.threads),
-                "llama.cpp",
+                f"llama.cpp {form}",
             )
-            for form in llama_cpp.FORMS
+            for form in llama_cpp.TOLERANCES
         ),
     ]
     return Problem(contenders, kinds, STEPS, batch, partial(_remark, model, settings))
