@@ -23,7 +23,7 @@ from unrolled.bench.models import (
 from unrolled.bench.peer_models import idiap_encoder
 from unrolled.bench.units import brief_time, size
 from unrolled.decode import Plan, plan
-from unrolled.decode.packing import PACKINGS, TILE, Weights, rounded
+from unrolled.decode.packing import PACKINGS, Weights, rounded
 from unrolled.decode.request import Request
 from unrolled.generation import engine
 from unrolled.models import Decoder
@@ -127,7 +127,9 @@ def _name(weights: Weights) -> str:
 def _rounded_logits(model: Decoder, weights: Weights, tokens: Tensor) -> list[Tensor]:
     found = doubled(model)
     for name, x in found.items():
-        if x.dim() == 2 and len(x) >= TILE and not name.startswith("embedding"):
+        if weights != "fp32" and name.startswith("embedding"):
+            found[name] = rounded(x, "bf16").double()
+        elif x.dim() == 2:
             found[name] = rounded(x, weights).double()
     with torch.no_grad():
         return [run_definition(model, found, tokens)]

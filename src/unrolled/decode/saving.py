@@ -1,7 +1,8 @@
 """Plans as folders: a model's config and documents, and its packed weights in one file.
 
 A layer L whose matrix is packed has the tensors L.tiles, L.scales, L.sums and L.bias, as far as its form
-needs them (see `unrolled.decode.packing.Packed`). All other parameters are there in fp32, by name.
+needs them (see `unrolled.decode.packing.Packed`). All other parameters are there by name: embeddings in
+bfloat16, unless the matrices are in fp32, the others in fp32.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from unrolled.decode.plan import Plan
     from unrolled.decode.program import Program
 
-VERSION = "1"
+VERSION = "2"
 _DRAWS = {"uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_"}
 _PARTS = ("tiles", "scales", "sums", "bias")
 
