@@ -60,7 +60,9 @@ def test_rounded_weights_are_those_of_a_rounded_model(name, weights):
         model.head.project = nn.Linear(32, V, bias=False)
         model.head.project.weight.copy_(model.embedding.weight)
     for matrix in [m for m in model.modules() if isinstance(m, nn.Linear)]:
-        fine = weights == "int4" and (matrix is getattr(model.head, "project", None) or len(matrix.weight) < TILE)
+        fine = weights == "int4" and (
+            matrix is getattr(model.head, "project", None) or len(matrix.weight) < TILE
+        )
         matrix.weight.copy_(rounded(matrix.weight, "int8" if fine else weights))
     expected = model(ids)
     error = {"bf16": 1e-5, "int8": 1e-3, "int4": 0.2}[weights]  # of int8 and int4, inputs are rounded too

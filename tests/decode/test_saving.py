@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from unrolled.contract import UnsupportedError
 from unrolled.data import Vocabulary
-from unrolled.decode import load, plan
+from unrolled.decode import load, load_model, plan
 from unrolled.decode.packing import PACKINGS
 from unrolled.files import add_digest, read_header
 from unrolled.models import Decoder
@@ -148,8 +148,9 @@ def test_foreign_files_are_refused(change, reason, tmp_path):
     rewritten(tmp_path, lambda *_: None)
     load(tmp_path)  # the rewriting alone is no reason
     rewritten(tmp_path, change)
-    with pytest.raises(ValueError, match=reason):
-        load(tmp_path)
+    for read in (load, load_model):
+        with pytest.raises(ValueError, match=reason):
+            read(tmp_path)
 
 
 def test_a_file_without_its_digest_is_refused(tmp_path):

@@ -169,12 +169,13 @@ def _int4(w: Tensor) -> tuple[Tensor, None, None]:
 
 def _from_int4(tiles: Tensor, inputs: int) -> Tensor:
     parts = tiles.view(-1, inputs // GROUP, _GROUP_BYTES["int4"] * TILE)
-    scales, halves = parts.split([2 * TILE, parts.shape[2] - 2 * TILE], dim=2)
+    scales = parts[..., : 2 * TILE].contiguous().view(torch.bfloat16).float().transpose(1, 2)
+    halves = parts[..., 2 * TILE :].reshape(len(parts), -1, GROUP // 8, TILE, 4)
     # [tile, group, quad, output, byte] -> [tile, output, group, quad, half, byte]
-    quads = halves.unflatten(2, (GROUP // 8, TILE, 4)).permute(0, 3, 1, 2, 4)
+    quads = halves.permute(0, 3, 1, 2, 4)
     whole = torch.stack([quads & 15, quads >> 4], 4).flatten(3).float() - 8
-    scales = scales.contiguous().view(torch.bfloat16).float().transpose(1, 2)
-    return (whole * scales.unsqueeze(3)).reshape(-1, inputs)
+    w: Tensor = whole * scales.unsqueeze(3)
+    return w.reshape(-1, inputs)
 
 
 def _by_output(w: Tensor) -> tuple[Tensor, Tensor]:
