@@ -1,6 +1,8 @@
 """Two small trained models that come with the library: characters of Shakespeare, and handwritten digits.
 
-    plan = unrolled.decode.load(unrolled.demo_models.path("text"))
+    from unrolled import decode, demo_models
+
+    plan = decode.load(demo_models.path("text"))
 
 Each is a folder that `unrolled quantize` wrote, with weights in int8. `README.md` beside this file has the
 commands that trained them, their data and their losses.
