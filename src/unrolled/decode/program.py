@@ -24,6 +24,7 @@ _ZERO = (
 )
 
 
+SMALL_WEIGHTS: Weights = "int8"  # the form with the fewest bits for less than a tile, such as gates
 KEY_BLOCK = 16  # tokens whose keys lie together
 
 
@@ -101,7 +102,7 @@ class Program(NamedTuple):
         fields: fields of the struct `Program` in C++ that do not change.
         kept: tensors that the instructions point to.
         packed: the matrices, by the name of their layer.
-        others: all other parameters and buffers, in fp32, by name.
+        others: all other parameters and buffers, by name: in fp32, embeddings in the type of tables.
         state_size: floats of the state of a sequence.
         cache: sizes of the parts of the cache of a sequence, in floats per token.
         slots: the parts of the state of each layer.
@@ -165,6 +166,7 @@ class Builder:
         self.instructions: list[bytes] = []
         self.kept: list[Tensor] = []
         self.most_positions: int | None = None
+        self.table_dtype = torch.float32 if weights == "fp32" else torch.bfloat16  # of embeddings
         self._angles: dict[tuple[float, ...], Value] = {}
 
     def value(self, size: int) -> Value:
@@ -214,8 +216,10 @@ class Builder:
     # ---- one token
 
     def embed(self, table: Tensor, to: Value) -> Value:
-        """Look a token up in `table [ids, n]`."""
-        return self._add("embed", to, n=to.size, weights=self._float(table))
+        """Look a token up in `table [ids, n]`; a parameter takes the type of tables."""
+        dtype = self.table_dtype if isinstance(table, nn.Parameter) else torch.float32
+        weights = self._keep(table, dtype)
+        return self._add("embed", to, n=to.size, kind=int(dtype == torch.bfloat16), weights=weights)
 
     def add_positions(self, table: Tensor, x: Value) -> Value:
         """Add the vector of the position, a row of `table [positions, n]`."""
@@ -271,7 +275,7 @@ class Builder:
         name: str,
         least: Weights | None = None,
     ) -> Value:
-        """Multiply by a matrix `[out, in]`, rounded unless it has few outputs, and add the bias.
+        """Multiply by a matrix `[out, in]`, and add the bias.
 
         Args:
             x: the inputs.
@@ -284,7 +288,9 @@ class Builder:
             ValueError: the matrices were given, but not one of this name and shape.
         """
         outputs, inputs = weight.shape
-        form: Weights = self.weights if outputs >= TILE else "fp32"
+        form = self.weights
+        if outputs < TILE:
+            least = SMALL_WEIGHTS
         if least is not None and list(PACKINGS).index(form) > list(PACKINGS).index(least):
             form = least
         if self.given is None:
@@ -476,10 +482,12 @@ class Builder:
         return self._copies[key]
 
     def _others(self) -> dict[str, Tensor]:
-        """Copy what is not packed."""
+        """Copy what is not packed: tables of embeddings in their type, all other numbers in fp32."""
         of_matrices = {f"{name}.{part}" for name in self.packed for part in ("weight", "bias")}
-        return {
-            name: self._copy(x, torch.float32 if x.is_floating_point() else x.dtype)
-            for name, x in self.model.state_dict(keep_vars=True).items()
-            if name not in of_matrices
-        }
+        found = {}
+        for name, x in self.model.state_dict(keep_vars=True).items():
+            if name not in of_matrices:
+                is_table = (id(x), self.table_dtype) in self._copies
+                wide = torch.float32 if x.is_floating_point() else x.dtype
+                found[name] = self._copy(x, self.table_dtype if is_table else wide)
+        return found
