@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode.packing import PACKINGS, TILE, Packed, Weights, check_packed, pack
+from unrolled.decode.packing import PACKINGS, TILE, Packed, Rounding, Weights, check_packed, pack
 from unrolled.ops import native
 from unrolled.ops.dense import Linear
 
@@ -147,6 +147,7 @@ class Builder:
         model: whose layers the instructions run.
         given: the tensors of each packed matrix, by the name of its layer; None to pack those of the model.
             If given, the other weights of the model are used where they lie, and not copied.
+        roundings: of matrices to 4 bits, by the names of their layers; the others are rounded by themselves.
     """
 
     def __init__(
@@ -154,8 +155,10 @@ class Builder:
         weights: Weights,
         model: nn.Module | None = None,
         given: Mapping[str, Mapping[str, Tensor]] | None = None,
+        roundings: Mapping[str, Rounding] | None = None,
     ) -> None:
         self.weights, self.model, self.given = weights, nn.Module() if model is None else model, given
+        self.roundings = roundings or {}
         self.names = {module: name for name, module in self.model.named_modules()}
         self.packed: dict[str, Packed] = {}
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -294,7 +297,7 @@ class Builder:
         if least is not None and list(PACKINGS).index(form) > list(PACKINGS).index(least):
             form = least
         if self.given is None:
-            packed = pack(weight, bias, form)
+            packed = pack(weight, bias, form, self.roundings.get(name))
         else:
             packed = check_packed(name, self.given.get(name), weight.shape, form, bias is not None)
         self.packed[name] = packed
