@@ -49,9 +49,14 @@ def test_it_writes_a_plan_and_prints_what_it_costs(trained: Path) -> None:
     ).groups())  # fmt: skip
     assert change == pytest.approx(after - before, abs=1.01e-4)
     assert abs(change) > 1e-3
-    for folder, loss, input_rounding in ((trained, before, 0), (out, after, 2e-3)):
-        found = float(re.search(r"loss ([\d.]+) nats/token", works("evaluate", folder).stdout)[1])
-        assert found == pytest.approx(loss, abs=1e-6 + input_rounding)
+    assert (
+        f"validation loss {before:.4f} nats/token" in works("evaluate", trained, "--weights", "fp32").stdout
+    )
+    found = float(re.search(r"loss ([\d.]+) nats/token", works("evaluate", out).stdout)[1])
+    assert found == pytest.approx(after, abs=2e-3)  # inputs are not rounded
+    assert load(out).weights == "int4"
+    assert {x.name for x in out.iterdir()} == {"config.json", "run.yaml", "vocabulary.json", PLAN_FILE}
+    assert (out / "run.yaml").read_bytes() == (trained / "run.yaml").read_bytes()
 
 
 def test_the_folder_generates_what_the_plan_does(trained: Path, tmp_path: Path) -> None:
