@@ -66,9 +66,9 @@ def corrections(
     if log_decay is not None:
         b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
         a *= decay_between(b[:, None], b[None, :], before)
-        key_rate = rate * tl.exp(b).to(tl.float32)
-        tl.store(to_end + at, tl.exp(total - b).to(tl.float32), mask=exists)
-        tl.store(through + index, tl.exp(total).to(tl.float32))
+        key_rate = rate * tl.exp(b.to(tl.float32))
+        tl.store(to_end + at, tl.exp((total - b).to(tl.float32)), mask=exists)
+        tl.store(through + index, tl.exp(total.to(tl.float32)))
     else:
         a = tl.where(before, a, 0.0)
     inverse = inverse_of_unit_lower(a, C, LEVELS)

@@ -28,6 +28,8 @@ class Corrections(NamedTuple):
 class Problem(linear_launch.Problem):
     """That of gated linear attention whose values are the corrections N, and the launches that find these."""
 
+    configs_of_16_bits = linear_launch.CONFIGS  # since N is fp32
+
     def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None):
         q, k, v, beta, log_decay, state = inputs
         options = linear.Options(cu_seqlens, causal=True, normalize=False)
@@ -110,6 +112,6 @@ class Problem(linear_launch.Problem):
         """Return dk: what outputs and states read, in fp32, and what passes through the systems."""
         dk = self.inputs.k.new_empty(self.inputs.k.shape)
         arguments = (*self.k, *self.beta, *self.gates, found.w, found.inverses, d_read, dk)
-        grid = self.keys.n, self.G, self.blocks_r
+        grid = self.keys.n, self.G, blocks(self.R, self.options["BR"])
         launch(backward_kernels.key_gradients, grid, *arguments, *self.keys[1:], self.G, **self.options)
         return dk
