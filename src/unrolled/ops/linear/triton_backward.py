@@ -48,9 +48,9 @@ def query_gradients(
 ):  # fmt: skip
     """5. Gradients of a chunk of queries and of their divisors, and what they add to those of the gates.
 
-    That of a divisor is -(o . dO) / den, with o . dO from the weights and the state. An o stored in bf16 would
-    do without these products, but gradients of states would be off by 0.3 %, and dq by up to 10 times its
-    rounding, where the values have much in common.
+    That of a divisor is -(o . dO) / den, with o . dO from the weights and the state. An o stored in bf16
+    would do without these products, but gradients of states would be off by 0.3 %, and dq by 10 times its
+    rounding where the values have much in common.
     """
     head, g, row, tokens, exists, index, at = query_chunk(length, chunks, cu_seqlens, owners, G, P, C, CAUSAL)
     # With a divisor, dq is a sum over keys that nearly cancels: its product with q is 0.
