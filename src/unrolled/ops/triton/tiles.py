@@ -88,6 +88,14 @@ def cast(x, type: tl.constexpr):
 
 
 @triton.jit
+def short(x, like):
+    """Return fp32 numbers rounded to bf16 where `like` is bf16; beside fp16 `product` rounds them to tf32."""
+    if like.dtype.element_ty == tl.bfloat16:
+        x = cast(x, tl.bfloat16)
+    return x
+
+
+@triton.jit
 def product(a, b, total, PARTS: tl.constexpr = 3):
     """Return total + a @ b, summed in fp32 by the tensor cores, of factors rounded about as fp32 is.
 
