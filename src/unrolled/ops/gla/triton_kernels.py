@@ -77,8 +77,9 @@ def weights(
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
-    # Outputs and gradients of values, which W is for, have the type of q.
-    PARTS: tl.constexpr = parts_for(q, 1)
+    # W is for results of the type of q, which their kernels round it to. So here one part, of tf32, is enough
+    # for bf16 only.
+    PARTS: tl.constexpr = 1 if q.dtype.element_ty == tl.bfloat16 else 3
     GATE_PARTS: tl.constexpr = parts_for(q, 2)
     i = tl.arange(0, C)
     total = tl.zeros([C, C], tl.float32)
@@ -92,7 +93,7 @@ def weights(
             right = q_tile * decays(up_to(level, C), gates, C, BR, GATE_PARTS)
             left = k_tile * decays(after(level, C), gates, C, BR, GATE_PARTS)
             zeros = tl.zeros([C, C], tl.float32)
-            products = product(short(right, q), tl.trans(short(left, q)), zeros, PARTS)
+            products = product(right, tl.trans(left), zeros, PARTS)
             total += tl.where(are_parted(i[:, None], i[None, :], level), products, 0.0)
     store_tile(pairs, ((row * length + tokens) * G * P + head), C, exists, i, i < C, total)
 

@@ -29,11 +29,29 @@ CONFIGS = (
     Config(width=64, chunk=64, block=32, columns=32, inner=32, warps=8, sum_warps=8, stages=1),
     Config(width=256, chunk=64, block=32, columns=32, inner=32, warps=8, sum_warps=8, stages=2),
 )
+CONFIGS_OF_FP32_VALUES = (  # and queries and keys of 16 bits
+    CONFIGS[0],
+    Config(width=64, chunk=64, block=64, columns=64, inner=32, warps=8, sum_warps=4, stages=2),
+    Config(width=256, chunk=64, block=64, columns=128, inner=32, warps=8, sum_warps=4, stages=2),
+)
 CONFIGS_OF_16_BITS = (
     CONFIGS[0],
     Config(width=64, chunk=64, block=64, columns=64, inner=64, warps=4, sum_warps=4, stages=2),
-    Config(width=256, chunk=64, block=64, columns=128, inner=32, warps=8, sum_warps=4, stages=2),
+    CONFIGS_OF_FP32_VALUES[2],
 )
+
+
+def config_for(configs: tuple[Config, ...], R: int, M: int) -> Config:
+    """Return the first of the configs that is for heads of this width."""
+    return next(config for config in configs if max(R, M) <= config.width)
+
+
+def options_of(config: Config, R: int, M: int) -> dict[str, int]:
+    """Return the sizes and blocks of most kernels, as their arguments."""
+    sizes = {"R": R, "M": M, "C": config.chunk, "BR": block(R, config.block), "BM": block(M, config.block)}
+    return sizes | {"num_warps": config.warps, "num_stages": config.stages}
+
+
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
 STEP_BLOCK_R, STEP_BLOCK_M = 32, 32  # small, since the few heads of one token must fill a GPU
 
@@ -59,19 +77,17 @@ class Problem:
         self.inputs, self.causal = inputs, causal
         self.B, self.T, self.H, self.G, self.P, self.R, self.M = B, T, H, G, H // G, R, M
         configs = CONFIGS if inputs.q.dtype == torch.float32 else self.configs_of_16_bits
-        config = next(config for config in configs if max(R, M) <= config.width)
+        config = config_for(configs, R, M)
         self.keys = Slots.cut(B, S, cu_seqlens, config.chunk)
         self.queries = self.keys if T == S else Slots.cut(B, T, cu_seqlens, config.chunk)
         self.sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        BR, BM = block(R, config.block), block(M, config.block)
-        self.blocks = blocks(R, BR) * blocks(M, BM)
+        self.options = options_of(config, R, M)
+        self.blocks = blocks(R, self.options["BR"]) * blocks(M, self.options["BM"])
         self.of_features = {"BR": block(R, config.columns), "BM": block(M, config.inner)}
         self.of_sums = {"num_warps": config.sum_warps}
         self.of_values = {"BR": block(R, config.inner), "BM": block(M, config.columns)}
         self.q, self.k, self.v, self.gates = (with_strides(x) for x in inputs[:4])
         self.chunk = config.chunk
-        self.options = {"R": R, "M": M, "C": config.chunk, "BR": BR, "BM": BM}
-        self.options |= {"num_warps": config.warps, "num_stages": config.stages}
 
     def key_sums(self) -> tuple[Tensor, Tensor | None]:
         """What each chunk of keys adds to the state `[slots, G, R*M + R]`, and exp(b_C) `[slots, G]`."""
@@ -169,7 +185,7 @@ class Problem:
             (self.keys.n, self.G),
             *(*self.k, *self.v, *self.gates, states, d_states, d_reads, d_log_decay),
             *(*self.keys[1:], self.G, self.P),
-            **self.options,
+            **self.options | self.of_features,
             CAUSAL=self.causal,
         )
         return d_log_decay

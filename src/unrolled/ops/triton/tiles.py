@@ -90,7 +90,7 @@ def cast(x, type: tl.constexpr):
 @triton.jit
 def short(x, like):
     """Return fp32 numbers rounded to bf16 where `like` is bf16; beside fp16 `product` rounds them to tf32."""
-    if like.dtype.element_ty == tl.bfloat16:
+    if like.dtype.element_ty == tl.bfloat16 and x.dtype == tl.float32:
         x = cast(x, tl.bfloat16)
     return x
 
