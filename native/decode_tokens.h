@@ -1,6 +1,6 @@
 // The instructions of a program that need one token only.
 //
-// EMBED: to = row `token` of the table `weights` [ids, n].
+// EMBED: to = row `token` of the table `weights` [ids, n], which is in bfloat16 if the kind is 1.
 // ADD_POSITIONS: to += row `position` of the table `weights` [positions, n].
 // ADD_SINUSOIDS: to = scale to + [sin a_0, cos a_0, sin a_1 ..], a_i = position frequencies_i, i < n / 2.
 // ANGLES: to = [cos a_0 .. cos a_(n-1), sin a_0 .. sin a_(n-1)], a_i as above.
@@ -9,6 +9,7 @@
 // LINEAR_BY_HEAD: to = x W_h + bias_h for each head x of `first`; W_h [n, features].
 // APPLY: to = f(first + bias) weights scale second for n numbers, f being the `kind`.
 // ADD: to = first + second for n numbers.
+// SCALE_HEADS: to = first second_h for each of `heads` parts of n numbers.
 // ROTATE: the pairs (x_2i, x_2i+1), i < n, of each head's `features` numbers, by the angles at `second`.
 // FEATURES: features of each head, see `map_features`.
 // MIXTURE: to = log-probabilities of n levels under a mixture of `heads` logistic distributions, whose
@@ -28,6 +29,12 @@ struct TokenRow {
     float* to(const Instruction& i) const { return at + i.to; }
     const float* from(const Instruction& i) const { return at + i.first; }
 };
+
+inline void embed(const Instruction& x, const TokenRow& t) {
+    const Int first = t.token * x.n;
+    if (x.kind == 1) read_row<BFLOAT16>((const uint16_t*)x.weights + first, x.n, t.to(x));
+    else std::memcpy(t.to(x), x.weights + first, (size_t)x.n * 4);
+}
 
 inline void add_sinusoids(const Instruction& x, const TokenRow& t) {
     for (Int i = 0; i < x.n / 2; ++i) {
@@ -100,6 +107,16 @@ inline void add(const Instruction& x, const TokenRow& t) {
                     load_first(t.from(x) + i, x.n - i) + load_first(t.at + x.second + i, x.n - i));
 }
 
+inline void scale_heads(const Instruction& x, const TokenRow& t) {
+    for (Int head = 0; head < x.heads; ++head) {
+        const Vec factor = broadcast(t.at[x.second + head]);
+        const float* from = t.from(x) + head * x.n;
+        float* to = t.to(x) + head * x.n;
+        for (Int i = 0; i < x.n; i += WIDTH)
+            store_first(to + i, x.n - i, load_first(from + i, x.n - i) * factor);
+    }
+}
+
 inline void rotate(const Instruction& x, const TokenRow& t) {
     const float *cos = t.at + x.second, *sin = cos + x.n;
     for (Int head = 0; head < x.heads; ++head) {
@@ -143,6 +160,7 @@ inline float most_of(const float* x, Int n) {
 // EXP_OF_KEYS: exp(min(x, scale)).
 // PROBABILITIES: softmax(x).
 // WITH_NEGATIVES: [x, -x].
+// WAVES: [sin x, cos x] scale.
 // NEIGHBOURS: the products of DPFP, u_i u_(i - j) for j = 1 .. `window`, with u = [relu(x), relu(-x)].
 // PAIRS: x is multiplied by w_0, w = `weights`; then [w_1, w_2 x, w_3 x_i x_j], i <= j, the last times
 // sqrt(2) where i < j.
@@ -161,6 +179,9 @@ inline void map_features(const Instruction& x, const float* from, Int position, 
     }
     if (x.kind == WITH_NEGATIVES)
         for (Int i = 0; i < n; ++i) to[i] = from[i], to[n + i] = -from[i];
+    if (x.kind == WAVES)
+        for (Int i = 0; i < n; ++i)
+            to[i] = x.scale * __builtin_sinf(from[i]), to[n + i] = x.scale * __builtin_cosf(from[i]);
     if (x.kind == NEIGHBOURS) {
         const auto relu = [&](Int i) {
             const float y = i < n ? from[i] : -from[i - n];

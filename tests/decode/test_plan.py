@@ -54,14 +54,16 @@ def test_rounded_weights_are_those_of_a_rounded_model(name, weights):
     model, ids = decoder(**MODELS[name]), tokens()
     found, _ = (p := plan(model, weights)).prefill(ids, p.init_state(3))
     before = model(ids)
-    matrices = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features >= TILE]
-    if model.config.tie_embeddings:  # the table is rounded as a matrix of the head only
-        head = nn.Linear(32, V, bias=False)
-        head.weight.copy_(model.embedding.weight)
-        model.head.project, matrices = head, [*matrices, head]
-    for matrix in matrices:
-        of_head = weights == "int4" and matrix is getattr(model.head, "project", None)
-        matrix.weight.copy_(rounded(matrix.weight, "int8" if of_head else weights))
+    if isinstance(model.embedding, nn.Embedding):
+        model.embedding.weight.copy_(rounded(model.embedding.weight, "bf16"))
+    if model.config.tie_embeddings:  # as a matrix of the head, the table is rounded further
+        model.head.project = nn.Linear(32, V, bias=False)
+        model.head.project.weight.copy_(model.embedding.weight)
+    for matrix in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        fine = weights == "int4" and (
+            matrix is getattr(model.head, "project", None) or len(matrix.weight) < TILE
+        )
+        matrix.weight.copy_(rounded(matrix.weight, "int8" if fine else weights))
     expected = model(ids)
     error = {"bf16": 1e-5, "int8": 1e-3, "int4": 0.2}[weights]  # of int8 and int4, inputs are rounded too
     assert (found - expected).abs().max() <= error * expected.abs().max()
@@ -90,6 +92,18 @@ def test_a_state_is_a_value():
     again, _ = p.step(torch.tensor([1, 2, 3]), state)
     assert torch.equal(first, again)
     assert all(torch.equal(before[name], x) for name, x in leaves(state).items())
+
+
+@torch.no_grad()
+def test_a_step_in_place_takes_the_memory_of_the_state():
+    p, ids = plan(decoder(**MODELS["hybrid"])), tokens(length=40)
+    kept = mine = p.init_state(3)
+    place = mine.fixed.data_ptr()
+    for token in ids.T:
+        expected, kept = p.step(token, kept)
+        found, mine = p.step(token, mine, in_place=True)
+        assert torch.equal(found, expected)
+    assert mine.fixed.data_ptr() == place != kept.fixed.data_ptr()
 
 
 def test_a_long_prompt_is_read_in_chunks():
@@ -181,7 +195,7 @@ def test_wrong_input_is_one_sentence():
     with pytest.raises(ValueError, match="weights is 'int2', but must be one of fp32, bf16, int8, int4"):
         plan(model, "int2")
     p = plan(model)
-    with pytest.raises(ValueError, match=f"tokens holds ids from {V} to {V}"):
+    with pytest.raises(ValueError, match=f"token holds ids from {V} to {V}"):
         p.step(torch.tensor([V]), p.init_state(1))
     with pytest.raises(ValueError, match=r"tokens is torch\.float32"):
         p.prefill(torch.zeros(1, 2), p.init_state(1))

@@ -1,5 +1,6 @@
 """`unrolled quantize`."""
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,11 +32,14 @@ def quantize(
       unrolled quantize runs/book --weights int4 --out book4
     """
     from unrolled.cli._models import load_for
-    from unrolled.decode import plan
+    from unrolled.cli.run_config import FILE_NAME
+    from unrolled.decode import packed_form, plan
     from unrolled.folders import check_folder, writing_folder
     from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
 
     source = Path(run_dir)
+    if packed_form(source) is not None:
+        raise ValueError(f"{source} holds packed weights, in {PLAN_FILE}, but must hold {WEIGHTS_FILE}")
     model = load_for("tokens", source)
     out = source.resolve().with_name(f"{source.resolve().name}-{weights}") if out is None else out
     if out.resolve() == source.resolve():
@@ -44,6 +48,8 @@ def quantize(
     check_folder(out, f"the same weights of {source}", lambda: _same(out, planned), force=force)
     with writing_folder(out) as folder:
         planned.save(folder)
+        if (source / FILE_NAME).exists():
+            shutil.copyfile(source / FILE_NAME, folder / FILE_NAME)
     before, after = (
         (folder / name).stat().st_size for folder, name in ((source, WEIGHTS_FILE), (out, PLAN_FILE))
     )

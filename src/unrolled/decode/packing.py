@@ -4,13 +4,16 @@
 
     fp32    none
     bf16    to 8 significant bits
-    int8    s round(w / s), with s = max |w| / 127 over the weights of an output
+    int8    s round(w / s), with s = max |w| / 127 over the weights of an output, rounded up to 17 bits
     int4    s round(w / s), from -8 s to 7 s, with s in bfloat16, the same for 32 inputs of an output
 
 For int4, let m be the weight of the largest magnitude among these 32. A scale s is first m divided by
 -8, -8.7, 7 or 7.7, then (sum w q) / (sum q^2) with the rounded q, by least squares. Of the four, the one
 with the least squared error is used. The matrix of the head is in int8 then, because rounding it costs
-more quality than any other.
+more quality than any other, and so are matrices with fewer outputs than a tile, such as those of gates.
+
+The products of int8 are exact in fp32, because 17 bits times 7 are 24: a matrix of these rounded weights is
+packed into the same bytes again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +108,13 @@ def _described(tensors: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:
     return ", ".join(f"{part} {shape} {dtype}" for part, (dtype, shape) in tensors.items()) or "none"
 
 
+def unpack(packed: Packed) -> Tensor:
+    """Return the rounded weights `[out, in]` of a packed matrix, in fp32; `rounded` gives the same."""
+    w = _UNPACKINGS[packed.weights](packed.tiles, -(-packed.inputs // GROUP) * GROUP)
+    w = w if packed.scales is None else w * packed.scales.unsqueeze(1)
+    return w[: packed.outputs, : packed.inputs].contiguous()
+
+
 def rounded(weight: Tensor, weights: Weights) -> Tensor:
     """Round a matrix `[out, in]` as `pack` does, and return it in fp32."""
     w = weight.detach().to("cpu", torch.float32)
@@ -124,6 +134,11 @@ def _tiled(w: Tensor, together: int) -> Tensor:
     outputs, inputs = w.shape
     tiles = w.view(outputs // TILE, TILE, inputs // together, together)
     return tiles.transpose(1, 2).contiguous()
+
+
+def _untiled(tiles: Tensor, inputs: int, together: int) -> Tensor:
+    """The reverse of `_tiled`, in fp32."""
+    return tiles.view(-1, inputs // together, TILE, together).transpose(1, 2).reshape(-1, inputs).float()
 
 
 def _float32(w: Tensor) -> tuple[Tensor, None, None]:
@@ -152,9 +167,22 @@ def _int4(w: Tensor) -> tuple[Tensor, None, None]:
     return torch.cat([scales.view(torch.uint8), halves], 2).contiguous(), None, None
 
 
+def _from_int4(tiles: Tensor, inputs: int) -> Tensor:
+    parts = tiles.view(-1, inputs // GROUP, _GROUP_BYTES["int4"] * TILE)
+    scales = parts[..., : 2 * TILE].contiguous().view(torch.bfloat16).float().transpose(1, 2)
+    halves = parts[..., 2 * TILE :].reshape(len(parts), -1, GROUP // 8, TILE, 4)
+    # [tile, group, quad, output, byte] -> [tile, output, group, quad, half, byte]
+    quads = halves.permute(0, 3, 1, 2, 4)
+    whole = torch.stack([quads & 15, quads >> 4], 4).flatten(3).float() - 8
+    w: Tensor = whole * scales.unsqueeze(3)
+    return w.reshape(-1, inputs)
+
+
 def _by_output(w: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers `[out, in]`, and their scales `[out, 1]`."""
     scale = w.abs().amax(1, keepdim=True) / 127
+    up = (scale.view(torch.int32) + 127 & ~127).view(torch.float32)  # the last 7 bits to 0
+    scale = torch.where(scale.isfinite(), up, scale)
     return _whole(w, scale), scale
 
 
@@ -194,3 +222,11 @@ PACKINGS: dict[Weights, Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor |
     "int4": _int4,
 }
 """The function that packs the weights in each form, in the order of the enum `Packing` in C++."""
+
+_UNPACKINGS: dict[Weights, Callable[[Tensor, int], Tensor]] = {
+    "fp32": lambda tiles, inputs: _untiled(tiles.view(torch.float32), inputs, 1),
+    "bf16": lambda tiles, inputs: _untiled(tiles.view(torch.bfloat16), inputs, 2),
+    "int8": lambda tiles, inputs: _untiled(tiles.view(torch.int8), inputs, 4),
+    "int4": _from_int4,
+}
+"""The function that unpacks the whole numbers or the weights of each form, given the number of inputs."""
