@@ -1,12 +1,12 @@
 # Written by `make format`.
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from unrolled.alignment.bahdanau import BahdanauAttention
+from unrolled.alignment.base import Alignment as Alignment
 from unrolled.alignment.cosine import CosineAttention
 from unrolled.alignment.fixed import FixedAttention
 from unrolled.alignment.hard import HardAttention
 from unrolled.alignment.luong import LuongAttention
-from unrolled.alignment.base import Alignment as Alignment
 
 def names() -> list[str]: ...
 @overload

@@ -2,6 +2,7 @@
 from typing import Any, Literal, overload
 
 from unrolled.attention.aft import AFT
+from unrolled.attention.base import MultiHeadAttention as MultiHeadAttention
 from unrolled.attention.bigbird import BigBirdAttention
 from unrolled.attention.clustered import ClusteredAttention
 from unrolled.attention.delta_net import DeltaNet
@@ -26,7 +27,6 @@ from unrolled.attention.sparse_transformer import SparseTransformerAttention
 from unrolled.attention.spatiotemporal import SpatiotemporalAttention
 from unrolled.attention.topk import TopkAttention
 from unrolled.attention.window import WindowAttention
-from unrolled.attention.base import MultiHeadAttention as MultiHeadAttention
 
 def names() -> list[str]: ...
 @overload

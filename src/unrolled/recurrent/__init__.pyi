@@ -1,6 +1,12 @@
 # Written by `make format`.
 from typing import Any, Literal, overload
 
+from unrolled.recurrent._bidirectional import Bidirectional as Bidirectional
+from unrolled.recurrent._bidirectional import BidirectionalState as BidirectionalState
+from unrolled.recurrent._layer import RecurrentLayer as RecurrentLayer
+from unrolled.recurrent._lstm import lstm_step as lstm_step
+from unrolled.recurrent._stacked import Stacked as Stacked
+from unrolled.recurrent._stacked import StackedState as StackedState
 from unrolled.recurrent.gru import GRU
 from unrolled.recurrent.gru_reset_before import GRUResetBefore
 from unrolled.recurrent.kronecker import KroneckerRNN
@@ -12,12 +18,6 @@ from unrolled.recurrent.lstm import LSTM
 from unrolled.recurrent.lstmn import LSTMN
 from unrolled.recurrent.ntm import NTM
 from unrolled.recurrent.rnn import RNN
-from unrolled.recurrent._bidirectional import Bidirectional as Bidirectional
-from unrolled.recurrent._bidirectional import BidirectionalState as BidirectionalState
-from unrolled.recurrent._layer import RecurrentLayer as RecurrentLayer
-from unrolled.recurrent._stacked import Stacked as Stacked
-from unrolled.recurrent._stacked import StackedState as StackedState
-from unrolled.recurrent._lstm import lstm_step as lstm_step
 
 def names() -> list[str]: ...
 @overload
