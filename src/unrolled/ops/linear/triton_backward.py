@@ -38,6 +38,41 @@ def read_gradients(
     return total
 
 
+@triton.jit
+def decays_of_chunk(log_decay, gate_strides, row, g, tokens, exists, C: tl.constexpr):
+    """Return the decays from key j to query i, 0 for j > i, and those from the state before the chunk."""
+    i = tl.arange(0, C)
+    within, from_start = tl.where(i[:, None] >= i[None, :], 1.0, 0.0), 1.0
+    if log_decay is not None:
+        b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
+        within = decay_between(b[:, None], b[None, :], i[:, None] >= i[None, :])
+        from_start = tl.exp(b.to(tl.float32))
+    return within, from_start
+
+
+@triton.jit
+def query_scores(
+    q, q_strides, k, k_strides, grad_o, o_strides, tokens, exists, kv, k_sum,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of a chunk, dO S^T of its last features, and by query q . (dO S^T) and q . z."""
+    weights = tl.zeros([C, C], tl.float32)
+    read = tl.zeros([C], tl.float32)
+    read_sum = tl.zeros([C], tl.float32)
+    dq_read = tl.zeros([C, BR], tl.float32)
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
+        dq_read = read_gradients(grad_o, o_strides, tokens, exists, kv, r, R, M, C, BR, BM, 3)
+        read += tl.sum(q_tile * dq_read, 1)
+        read_sum += tl.sum(q_tile * tl.load(k_sum + r, mask=r < R, other=0)[None, :], 1)
+        if CAUSAL:
+            k_tile = load_tile(k, r, k_strides[3], r < R, tokens, k_strides[1], exists)
+            weights = product(q_tile, k_tile, weights)
+    return weights, dq_read, read, read_sum
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def query_gradients(
     q, q_strides, k, k_strides, v, v_strides, log_decay, gate_strides,
@@ -62,34 +97,20 @@ def query_gradients(
     grad_o += row * o_strides[0] + head * o_strides[2]
     kv += index * kv_stride
     k_sum += index * k_sum_stride
-    weights = tl.zeros([C, C], tl.float32)
     d_weights = tl.zeros([C, C], tl.float32)
     dq_read = tl.zeros([C, BR], tl.float32)
-    read = tl.zeros([C], tl.float32)  # q . dQ', of what comes from the state
-    read_sum = tl.zeros([C], tl.float32)  # q . z
     if SUMS:
-        for first in range(0, R, BR):
-            r = first + tl.arange(0, BR)
-            q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
-            dq_read = read_gradients(grad_o, o_strides, tokens, exists, kv, r, R, M, C, BR, BM, 3)
-            read += tl.sum(q_tile * dq_read, 1)
-            read_sum += tl.sum(q_tile * tl.load(k_sum + r, mask=r < R, other=0)[None, :], 1)
-            if CAUSAL:
-                k_tile = load_tile(k, r, k_strides[3], r < R, tokens, k_strides[1], exists)
-                weights = product(q_tile, k_tile, weights)
-    i = tl.arange(0, C)
-    allowed = i[:, None] >= i[None, :]
+        weights, dq_read, read, read_sum = query_scores(
+            q, q_strides, k, k_strides, grad_o, o_strides, tokens, exists, kv, k_sum,
+            R, M, C, BR, BM, CAUSAL,
+        )  # fmt: skip
     if CAUSAL:
         d_weights = inner_products(grad_o, o_strides, v, v_strides, tokens, exists, M, BM, C)
-        if log_decay is not None:
-            b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
-            from_start = tl.exp(b.to(tl.float32))
+        within, from_start = decays_of_chunk(log_decay, gate_strides, row, g, tokens, exists, C)
+        if SUMS:
+            weights *= within
             read *= from_start
             read_sum *= from_start
-            within = decay_between(b[:, None], b[None, :], allowed)
-        else:
-            within = tl.where(allowed, 1.0, 0.0)
-        weights *= within
     if den is not None:
         inverse_den = inverse(tl.load(den + at, mask=exists, other=0))
         d_weights *= inverse_den[:, None]
@@ -100,7 +121,9 @@ def query_gradients(
     if d_reads is not None:
         # Gate t scales the weight of every pair i >= t > j, and what every query i >= t reads from the state.
         pairs = d_weights * weights
+        i = tl.arange(0, C)
         sent = tl.cumsum(pairs, 1) - pairs + read[:, None]
+        sent = tl.sum(tl.where(i[:, None] >= i[None, :], sent, 0.0), 0)
     if CAUSAL:
         d_weights *= within
     for first in range(0, R, BR):
@@ -120,7 +143,7 @@ def query_gradients(
     if den is not None:
         tl.store(d_den + at, dd, mask=exists)
     if d_reads is not None:
-        tl.store(d_reads + at, tl.sum(tl.where(allowed, sent, 0.0), 0), mask=exists)
+        tl.store(d_reads + at, sent, mask=exists)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

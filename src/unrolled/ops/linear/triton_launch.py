@@ -39,6 +39,10 @@ CONFIGS_OF_16_BITS = (
     Config(width=64, chunk=64, block=64, columns=64, inner=64, warps=4, sum_warps=4, stages=2),
     CONFIGS_OF_FP32_VALUES[2],
 )
+SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
+STEP_BLOCK_R, STEP_BLOCK_M = 32, 32  # small, since the few heads of one token must fill a GPU
+
+State = tuple[Tensor, Tensor]  # kv and k_sum
 
 
 def config_for(configs: tuple[Config, ...], R: int, M: int) -> Config:
@@ -50,12 +54,6 @@ def options_of(config: Config, R: int, M: int) -> dict[str, int]:
     """Return the sizes and blocks of most kernels, as their arguments."""
     sizes = {"R": R, "M": M, "C": config.chunk, "BR": block(R, config.block), "BM": block(M, config.block)}
     return sizes | {"num_warps": config.warps, "num_stages": config.stages}
-
-
-SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
-STEP_BLOCK_R, STEP_BLOCK_M = 32, 32  # small, since the few heads of one token must fill a GPU
-
-State = tuple[Tensor, Tensor]  # kv and k_sum
 
 
 class OutputGradient(NamedTuple):
