@@ -123,7 +123,29 @@ def test_wide_heads_are_worked_through_in_blocks(run, R, M, causal):
     [(True, False, True), (True, True, True), (True, False, False), (False, False, True)],
 )
 def test_half_precision_is_as_exact_as_the_plain_form(run, dtype, causal, gated, normalize):
-    check(run, Case(R=20, M=70, causal=causal, gated=gated, normalize=normalize, dtype=dtype))
+    flags = {"causal": causal, "gated": gated, "normalize": normalize}
+    check(run, Case(T=130, S=130, R=20, M=70, dtype=dtype, **flags))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_half_precision_where_values_have_much_in_common(run, monkeypatch, dtype, causal):
+    def shifted(case, plain_make=make):
+        inputs, *others = plain_make(case)
+        return (inputs._replace(v=inputs.v + 3), *others)
+
+    monkeypatch.setattr(sys.modules[__name__], "make", shifted)
+    check(run, Case(T=130, S=130, R=20, M=70, causal=causal, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_of_half_precision_are_as_exact_as_fp32(run, dtype):
+    case = Case(T=130, S=130, R=20, M=20, dtype=dtype)
+    results = zip(NAMES, in_triton(run, case), in_plain(case), by_definition(case), strict=True)
+    for name, x, y, z in results:
+        if x.dtype == torch.float32:
+            allowed = 2 * (y - z).norm() + 2 * torch.finfo(torch.float32).eps * z.norm()
+            assert (x - z).norm() <= allowed, name
 
 
 def test_half_precision_with_wide_heads(run):
