@@ -2,7 +2,7 @@
 // rows are multiplied by a tile while it is in the cache, a few at a time, whose sums are in registers.
 #pragma once
 
-#include "row_packer.h"
+#include "packed_float32.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -10,62 +10,7 @@
 
 namespace UNROLLED_ISA {
 
-// How many vectors of outputs are summed at once for some rows, so that all sums fit into registers.
-constexpr int vecs_for(int rows, int sums_per_output = 1) {
-    int vecs = TILE / WIDTH;
-    while (vecs > 1 && vecs * rows * sums_per_output > TILE_ROWS * TILE_VECS) vecs /= 2;
-    return vecs;
-}
-
-// Where one tile of outputs goes: y = sums * scale + bias.
-struct TileOutput {
-    float* y;
-    Int row;
-    const float *scales, *bias;  // of this tile's outputs; no scales for weights in floating point
-
-    void write(Int r, Int i, Vec sums, float scale) const {
-        const Vec factor = scales ? load(scales + i) * broadcast(scale) : broadcast(scale);
-        store(y + r * row + i, bias ? sums * factor + load(bias + i) : sums * factor);
-    }
-};
-
-// While later rows are multiplied by a tile in the cache, a share of the next tile is requested, `ahead`.
-template <int ROWS>
-void multiply_float32(const float* w, Int inputs, const float* x, Int x_row, const TileOutput& out,
-                      const float* ahead) {
-    constexpr int VECS = vecs_for(ROWS), CHAINS = ROWS * VECS < 8 ? 8 / (ROWS * VECS) : 1;
-    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
-        Vec sums[CHAINS][ROWS][VECS] = {};
-        const auto add = [&](Int k, int chain) __attribute__((always_inline)) {
-            if (ahead && i == 0) prefetch_row<false>(ahead + k * TILE / 2, TILE * 2);
-            Vec left[VECS];
-#pragma GCC unroll 16
-            for (int v = 0; v < VECS; ++v) left[v] = load(w + k * TILE + i + v * WIDTH);
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
-                const Vec right = broadcast(x[r * x_row + k]);
-#pragma GCC unroll 16
-                for (int v = 0; v < VECS; ++v) sums[chain][r][v] += left[v] * right;
-            }
-        };
-        Int k = 0;
-        for (; k + CHAINS <= inputs; k += CHAINS)
-#pragma GCC unroll 8
-            for (int c = 0; c < CHAINS; ++c) add(k + c, c);
-        for (; k < inputs; ++k) add(k, 0);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 16
-            for (int v = 0; v < VECS; ++v) {
-                Vec total = sums[0][r][v];
-#pragma GCC unroll 8
-                for (int c = 1; c < CHAINS; ++c) total += sums[c][r][v];
-                out.write(r, i + v * WIDTH, total, 1);
-            }
-    }
-}
-
-// The same for weights of several inputs in each lane: `expand(word, e)` is the e-th of them as floats.
+// Multiplies weights of several inputs in each lane: `expand(word, e)` is the e-th of them as floats.
 template <int ROWS, int PER_LANE, typename Expand>
 __attribute__((always_inline)) inline void multiply_words(const uint32_t* w, Int words, const float* x,
                                                           Int x_row, Int i, Vec (*sums)[vecs_for(ROWS)],
@@ -230,11 +175,9 @@ MULTIPLIES_BYTES void multiply_int4_bytes(const char* w, Int inputs, const Packe
 
 // Multiplies `ROWS` rows by one tile.
 template <int ROWS>
-void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOutput& out, const void* ahead) {
+void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOutput& out) {
     const char* weights = (const char*)w.weights + tile * tile_bytes(w);
     const Int inputs = padded_inputs(w);
-    if (w.packing == FLOAT32_TILES)
-        return multiply_float32<ROWS>((const float*)weights, w.inputs, x.x, x.row, out, (const float*)ahead);
     if (w.packing == BFLOAT16_TILES)
         return multiply_bfloat16<ROWS>((const uint32_t*)weights, w.inputs, x.x, x.row, out);
 #if defined(__AVX512F__)
@@ -261,8 +204,7 @@ AMX inline void multiply_tiles_amx(const Packed& w, Int first, Int last, const P
         for (Int tile = first; tile < last; ++tile) {
             const char* weights = (const char*)w.weights + tile * tile_bytes(w);
             const bool whole = w.packing == INT8_TILES;
-            const TileOutput out{y + r * y_row + tile * TILE, y_row, whole ? w.scales + tile * TILE : nullptr,
-                                 w.bias ? w.bias + tile * TILE : nullptr};
+            const TileOutput out = tile_output(w, tile, y + r * y_row, y_row);
             if (whole) amx_int8(weights, padded_inputs(w), halves, high, low);
             else amx_bfloat16(weights, padded_inputs(w), halves, sums);
             for (Int k = 0; k < n; ++k)
@@ -280,34 +222,25 @@ AMX inline void multiply_tiles_amx(const Packed& w, Int first, Int last, const P
 }
 #endif
 
-// Multiplies `rows` rows by the tiles [first, last).
+// Multiplies `rows` rows by the tiles [first, last). `next` is what will be read after them.
 inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows, float* y,
-                           Int y_row) {
+                           Int y_row, const void* next) {
+    if (w.packing == FLOAT32_TILES)
+        return multiply_float32_tiles(w, first, last, x.x, x.row, rows, y, y_row, next);
 #if defined(UNROLLED_AMX)
     if (on_matrix_unit(w, rows)) return multiply_tiles_amx(w, first, last, x, rows, y, y_row);
 #endif
-    const bool by_group = w.packing == INT4_TILES;
-    const Int scales = by_group ? padded_inputs(w) / GROUP : 1;
+    const Int scales = w.packing == INT4_TILES ? padded_inputs(w) / GROUP : 1,
+              groups = ceil_div(rows, TILE_ROWS);
     for (Int tile = first; tile < last; ++tile)
-        for (Int r = 0; r < rows; r += TILE_ROWS) {
-            const Int n = min(TILE_ROWS, rows - r), place = r * scales;
+        for (Int g = 0; g < groups; ++g) {
+            const Int r = rows * g / groups, end = rows * (g + 1) / groups, place = r * scales;
             const PackedRows some{
                 x.x + r * x.row, x.high ? x.high + r * x.row : nullptr, x.low ? x.low + r * x.row : nullptr,
                 x.row,           x.scales ? x.scales + place : nullptr, x.sums ? x.sums + place : nullptr};
-            const TileOutput out{y + r * y_row + tile * TILE, y_row,
-                                 w.scales && !by_group ? w.scales + tile * TILE : nullptr,
-                                 w.bias ? w.bias + tile * TILE : nullptr};
-            // The later rows share the next tile in halves: more than two groups of them find it in the
-            // cache.
-            const Int group = r / TILE_ROWS;
-            const char* next = (const char*)w.weights + (tile + 1) * tile_bytes(w);
-            const void* ahead = group == 1 || group == 2 ? next + (group - 1) * tile_bytes(w) / 2 : nullptr;
-            if (n == 1) multiply_tile<1>(w, tile, some, out, ahead);
-            else if (n == 2) multiply_tile<2>(w, tile, some, out, ahead);
-            else if (n == 3) multiply_tile<3>(w, tile, some, out, ahead);
-            else if (n == 4) multiply_tile<4>(w, tile, some, out, ahead);
-            else if (n == 5) multiply_tile<min(5, TILE_ROWS)>(w, tile, some, out, ahead);
-            else multiply_tile<min(6, TILE_ROWS)>(w, tile, some, out, ahead);
+            const TileOutput out = tile_output(w, tile, y + r * y_row, y_row);
+            with_rows(end - r,
+                      [&](auto count) { multiply_tile<decltype(count)::value>(w, tile, some, out); });
         }
 }
 
