@@ -111,8 +111,6 @@ class Worker {
           part_(part),
           parts_(parts),
           packer_(rows, run.program.widest, memory),
-          longest_(round_up_keys(run.program.longest)),
-          scores_(memory.floats(min(rows, QUERIES) * longest_)),
           candidates_((Candidate*)memory.floats(run.program.vocabulary * (Int)sizeof(Candidate) / 4)) {}
 
     void wait() { run_.barrier.wait(parts_); }
@@ -219,7 +217,7 @@ class Worker {
             }
             for (Int group = share.first; group < share.last; ++group)
                 if (x.operation == RECUR) recur(x, some[0], group);
-                else attend(x, some, n, group, scores_, longest_);
+                else attend(x, some, n, group);
         }
     }
 
@@ -257,8 +255,6 @@ class Worker {
     Run& run_;
     Int part_, parts_;
     RowPacker packer_;
-    Int longest_;
-    float* scores_;
     Candidate* candidates_;
 };
 

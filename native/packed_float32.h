@@ -29,22 +29,6 @@ inline TileOutput tile_output(const Packed& w, Int tile, float* y, Int y_row) {
     return {y + tile * TILE, y_row, scales, w.bias ? w.bias + tile * TILE : nullptr};
 }
 
-template <int N>
-struct Count {
-    static constexpr int value = N;
-};
-
-// Calls `f(Count<rows>())` for 1 to TILE_ROWS rows.
-template <typename F>
-inline void with_rows(Int rows, F&& f) {
-    if (rows == 1) return f(Count<1>());
-    if (rows == 2) return f(Count<2>());
-    if (rows == 3) return f(Count<3>());
-    if (rows == 4) return f(Count<4>());
-    if (rows == 5) return f(Count<min(5, TILE_ROWS)>());
-    f(Count<min(6, TILE_ROWS)>());
-}
-
 // What is read next: a share of it is requested for each input of a block, so that reading takes no time of
 // its own. One row alone waits for memory whatever is requested.
 struct Ahead {
