@@ -3,10 +3,7 @@
 #pragma once
 
 #include "packed_float32.h"
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "row_packer.h"
 
 namespace UNROLLED_ISA {
 
@@ -16,18 +13,23 @@ __attribute__((always_inline)) inline void multiply_words(const uint32_t* w, Int
                                                           Int x_row, Int i, Vec (*sums)[vecs_for(ROWS)],
                                                           Expand&& expand) {
     constexpr int VECS = vecs_for(ROWS);
-    for (Int k = 0; k < words; ++k)
+    for (Int k = 0; k < words; ++k) {
+        BitVec word[VECS];
 #pragma GCC unroll 16
-        for (int v = 0; v < VECS; ++v) {
-            const BitVec word = (BitVec)load((const float*)w + k * TILE + i + v * WIDTH);
+        for (int v = 0; v < VECS; ++v) word[v] = (BitVec)load((const float*)w + k * TILE + i + v * WIDTH);
 #pragma GCC unroll 8
-            for (int e = 0; e < PER_LANE; ++e) {
-                const Vec left = expand(word, e);
+        for (int e = 0; e < PER_LANE; ++e) {
+            Vec left[VECS];
+#pragma GCC unroll 16
+            for (int v = 0; v < VECS; ++v) left[v] = expand(word[v], e);
 #pragma GCC unroll 8
-                for (int r = 0; r < ROWS; ++r)
-                    sums[r][v] += left * broadcast(x[r * x_row + k * PER_LANE + e]);
+            for (int r = 0; r < ROWS; ++r) {
+                const Vec right = broadcast(x[r * x_row + k * PER_LANE + e]);
+#pragma GCC unroll 16
+                for (int v = 0; v < VECS; ++v) sums[r][v] += left[v] * right;
             }
         }
+    }
 }
 
 template <int ROWS>
@@ -82,97 +84,6 @@ void multiply_int4(const char* w, Int inputs, const PackedRows& x, const TileOut
     }
 }
 
-#if defined(__AVX512F__)
-#define MULTIPLIES_BYTES __attribute__((target("avx512vnni")))
-
-// Adds to each lane the products of its four bytes, those of `left` without sign.
-MULTIPLIES_BYTES inline IntVec add_products(IntVec sums, IntVec left, IntVec right) {
-    return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)left, (__m512i)right);
-}
-
-inline IntVec load_words(const void* at) { return (IntVec)load((const float*)at); }
-
-inline IntVec four_bytes(const uint8_t* at) {
-    int32_t word;
-    std::memcpy(&word, at, 4);
-    return word - IntVec{};
-}
-
-// x / scale + 2^15 = 256 high + low, so W (x / scale) = 256 (W high - 128 W 1) + W low.
-inline Vec whole_numbers(IntVec high, IntVec low, IntVec all) {
-    return __builtin_convertvector(high - (all << 7), Vec) * broadcast(256) +
-           __builtin_convertvector(low, Vec);
-}
-
-template <int ROWS>
-MULTIPLIES_BYTES void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const int32_t* sums,
-                                          const TileOutput& out) {
-    constexpr int VECS = vecs_for(ROWS, 2);
-    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
-        IntVec high[ROWS][VECS] = {}, low[ROWS][VECS] = {};
-        for (Int k = 0; k < inputs; k += 4)
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
-                const IntVec h = four_bytes(x.high + r * x.row + k), l = four_bytes(x.low + r * x.row + k);
-#pragma GCC unroll 4
-                for (int v = 0; v < VECS; ++v) {
-                    const IntVec weights = load_words(w + k * TILE + 4 * (i + v * WIDTH));
-                    high[r][v] = add_products(high[r][v], h, weights);
-                    low[r][v] = add_products(low[r][v], l, weights);
-                }
-            }
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v) {
-                const IntVec all = load_words(sums + i + v * WIDTH);
-                out.write(r, i + v * WIDTH, whole_numbers(high[r][v], low[r][v], all), x.scales[r]);
-            }
-    }
-}
-
-template <int ROWS>
-MULTIPLIES_BYTES void multiply_int4_bytes(const char* w, Int inputs, const PackedRows& x,
-                                          const TileOutput& out) {
-    constexpr int VECS = vecs_for(ROWS, 2);
-    const Int groups = inputs / GROUP;
-    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
-        Vec totals[ROWS][VECS] = {};
-        for (Int g = 0; g < groups; ++g) {
-            const char* group = w + g * (TILE * 2 + TILE * GROUP / 2);
-            IntVec sums[ROWS][VECS];
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECS; ++v) sums[r][v] = IntVec{} - x.sums[r * groups + g];
-#pragma GCC unroll 4
-            for (Int p = 0; p < GROUP / 8; ++p)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECS; ++v) {
-                    const IntVec both = load_words(group + TILE * 2 + 4 * (p * TILE + i + v * WIDTH));
-                    const IntVec first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
-#pragma GCC unroll 8
-                    for (int r = 0; r < ROWS; ++r) {
-                        const uint8_t* at = x.high + r * x.row + g * GROUP + 8 * p;
-                        sums[r][v] = add_products(sums[r][v], first, four_bytes(at));
-                        sums[r][v] = add_products(sums[r][v], second, four_bytes(at + 4));
-                    }
-                }
-#pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v) {
-                const Vec scale = load_as<BFLOAT16>(group + 2 * (i + v * WIDTH));
-#pragma GCC unroll 8
-                for (int r = 0; r < ROWS; ++r)
-                    totals[r][v] += __builtin_convertvector(sums[r][v], Vec) *
-                                    (scale * broadcast(x.scales[r * groups + g]));
-            }
-        }
-        for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < VECS; ++v) out.write(r, i + v * WIDTH, totals[r][v], 1);
-    }
-}
-#endif
-
 // Multiplies `ROWS` rows by one tile.
 template <int ROWS>
 void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOutput& out) {
@@ -180,7 +91,7 @@ void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOut
     const Int inputs = padded_inputs(w);
     if (w.packing == BFLOAT16_TILES)
         return multiply_bfloat16<ROWS>((const uint32_t*)weights, w.inputs, x.x, x.row, out);
-#if defined(__AVX512F__)
+#if defined(UNROLLED_BYTES)
     if (multiplies_bytes()) {
         if (w.packing == INT8_TILES)
             return multiply_int8_bytes<ROWS>(weights, inputs, x, w.sums + tile * TILE, out);
@@ -199,7 +110,7 @@ AMX inline void multiply_tiles_amx(const Packed& w, Int first, Int last, const P
     alignas(64) int32_t high[AMX_ROWS][TILE], low[AMX_ROWS][TILE];
     for (Int r = 0; r < rows; r += AMX_ROWS) {
         const Int n = min(AMX_ROWS, rows - r);
-        const Halves halves{(const char*)x.high + r * x.row, (const char*)x.low + r * x.row, x.row};
+        const Halves halves{(const char*)x.high + r * x.bytes, (const char*)x.low + r * x.bytes, x.bytes};
         configure(n);
         for (Int tile = first; tile < last; ++tile) {
             const char* weights = (const char*)w.weights + tile * tile_bytes(w);
@@ -235,9 +146,7 @@ inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRow
     for (Int tile = first; tile < last; ++tile)
         for (Int g = 0; g < groups; ++g) {
             const Int r = rows * g / groups, end = rows * (g + 1) / groups, place = r * scales;
-            const PackedRows some{
-                x.x + r * x.row, x.high ? x.high + r * x.row : nullptr, x.low ? x.low + r * x.row : nullptr,
-                x.row,           x.scales ? x.scales + place : nullptr, x.sums ? x.sums + place : nullptr};
+            const PackedRows some = x.from(r, place);
             const TileOutput out = tile_output(w, tile, y + r * y_row, y_row);
             with_rows(end - r,
                       [&](auto count) { multiply_tile<decltype(count)::value>(w, tile, some, out); });
