@@ -1,5 +1,7 @@
 """Tests a wheel as a user gets it: in an environment of its own, away from the checkout, with no compiler.
 
+The first thing that a newcomer types is run, then the tests.
+
     python .ci/test_wheel.py WHEEL [TESTS ...]
 
 TESTS are folders and files of tests; all of them by default. Tests that read documents of the checkout are
@@ -71,6 +73,7 @@ def main() -> None:
         commands = [
             [*INSTALL, f"{wheel}[dev]"],
             ["-c", WITH_KERNELS, str(has_kernels(wheel))],
+            ["-m", "unrolled", "generate", "--demo", "--prompt", "ROMEO:"],
             [*PYTEST, *tests],
         ]
         for command in commands:

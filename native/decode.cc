@@ -65,7 +65,7 @@ struct Run {
 void run_on_token(const Instruction& x, const TokenRow& t) {
     switch (x.operation) {
         case EMBED:
-            std::memcpy(t.to(x), x.weights + t.token * x.n, (size_t)x.n * 4);
+            embed(x, t);
             break;
         case ADD_POSITIONS:
             for (Int i = 0; i < x.n; ++i) t.to(x)[i] += x.weights[t.position * x.n + i];

@@ -1,6 +1,6 @@
 // The instructions of a program that need one token only.
 //
-// EMBED: to = row `token` of the table `weights` [ids, n].
+// EMBED: to = row `token` of the table `weights` [ids, n], which is in bfloat16 if the kind is 1.
 // ADD_POSITIONS: to += row `position` of the table `weights` [positions, n].
 // ADD_SINUSOIDS: to = scale to + [sin a_0, cos a_0, sin a_1 ..], a_i = position frequencies_i, i < n / 2.
 // ANGLES: to = [cos a_0 .. cos a_(n-1), sin a_0 .. sin a_(n-1)], a_i as above.
@@ -29,6 +29,12 @@ struct TokenRow {
     float* to(const Instruction& i) const { return at + i.to; }
     const float* from(const Instruction& i) const { return at + i.first; }
 };
+
+inline void embed(const Instruction& x, const TokenRow& t) {
+    const Int first = t.token * x.n;
+    if (x.kind == 1) read_row<BFLOAT16>((const uint16_t*)x.weights + first, x.n, t.to(x));
+    else std::memcpy(t.to(x), x.weights + first, (size_t)x.n * 4);
+}
 
 inline void add_sinusoids(const Instruction& x, const TokenRow& t) {
     for (Int i = 0; i < x.n / 2; ++i) {

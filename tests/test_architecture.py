@@ -11,7 +11,7 @@ import unrolled
 
 PACKAGE = Path(unrolled.__file__).parent
 ROOMS = [
-    {"contract", "extras", "fields", "files", "registry", "threads"},
+    {"contract", "demo_models", "extras", "fields", "files", "registry", "threads"},
     {"folders"},
     {"ops"},
     {"alignment", "attention", "recurrent"},

@@ -49,11 +49,14 @@ def test_it_writes_a_plan_and_prints_what_it_costs(trained: Path) -> None:
     ).groups())  # fmt: skip
     assert change == pytest.approx(after - before, abs=1.01e-4)
     assert abs(change) > 1e-3
-    for weights, loss in (("fp32", before), ("int4", after)):
-        evaluated = works("evaluate", trained, "--weights", weights).stdout
-        assert f"validation loss {loss:.4f} nats/token" in evaluated
+    assert (
+        f"validation loss {before:.4f} nats/token" in works("evaluate", trained, "--weights", "fp32").stdout
+    )
+    found = float(re.search(r"loss ([\d.]+) nats/token", works("evaluate", out).stdout)[1])
+    assert found == pytest.approx(after, abs=2e-3)  # inputs are not rounded
     assert load(out).weights == "int4"
-    assert {x.name for x in out.iterdir()} == {"config.json", "vocabulary.json", PLAN_FILE}
+    assert {x.name for x in out.iterdir()} == {"config.json", "run.yaml", "vocabulary.json", PLAN_FILE}
+    assert (out / "run.yaml").read_bytes() == (trained / "run.yaml").read_bytes()
 
 
 def test_the_folder_generates_what_the_plan_does(trained: Path, tmp_path: Path) -> None:
@@ -90,6 +93,20 @@ def test_data_that_is_gone_costs_the_measurement_only(trained: Path, tmp_path: P
     assert load(tmp_path / "book-int8").weights == "int8"
 
 
+def test_the_folder_is_a_model_too(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "book-int8"
+    after = re.search(r"([\d.]+) in int8", works("quantize", trained, "--out", out).stdout)[1]
+    settings = (out / "run.yaml").read_text()
+    (out / "run.yaml").write_text(settings.replace("bf16: true", "bf16: false"))
+    for words in ([], ["--weights", "int8"]):
+        printed = works("evaluate", out, *words).stdout
+        found = re.search(r"loss ([\d.]+) nats/token", printed)[1]
+        assert float(found) == pytest.approx(float(after), abs=2e-4), words
+    assert "run_dir: " in works("info", out).stdout
+    monkeypatch.setattr(native, "missing", lambda: "there is no compiler")
+    assert works("generate", out, "--prompt", "9 green", "--tokens", 8).stdout.startswith("9 green")
+
+
 def test_refusals(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Encoder(EncoderConfig(vocab_size=5, d_model=8, n_heads=2, n_classes=3)).save(tmp_path / "encoder")
     assert "which does not predict tokens" in error("quantize", tmp_path / "encoder")
@@ -100,12 +117,12 @@ def test_refusals(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "aft-int8").exists()
     printed = error("quantize", trained, "--out", trained, "--force")
     assert printed == f"{trained} is the model's own folder, but must be another one"
-    works("quantize", trained, "--out", tmp_path / "out")
-    for command in ("quantize", "evaluate", "export"):
-        words = [command, tmp_path / "out", *([tmp_path / "x"] if command == "export" else [])]
-        assert "plan.safetensors" in error(*words) or "is not a run folder" in error(*words)
-    printed = error("generate", tmp_path / "out", "--weights", "int4", "--prompt", "9")
-    assert printed == f"--weights is int4, but {tmp_path / 'out'} holds weights in int8"
+    out = tmp_path / "out"
+    works("quantize", trained, "--out", out)
+    assert "holds packed weights, in plan.safetensors, but must hold" in error("quantize", out)
+    for words in (["generate", out, "--prompt", "9"], ["evaluate", out]):
+        assert error(*words, "--weights", "int4") == f"--weights is int4, but {out} holds weights in int8"
+    assert "is not empty, but must be, or hold a run" in error("train", "data.name=copy", f"run_dir={out}")
     monkeypatch.setattr(_device, "choose", lambda name: torch.device("meta"))  # stands for another device
     printed = error("generate", tmp_path / "out", "--device", "cuda", "--prompt", "9")
     assert printed == "--device is cuda, but int8 weights run on the CPU"

@@ -34,7 +34,10 @@ struct Sample {
     }
 
     Sample(int64_t n, int32_t packing) : width(n), bias(random_floats(512, -1, 1)) {
-        add(EMBED, 0, -1).weights = table.data();
+        for (int32_t kind = 1; kind >= 0; --kind) {
+            Instruction& embed = add(EMBED, 0, -1);
+            embed.kind = kind, embed.weights = table.data();
+        }
         add(ADD_POSITIONS, 0, -1).weights = table.data();
         add(ADD_SINUSOIDS, 0, -1);
         add(ANGLES, PLACE, -1).n = 2;

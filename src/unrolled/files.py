@@ -196,7 +196,8 @@ def _readable(path: str | Path, read: Callable[[], T]) -> T:
 def _save_aligned(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
     """Save with padding in front of the tensors of bytes, which safetensors writes after all wider types."""
     wide = sum(x.nbytes for x in tensors.values() if x.dtype != torch.uint8)
-    padded = {PADDING_KEY: torch.zeros(-wide % ALIGNMENT // 4 or ALIGNMENT // 4), **tensors}
+    missing = -wide % ALIGNMENT or ALIGNMENT
+    padded = {PADDING_KEY: torch.zeros(missing // 2, dtype=torch.int16), **tensors}
     save_file(padded, file, metadata | {PADDING_KEY: ""})
     with file.open("rb") as handle:
         (header,) = struct.unpack("<Q", handle.read(8))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.decode.packing import GROUP, PACKINGS, rounded
+from unrolled.decode.packing import GROUP, PACKINGS, pack, rounded, unpack
 from unrolled.decode.plan import Plan
 from unrolled.decode.program import Builder
 from unrolled.models import DecoderConfig, DecoderState
@@ -109,12 +109,40 @@ def test_rounding_is_to_the_nearest_number_of_a_grid(outputs, inputs, seed):
     step = w.abs().amax(1, keepdim=True) / 127
     assert ((rounded(w, "int8") - w).abs() <= step * 0.5001).all()
     whole = rounded(w, "int8") / step
-    assert (whole - whole.round()).abs().max() <= 1e-4
+    assert (whole - whole.round()).abs().max() <= 127 * 2**-16  # a step has 17 bits
     for group, of_group in zip(w.split(GROUP, 1), rounded(w, "int4").split(GROUP, 1), strict=True):
         assert all(len(row.unique()) <= 16 for row in of_group)
         # Never worse than steps of an eighth of the largest weight, but for rounding a scale to bfloat16.
         bound = error(to_eighths(group), group).sqrt() + 2**-8 * group.norm(dim=1)
         assert (error(of_group, group).sqrt() <= bound).all()
+
+
+@settings(deadline=None)
+@given(
+    weights=st.sampled_from(list(PACKINGS)),
+    inputs=st.integers(1, 90),
+    outputs=st.integers(1, 130),
+    size=st.sampled_from([1e-15, 1.0, 1e15]),
+    seed=st.integers(0, 999),
+)
+def test_what_is_unpacked_is_what_was_rounded(weights, inputs, outputs, size, seed):
+    torch.manual_seed(seed)
+    w = size * torch.randn(outputs, inputs)
+    w[seed % outputs] = 0
+    packed = pack(w, None, weights)
+    found = unpack(packed)
+    assert torch.equal(found, rounded(w, weights))
+    if weights != "int4":  # whose scales are fitted
+        again = pack(found, None, weights).tensors()
+        assert all(torch.equal(again[name], x) for name, x in packed.tensors().items())
+
+
+def test_a_weight_that_is_not_finite_stays_so():
+    for bad in (torch.nan, torch.inf, torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)):
+        w = torch.randn(2, 40)
+        w[0, 3] = bad
+        assert not rounded(w, "int8")[0, 3].isfinite()
+        assert rounded(w, "int8")[1].isfinite().all()
 
 
 def to_eighths(w):

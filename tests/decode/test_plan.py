@@ -54,14 +54,16 @@ def test_rounded_weights_are_those_of_a_rounded_model(name, weights):
     model, ids = decoder(**MODELS[name]), tokens()
     found, _ = (p := plan(model, weights)).prefill(ids, p.init_state(3))
     before = model(ids)
-    matrices = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features >= TILE]
-    if model.config.tie_embeddings:  # the table is rounded as a matrix of the head only
-        head = nn.Linear(32, V, bias=False)
-        head.weight.copy_(model.embedding.weight)
-        model.head.project, matrices = head, [*matrices, head]
-    for matrix in matrices:
-        of_head = weights == "int4" and matrix is getattr(model.head, "project", None)
-        matrix.weight.copy_(rounded(matrix.weight, "int8" if of_head else weights))
+    if isinstance(model.embedding, nn.Embedding):
+        model.embedding.weight.copy_(rounded(model.embedding.weight, "bf16"))
+    if model.config.tie_embeddings:  # as a matrix of the head, the table is rounded further
+        model.head.project = nn.Linear(32, V, bias=False)
+        model.head.project.weight.copy_(model.embedding.weight)
+    for matrix in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        fine = weights == "int4" and (
+            matrix is getattr(model.head, "project", None) or len(matrix.weight) < TILE
+        )
+        matrix.weight.copy_(rounded(matrix.weight, "int8" if fine else weights))
     expected = model(ids)
     error = {"bf16": 1e-5, "int8": 1e-3, "int4": 0.2}[weights]  # of int8 and int4, inputs are rounded too
     assert (found - expected).abs().max() <= error * expected.abs().max()

@@ -70,6 +70,7 @@ OPTIONS = {
         "--force": FLAG,
     },
     "generate": {
+        "--demo": ([], [""]),  # wrong beside a folder
         "--prompt": (["a", "a bad"], ["ü", "XYZ", "\x00", "\udcff"]),
         "--tokens": (["0", "3"], ["-1", "1.5", "1" + "0" * 30, *NO_NUMBER]),
         **SAMPLING,
@@ -123,6 +124,7 @@ OPTIONS = {
         "--resume": FLAG,
         "--web": FLAG,
         "--port": ([], ["-1", "70000", *NO_NUMBER]),
+        "--train": ([], [""]),  # wrong without --web
         "--no-serve": FLAG,
         "--runtime": ([], ["{world}/none"]),
         "--force": FLAG,
@@ -271,7 +273,8 @@ def command_line(random: Random) -> tuple[list[str], bool]:
             if other not in OPTIONS[command] and not also_right:
                 words, refused = [*words, other], True
         forced = "--force" in words and any(word.endswith("{world}/model") for word in words)  # is not wrong
-        if not forced and (refused or command not in ONLY_REFUSED):
+        alone = "--demo" in words and words[1].startswith("--")  # without a folder, and so right
+        if not forced and not alone and (refused or command not in ONLY_REFUSED):
             return words, refused
         words, refused = [command], False
 

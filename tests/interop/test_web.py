@@ -13,16 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import error, works
+from commands import error, everything, works
 
 import unrolled
+from unrolled import demo_models
 from unrolled.cli import _page
+from unrolled.decode import load_model, plan
 from unrolled.interop import web
-from unrolled.interop.onnx import load
+from unrolled.interop.onnx import Manifest, is_export_of, load
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
+from unrolled.ops import native
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
+needs_kernels = pytest.mark.skipif(not native.available(), reason="plans need the C++ kernels")
 FILES = {name: f"the bytes of {name}".encode() for name in web.SHA256}
 WASM = list(web.BUILDS["wasm"].values())
 
@@ -281,13 +285,75 @@ def test_the_demo_trains_digits_and_reports_missing_text(runtime, tmp_path, monk
 
     monkeypatch.setattr(web, "write_site", write_site)
     out = tmp_path / "runs"
-    result = works("demo", "--web", "--no-serve", "--steps", 10, "--out", out, "--runtime", runtime)
+    result = works(
+        "demo", "--web", "--train", "--no-serve", "--steps", 10, "--out", out, "--runtime", runtime
+    )
     assert "the page will have no text-linear model" in result.output
     assert written["out"] == out / "page"
     assert written["runtime"] == runtime
     trained = {name: Decoder.load(run).config.attention for name, run in written["runs"].items()}
     assert trained == {"digits-linear": ["linear", "window"], "digits-softmax": "softmax"}
     assert all((run / "vocabulary.json").is_file() for run in written["runs"].values())
+
+
+@pytest.fixture
+def shipped(run, tmp_path, monkeypatch):
+    """Let small models stand for those that come with the library."""
+    plan(Decoder.load(run), "fp32").save(tmp_path / "shipped")
+    shutil.copy(run / "vocabulary.json", tmp_path / "shipped")
+    monkeypatch.setattr(demo_models, "NAMES", ("digits",))
+    monkeypatch.setattr(demo_models, "path", lambda name: tmp_path / "shipped")
+    return tmp_path / "shipped"
+
+
+@needs_kernels
+def test_the_demo_shows_the_models_that_come_with_the_library(shipped, runtime, tmp_path, monkeypatch):
+    words = ["demo", "--web", "--no-serve", "--out", tmp_path / "page", "--runtime", runtime]
+    result = works(*words)
+    assert f"The page: {tmp_path / 'page' / 'index.html'}" in result.output
+    assert is_export_of(tmp_path / "page" / "models" / "digits", load_model(shipped))
+    before = everything(tmp_path / "page")
+    monkeypatch.setattr(web, "write_site", None)
+    works(*words)  # writes nothing
+    assert everything(tmp_path / "page") == before
+
+
+@needs_kernels
+def test_the_page_of_the_demo_is_written_again_when_the_library_changed(shipped, runtime, tmp_path):
+    words = ["demo", "--web", "--no-serve", "--out", tmp_path / "page", "--runtime", runtime]
+    works(*words)
+    before = everything(tmp_path / "page")
+    (tmp_path / "page" / "page.js").write_text("old")
+    works(*words)
+    assert everything(tmp_path / "page") == before
+    (tmp_path / "page" / "runtime" / "runtime.json").unlink()
+    works(*words)
+    assert everything(tmp_path / "page") == before
+    manifest = Manifest.load(tmp_path / "page" / "models" / "digits")
+    manifest.unrolled = "0.0.1"
+    manifest.save(tmp_path / "page" / "models" / "digits")
+    works(*words)
+    assert everything(tmp_path / "page") == before
+    (tmp_path / "page" / "models.json").write_text("[]")
+    works(*words)
+    (tmp_path / "page" / "models.json").unlink()  # now it may be anybody's
+    assert "must be, or hold the page of these models" in error(*words)
+    works(*words, "--force")
+    assert everything(tmp_path / "page") == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--web", "--steps", 20], "--steps is for training: add --train"),
+        (["--web", "--seed", 0], "--seed is for training: add --train"),
+        (["--web", "--fresh"], "--resume/--fresh is for training: add --train"),
+        (["--train"], "--port, --no-serve, --runtime and --train require --web"),
+    ],
+)
+def test_what_trains_nothing_takes_no_settings_of_a_training(arguments, message, tmp_path):
+    assert error("demo", *arguments, "--out", tmp_path / "out") == message
+    assert not (tmp_path / "out").exists()
 
 
 def refuse(*arguments: object, **options: object) -> None:

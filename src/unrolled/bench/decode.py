@@ -23,7 +23,7 @@ from unrolled.bench.models import (
 from unrolled.bench.peer_models import idiap_encoder
 from unrolled.bench.units import brief_time, size
 from unrolled.decode import Plan, plan
-from unrolled.decode.packing import PACKINGS, TILE, Weights, rounded
+from unrolled.decode.packing import PACKINGS, Weights, rounded
 from unrolled.decode.request import Request
 from unrolled.generation import engine
 from unrolled.models import Decoder
@@ -141,7 +141,7 @@ def streamed_bytes(model: Decoder, weights: Weights = "fp32") -> int:
 
 def _packed(name: str, x: Tensor) -> bool:
     """Whether a plan packs these weights."""
-    return x.dim() == 2 and len(x) >= TILE and not name.startswith("embedding")
+    return x.dim() == 2 and not name.startswith("embedding")
 
 
 def _name(weights: Weights) -> str:
@@ -151,7 +151,9 @@ def _name(weights: Weights) -> str:
 def _rounded_logits(model: Decoder, weights: Weights, tokens: Tensor) -> list[Tensor]:
     found = doubled(model)
     for name, x in found.items():
-        if _packed(name, x):
+        if weights != "fp32" and name.startswith("embedding"):
+            found[name] = rounded(x, "bf16").double()
+        elif _packed(name, x):
             found[name] = rounded(x, weights).double()
     with torch.no_grad():
         return [run_definition(model, found, tokens)]

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from unrolled import data, models
+from unrolled import data
 from unrolled.cli.run_config import JOBS
+from unrolled.decode import load_model, packed_form
+from unrolled.decode.packing import Weights
 
 CANNOT = {"tokens": "does not predict tokens", "translation": "does not translate"}
 
@@ -13,12 +15,24 @@ def load_for(task: data.Task, run_dir: Path) -> Any:
     """Load a model, which must be of a kind that can do the task.
 
     Raises:
-        ValueError: as `unrolled.models.load`, or the model is for another task.
+        ValueError: as `unrolled.decode.load_model`, or the model is for another task.
     """
-    model = models.load(run_dir)
+    model = load_model(run_dir)
     if model.model_name not in JOBS[task].kinds:
         raise ValueError(
             f"{run_dir} holds a model of the kind {model.model_name!r}, which {CANNOT[task]}; "
             f"the kind must be one of {', '.join(JOBS[task].kinds)}"
         )
     return model
+
+
+def packed_as(folder: Path, weights: Weights | None) -> Weights | None:
+    """Return the form of the packed weights in a folder, None if they are not packed.
+
+    Raises:
+        ValueError: they are packed, but the form asked for is another.
+    """
+    found = packed_form(folder)
+    if found is not None and weights not in (None, found):
+        raise ValueError(f"--weights is {weights}, but {folder} holds weights in {found}")
+    return found

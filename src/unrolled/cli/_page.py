@@ -1,4 +1,4 @@
-"""Web pages: `unrolled export --web` writes one from runs, `unrolled demo --web` trains the runs first."""
+"""Web pages: of runs, by `unrolled export`, and of the models of the library, by `unrolled demo`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -41,6 +41,24 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
     write_site(named, out, **options)
     typer.echo(f"The page: {out / 'index.html'}. Serve it with any static server, such as")
     typer.echo(f"  python -m http.server --bind {ADDRESS} --directory {out}")
+
+
+def shipped_page(out: Path, *, runtime: Path | None, force: bool) -> Path:
+    """Write the page of the models that come with the library into `out`, unless it is there.
+
+    Raises:
+        ValueError: `out` holds anything else and `force` is False, or as `write_site`.
+    """
+    from unrolled import demo_models
+    from unrolled.folders import check_folder
+    from unrolled.interop.web import is_current_page_of, is_page_of, write_site
+
+    models: dict[str, Path] = {name: demo_models.path(name) for name in demo_models.NAMES}
+    if not force and is_current_page_of(out, models):
+        return out
+    check_folder(out, "the page of these models", lambda: is_page_of(out, models), force=force)
+    typer.echo("writing the page, once: this takes some seconds", err=True)
+    return write_site(models, out, runtime=runtime, sampling=SAMPLING)
 
 
 def demo_page(

@@ -58,11 +58,11 @@ def convert(
 
 def _read(folder: Path) -> Any:
     """Load a model saved by either library, as one of ours."""
-    from unrolled import models
+    from unrolled.decode import load_model
     from unrolled.interop import hf
 
     return (
-        hf.from_transformers(hf.load(folder)) if hf.is_saved_by_transformers(folder) else models.load(folder)
+        hf.from_transformers(hf.load(folder)) if hf.is_saved_by_transformers(folder) else load_model(folder)
     )
 
 

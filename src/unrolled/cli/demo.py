@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._options import Force, Runtime
+from unrolled.cli._options import Force, Runtime, refuse
 from unrolled.cli._output import check_demo, progress_bar, write_files
-from unrolled.cli._page import demo_page, demo_run, serve, train_demo
+from unrolled.cli._page import demo_page, demo_run, serve, shipped_page, train_demo
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     from unrolled.cli.run_config import Run
     from unrolled.models import Decoder
 
+OUT, PAGE = Path("runs/demo"), Path("runs/demo-page")
 # The recipe of images, with windows of two rows.
 DIGITS = ["data.name=digits", "model.attention_options.window.window=16", "train.eval_every=100"]
 STEPS = 2000
@@ -42,16 +43,26 @@ REPEATS = 7
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="The folder of the report and of the run.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=10, help="Training steps.")] = STEPS,
+    out: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder of the report and the run, by default {OUT}; of a page alone, {PAGE}."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=10, help=f"Training steps; by default {STEPS}.")] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights, the data order and the sampling.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0, max=2**63 - 1, help="Seed of the weights, the data order and the sampling; by default 0."
+        ),
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume/--fresh", help="Resume from the last checkpoint, or start over.")
-    ] = True,
+        bool | None,
+        typer.Option("--resume/--fresh", help="Resume from the last checkpoint (default), or start over."),
+    ] = None,
     web: Annotated[
         bool, typer.Option("--web", help="Instead of a report, serve a web page that runs small models.")
+    ] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="With --web: train the models of the page first.")
     ] = False,
     port: Annotated[
         int | None,
@@ -65,7 +76,8 @@ def demo(
 ) -> None:
     """Train on handwritten digits, generate new ones as an RNN, and measure the cost per token, in minutes.
 
-    With --web, train linear and softmax models of digits and of Shakespeare, and run them in a browser.
+    With --web, run the models that come with the library in a browser, of digits and of Shakespeare; this
+    trains nothing. --web --train trains linear and softmax models of both, and compares them there.
 
     Ctrl-C stops it at any time; to resume the training, repeat the command.
 
@@ -75,27 +87,37 @@ def demo(
       figures.json    all numbers
       *.png           all pictures
       the run         for unrolled generate and unrolled info
-      page/           with --web: a page for any static server, next to the other runs
+      page/           with --web --train: a page for any static server, next to the other runs
     """
-    if not web and (port is not None or no_serve or runtime is not None):
-        raise ValueError("--port, --no-serve and --runtime require --web")
+    if not web and (port is not None or no_serve or runtime is not None or train):
+        raise ValueError("--port, --no-serve, --runtime and --train require --web")
+    if web and not train:
+        refuse({"--steps": steps, "--seed": seed, "--resume/--fresh": resume}, "training: add --train")
+        _show(shipped_page(PAGE if out is None else out, runtime=runtime, force=force), port, no_serve)
+        return
     _require("sklearn", *([] if web else ["matplotlib"]))
     # Read when torch loads OpenMP: spinning threads slow each other down on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    out = OUT if out is None else out
     check_demo(out, force)
-    budget = [f"train.steps={steps}", f"train.seed={seed}"]
+    budget = [f"train.steps={STEPS if steps is None else steps}", f"train.seed={seed or 0}"]
     if web:
-        page = demo_page(out, DIGITS, budget, resume=resume, runtime=runtime)
-        typer.echo(f"The page: {page / 'index.html'}")
-        if not no_serve:
-            serve(page, 8000 if port is None else port)
+        page = demo_page(out, DIGITS, budget, resume=resume is not False, runtime=runtime)
+        _show(page, port, no_serve)
         return
     from unrolled.models import Decoder
 
     settings = [*DIGITS, *budget]
     run = demo_run(out, settings)
-    seconds = train_demo(run, resume=resume)
+    seconds = train_demo(run, resume=resume is not False)
     _report(Decoder.load(out), run, settings, seconds)  # the best weights, not the last
+
+
+def _show(page: Path, port: int | None, no_serve: bool) -> None:
+    """Print where a page is, and serve it."""
+    typer.echo(f"The page: {page / 'index.html'}")
+    if not no_serve:
+        serve(page, 8000 if port is None else port)
 
 
 def _require(*packages: str) -> None:

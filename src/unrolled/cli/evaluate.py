@@ -10,7 +10,9 @@ from unrolled.cli.bleu import SEARCH, TEST_PART, bleu_reporter
 
 
 def evaluate(
-    run_dir: Annotated[Path, typer.Argument(help="Run folder of unrolled train.")],
+    run_dir: Annotated[
+        Path, typer.Argument(help="Run folder of unrolled train, or folder of unrolled quantize.")
+    ],
     part: Annotated[
         str | None,
         typer.Option("--split", help=f"For translation: the split to translate; by default {TEST_PART}."),
@@ -60,17 +62,18 @@ def evaluate(
     import json
     from dataclasses import replace
 
-    from unrolled import models
     from unrolled.cli import _scores, run_config
     from unrolled.cli._device import choose, require_cpu
+    from unrolled.cli._models import packed_as
     from unrolled.cli._output import is_report
     from unrolled.cli._planned import Planned
-    from unrolled.decode import plan
+    from unrolled.decode import load_model, plan
     from unrolled.files import write_file
     from unrolled.folders import check_file
 
     settings = run_config.read_saved(run_dir, data_dir)
-    model: Any = models.load(run_dir)
+    packed_as(run_dir, weights)
+    model: Any = load_model(run_dir)
     run = run_config.resolve(settings)
     task = run.dataset.task
     if task != "tokens":

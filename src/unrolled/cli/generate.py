@@ -25,9 +25,16 @@ SHOWN = 112  # minimum pixels of an image's longer side
 @takes_sampling
 def generate(
     run_dir: Annotated[
-        Path, typer.Argument(help="Run folder of unrolled train, or folder of unrolled export or quantize.")
-    ],
+        Path | None,
+        typer.Argument(help="Run folder of unrolled train, or folder of unrolled export or quantize."),
+    ] = None,
     *,
+    demo: Annotated[
+        bool,
+        typer.Option(
+            "--demo", help="Use a model that comes with the library: of text; with --out, of digits."
+        ),
+    ] = False,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; by default a line break.")] = None,
     tokens: Annotated[
         int | None, typer.Option(help=f"Maximum number of new tokens; by default {DEFAULT_TOKENS}.")
@@ -54,6 +61,11 @@ def generate(
     """Generate from the best weights of a run: text streamed to stdout, or a PNG sheet of images.
 
     \b
+    A model that is there after the installation:
+      unrolled generate --demo --prompt "ROMEO:"
+      unrolled generate --demo --out digits.png
+
+    \b
     Text:
       unrolled generate runs/book --prompt "Once upon" --tokens 50
       unrolled generate runs/book --num-samples 3 --min-p 0.1 --stop "."
@@ -72,19 +84,20 @@ def generate(
     from unrolled import generation
     from unrolled.data import Vocabulary
 
-    vocabulary = Vocabulary.load(run_dir)
+    folder = _folder(run_dir, demo, out)
+    vocabulary = Vocabulary.load(folder)
     if engine == "onnx":
         refuse({"--weights": weights}, "--engine torch: an exported model has the weights of its graphs")
-        model = _load_graph(run_dir, graph, device)
+        model = _load_graph(folder, graph, device)
         sampling = model.manifest.sampling | sampling
     else:
         if graph is not None:
             raise ValueError(f"--graph is {graph}, but requires --engine onnx")
-        model = _load_run(run_dir, device, weights)
+        model = _load_run(folder, device, weights)
     vocabulary.check(model.config.vocab_size)
     draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
-        refuse({"--out": out, "--force": force or None}, f"images, but {run_dir} was not trained on images")
+        refuse({"--out": out, "--force": force or None}, f"images, but {folder} was not trained on images")
         if prompt is None and vocabulary.kind == "text":
             prompt = "\n"
         if not prompt:
@@ -94,10 +107,23 @@ def generate(
         _write(vocabulary, draw, prompt, ids, _room(model, ids, tokens), num_samples, stops)
     else:
         texts = {"--prompt": prompt, "--tokens": tokens, "--stop": stop or None}
-        refuse(texts, f"text, but {run_dir} was trained on images")
-        sheet = out or run_dir / "samples.png"
+        refuse(texts, f"text, but {folder} was trained on images")
+        sheet = out or folder / "samples.png"
         check_picture(sheet, "generate", force)
         _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, num_samples, sheet)
+
+
+def _folder(run_dir: Path | None, demo: bool, out: Path | None) -> Path:
+    """Return the folder of the model: that of a run, or one that comes with the library."""
+    from unrolled import demo_models
+
+    if demo:
+        if run_dir is not None:
+            raise ValueError(f"RUN_DIR is {run_dir}, but must be left out with --demo")
+        return demo_models.path("text" if out is None else "digits")
+    if run_dir is None:
+        raise ValueError("RUN_DIR is missing: name the folder of a model, or use the library's own by --demo")
+    return run_dir
 
 
 def _load_graph(folder: Path, graph: str | None, device: str | None) -> Any:
@@ -110,18 +136,18 @@ def _load_graph(folder: Path, graph: str | None, device: str | None) -> Any:
 
 
 def _load_run(folder: Path, device: str | None, weights: Weights | None) -> Any:
-    """Load a plan, or the model of a run to a device, or make a plan of it."""
-    from unrolled.cli._device import choose, require_cpu
-    from unrolled.cli._models import load_for
-    from unrolled.decode import load, plan
-    from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
+    """Load a plan, or the model of a run to a device, or make a plan of it.
 
-    if (folder / PLAN_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
-        model = load(folder)
-        require_cpu(device, model.weights)
-        if weights not in (None, model.weights):
-            raise ValueError(f"--weights is {weights}, but {folder} holds weights in {model.weights}")
-        return model
+    Without the kernels that a plan needs, packed weights are unpacked.
+    """
+    from unrolled.cli._device import choose, require_cpu
+    from unrolled.cli._models import load_for, packed_as
+    from unrolled.decode import load, plan
+    from unrolled.ops import native
+
+    if (packed := packed_as(folder, weights)) is not None:
+        require_cpu(device, packed)
+        return load(folder) if native.available() else load_for("tokens", folder)
     if (folder / "manifest.json").exists() and not (folder / "config.json").exists():
         raise ValueError(f"{folder} is a folder of unrolled export: run it with --engine onnx")
     if weights is None:

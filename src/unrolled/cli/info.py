@@ -60,12 +60,12 @@ def _kernels() -> str:
 def _run(run_dir: Path) -> dict[str, Any]:
     import torch
 
-    from unrolled import models
     from unrolled.cli.run_config import FILE_NAME, JOBS, unit
+    from unrolled.decode import load_model
     from unrolled.ops.state import nbytes
     from unrolled.training import read_log
 
-    model: Any = models.load(run_dir).eval()
+    model: Any = load_model(run_dir).eval()
     units = [unit(task, type(model)) for task, job in JOBS.items() if model.model_name in job.kinds]
     losses = [line["best"] for line in read_log(run_dir / "log.jsonl") if line["event"] == "eval"]
     described: dict[str, Any] = {

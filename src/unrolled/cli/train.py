@@ -90,13 +90,14 @@ def train(
     from unrolled.cli._device import choose
     from unrolled.data import VOCABULARY_FILE
     from unrolled.folders import check_folder, contents
-    from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE
+    from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
 
     run = run_config.resolve(run_config.read(config, overrides or [], data_dir))
 
     def made_before() -> bool:
         found = contents(run.run_dir)
-        return run_config.FILE_NAME in found and ("last.safetensors" in found or WEIGHTS_FILE not in found)
+        begun = "last.safetensors" in found or not {WEIGHTS_FILE, PLAN_FILE} & found
+        return run_config.FILE_NAME in found and begun
 
     check_folder(run.run_dir, "a run of unrolled train with its checkpoint", made_before, force=force)
     torch.manual_seed(run.train.seed)  # the initial weights

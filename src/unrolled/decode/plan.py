@@ -229,7 +229,7 @@ class Plan:
         return grown
 
 
-def plan(model: nn.Module, weights: Weights = "fp32") -> Plan:
+def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None = None) -> Plan:
     """Make a plan of a decoder for generation on a CPU.
 
     Args:
@@ -239,16 +239,22 @@ def plan(model: nn.Module, weights: Weights = "fp32") -> Plan:
         weights: the form of the matrices: "fp32", "bf16" (half the memory), "int8" (a quarter) or "int4" (a
             seventh); see `unrolled.decode.packing`. Everything is computed in fp32 from the rounded weights;
             with "int8" and "int4" the inputs of a matrix are rounded too, to 16 and 8 bits.
+        sample: token ids [B, T], with "int4" only: matrices are rounded such that what they compute on this
+            sample changes least; see `unrolled.decode.calibration`. Some 16,000 tokens of the training data
+            will do.
 
     Raises:
+        ValueError: `weights` is none of these, or `sample` does not go with it or holds other ids.
         UnsupportedError: a plan cannot run the model, or the C++ kernels were not built; the message says
             why.
     """
     if weights not in PACKINGS:
         raise wrong("weights", repr(weights), f"one of {', '.join(PACKINGS)}")
+    if sample is not None and weights != "int4":
+        raise ValueError(f"sample is given, but must be None for weights = {weights!r}")
     _check_kernels()
     with torch.no_grad():
-        return _planned(model, weights, program(model, weights))
+        return _planned(model, weights, program(model, weights, sample=sample))
 
 
 def load(path: str | Path) -> Plan:

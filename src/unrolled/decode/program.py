@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode.packing import PACKINGS, TILE, Packed, Weights, check_packed, pack
+from unrolled.decode.packing import PACKINGS, TILE, Packed, Rounding, Weights, check_packed, pack
 from unrolled.ops import native
 from unrolled.ops.dense import Linear
 
@@ -24,6 +24,7 @@ _ZERO = (
 )
 
 
+SMALL_WEIGHTS: Weights = "int8"  # the form with the fewest bits for less than a tile, such as gates
 KEY_BLOCK = 16  # tokens whose keys lie together
 
 
@@ -101,7 +102,7 @@ class Program(NamedTuple):
         fields: fields of the struct `Program` in C++ that do not change.
         kept: tensors that the instructions point to.
         packed: the matrices, by the name of their layer.
-        others: all other parameters and buffers, in fp32, by name.
+        others: all other parameters and buffers, by name: in fp32, embeddings in the type of tables.
         state_size: floats of the state of a sequence.
         cache: sizes of the parts of the cache of a sequence, in floats per token.
         slots: the parts of the state of each layer.
@@ -144,6 +145,7 @@ class Builder:
         model: whose layers the instructions run.
         given: the tensors of each packed matrix, by the name of its layer; None to pack those of the model.
             If given, the other weights of the model are used where they lie, and not copied.
+        roundings: of matrices to 4 bits, by the names of their layers; the others are rounded by themselves.
     """
 
     def __init__(
@@ -151,8 +153,10 @@ class Builder:
         weights: Weights,
         model: nn.Module | None = None,
         given: Mapping[str, Mapping[str, Tensor]] | None = None,
+        roundings: Mapping[str, Rounding] | None = None,
     ) -> None:
         self.weights, self.model, self.given = weights, nn.Module() if model is None else model, given
+        self.roundings = roundings or {}
         self.names = {module: name for name, module in self.model.named_modules()}
         self.packed: dict[str, Packed] = {}
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -163,6 +167,7 @@ class Builder:
         self.instructions: list[bytes] = []
         self.kept: list[Tensor] = []
         self.most_positions: int | None = None
+        self.table_dtype = torch.float32 if weights == "fp32" else torch.bfloat16  # of embeddings
         self._angles: dict[tuple[float, ...], Value] = {}
 
     def value(self, size: int) -> Value:
@@ -212,8 +217,10 @@ class Builder:
     # ---- one token
 
     def embed(self, table: Tensor, to: Value) -> Value:
-        """Look a token up in `table [ids, n]`."""
-        return self._add("embed", to, n=to.size, weights=self._float(table))
+        """Look a token up in `table [ids, n]`; a parameter takes the type of tables."""
+        dtype = self.table_dtype if isinstance(table, nn.Parameter) else torch.float32
+        weights = self._keep(table, dtype)
+        return self._add("embed", to, n=to.size, kind=int(dtype == torch.bfloat16), weights=weights)
 
     def add_positions(self, table: Tensor, x: Value) -> Value:
         """Add the vector of the position, a row of `table [positions, n]`."""
@@ -269,7 +276,7 @@ class Builder:
         name: str,
         least: Weights | None = None,
     ) -> Value:
-        """Multiply by a matrix `[out, in]`, rounded unless it has few outputs, and add the bias.
+        """Multiply by a matrix `[out, in]`, and add the bias.
 
         Args:
             x: the inputs.
@@ -282,11 +289,13 @@ class Builder:
             ValueError: the matrices were given, but not one of this name and shape.
         """
         outputs, inputs = weight.shape
-        form: Weights = self.weights if outputs >= TILE else "fp32"
+        form = self.weights
+        if outputs < TILE:
+            least = SMALL_WEIGHTS
         if least is not None and list(PACKINGS).index(form) > list(PACKINGS).index(least):
             form = least
         if self.given is None:
-            packed = pack(weight, bias, form)
+            packed = pack(weight, bias, form, self.roundings.get(name))
         else:
             packed = check_packed(name, self.given.get(name), weight.shape, form, bias is not None)
         self.packed[name] = packed
@@ -473,10 +482,12 @@ class Builder:
         return self._copies[key]
 
     def _others(self) -> dict[str, Tensor]:
-        """Copy what is not packed."""
+        """Copy what is not packed: tables of embeddings in their type, all other numbers in fp32."""
         of_matrices = {f"{name}.{part}" for name in self.packed for part in ("weight", "bias")}
-        return {
-            name: self._copy(x, torch.float32 if x.is_floating_point() else x.dtype)
-            for name, x in self.model.state_dict(keep_vars=True).items()
-            if name not in of_matrices
-        }
+        found = {}
+        for name, x in self.model.state_dict(keep_vars=True).items():
+            if name not in of_matrices:
+                is_table = (id(x), self.table_dtype) in self._copies
+                wide = torch.float32 if x.is_floating_point() else x.dtype
+                found[name] = self._copy(x, self.table_dtype if is_table else wide)
+        return found

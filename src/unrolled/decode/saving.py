@@ -1,7 +1,8 @@
 """Plans as folders: a model's config and documents, and its packed weights in one file.
 
 A layer L whose matrix is packed has the tensors L.tiles, L.scales, L.sums and L.bias, as far as its form
-needs them (see `unrolled.decode.packing.Packed`). All other parameters are there in fp32, by name.
+needs them (see `unrolled.decode.packing.Packed`). All other parameters are there by name: embeddings in
+bfloat16, unless the matrices are in fp32, the others in fp32.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from unrolled.decode.plan import Plan
     from unrolled.decode.program import Program
 
-VERSION = "1"
+VERSION = "2"
 _DRAWS = {"uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_"}
 _PARTS = ("tiles", "scales", "sums", "bias")
 
@@ -79,11 +80,11 @@ def read(path: str | Path) -> Saved:
         raise ValueError(f"{path} holds no packed weights: it has no {PLAN_FILE}")
     if (kind := values.pop("model")) != Decoder.model_name:
         raise ValueError(f"{path} holds a model of kind {kind!r}, but must hold one of kind 'decoder'")
-    weights = _form(file)
+    weights = form(file)
     documents: dict[str, object] = {}
     found = load_tensors(file, lambda name: documents.setdefault(name, read_json(folder / name)))
     found.pop(PADDING_KEY, None)
-    with _Unfilled():
+    with Unfilled():
         model = build(Decoder, values, folder / CONFIG_FILE, file)
     packed = _packed(found)
     others = {name: x for name, x in found.items() if not _of_matrix(name, packed, _PARTS)}
@@ -99,8 +100,12 @@ def read(path: str | Path) -> Saved:
     return Saved(model, weights, packed)
 
 
-def _form(file: Path) -> Weights:
-    """Return the form of the weights in a file."""
+def form(file: Path) -> Weights:
+    """Return the form of the weights in a file.
+
+    Raises:
+        ValueError: this library did not write it, or did so in another layout.
+    """
     metadata = read_header(file).metadata
     if metadata.get("weights") not in PACKINGS or DIGEST_KEY not in metadata:
         raise ValueError(f"{file} is not a file of packed weights that this library wrote")
@@ -130,7 +135,7 @@ def _forget(layer: nn.Linear) -> None:
         setattr(layer, name, nn.Parameter(torch.empty(x.shape, device="meta")))
 
 
-class _Unfilled(TorchFunctionMode):
+class Unfilled(TorchFunctionMode):
     """Leaves weights empty that would be drawn: only memory that is written to is really taken."""
 
     def __torch_function__(

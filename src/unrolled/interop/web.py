@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import unrolled
-from unrolled import models
+from unrolled.decode import load_model
 from unrolled.extras import how_to_install
 from unrolled.files import write_file
 from unrolled.folders import writing_folder
@@ -36,7 +36,7 @@ SHA256 = {
     "ort.webgpu.bundle.min.mjs": "0730816731ce2cdfb06f273da065d4a1c7091eb9d1756a83b2916c8a89d015e2",
     _ASYNCIFY: "39f9f0894d478800487ed9f7dbe92618498db320cf55c8e3d89adff8dce658da",
 }
-INDEX = "models.json"
+INDEX, RUNTIME_INDEX = "models.json", "runtime.json"
 LICENCES = {"LICENSE": "LICENSE.txt", "ThirdPartyNotices.txt": "ThirdPartyNotices.txt"}
 TIMEOUT = 600.0  # seconds for npm to fetch 33 MB
 Vocabulary = dict[str, object]
@@ -64,12 +64,12 @@ def write_site(
     opset: int = 20,
     sampling: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a page that runs the models of some training runs.
+    """Write a page that runs trained models.
 
     Models with the same vocabulary are shown side by side.
 
     Args:
-        runs: the folders of the runs, by the names of their models on the page.
+        runs: folders of training runs, or of packed weights, by the names of their models on the page.
         out: the folder to write; created if needed.
         runtime: a folder with the files of onnxruntime-web, such as `node_modules/onnxruntime-web/dist`; None
             takes them from the cache or through npm.
@@ -100,7 +100,7 @@ def write_site(
         for name, run in runs.items():
             folder = page / "models" / name
             written = onnx.export(
-                models.load(Path(run)),
+                load_model(run),
                 folder,
                 probes=True,
                 vocabulary=Path(run) / "vocabulary.json",
@@ -109,7 +109,7 @@ def write_site(
             )
             size = (folder / written.graphs["plain"]["file"]).stat().st_size
             entries.append(_entry(name, written.model, vocabularies[name], size))
-        for source in Path(unrolled.__file__).with_name("web").iterdir():
+        for source in _sources():
             _copy(source, page / source.name)
         _write_runtime(page / "runtime", found, notices)
         _write_json(page / INDEX, _distinguished(entries, vocabularies))
@@ -120,14 +120,25 @@ def is_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bool:
     """Return whether `folder` is a page of these models, or of some of them, written by `write_site`."""
     from unrolled.interop import onnx
 
-    try:
-        entries = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))
-        names = [entry["name"] for entry in entries]
-    except (OSError, ValueError, TypeError, LookupError):
+    names = _names(Path(folder))
+    return names is not None and all(
+        name in runs and onnx.is_export_of(Path(folder) / "models" / name, load_model(runs[name]))
+        for name in names
+    )
+
+
+def is_current_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bool:
+    """Return whether `folder` is the page of exactly these models, written by this version of the library."""
+    from unrolled.interop import onnx
+
+    folder = Path(folder)
+    if _names(folder) != list(runs) or not is_page_of(folder, runs):
         return False
-    places = {name: Path(folder) / "models" / str(name) for name in names}
-    return all(
-        name in runs and onnx.is_export_of(place, models.load(runs[name])) for name, place in places.items()
+    copies = {source: folder / source.name for source in _sources()}
+    return (
+        all(onnx.Manifest.load(folder / "models" / x).unrolled == unrolled.__version__ for x in runs)
+        and all(copy.is_file() and copy.read_bytes() == x.read_bytes() for x, copy in copies.items())
+        and (folder / "runtime" / RUNTIME_INDEX).is_file()
     )
 
 
@@ -158,6 +169,20 @@ def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> 
     return found
 
 
+def _sources() -> list[Path]:
+    """Return the files of the page that are the same for all models."""
+    return list(Path(unrolled.__file__).with_name("web").iterdir())
+
+
+def _names(folder: Path) -> list[str] | None:
+    """Return the names of the models of a page; None if the folder holds no page."""
+    try:
+        entries = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return [str(entry["name"]) for entry in entries]
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
 def _write_runtime(folder: Path, found: Mapping[str, Path], notices: list[Path]) -> None:
     """Write the files of the runtime, its licences, and the manifest that the page verifies them against."""
     folder.mkdir(exist_ok=True)
@@ -170,7 +195,7 @@ def _write_runtime(folder: Path, found: Mapping[str, Path], notices: list[Path])
         "files": {name: {"sha256": SHA256[name], "bytes": size} for name, size in sizes.items()},
         "bytes": max(sizes.values()),  # of the largest build, for the progress bar of loading
     }
-    _write_json(folder / "runtime.json", record)
+    _write_json(folder / RUNTIME_INDEX, record)
 
 
 def _fetch(files: Mapping[str, Path]) -> None:

@@ -70,7 +70,10 @@ class SavedModel(nn.Module):
             )
         weights = folder / WEIGHTS_FILE
         if not weights.exists() and (folder / PLAN_FILE).exists():
-            raise ValueError(f"{path} holds packed weights, in {PLAN_FILE}, but must hold {WEIGHTS_FILE}")
+            raise ValueError(
+                f"{path} holds packed weights, in {PLAN_FILE}, but must hold {WEIGHTS_FILE}; "
+                "unrolled.decode.load_model reads both"
+            )
         model = build(cls, values, folder / CONFIG_FILE, weights)
         documents: dict[str, object] = {}
         load_weights(model, weights, lambda name: documents.setdefault(name, read_json(folder / name)))
