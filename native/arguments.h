@@ -230,7 +230,7 @@ struct Program {
     int64_t width;                 // floats of scratch memory per token
     int64_t hidden, hidden_width;  // what the head reads
     int64_t logits, vocabulary;    // where the head writes
-    int64_t widest, longest;       // most inputs of a linear layer, most keys that a query attends to
+    int64_t widest;                // most inputs of a linear layer
     int32_t threads;
     const Instruction* instruction;
     int64_t* position;  // [sequences]: tokens read so far

@@ -114,8 +114,6 @@ class Worker {
           part_(part),
           parts_(parts),
           packer_(rows, run.program.widest, memory),
-          longest_(round_up_keys(run.program.longest)),
-          scores_(memory.floats(min(rows, QUERIES) * longest_)),
           candidates_((Candidate*)memory.floats(run.program.vocabulary * (Int)sizeof(Candidate) / 4)) {}
 
     void wait() { run_.barrier.wait(parts_); }
@@ -190,7 +188,18 @@ class Worker {
         const Share tiles = share_of(ceil_div(x.layer.outputs, TILE), part_, parts_);
         if (tiles.first == tiles.last) return;
         const PackedRows rows = packer_.pack(x.layer, at(0) + x.first, run_.row, n);
-        multiply_tiles(x.layer, tiles.first, tiles.last, rows, n, at(0) + x.to, run_.row);
+        multiply_tiles(x.layer, tiles.first, tiles.last, rows, n, at(0) + x.to, run_.row, weights_after(x));
+    }
+
+    // What this thread multiplies by after an instruction.
+    const void* weights_after(const Instruction& x) const {
+        const Instruction *begin = run_.program.instruction, *end = begin + run_.program.instructions,
+                          *i = &x + 1;
+        while (i < end && i->operation != LINEAR_LAYER) ++i;
+        if (i == end)
+            for (i = begin; i->operation != LINEAR_LAYER;) ++i;
+        const Share tiles = share_of(ceil_div(i->layer.outputs, TILE), part_, parts_);
+        return (const char*)i->layer.weights + tiles.first * tile_bytes(i->layer);
     }
 
     void run_on_sequences(const Instruction& x, const Tokens& tokens, const Int* positions) {
@@ -210,7 +219,7 @@ class Worker {
             }
             for (Int group = share.first; group < share.last; ++group)
                 if (x.operation == RECUR) recur(x, some[0], group);
-                else attend(x, some, n, group, scores_, longest_);
+                else attend(x, some, n, group);
         }
     }
 
@@ -248,8 +257,6 @@ class Worker {
     Run& run_;
     Int part_, parts_;
     RowPacker packer_;
-    Int longest_;
-    float* scores_;
     Candidate* candidates_;
 };
 

@@ -20,15 +20,10 @@
 // Queries have `queries` heads, keys `keys` heads, whose numbers divide `heads` and `groups`.
 #pragma once
 
+#include "attention.h"
 #include "decode_tokens.h"
 
 namespace UNROLLED_ISA {
-
-// Keys lie together in blocks, so that lanes hold keys and no product is summed across lanes.
-constexpr Int KEY_BLOCK = 16;
-constexpr Int QUERIES = 16;  // that attend side by side
-
-inline Int round_up_keys(Int n) { return ceil_div(n, KEY_BLOCK) * KEY_BLOCK; }
 
 // A token, and the states of its sequence.
 struct SequenceRow {
@@ -156,109 +151,27 @@ inline void recur(const Instruction& x, const SequenceRow& s, Int group) {
     }
 }
 
-// scores_j = scale q . k_j for n keys in blocks [D, KEY_BLOCK], up to whole blocks.
-inline void score(const float* q, const float* keys, Int n, Int D, float scale, float* scores) {
-    constexpr int VECS = KEY_BLOCK / WIDTH;
-    for (Int j = 0; j < n; j += KEY_BLOCK, keys += D * KEY_BLOCK) {
-        Vec even[VECS] = {}, odd[VECS] = {};
-        for (Int d = 0; d + 2 <= D; d += 2)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v) {
-                even[v] += load(keys + d * KEY_BLOCK + v * WIDTH) * broadcast(q[d]);
-                odd[v] += load(keys + (d + 1) * KEY_BLOCK + v * WIDTH) * broadcast(q[d + 1]);
-            }
-        for (int v = 0; v < VECS; ++v) {
-            if (D % 2) even[v] += load(keys + (D - 1) * KEY_BLOCK + v * WIDTH) * broadcast(q[D - 1]);
-            store(scores + j + v * WIDTH, (even[v] + odd[v]) * broadcast(scale));
-        }
-    }
-}
-
-// Adds to o `VECS` vectors of factor sum_j weights_j v_j for n values in rows of M floats. Four sums take
-// turns, since each waits for its last addition.
-template <int VECS>
-void weigh(const float* weights, const float* values, Int n, Int M, Int left, float factor, float* o) {
-    Vec sums[4][VECS] = {};
-    const auto add = [&](Int j, int turn) __attribute__((always_inline)) {
-        for (int v = 0; v < VECS; ++v)
-            sums[turn][v] += load_first(values + j * M + v * WIDTH, left - v * WIDTH) * broadcast(weights[j]);
-    };
-    Int j = 0;
-    for (; j + 4 <= n; j += 4) add(j, 0), add(j + 1, 1), add(j + 2, 2), add(j + 3, 3);
-    for (; j < n; ++j) add(j, 0);
-    for (int v = 0; v < VECS; ++v) {
-        const Vec total = (sums[0][v] + sums[1][v]) + (sums[2][v] + sums[3][v]);
-        const Int lanes = left - v * WIDTH;
-        store_first(o + v * WIDTH, lanes, load_first(o + v * WIDTH, lanes) + total * broadcast(factor));
-    }
-}
-
 // The keys and values of one head.
-struct KeyStore {
-    float *keys, *values;
-    Int D, M;
-
-    KeyStore(const Instruction& x, const SequenceRow& s, Int group) : D(x.features), M(x.values) {
-        const Int slots = x.window ? round_up_keys(x.window) : s.capacity;
-        float* all = x.window ? s.state + x.state : s.cache + x.state * s.capacity;
-        keys = all + group * slots * D;
-        values = all + x.groups * slots * D + group * slots * M;
-    }
-
-    void write(Int slot, const float* key, const float* value) {
-        float* to = keys + slot / KEY_BLOCK * KEY_BLOCK * D + slot % KEY_BLOCK;
-        for (Int d = 0; d < D; ++d) to[d * KEY_BLOCK] = key[d];
-        std::memcpy(values + slot * M, value, (size_t)M * 4);
-    }
-};
-
-// A few queries of one head attend to the keys of their sequence. `counts` says to how many, `scores` has a
-// row of `longest` numbers for each. All queries meet a part of the keys and values while it is in the cache.
-inline void attend_from(const KeyStore& store, const float* const* queries, float* const* outputs,
-                        const Int* counts, Int n, float scale, float* scores, Int longest) {
-    constexpr Int PART = 256;
-    const Int D = store.D, M = store.M, most = counts[n - 1];
-    float totals[QUERIES];
-    for (Int k = 0; k < most; k += PART)
-        for (Int i = 0; i < n; ++i)
-            if (counts[i] > k)
-                score(queries[i], store.keys + k * D, min(PART, counts[i] - k), D, scale,
-                      scores + i * longest + k);
-    for (Int i = 0; i < n; ++i) {
-        float* row = scores + i * longest;
-        totals[i] = exponentials(row, counts[i], most_of(row, counts[i]), row);
-        std::memset(outputs[i], 0, (size_t)M * 4);
-    }
-    for (Int k = 0; k < most; k += PART)
-        for (Int i = 0; i < n; ++i)
-            for (Int m = 0; m < M && counts[i] > k; m += 2 * WIDTH) {
-                const float *weights = scores + i * longest + k, *values = store.values + k * M + m;
-                const Int count = min(PART, counts[i] - k);
-                if (M - m > WIDTH) weigh<2>(weights, values, count, M, M - m, 1 / totals[i], outputs[i] + m);
-                else weigh<1>(weights, values, count, M, M - m, 1 / totals[i], outputs[i] + m);
-            }
+inline KeyStore key_store(const Instruction& x, const SequenceRow& s, Int group) {
+    const Int slots = x.window ? round_up_keys(x.window) : s.capacity, D = x.features, M = x.values;
+    float* all = x.window ? s.state + x.state : s.cache + x.state * s.capacity;
+    return {all + group * slots * D, all + x.groups * slots * D + group * slots * M, D, M};
 }
 
 // `n` consecutive tokens of a sequence; with a window, one.
-inline void attend(const Instruction& x, const SequenceRow* s, Int n, Int group, float* scores, Int longest) {
-    KeyStore store(x, s[0], group);
+inline void attend(const Instruction& x, const SequenceRow* s, Int n, Int group) {
+    const KeyStore store = key_store(x, s[0], group);
     const Int D = x.features, M = x.values, P = x.heads / x.groups;
-    Int counts[QUERIES];
     for (Int i = 0; i < n; ++i) {
         const TokenRow& t = s[i].row;
         store.write(x.window ? t.position % x.window : t.position, t.at + x.second + group * D,
                     t.at + x.third + group * M);
-        counts[i] = x.window ? min(t.position + 1, x.window) : t.position + 1;
     }
-    for (Int head = group * P; head < (group + 1) * P; ++head) {
-        const float* queries[QUERIES];
-        float* outputs[QUERIES];
-        for (Int i = 0; i < n; ++i) {
-            queries[i] = s[i].row.from(x) + head * D;
-            outputs[i] = s[i].row.to(x) + head * M;
-        }
-        attend_from(store, queries, outputs, counts, n, x.scale, scores, longest);
-    }
+    const TokenRow& first = s[0].row;
+    const Int row = n > 1 ? s[1].row.at - first.at : 0,
+              count = x.window ? min(first.position + 1, x.window) : first.position + 1;
+    for (Int head = group * P; head < (group + 1) * P; ++head)
+        attend_to(store, {first.from(x) + head * D, first.to(x) + head * M, row, count}, n, x.scale);
 }
 
 }  // namespace UNROLLED_ISA

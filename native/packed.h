@@ -30,31 +30,21 @@ inline Int tile_bytes(const Packed& w) {
     return n / GROUP * (TILE * 2 + TILE * GROUP / 2);
 }
 
-// Whether the processor multiplies bytes; otherwise the rounded numbers are multiplied as floats.
-inline bool multiplies_bytes() {
-#if defined(__AVX512F__)
-    return __builtin_cpu_supports("avx512vnni");
-#else
-    return false;
-#endif
-}
-
 // Rows of x in the form that the weights are multiplied by.
 struct PackedRows {
-    const float* x;       // as they are, or rounded and divided by their scale
-    const uint8_t* high;  // INT8_TILES: bytes of x / scale + 2^15. INT4_TILES: x / scale as signed bytes
-    const uint8_t* low;
-    Int row;              // from one row to the next, in elements of the three above
-    const float* scales;  // INT8_TILES: one per row. INT4_TILES: one per group
-    const int32_t* sums;  // INT4_TILES: 8 times the sum of each group of rounded numbers
+    const float* x;             // as they are, or rounded and divided by their scale
+    Int row;                    // from one row to the next, in floats
+    const uint8_t *high, *low;  // parts of x / scale, as `multiplies_bytes` wants them, or on the matrix unit
+    Int bytes;                  // from one row to the next of those
+    const float* scales;        // INT8_TILES: one per row. INT4_TILES: one per group
+    const int32_t* sums;        // INT4_TILES: 8 times the sum of each group of rounded numbers
+
+    // The rows from number r on, whose scales begin at `place`.
+    PackedRows from(Int r, Int place) const {
+        if (!scales) return {x + r * row, row, nullptr, nullptr, 0, nullptr, nullptr};
+        return {x + r * row, row, high + r * bytes, low + r * bytes, bytes, scales + place, sums + place};
+    }
 };
-
-typedef uint8_t ByteVec __attribute__((vector_size(WIDTH)));
-typedef uint8_t UnalignedByteVec __attribute__((vector_size(WIDTH), aligned(1), may_alias));
-
-inline void store_bytes(uint8_t* at, IntVec x) {
-    *(UnalignedByteVec*)at = __builtin_convertvector(x, ByteVec);
-}
 
 // The largest absolute value of whole vectors; NaN if one of them is infinite or NaN.
 inline float largest(const float* x, Int n) {

@@ -2,87 +2,34 @@
 // rows are multiplied by a tile while it is in the cache, a few at a time, whose sums are in registers.
 #pragma once
 
+#include "packed_float32.h"
 #include "row_packer.h"
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 namespace UNROLLED_ISA {
 
-// How many vectors of outputs are summed at once for some rows, so that all sums fit into registers.
-constexpr int vecs_for(int rows, int sums_per_output = 1) {
-    int vecs = TILE / WIDTH;
-    while (vecs > 1 && vecs * rows * sums_per_output > TILE_ROWS * TILE_VECS) vecs /= 2;
-    return vecs;
-}
-
-// Where one tile of outputs goes: y = sums * scale + bias.
-struct TileOutput {
-    float* y;
-    Int row;
-    const float *scales, *bias;  // of this tile's outputs; no scales for weights in floating point
-
-    void write(Int r, Int i, Vec sums, float scale) const {
-        const Vec factor = scales ? load(scales + i) * broadcast(scale) : broadcast(scale);
-        store(y + r * row + i, bias ? sums * factor + load(bias + i) : sums * factor);
-    }
-};
-
-// While later rows are multiplied by a tile in the cache, a share of the next tile is requested, `ahead`.
-template <int ROWS>
-void multiply_float32(const float* w, Int inputs, const float* x, Int x_row, const TileOutput& out,
-                      const float* ahead) {
-    constexpr int VECS = vecs_for(ROWS), CHAINS = ROWS * VECS < 8 ? 8 / (ROWS * VECS) : 1;
-    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
-        Vec sums[CHAINS][ROWS][VECS] = {};
-        const auto add = [&](Int k, int chain) __attribute__((always_inline)) {
-            if (ahead && i == 0) prefetch_row<false>(ahead + k * TILE / 2, TILE * 2);
-            Vec left[VECS];
-#pragma GCC unroll 16
-            for (int v = 0; v < VECS; ++v) left[v] = load(w + k * TILE + i + v * WIDTH);
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
-                const Vec right = broadcast(x[r * x_row + k]);
-#pragma GCC unroll 16
-                for (int v = 0; v < VECS; ++v) sums[chain][r][v] += left[v] * right;
-            }
-        };
-        Int k = 0;
-        for (; k + CHAINS <= inputs; k += CHAINS)
-#pragma GCC unroll 8
-            for (int c = 0; c < CHAINS; ++c) add(k + c, c);
-        for (; k < inputs; ++k) add(k, 0);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 16
-            for (int v = 0; v < VECS; ++v) {
-                Vec total = sums[0][r][v];
-#pragma GCC unroll 8
-                for (int c = 1; c < CHAINS; ++c) total += sums[c][r][v];
-                out.write(r, i + v * WIDTH, total, 1);
-            }
-    }
-}
-
-// The same for weights of several inputs in each lane: `expand(word, e)` is the e-th of them as floats.
+// Multiplies weights of several inputs in each lane: `expand(word, e)` is the e-th of them as floats.
 template <int ROWS, int PER_LANE, typename Expand>
 __attribute__((always_inline)) inline void multiply_words(const uint32_t* w, Int words, const float* x,
                                                           Int x_row, Int i, Vec (*sums)[vecs_for(ROWS)],
                                                           Expand&& expand) {
     constexpr int VECS = vecs_for(ROWS);
-    for (Int k = 0; k < words; ++k)
+    for (Int k = 0; k < words; ++k) {
+        BitVec word[VECS];
 #pragma GCC unroll 16
-        for (int v = 0; v < VECS; ++v) {
-            const BitVec word = (BitVec)load((const float*)w + k * TILE + i + v * WIDTH);
+        for (int v = 0; v < VECS; ++v) word[v] = (BitVec)load((const float*)w + k * TILE + i + v * WIDTH);
 #pragma GCC unroll 8
-            for (int e = 0; e < PER_LANE; ++e) {
-                const Vec left = expand(word, e);
+        for (int e = 0; e < PER_LANE; ++e) {
+            Vec left[VECS];
+#pragma GCC unroll 16
+            for (int v = 0; v < VECS; ++v) left[v] = expand(word[v], e);
 #pragma GCC unroll 8
-                for (int r = 0; r < ROWS; ++r)
-                    sums[r][v] += left * broadcast(x[r * x_row + k * PER_LANE + e]);
+            for (int r = 0; r < ROWS; ++r) {
+                const Vec right = broadcast(x[r * x_row + k * PER_LANE + e]);
+#pragma GCC unroll 16
+                for (int v = 0; v < VECS; ++v) sums[r][v] += left[v] * right;
             }
         }
+    }
 }
 
 template <int ROWS>
@@ -137,107 +84,14 @@ void multiply_int4(const char* w, Int inputs, const PackedRows& x, const TileOut
     }
 }
 
-#if defined(__AVX512F__)
-#define MULTIPLIES_BYTES __attribute__((target("avx512vnni")))
-
-// Adds to each lane the products of its four bytes, those of `left` without sign.
-MULTIPLIES_BYTES inline IntVec add_products(IntVec sums, IntVec left, IntVec right) {
-    return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)left, (__m512i)right);
-}
-
-inline IntVec load_words(const void* at) { return (IntVec)load((const float*)at); }
-
-inline IntVec four_bytes(const uint8_t* at) {
-    int32_t word;
-    std::memcpy(&word, at, 4);
-    return word - IntVec{};
-}
-
-// x / scale + 2^15 = 256 high + low, so W (x / scale) = 256 (W high - 128 W 1) + W low.
-inline Vec whole_numbers(IntVec high, IntVec low, IntVec all) {
-    return __builtin_convertvector(high - (all << 7), Vec) * broadcast(256) +
-           __builtin_convertvector(low, Vec);
-}
-
-template <int ROWS>
-MULTIPLIES_BYTES void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const int32_t* sums,
-                                          const TileOutput& out) {
-    constexpr int VECS = vecs_for(ROWS, 2);
-    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
-        IntVec high[ROWS][VECS] = {}, low[ROWS][VECS] = {};
-        for (Int k = 0; k < inputs; k += 4)
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
-                const IntVec h = four_bytes(x.high + r * x.row + k), l = four_bytes(x.low + r * x.row + k);
-#pragma GCC unroll 4
-                for (int v = 0; v < VECS; ++v) {
-                    const IntVec weights = load_words(w + k * TILE + 4 * (i + v * WIDTH));
-                    high[r][v] = add_products(high[r][v], h, weights);
-                    low[r][v] = add_products(low[r][v], l, weights);
-                }
-            }
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v) {
-                const IntVec all = load_words(sums + i + v * WIDTH);
-                out.write(r, i + v * WIDTH, whole_numbers(high[r][v], low[r][v], all), x.scales[r]);
-            }
-    }
-}
-
-template <int ROWS>
-MULTIPLIES_BYTES void multiply_int4_bytes(const char* w, Int inputs, const PackedRows& x,
-                                          const TileOutput& out) {
-    constexpr int VECS = vecs_for(ROWS, 2);
-    const Int groups = inputs / GROUP;
-    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
-        Vec totals[ROWS][VECS] = {};
-        for (Int g = 0; g < groups; ++g) {
-            const char* group = w + g * (TILE * 2 + TILE * GROUP / 2);
-            IntVec sums[ROWS][VECS];
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECS; ++v) sums[r][v] = IntVec{} - x.sums[r * groups + g];
-#pragma GCC unroll 4
-            for (Int p = 0; p < GROUP / 8; ++p)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECS; ++v) {
-                    const IntVec both = load_words(group + TILE * 2 + 4 * (p * TILE + i + v * WIDTH));
-                    const IntVec first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
-#pragma GCC unroll 8
-                    for (int r = 0; r < ROWS; ++r) {
-                        const uint8_t* at = x.high + r * x.row + g * GROUP + 8 * p;
-                        sums[r][v] = add_products(sums[r][v], first, four_bytes(at));
-                        sums[r][v] = add_products(sums[r][v], second, four_bytes(at + 4));
-                    }
-                }
-#pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v) {
-                const Vec scale = load_as<BFLOAT16>(group + 2 * (i + v * WIDTH));
-#pragma GCC unroll 8
-                for (int r = 0; r < ROWS; ++r)
-                    totals[r][v] += __builtin_convertvector(sums[r][v], Vec) *
-                                    (scale * broadcast(x.scales[r * groups + g]));
-            }
-        }
-        for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < VECS; ++v) out.write(r, i + v * WIDTH, totals[r][v], 1);
-    }
-}
-#endif
-
 // Multiplies `ROWS` rows by one tile.
 template <int ROWS>
-void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOutput& out, const void* ahead) {
+void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOutput& out) {
     const char* weights = (const char*)w.weights + tile * tile_bytes(w);
     const Int inputs = padded_inputs(w);
-    if (w.packing == FLOAT32_TILES)
-        return multiply_float32<ROWS>((const float*)weights, w.inputs, x.x, x.row, out, (const float*)ahead);
     if (w.packing == BFLOAT16_TILES)
         return multiply_bfloat16<ROWS>((const uint32_t*)weights, w.inputs, x.x, x.row, out);
-#if defined(__AVX512F__)
+#if defined(UNROLLED_BYTES)
     if (multiplies_bytes()) {
         if (w.packing == INT8_TILES)
             return multiply_int8_bytes<ROWS>(weights, inputs, x, w.sums + tile * TILE, out);
@@ -256,13 +110,12 @@ AMX inline void multiply_tiles_amx(const Packed& w, Int first, Int last, const P
     alignas(64) int32_t high[AMX_ROWS][TILE], low[AMX_ROWS][TILE];
     for (Int r = 0; r < rows; r += AMX_ROWS) {
         const Int n = min(AMX_ROWS, rows - r);
-        const Halves halves{(const char*)x.high + r * x.row, (const char*)x.low + r * x.row, x.row};
+        const Halves halves{(const char*)x.high + r * x.bytes, (const char*)x.low + r * x.bytes, x.bytes};
         configure(n);
         for (Int tile = first; tile < last; ++tile) {
             const char* weights = (const char*)w.weights + tile * tile_bytes(w);
             const bool whole = w.packing == INT8_TILES;
-            const TileOutput out{y + r * y_row + tile * TILE, y_row, whole ? w.scales + tile * TILE : nullptr,
-                                 w.bias ? w.bias + tile * TILE : nullptr};
+            const TileOutput out = tile_output(w, tile, y + r * y_row, y_row);
             if (whole) amx_int8(weights, padded_inputs(w), halves, high, low);
             else amx_bfloat16(weights, padded_inputs(w), halves, sums);
             for (Int k = 0; k < n; ++k)
@@ -280,34 +133,23 @@ AMX inline void multiply_tiles_amx(const Packed& w, Int first, Int last, const P
 }
 #endif
 
-// Multiplies `rows` rows by the tiles [first, last).
+// Multiplies `rows` rows by the tiles [first, last). `next` is what will be read after them.
 inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows, float* y,
-                           Int y_row) {
+                           Int y_row, const void* next) {
+    if (w.packing == FLOAT32_TILES)
+        return multiply_float32_tiles(w, first, last, x.x, x.row, rows, y, y_row, next);
 #if defined(UNROLLED_AMX)
     if (on_matrix_unit(w, rows)) return multiply_tiles_amx(w, first, last, x, rows, y, y_row);
 #endif
-    const bool by_group = w.packing == INT4_TILES;
-    const Int scales = by_group ? padded_inputs(w) / GROUP : 1;
+    const Int scales = w.packing == INT4_TILES ? padded_inputs(w) / GROUP : 1,
+              groups = ceil_div(rows, TILE_ROWS);
     for (Int tile = first; tile < last; ++tile)
-        for (Int r = 0; r < rows; r += TILE_ROWS) {
-            const Int n = min(TILE_ROWS, rows - r), place = r * scales;
-            const PackedRows some{
-                x.x + r * x.row, x.high ? x.high + r * x.row : nullptr, x.low ? x.low + r * x.row : nullptr,
-                x.row,           x.scales ? x.scales + place : nullptr, x.sums ? x.sums + place : nullptr};
-            const TileOutput out{y + r * y_row + tile * TILE, y_row,
-                                 w.scales && !by_group ? w.scales + tile * TILE : nullptr,
-                                 w.bias ? w.bias + tile * TILE : nullptr};
-            // The later rows share the next tile in halves: more than two groups of them find it in the
-            // cache.
-            const Int group = r / TILE_ROWS;
-            const char* next = (const char*)w.weights + (tile + 1) * tile_bytes(w);
-            const void* ahead = group == 1 || group == 2 ? next + (group - 1) * tile_bytes(w) / 2 : nullptr;
-            if (n == 1) multiply_tile<1>(w, tile, some, out, ahead);
-            else if (n == 2) multiply_tile<2>(w, tile, some, out, ahead);
-            else if (n == 3) multiply_tile<3>(w, tile, some, out, ahead);
-            else if (n == 4) multiply_tile<4>(w, tile, some, out, ahead);
-            else if (n == 5) multiply_tile<min(5, TILE_ROWS)>(w, tile, some, out, ahead);
-            else multiply_tile<min(6, TILE_ROWS)>(w, tile, some, out, ahead);
+        for (Int g = 0; g < groups; ++g) {
+            const Int r = rows * g / groups, end = rows * (g + 1) / groups, place = r * scales;
+            const PackedRows some = x.from(r, place);
+            const TileOutput out = tile_output(w, tile, y + r * y_row, y_row);
+            with_rows(end - r,
+                      [&](auto count) { multiply_tile<decltype(count)::value>(w, tile, some, out); });
         }
 }
 

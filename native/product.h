@@ -133,6 +133,25 @@ inline void with_tile(int64_t rows, int64_t cols, F&& f) {
     }
 }
 
+// A number of rows that the compiler knows.
+template <int N>
+struct Count {
+    static constexpr int value = N;
+};
+
+// Calls `f(Count<rows>())` for 1 to TILE_ROWS rows.
+template <typename F>
+inline void with_rows(int64_t rows, F&& f) {
+    if (rows == 1) return f(Count<1>());
+    if (rows == 2) return f(Count<2>());
+    if (rows == 3) return f(Count<3>());
+    if (TILE_ROWS == 4 || rows == 4) return f(Count<4>());
+    if constexpr (TILE_ROWS == 6) {
+        if (rows == 5) return f(Count<5>());
+        return f(Count<6>());
+    }
+}
+
 // 3. C = A B, or C += A B if `add`, for A [rows, depth] of at most TILE_ROWS rows and B [depth, cols].
 inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Strided a, Rows b, Rows c,
                               bool add) {

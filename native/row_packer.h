@@ -2,7 +2,7 @@
 #pragma once
 
 #include "amx.h"
-#include "packed.h"
+#include "packed_bytes.h"
 
 namespace UNROLLED_ISA {
 
@@ -22,21 +22,23 @@ class RowPacker {
         const Int n = w.inputs, whole = padded_inputs(w);
         if (w.packing == BFLOAT16_TILES && on_matrix_unit(w, rows)) return halve(x, x_row, rows, n, whole);
         if (w.packing == FLOAT32_TILES || (w.packing == BFLOAT16_TILES && n % 2 == 0))
-            return {x, nullptr, nullptr, x_row, nullptr, nullptr};
-        uint8_t *high = bytes_, *low = bytes_ + rows * row_;
+            return {x, x_row, nullptr, nullptr, 0, nullptr, nullptr};
         const Int groups = w.packing == INT4_TILES ? whole / GROUP : 1;
         for (Int r = 0; r < rows; ++r) {
             float* to = padded_ + r * row_;
+            [[maybe_unused]] uint8_t* bytes = bytes_ + r * 2 * row_;
             std::memcpy(to, x + r * x_row, (size_t)n * 4);
             std::memset(to + n, 0, (size_t)(whole - n) * 4);
             if (w.packing == BFLOAT16_TILES) continue;
             for (Int g = 0; g < groups; ++g) {
                 const Int begin = g * (whole / groups), end = begin + whole / groups;
                 round(to, begin, end, w.packing == INT8_TILES ? 32767.0f : 127.0f, r * groups + g);
-                if (multiplies_bytes()) split(to, begin, end, w.packing, high + r * row_, low + r * row_);
+#if defined(UNROLLED_BYTES)
+                if (multiplies_bytes()) split_row(to, begin, end, w.packing, bytes, bytes + row_);
+#endif
             }
         }
-        return {padded_, high, low, row_, scales_, sums_};
+        return {padded_, row_, bytes_, bytes_ + row_, 2 * row_, scales_, sums_};
     }
 
   private:
@@ -52,7 +54,7 @@ class RowPacker {
             }
         }
         const uint8_t* begin = (const uint8_t*)padded_;
-        return {nullptr, begin, begin + 2 * row_, 4 * row_, nullptr, nullptr};
+        return {nullptr, 0, begin, begin + 2 * row_, 4 * row_, nullptr, nullptr};
     }
 
     void round(float* x, Int begin, Int end, float most, Int place) {
@@ -66,14 +68,6 @@ class RowPacker {
         }
         scales_[place] = size / most;
         sums_[place] = size == size ? 8 * (int32_t)sum(total) : 0;
-    }
-
-    static void split(const float* x, Int begin, Int end, Int packing, uint8_t* high, uint8_t* low) {
-        for (Int i = begin; i < end; i += WIDTH) {
-            const IntVec y = __builtin_convertvector(load(x + i), IntVec);
-            if (packing == INT4_TILES) store_bytes(high + i, y);
-            else store_bytes(high + i, (y + 32768) >> 8), store_bytes(low + i, y + 32768);
-        }
     }
 
     Int row_;

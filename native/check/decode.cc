@@ -107,7 +107,7 @@ void check_decode(int64_t width, int64_t rows, int32_t packing, int threads) {
     Program p = {};
     p.instructions = (int64_t)s.program.size(), p.head = 2, p.width = 10 * PLACE, p.hidden = 0,
     p.hidden_width = width;
-    p.logits = 8 * PLACE, p.vocabulary = V, p.widest = width, p.longest = capacity, p.threads = threads;
+    p.logits = 8 * PLACE, p.vocabulary = V, p.widest = width, p.threads = threads;
     p.instruction = s.program.data(), p.state_size = s.state, p.cache_size = cache, p.capacity = capacity,
     p.positions = -1;
     const Tokens tokens = {n, token.data(), sequence.data(), place.data(), logits.data()};

@@ -113,6 +113,38 @@ def test_a_long_prompt_is_read_in_chunks():
         torch.testing.assert_close(p.prefill(ids, p.init_state(2))[0], model(ids), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@torch.no_grad()
+def test_softmax_keeps_the_largest_score_from_part_to_part(instruction_set):
+    # Heads of 20 numbers are whole vectors and a rest.
+    model = decoder(**of("softmax"), d_model=80, n_kv_heads=2)
+    for block in model.stack.blocks:
+        block.attention.qkv_proj.weight.mul_(4)  # so that the largest score grows late, and the others vanish
+    ids = tokens(rows=1, length=400)
+    p, exact = plan(model), model(ids)
+    with native.use(instruction_set):
+        found, state = p.prefill(ids[:, :330], p.init_state(1))
+        rest, _ = p.prefill(ids[:, 330:], state)
+    error = (exact - (exact := model.double()(ids))).abs().max()
+    assert (torch.cat([found, rest], 1) - exact).abs().max() <= 4 * error + 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@pytest.mark.parametrize("name", ["softmax", "window", "linear"])
+@torch.no_grad()
+def test_a_token_reaches_no_earlier_one(name, instruction_set):
+    model, ids = decoder(**MODELS[name] | {"d_model": 64}), tokens(rows=1, length=150)
+    model.embedding.weight[V - 1] = torch.nan
+    ids %= V - 1
+    p = plan(model)
+    with native.use(instruction_set):
+        before, _ = p.prefill(ids, p.init_state(1))
+        ids[0, 140] = V - 1
+        after, _ = p.prefill(ids, p.init_state(1))
+    assert torch.equal(before[:, :140], after[:, :140])
+    assert after[:, 140].isnan().all()
+
+
 def test_threads_are_those_of_torch_at_each_call():
     p, before = plan(decoder(**MODELS["hybrid"])), torch.get_num_threads()
     try:

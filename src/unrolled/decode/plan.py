@@ -194,7 +194,6 @@ class Plan:
         p, capacity = self._program, state.cache.shape[1]
         return native.struct("Program")(
             **p.fields,
-            longest=max(p.longest, capacity),
             threads=torch.get_num_threads(),
             instruction=p.address,
             position=native.address(state.position),

@@ -106,7 +106,6 @@ class Program(NamedTuple):
         state_size: floats of the state of a sequence.
         cache: sizes of the parts of the cache of a sequence, in floats per token.
         slots: the parts of the state of each layer.
-        longest: most keys that a window holds.
         most_positions: number of positions, None for any.
     """
 
@@ -118,7 +117,6 @@ class Program(NamedTuple):
     state_size: int
     cache: list[int]
     slots: list[list[Slot | Constants]]
-    longest: int
     most_positions: int | None
 
     @property
@@ -162,7 +160,7 @@ class Builder:
         self.names = {module: name for name, module in self.model.named_modules()}
         self.packed: dict[str, Packed] = {}
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
-        self.width = self.state_size = self.widest = self.longest = 0
+        self.width = self.state_size = self.widest = 0
         self._top = self._kept_below = 0  # the end of the values in use, and of those that stay
         self.cache: list[int] = []
         self.slots: list[list[Slot | Constants]] = []
@@ -213,7 +211,7 @@ class Builder:
         array = ctypes.create_string_buffer(b"".join(self.instructions))
         return Program(
             array, fields, self.kept, self.packed, self._others(), self.state_size, self.cache, self.slots,
-            self.longest, self.most_positions,
+            self.most_positions,
         )  # fmt: skip
 
     # ---- one token
@@ -436,7 +434,6 @@ class Builder:
         else:
             slots = -(-window // KEY_BLOCK) * KEY_BLOCK
             self._state(slots * sizes.groups * (sizes.features + sizes.values))
-            self.longest = max(self.longest, window)
         fields = sizes._asdict() | {"second": k.place, "third": v.place, "state": place}
         to = self.value(sizes.heads * sizes.values)
         return self._add("attend", to, q, window=window or 0, scale=scale, **fields)

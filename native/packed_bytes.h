@@ -1,0 +1,232 @@
+// Products by packed weights in 8 and 4 bits on processors that multiply small integers:
+//
+// AVX-512 VNNI: sums of four products of bytes, of which one has no sign.
+// Arm's dot products: the same, both with a sign.
+// AVX2: sums of two products of 16-bit numbers; of bytes, whose sum must fit into 16 bits, for INT4_TILES.
+#pragma once
+
+#include "tile_output.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define UNROLLED_BYTES __attribute__((target("avx512vnni")))
+#elif defined(__AVX2__)
+#define UNROLLED_BYTES
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define UNROLLED_BYTES
+#elif defined(__aarch64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define UNROLLED_BYTES __attribute__((target("arch=armv8.2-a+dotprod")))
+#include <sys/auxv.h>
+#endif
+
+namespace UNROLLED_ISA {
+
+// Whether the processor does so; if not, the rounded numbers are multiplied as floats.
+inline bool multiplies_bytes() {
+#if defined(__AVX512F__)
+    return __builtin_cpu_supports("avx512vnni");
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+    return true;
+#elif defined(UNROLLED_BYTES)
+    constexpr unsigned long DOT_PRODUCTS = 1ul << 20;  // HWCAP_ASIMDDP
+    return getauxval(AT_HWCAP) & DOT_PRODUCTS;
+#else
+    return false;
+#endif
+}
+
+#if defined(UNROLLED_BYTES)
+
+typedef uint8_t ByteVec __attribute__((vector_size(WIDTH)));
+typedef uint8_t UnalignedByteVec __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+
+inline void store_bytes(uint8_t* at, IntVec x) {
+    *(UnalignedByteVec*)at = __builtin_convertvector(x, ByteVec);
+}
+
+inline IntVec load_words(const void* at) { return (IntVec)load((const float*)at); }
+
+// Four bytes, or two numbers of 16 bits, in each lane.
+inline IntVec repeat_word(const void* at) {
+    int32_t word;
+    std::memcpy(&word, at, 4);
+    return word - IntVec{};
+}
+
+#if defined(__AVX512F__)
+// Adds to each lane the products of its four bytes, those of `left` without sign.
+UNROLLED_BYTES inline IntVec add_four(IntVec sums, IntVec left, IntVec right) {
+    return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)left, (__m512i)right);
+}
+#elif defined(__aarch64__)
+UNROLLED_BYTES inline IntVec add_four(IntVec sums, IntVec left, IntVec right) {
+    return (IntVec)vdotq_s32((int32x4_t)sums, (int8x16_t)left, (int8x16_t)right);
+}
+#else
+// Adds to each lane the products of its two 16-bit numbers.
+inline IntVec add_two(IntVec sums, IntVec left, IntVec right) {
+    return sums + (IntVec)_mm256_madd_epi16((__m256i)left, (__m256i)right);
+}
+#endif
+
+// For INT4_TILES: adds the products of bytes, those of `left` from 0 to 15, those of `right` with a sign. On
+// AVX2 a lane holds two sums of 16 bits, enough for a group.
+UNROLLED_BYTES inline IntVec add_small(IntVec sums, IntVec left, IntVec right) {
+#if defined(__AVX512F__) || defined(__aarch64__)
+    return add_four(sums, left, right);
+#else
+    return (IntVec)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)left, (__m256i)right));
+#endif
+}
+
+inline IntVec whole_sum(IntVec sums) {
+#if defined(__AVX512F__) || defined(__aarch64__)
+    return sums;
+#else
+    return add_two(IntVec{}, sums, (IntVec)_mm256_set1_epi16(1));
+#endif
+}
+
+// The whole numbers x[begin, end) as they are multiplied: for INT4_TILES as bytes in `high`, for INT8_TILES
+// in two bytes, or in the space of both as numbers of 16 bits. In each four of these, the second and third
+// change places, since the weights of even and of odd inputs are widened together.
+inline void split_row(const float* x, Int begin, Int end, Int packing, uint8_t* high,
+                      [[maybe_unused]] uint8_t* low) {
+    for (Int i = begin; i < end; i += WIDTH) {
+        const IntVec y = __builtin_convertvector(load(x + i), IntVec);
+        if (packing == INT4_TILES) store_bytes(high + i, y);
+#if defined(__AVX512F__)
+        else store_bytes(high + i, (y + 32768) >> 8), store_bytes(low + i, y + 32768);
+#elif defined(__aarch64__)
+        else store_bytes(high + i, y >> 8), store_bytes(low + i, y + 128);
+#else
+        else {
+            const HalfVec z = __builtin_convertvector(y, HalfVec);
+            *(UnalignedHalfVec*)(high + 2 * i) = __builtin_shufflevector(z, z, 0, 2, 1, 3, 4, 6, 5, 7);
+        }
+#endif
+    }
+}
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+// W (x / scale), given the products of W and the two bytes, and W 1. On AVX-512 x / scale + 2^15 = 256 high +
+// low; on Arm x / scale = 256 high + low + 128.
+inline Vec whole_numbers(IntVec high, IntVec low, IntVec all) {
+#if defined(__AVX512F__)
+    high -= all << 7;
+#else
+    low += all << 7;
+#endif
+    return __builtin_convertvector(high, Vec) * broadcast(256) + __builtin_convertvector(low, Vec);
+}
+
+template <int ROWS>
+UNROLLED_BYTES void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const int32_t* sums,
+                                        const TileOutput& out) {
+    constexpr int VECS = vecs_for(ROWS, 2);
+    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
+        IntVec high[ROWS][VECS] = {}, low[ROWS][VECS] = {};
+        for (Int k = 0; k < inputs; k += 4)
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const IntVec h = repeat_word(x.high + r * x.bytes + k),
+                             l = repeat_word(x.low + r * x.bytes + k);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; ++v) {
+                    const IntVec weights = load_words(w + k * TILE + 4 * (i + v * WIDTH));
+                    high[r][v] = add_four(high[r][v], h, weights);
+                    low[r][v] = add_four(low[r][v], l, weights);
+                }
+            }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; ++v) {
+                const IntVec all = load_words(sums + i + v * WIDTH);
+                out.write(r, i + v * WIDTH, whole_numbers(high[r][v], low[r][v], all), x.scales[r]);
+            }
+    }
+}
+#else
+template <int ROWS>
+void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const int32_t*,
+                         const TileOutput& out) {
+    constexpr int VECS = vecs_for(ROWS);
+    constexpr Int MOST = 512;  // products of 127 and 32767 whose sum fits into 32 bits
+    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
+        Vec totals[ROWS][VECS] = {};
+        for (Int first = 0; first < inputs; first += MOST) {
+            IntVec sums[ROWS][VECS] = {};
+            for (Int k = first; k < min(inputs, first + MOST); k += 4)
+#pragma GCC unroll 2
+                for (int odd = 0; odd < 2; ++odd) {
+                    IntVec left[VECS];
+#pragma GCC unroll 8
+                    for (int v = 0; v < VECS; ++v) {
+                        const __m256i bytes = (__m256i)load_words(w + k * TILE + 4 * (i + v * WIDTH));
+                        left[v] = (IntVec)_mm256_srai_epi16(odd ? bytes : _mm256_slli_epi16(bytes, 8), 8);
+                    }
+#pragma GCC unroll 8
+                    for (int r = 0; r < ROWS; ++r) {
+                        const IntVec right = repeat_word(x.high + r * x.bytes + 2 * k + 4 * odd);
+#pragma GCC unroll 8
+                        for (int v = 0; v < VECS; ++v) sums[r][v] = add_two(sums[r][v], left[v], right);
+                    }
+                }
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECS; ++v) totals[r][v] += __builtin_convertvector(sums[r][v], Vec);
+        }
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < VECS; ++v) out.write(r, i + v * WIDTH, totals[r][v], x.scales[r]);
+    }
+}
+#endif
+
+template <int ROWS>
+UNROLLED_BYTES void multiply_int4_bytes(const char* w, Int inputs, const PackedRows& x,
+                                        const TileOutput& out) {
+    constexpr int VECS = vecs_for(ROWS, 2);
+    const Int groups = inputs / GROUP;
+    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
+        Vec totals[ROWS][VECS] = {};
+        for (Int g = 0; g < groups; ++g) {
+            const char* group = w + g * (TILE * 2 + TILE * GROUP / 2);
+            IntVec sums[ROWS][VECS] = {};
+#pragma GCC unroll 4
+            for (Int p = 0; p < GROUP / 8; ++p)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; ++v) {
+                    const IntVec both = load_words(group + TILE * 2 + 4 * (p * TILE + i + v * WIDTH));
+                    const IntVec first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
+#pragma GCC unroll 8
+                    for (int r = 0; r < ROWS; ++r) {
+                        const uint8_t* at = x.high + r * x.bytes + g * GROUP + 8 * p;
+                        sums[r][v] = add_small(sums[r][v], first, repeat_word(at));
+                        sums[r][v] = add_small(sums[r][v], second, repeat_word(at + 4));
+                    }
+                }
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; ++v) {
+                const Vec scale = load_as<BFLOAT16>(group + 2 * (i + v * WIDTH));
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; ++r)
+                    totals[r][v] +=
+                        __builtin_convertvector(whole_sum(sums[r][v]) - x.sums[r * groups + g], Vec) *
+                        (scale * broadcast(x.scales[r * groups + g]));
+            }
+        }
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < VECS; ++v) out.write(r, i + v * WIDTH, totals[r][v], 1);
+    }
+}
+
+#endif
+
+}  // namespace UNROLLED_ISA
