@@ -170,6 +170,7 @@ enum Operation : int32_t {
     LINEAR_BY_HEAD,
     APPLY,
     ADD,
+    SCALE_HEADS,
     ROTATE,
     FEATURES,
     MIXTURE,
@@ -200,13 +201,14 @@ enum Features : int32_t {
     EXP_OF_KEYS,
     PROBABILITIES,
     WITH_NEGATIVES,
+    WAVES,
     NEIGHBOURS,
     PAIRS,
     BY_POSITION
 };
 
 // The kinds of RECUR: what the state is multiplied by before each token.
-enum Gates : int32_t { NO_GATES, CONSTANT_GATES, GATE_PER_HEAD, GATE_PER_FEATURE };
+enum Gates : int32_t { NO_GATES, CONSTANT_GATES, GATE_PER_HEAD, GATE_PER_FEATURE, GATE_OF_AVERAGE };
 
 // A step of a program. What it reads and writes are places in the scratch memory of a token, in floats; -1
 // for none. The fields that an operation does not mention are 0.
@@ -254,16 +256,22 @@ struct Sampling {
 
 enum RowStatus : int32_t { ENDED, ACTIVE, NO_DISTRIBUTION, NO_POSITION };
 
-// Sequences that are continued.
+// A sequence that is continued.
+struct Row {
+    Sampling sampling;
+    int64_t key;                     // of its random stream
+    int64_t limit;                   // of its new tokens
+    int64_t stops;                   // how many token sequences end it
+    const int64_t *stop, *stop_end;  // these in a row, and where each ends
+    int64_t* tokens;                 // [limit], the new ones
+    uint8_t* seen;                   // [vocabulary]: whether a token has occurred; null without a penalty
+};
+
+// Sequences that are continued side by side.
 struct Continuation {
     int64_t rows, most;  // rows, and how many tokens to draw for each in this call
-    int64_t limit;       // tokens that a row may have in all
-    float* logits;       // [rows, vocabulary] of the next token
-    uint8_t* seen;       // [rows, vocabulary]: whether a token has occurred; null without a penalty
-    const int64_t* key;  // [rows]: the random stream of each
-    int64_t* length;     // [rows]: tokens drawn so far
-    int64_t* tokens;     // [rows, limit]
-    uint8_t* active;     // [rows]: a `RowStatus`
-    int64_t stops;       // token sequences that end a row
-    const int64_t *stop, *stop_end;  // all of them in a row, and where each ends
+    const Row* row;
+    float* logits;    // [rows, vocabulary] of the next token
+    int64_t* length;  // [rows]: new tokens so far
+    uint8_t* status;  // [rows]: a `RowStatus`
 };

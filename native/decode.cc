@@ -88,6 +88,9 @@ void run_on_token(const Instruction& x, const TokenRow& t) {
         case ADD:
             add(x, t);
             break;
+        case SCALE_HEADS:
+            scale_heads(x, t);
+            break;
         case ROTATE:
             rotate(x, t);
             break;
@@ -126,23 +129,22 @@ class Worker {
     }
 
     // Draws the next token of this thread's share of the rows, and notes which rows end.
-    void draw(const Sampling& options, const Continuation& c) {
+    void draw(const Continuation& c) {
         const Int V = run_.program.vocabulary;
-        for (Int row = part_; row < c.rows; row += parts_) {
-            if (c.active[row] != ACTIVE) continue;
-            const Int n = c.length[row];
-            uint8_t* seen = c.seen ? c.seen + row * V : nullptr;
-            const Int token = unrolled::draw(options, V, c.logits + row * V, seen,
-                                             unrolled::random_number(c.key[row], n), candidates_);
+        for (Int i = part_; i < c.rows; i += parts_) {
+            if (c.status[i] != ACTIVE) continue;
+            const Row& row = c.row[i];
+            const Int n = c.length[i];
+            const Int token = unrolled::draw(row.sampling, V, c.logits + i * V, row.seen,
+                                             unrolled::random_number(row.key, n), candidates_);
             if (token < 0) {
-                c.active[row] = NO_DISTRIBUTION;
+                c.status[i] = NO_DISTRIBUTION;
                 continue;
             }
-            Int* tokens = c.tokens + row * c.limit;
-            tokens[n] = token;
-            c.length[row] = n + 1;
-            if (seen) seen[token] = 1;
-            if (n + 1 == c.limit || stopped(c, tokens, n + 1)) c.active[row] = ENDED;
+            row.tokens[n] = token;
+            c.length[i] = n + 1;
+            if (row.seen) row.seen[token] = 1;
+            if (n + 1 == row.limit || stopped(row, n + 1)) c.status[i] = ENDED;
         }
     }
 
@@ -230,12 +232,12 @@ class Worker {
                 p.capacity};
     }
 
-    // Whether the tokens end with one of the sequences that end a row.
-    static bool stopped(const Continuation& c, const Int* tokens, Int n) {
-        for (Int i = 0, begin = 0; i < c.stops; begin = c.stop_end[i++]) {
-            const Int length = c.stop_end[i] - begin;
+    // Whether n tokens of a row end with one of the sequences that end it.
+    static bool stopped(const Row& row, Int n) {
+        for (Int i = 0, begin = 0; i < row.stops; begin = row.stop_end[i++]) {
+            const Int length = row.stop_end[i] - begin;
             if (length <= n &&
-                std::memcmp(tokens + n - length, c.stop + begin, (size_t)length * sizeof(Int)) == 0)
+                std::memcmp(row.tokens + n - length, row.stop + begin, (size_t)length * sizeof(Int)) == 0)
                 return true;
         }
         return false;
@@ -284,7 +286,7 @@ Status read(const Program& p, const Tokens& tokens) {
     return on_threads(p, tokens.n, [&](Worker& worker, Int) { worker.read(tokens, positions); });
 }
 
-Status continue_all(const Program& p, const Sampling& options, const Continuation& c) {
+Status continue_all(const Program& p, const Continuation& c) {
     Workspace memory;
     Int *drawn = (Int*)memory.floats(2 * c.rows), *rows = (Int*)memory.floats(2 * c.rows),
         *positions = (Int*)memory.floats(2 * c.rows);
@@ -293,15 +295,15 @@ Status continue_all(const Program& p, const Sampling& options, const Continuatio
     return on_threads(p, c.rows, [&](Worker& worker, Int part) {
         for (Int step = 0; step < c.most; ++step) {
             worker.wait();
-            worker.draw(options, c);
+            worker.draw(c);
             worker.wait();
             if (part == 0) {
                 tokens.n = 0;
                 for (Int row = 0; row < c.rows; ++row) {
-                    if (c.active[row] == ACTIVE && p.position[row] == p.positions)
-                        c.active[row] = NO_POSITION;
-                    if (c.active[row] != ACTIVE) continue;
-                    drawn[tokens.n] = c.tokens[row * c.limit + c.length[row] - 1];
+                    if (c.status[row] == ACTIVE && p.position[row] == p.positions)
+                        c.status[row] = NO_POSITION;
+                    if (c.status[row] != ACTIVE) continue;
+                    drawn[tokens.n] = c.row[row].tokens[c.length[row] - 1];
                     positions[tokens.n] = advance(p, row);
                     rows[tokens.n++] = row;
                 }
@@ -318,6 +320,6 @@ Status continue_all(const Program& p, const Sampling& options, const Continuatio
 
 Status EXPORTED(decode)(const Program* p, const Tokens* tokens) { return UNROLLED_ISA::read(*p, *tokens); }
 
-Status EXPORTED(decode_on)(const Program* p, const Sampling* options, const Continuation* c) {
-    return UNROLLED_ISA::continue_all(*p, *options, *c);
+Status EXPORTED(decode_on)(const Program* p, const Continuation* c) {
+    return UNROLLED_ISA::continue_all(*p, *c);
 }

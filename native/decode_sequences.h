@@ -7,7 +7,10 @@
 // RECUR: S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values] and the
 // `heads` / `groups` query heads that read it; a as `kind` says; q, k, v at `first`, `second`, `third`. With
 // `rates` b it is the delta rule: v becomes b (v - S^T diag(a) k). With `divisor_k` z <- diag(a) z + that
-// key, and o is divided by its product with `divisor_q`; z [groups, features] lies behind the states S.
+// key, and o is divided by its product d with `divisor_q`; z [groups, features] lies behind the states S.
+// GATE_OF_AVERAGE: one gate a for each group, whose keys, and those of the divisor, are multiplied by `rates`
+// 1 - a; behind z lie the sums of their factors w <- a w + 1 - a, [groups]. With an epsilon above 0, d is
+// replaced by sign(d) max(|d|, epsilon w), where w is 1 for all other gates.
 //
 // ATTEND: o = sum_j softmax_j(scale q . k_j) v_j over the last `window` tokens; with a window of 0, over all
 // tokens. State: keys [groups, slots / 16, features, 16], then values [groups, slots, values], with a slot
@@ -67,7 +70,7 @@ inline GateRow gates_of(const Instruction& x, const TokenRow& t, Int group) {
     static constexpr float none = 1;
     if (x.kind == NO_GATES) return {&none, 0};
     if (x.kind == CONSTANT_GATES) return {x.weights + group, 0};
-    if (x.kind == GATE_PER_HEAD) return {t.at + x.gates + group, 0};
+    if (x.kind == GATE_PER_HEAD || x.kind == GATE_OF_AVERAGE) return {t.at + x.gates + group, 0};
     return {t.at + x.gates + group * x.features, 1};
 }
 
@@ -79,7 +82,9 @@ void update_state(const Instruction& x, float* state, Int left, GateRow a, const
     const Int M = x.values;
     Vec v[VECS], totals[VECS] = {};
     for (int j = 0; j < VECS; ++j) v[j] = load_first(value + j * WIDTH, left - j * WIDTH);
-    if (rate) {
+    if (x.kind == GATE_OF_AVERAGE)
+        for (int j = 0; j < VECS; ++j) v[j] *= broadcast(*rate);
+    else if (rate) {
         Vec held[VECS] = {};
         for (Int r = 0; r < x.features; ++r)
             for (int j = 0; j < VECS; ++j)
@@ -131,11 +136,18 @@ inline void recur(const Instruction& x, const SequenceRow& s, Int group) {
         }
     if (x.divisor_k < 0) return;
     const float* own = t.at + x.divisor_k + key_head * R;
-    for (Int r = 0; r < R; ++r) z[r] = z[r] * a.gates[r * a.step] + own[r];
+    float share = 1, weight = 1;
+    if (x.kind == GATE_OF_AVERAGE) {
+        float& total = s.state[x.state + x.groups * R * (M + 1) + group];
+        share = *rate, weight = total = total * *a.gates + share;
+    }
+    for (Int r = 0; r < R; ++r) z[r] = z[r] * a.gates[r * a.step] + own[r] * share;
     for (Int p = 0; p < P; ++p) {
         const float* q = query(p, x.divisor_q);
         float divisor = 0;
         for (Int r = 0; r < R; ++r) divisor += q[r] * z[r];
+        if (__builtin_fabsf(divisor) < x.epsilon * weight)
+            divisor = __builtin_copysignf(x.epsilon * weight, divisor);
         float* o = t.to(x) + (group * P + p) * M;
         const float factor = divisible(divisor) ? 1 / divisor : 0;
         for (Int m = 0; m < M; m += WIDTH)

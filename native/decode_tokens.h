@@ -9,6 +9,7 @@
 // LINEAR_BY_HEAD: to = x W_h + bias_h for each head x of `first`; W_h [n, features].
 // APPLY: to = f(first + bias) weights scale second for n numbers, f being the `kind`.
 // ADD: to = first + second for n numbers.
+// SCALE_HEADS: to = first second_h for each of `heads` parts of n numbers.
 // ROTATE: the pairs (x_2i, x_2i+1), i < n, of each head's `features` numbers, by the angles at `second`.
 // FEATURES: features of each head, see `map_features`.
 // MIXTURE: to = log-probabilities of n levels under a mixture of `heads` logistic distributions, whose
@@ -106,6 +107,16 @@ inline void add(const Instruction& x, const TokenRow& t) {
                     load_first(t.from(x) + i, x.n - i) + load_first(t.at + x.second + i, x.n - i));
 }
 
+inline void scale_heads(const Instruction& x, const TokenRow& t) {
+    for (Int head = 0; head < x.heads; ++head) {
+        const Vec factor = broadcast(t.at[x.second + head]);
+        const float* from = t.from(x) + head * x.n;
+        float* to = t.to(x) + head * x.n;
+        for (Int i = 0; i < x.n; i += WIDTH)
+            store_first(to + i, x.n - i, load_first(from + i, x.n - i) * factor);
+    }
+}
+
 inline void rotate(const Instruction& x, const TokenRow& t) {
     const float *cos = t.at + x.second, *sin = cos + x.n;
     for (Int head = 0; head < x.heads; ++head) {
@@ -149,6 +160,7 @@ inline float most_of(const float* x, Int n) {
 // EXP_OF_KEYS: exp(min(x, scale)).
 // PROBABILITIES: softmax(x).
 // WITH_NEGATIVES: [x, -x].
+// WAVES: [sin x, cos x] scale.
 // NEIGHBOURS: the products of DPFP, u_i u_(i - j) for j = 1 .. `window`, with u = [relu(x), relu(-x)].
 // PAIRS: x is multiplied by w_0, w = `weights`; then [w_1, w_2 x, w_3 x_i x_j], i <= j, the last times
 // sqrt(2) where i < j.
@@ -167,6 +179,9 @@ inline void map_features(const Instruction& x, const float* from, Int position, 
     }
     if (x.kind == WITH_NEGATIVES)
         for (Int i = 0; i < n; ++i) to[i] = from[i], to[n + i] = -from[i];
+    if (x.kind == WAVES)
+        for (Int i = 0; i < n; ++i)
+            to[i] = x.scale * __builtin_sinf(from[i]), to[n + i] = x.scale * __builtin_cosf(from[i]);
     if (x.kind == NEIGHBOURS) {
         const auto relu = [&](Int i) {
             const float y = i < n ? from[i] : -from[i - n];

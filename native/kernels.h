@@ -21,7 +21,7 @@ Status EXPORTED(conv_forward)(const Conv*, const ConvOutputs*);
 Status EXPORTED(conv_backward)(const Conv*, const ConvGradients*);
 Status EXPORTED(dense)(const Dense*);
 Status EXPORTED(decode)(const Program*, const Tokens*);
-Status EXPORTED(decode_on)(const Program*, const Sampling*, const Continuation*);
+Status EXPORTED(decode_on)(const Program*, const Continuation*);
 double EXPORTED(fma_peak)(double seconds);
 #pragma GCC visibility pop
 }

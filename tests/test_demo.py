@@ -208,10 +208,10 @@ def test_a_missing_package_is_named_before_any_work(package, tmp_path, monkeypat
 
 
 def test_bytes_of_a_step_are_those_of_the_state():
-    costs = measure.linear_and_softmax(SHAPE, (3, 9), recompute_positions=(3, 9), repeats=1)
-    assert [c.position for c in costs["linear"]] == [3, 9]
+    costs = measure.linear_and_softmax(SHAPE, (3, 30), recompute_positions=(3, 30), repeats=1)
+    assert [c.position for c in costs["linear"]] == [3, 30]
     for name, attention in (("linear", "linear"), ("softmax_cache", "softmax")):
-        model = Decoder(DecoderConfig(attention=attention, **SHAPE))
+        model = measure.planned(Decoder(DecoderConfig(attention=attention, **SHAPE)))
         for cost in costs[name]:
             _, state = model.prefill(torch.zeros(1, cost.position, dtype=torch.long), model.init_state(1))
             assert cost.nbytes == nbytes(state)

@@ -8,6 +8,7 @@ import torch
 from unrolled.cli import run_config
 from unrolled.cli.recipes import RECIPES
 from unrolled.models import DecoderConfig
+from unrolled.ops import processor
 from unrolled.training import TrainConfig
 
 
@@ -41,6 +42,16 @@ def test_the_data_set_says_the_recipe(overrides: list[str], recipe: str, setting
     overrides = [x.format(text=settings[1].removeprefix("data.path=")) for x in overrides]
     default, named = resolved(*overrides), resolved(*overrides, f"model.recipe={recipe}")
     assert (default.model, default.train, default.data) == (named.model, named.train, named.data)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_is_for_machines_that_multiply_it(
+    fast: bool, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "multiplies_bf16", lambda: fast)
+    assert resolved(*settings).train.bf16 == fast
+    assert resolved(*settings, "train.bf16=true").train.bf16
+    assert not resolved(*settings, "model.recipe=classic").train.bf16
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "classic"])

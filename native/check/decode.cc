@@ -61,15 +61,18 @@ struct Sample {
         }
         Instruction& by_head = add(LINEAR_BY_HEAD, 6 * PLACE, 4 * PLACE);
         by_head.heads = GROUPS, by_head.n = VALUES, by_head.features = 9, by_head.bias = numbers.data();
-        for (int32_t kind = NO_GATES; kind <= GATE_PER_FEATURE; ++kind) {
+        for (int32_t kind = NO_GATES; kind <= GATE_OF_AVERAGE; ++kind) {
             Instruction& recur = over_heads(RECUR);
             recur.kind = kind, recur.gates = 5 * PLACE, recur.rates = kind % 2 ? -1 : 5 * PLACE;
             recur.divisor_q = kind ? 2 * PLACE : -1, recur.divisor_k = kind ? 3 * PLACE : -1;
-            recur.state = take(GROUPS * FEATURES_OUT * (VALUES + 1));
+            recur.epsilon = kind % 2 ? 0 : 1e-6f;
+            recur.state = take(GROUPS * (FEATURES_OUT * (VALUES + 1) + 1));
         }
         Instruction& window = over_heads(ATTEND);
         window.window = 3, window.state = take(16 * GROUPS * (FEATURES_OUT + VALUES));
         over_heads(ATTEND);
+        Instruction& scaled = add(SCALE_HEADS, 7 * PLACE, 4 * PLACE);
+        scaled.heads = GROUPS, scaled.n = VALUES, scaled.second = 5 * PLACE;
         Instruction& sum = add(ADD, 7 * PLACE, 4 * PLACE);
         sum.second = 5 * PLACE, sum.n = GROUPS * VALUES;
         linear(0, 8 * PLACE, packing, V);
@@ -118,17 +121,24 @@ void check_decode(int64_t width, int64_t rows, int32_t packing, int threads) {
     });
     report.compare("logits", logits, expected);
     // Draws more tokens; the logits stay the same.
-    const Sampling options = {0.8, 0.9, 0.01, 1.1, 20};
     const int64_t limit = 9, stop[] = {1, 2}, stop_end[] = {2};
-    std::vector<uint8_t> seen((size_t)(rows * V)), active;
-    std::vector<int64_t> key((size_t)rows, 7), length, drawn;
+    std::vector<uint8_t> seen((size_t)(rows * V)), status;
+    std::vector<int64_t> length, drawn;
     report.run([&] {
-        position.assign((size_t)rows, 3), active.assign((size_t)rows, ACTIVE);
+        position.assign((size_t)rows, 3), status.assign((size_t)rows, ACTIVE);
         length.assign((size_t)rows, 0), drawn.assign((size_t)(rows * limit), -1);
-        const Continuation c = {rows,          5,          limit,         logits.data(),
-                                seen.data(),   key.data(), length.data(), drawn.data(),
-                                active.data(), 1,          stop,          stop_end};
-        return EXPORTED(decode_on)(&p, &options, &c);
+        std::vector<Row> all;
+        for (int64_t i = 0; i < rows; ++i)
+            all.push_back({{0.8, 0.9, 0.01, 1.1, 20},
+                           7,
+                           limit,
+                           i % 2,
+                           stop,
+                           stop_end,
+                           drawn.data() + i * limit,
+                           i % 3 ? seen.data() + i * V : nullptr});
+        const Continuation c = {rows, 5, all.data(), logits.data(), length.data(), status.data()};
+        return EXPORTED(decode_on)(&p, &c);
     });
     report.compare("logits after drawing", logits, expected);
     for (int64_t i = 0; i < rows * limit; ++i)

@@ -6,8 +6,8 @@ from planned import LENGTH, MODELS, V, decoder
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unrolled.decode import Plan, plan
-from unrolled.decode.loop import Loop
+from unrolled.decode import Plan, loop, plan
+from unrolled.decode.batch import Batch
 from unrolled.decode.request import Request
 from unrolled.generation import beam_search, engine, generate
 from unrolled.ops import native
@@ -103,8 +103,9 @@ def test_an_interrupt_is_noticed_between_blocks(monkeypatch):
 
 
 def test_blocks_grow_until_they_take_a_while(monkeypatch):
-    asked, draw = [], Loop._draw
-    monkeypatch.setattr(Loop, "_draw", lambda self, n: (asked.append(n), draw(self, n)))
+    monkeypatch.setattr(loop, "BLOCK_SECONDS", 60)
+    asked, draw = [], Batch.draw
+    monkeypatch.setattr(Batch, "draw", lambda self, n: (asked.append(n), draw(self, n)))
     plan(decoder()).generate([[1]], 50)
     assert asked[:4] == [1, 2, 4, 8]
     assert sum(asked) == 50

@@ -94,6 +94,18 @@ def test_a_state_is_a_value():
     assert all(torch.equal(before[name], x) for name, x in leaves(state).items())
 
 
+@torch.no_grad()
+def test_a_step_in_place_takes_the_memory_of_the_state():
+    p, ids = plan(decoder(**MODELS["hybrid"])), tokens(length=40)
+    kept = mine = p.init_state(3)
+    place = mine.fixed.data_ptr()
+    for token in ids.T:
+        expected, kept = p.step(token, kept)
+        found, mine = p.step(token, mine, in_place=True)
+        assert torch.equal(found, expected)
+    assert mine.fixed.data_ptr() == place != kept.fixed.data_ptr()
+
+
 def test_a_long_prompt_is_read_in_chunks():
     model, ids = decoder(**MODELS["hybrid"]), tokens(rows=2, length=150)
     p = plan(model)
@@ -183,7 +195,7 @@ def test_wrong_input_is_one_sentence():
     with pytest.raises(ValueError, match="weights is 'int2', but must be one of fp32, bf16, int8, int4"):
         plan(model, "int2")
     p = plan(model)
-    with pytest.raises(ValueError, match=f"tokens holds ids from {V} to {V}"):
+    with pytest.raises(ValueError, match=f"token holds ids from {V} to {V}"):
         p.step(torch.tensor([V]), p.init_state(1))
     with pytest.raises(ValueError, match=r"tokens is torch\.float32"):
         p.prefill(torch.zeros(1, 2), p.init_state(1))

@@ -45,6 +45,14 @@ def test_steps_of_the_model_are_continued_too():
     torch.testing.assert_close(p.prefill(ids[:, 80:], p.from_model(state))[0], expected, **CLOSE)
 
 
+def test_a_state_of_other_random_features_is_refused():
+    model = decoder(**MODELS["rfa"])
+    before = plan(model).to_model(plan(model).init_state(1))
+    model.stack.layers[1].attention.redraw()
+    with pytest.raises(ValueError, match=r"draw of the state is \[0\], but must be \[1\]"):
+        plan(model).from_model(before)
+
+
 def test_a_state_before_the_first_token():
     model = decoder(**MODELS["hybrid"])
     p = plan(model)

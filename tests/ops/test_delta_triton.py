@@ -156,8 +156,10 @@ delta_triton.backward(q, state, inputs, None)
 """
 
 
-@pytest.mark.parametrize(("capability", "dtype", "width"), [(80, "float32", 256), (90, "bfloat16", 64)])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width"), [(80, "float32", 256), (90, "bfloat16", 64), (100, "float16", 64)]
+)
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, dtype, width):
     found = gpu_compiler.needs(COMPILE.format(dtype=dtype, width=width), capability, tmp_path)
     assert set(found) == {"corrections", "scan", "scan_back", "correction_gradients", "key_gradients"}
-    gpu_compiler.assert_fits(found, spilled=320)
+    gpu_compiler.assert_fits(found, spilled=384)

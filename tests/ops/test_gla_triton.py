@@ -118,8 +118,12 @@ gla_triton.backward(q, inputs.state, inputs, None)
 """
 
 
-@pytest.mark.parametrize(("capability", "dtype", "width"), [(80, "float32", 256), (90, "bfloat16", 128)])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width"), [(80, "float32", 256), (90, "bfloat16", 128), (100, "float16", 64)]
+)
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, dtype, width):
     found = gpu_compiler.needs(COMPILE.format(dtype=dtype, width=width), capability, tmp_path)
     assert len(found) == 7
-    gpu_compiler.assert_fits(found, spilled=800)  # of `feature_gradients` with two query heads for a key head
+    gpu_compiler.assert_fits(
+        found, spilled=1100
+    )  # of `feature_gradients` with two query heads for a key head

@@ -1,6 +1,5 @@
-"""The structs that Python fills are those of the C header that the library was compiled from."""
+"""The structs and enums that Python fills are those of the C header that the library was compiled from."""
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,19 +9,12 @@ import pytest
 
 from unrolled.ops import native
 from unrolled.ops.linear.native import FEATURE_MAPS
-from unrolled.ops.structs import layouts
+from unrolled.ops.structs import enums, layouts
 
 HEADER = Path(__file__).parents[2] / "native" / "arguments.h"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 needs_kernels = pytest.mark.skipif(not native.available(), reason=str(native.missing()))
-
-
-def enums(header):
-    """List the constants of every `enum NAME : int32_t { FIRST, SECOND };`, whose values count from 0."""
-    code = re.sub(r"//.*", "", header)
-    found = re.findall(r"enum (?:\[\[nodiscard\]\] )?(\w+) : int32_t \{(.*?)\};", code, re.DOTALL)
-    return {name: re.findall(r"\w+", constants) for name, constants in found}
 
 
 def test_fields_are_read_from_declarations():
@@ -93,6 +85,9 @@ def test_offset_size_and_kind_of_every_field_are_the_compilers(tmp_path):
             ]
             n += 1
     assert n > 90
+    for enum, values in enums(header).items():
+        assert values
+        checks += [f"static_assert({enum}::{name} == {value});" for name, value in values.items()]
     source = tmp_path / "check.cc"
     includes = '#include <cstddef>\n#include <type_traits>\n#include "arguments.h"\n'
 
@@ -110,8 +105,8 @@ def test_offset_size_and_kind_of_every_field_are_the_compilers(tmp_path):
 @needs_kernels
 def test_constants_have_the_order_that_python_counts_them_in():
     constants = enums(native.header())
-    assert constants["Status"][native._SUCCESS] == "SUCCESS"
-    assert constants["Type"] == [str(dtype).removeprefix("torch.").upper() for dtype in native.TYPES]
+    assert constants["Status"]["SUCCESS"] == native._SUCCESS
+    assert list(constants["Type"]) == [str(dtype).removeprefix("torch.").upper() for dtype in native.TYPES]
     assert list(native.TYPES.values()) == [0, 1, 2]
     assert list(FEATURE_MAPS.values()) == list(range(len(constants["FeatureMap"])))
     for feature_map, constant in zip(FEATURE_MAPS, constants["FeatureMap"], strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unrolled.bench import measure
+from unrolled.bench import llama_cpp, measure, rwkv
 from unrolled.bench.case import Case, Contender, Definition, Problem, Settings
 from unrolled.bench.machine import seconds_to_read
 from unrolled.bench.models import (
@@ -34,12 +34,14 @@ STEPS = 64
 # bits, by the others to 8.
 TOLERANCES = {"int8": 2e-3, "int4": 0.2, "ONNX Runtime int8": 0.2}
 
+BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4.5}
+
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
-def step(batch: int, settings: Settings) -> Problem:
+def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
     """Generate from an empty state: `STEPS` tokens of each of `batch` sequences."""
-    model = decoder("linear", settings).eval()
+    model = decoder("linear", settings, width).eval()
     tokens = measure.random_tokens(model, STEPS, batch)
 
     @torch.inference_mode()
@@ -74,6 +76,12 @@ def step(batch: int, settings: Settings) -> Problem:
             loaded = onnx.load(folder, graph, threads=settings.threads)
         return partial(generated, loaded.step, partial(loaded.init_state, batch))
 
+    config = model.config
+    shape = rwkv.Shape(config.n_layers, config.d_model, min(64, config.d_model), config.vocab_size)
+
+    def of_llama_cpp() -> list[Tensor]:
+        return [rwkv.definition(rwkv.random_weights(shape), shape, tokens)]
+
     operations = batch * (matmuls(model) + attention_operations(model, 1, gradients=False))
     moved = streamed_bytes(model) + 2 * nbytes(model.init_state(batch))
     compute = partial(exact_logits, model, tokens)
@@ -83,19 +91,29 @@ def step(batch: int, settings: Settings) -> Problem:
         of_rounded = partial(_rounded_logits, model, weights, tokens)
         kinds[weights] = Definition(of_rounded, ["logits"], TOLERANCES.get(weights, exact))
     kinds["ONNX Runtime int8"] = Definition(compute, ["logits"], TOLERANCES["ONNX Runtime int8"])
+    for form, allowed in llama_cpp.TOLERANCES.items():
+        kinds[f"llama.cpp {form}"] = Definition(of_llama_cpp, ["logits"], allowed)
     contenders = [
         *(Contender(_name(w), partial(planned, w), w, ours=True) for w in PACKINGS),
         Contender("unrolled, layer by layer", layers, "fp32", ours=True),
         Contender("fast-transformers, recurrent", idiap, "fp32"),
         Contender("ONNX Runtime, our export", partial(onnx, "plain"), "fp32"),
         Contender("ONNX Runtime int8, our export", partial(onnx, "int8"), "ONNX Runtime int8"),
+        *(
+            Contender(
+                f"llama.cpp, RWKV-7 in {form}",
+                partial(llama_cpp.steps, shape, form, tokens, settings.threads),
+                f"llama.cpp {form}",
+            )
+            for form in llama_cpp.TOLERANCES
+        ),
     ]
-    return Problem(contenders, kinds, STEPS, batch, partial(_remark, streamed_bytes(model), settings))
+    return Problem(contenders, kinds, STEPS, batch, partial(_remark, model, settings))
 
 
-def drawing(batch: int, settings: Settings) -> Problem:
+def drawing(batch: int, settings: Settings, width: int | None = None) -> Problem:
     """Draw `STEPS` tokens of each of `batch` sequences with top-k and top-p."""
-    model = decoder("linear", settings).eval()
+    model = decoder("linear", settings, width).eval()
     prompts = [[row] for row in range(batch)]
     options: dict[str, Any] = {"top_k": 40, "top_p": 0.95, "temperature": 0.8, "seed": 0}
 
@@ -112,12 +130,18 @@ def drawing(batch: int, settings: Settings) -> Problem:
         made = plan(model, weights)
         kinds[str(weights)] = Definition(partial(expected, made), ["tokens"], 0.0)
         contenders.append(Contender(_name(weights), partial(prepared, made), weights, ours=True))
-    return Problem(contenders, kinds, STEPS, batch, partial(_remark, streamed_bytes(model), settings))
+    return Problem(contenders, kinds, STEPS, batch, partial(_remark, model, settings))
 
 
-def streamed_bytes(model: Decoder) -> int:
+def streamed_bytes(model: Decoder, weights: Weights = "fp32") -> int:
     """Count the bytes of weights that every step reads: all but the embedding, of which it reads a row."""
-    return sum(x.nbytes for name, x in model.named_parameters() if not name.startswith("embedding"))
+    read = {name: x for name, x in model.named_parameters() if not name.startswith("embedding")}
+    return sum(int(x.numel() * (BITS[weights] if _packed(name, x) else 32) / 8) for name, x in read.items())
+
+
+def _packed(name: str, x: Tensor) -> bool:
+    """Whether a plan packs these weights."""
+    return x.dim() == 2 and not name.startswith("embedding")
 
 
 def _name(weights: Weights) -> str:
@@ -129,19 +153,27 @@ def _rounded_logits(model: Decoder, weights: Weights, tokens: Tensor) -> list[Te
     for name, x in found.items():
         if weights != "fp32" and name.startswith("embedding"):
             found[name] = rounded(x, "bf16").double()
-        elif x.dim() == 2:
+        elif _packed(name, x):
             found[name] = rounded(x, weights).double()
     with torch.no_grad():
         return [run_definition(model, found, tokens)]
 
 
-def _remark(weights: int, settings: Settings, medians: Mapping[str, float]) -> str:
-    if _name("fp32") not in medians:
-        return ""
-    seconds = seconds_to_read(weights, settings)
-    share = seconds / medians[_name("fp32")]
-    alone = f"only reading {size(weights)}, as much as the weights are, takes {brief_time(seconds)}"
-    return f"{alone}, {share:.0%} of a step in fp32."
+def _remark(model: Decoder, settings: Settings, medians: Mapping[str, float]) -> str:
+    """Compare plans with only reading the bytes of their weights."""
+    parts = []
+    for weights in PACKINGS:
+        if (median := medians.get(_name(weights))) is not None:
+            nbytes = streamed_bytes(model, weights)
+            seconds = seconds_to_read(nbytes, settings)
+            read = f"{brief_time(seconds)} for {size(nbytes)} in {weights}"
+            parts.append(f"{read} (a plan takes {median / seconds:.2f} times as long)")
+    return f"Only reading the weights takes {', '.join(parts)}." if parts else ""
+
+
+def _one_row(problem: Callable[..., Problem]) -> Callable[[int, Settings], Problem]:
+    """Make the problem of one sequence at a width."""
+    return lambda width, settings: problem(1, settings, width)
 
 
 DECODER = "a decoder, 8 layers, 8 heads, 256 wide, feed-forward 1,024, 256 outcomes"
@@ -150,4 +182,6 @@ CASES = [
     Case(
         "drawing", f"A token drawn from {DECODER}, with top-k and top-p.", "batch", (1, 16), (1, 2), drawing
     ),
+    Case("wide-step", "The step of one sequence, wider.", "d_model", (512,), (32,), _one_row(step)),
+    Case("wide-drawing", "The token, wider.", "d_model", (512,), (32,), _one_row(drawing)),
 ]

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unrolled.contract import UnsupportedError
+from unrolled.decode import Plan, plan
 from unrolled.models import Decoder, DecoderConfig
-from unrolled.ops.state import nbytes
+from unrolled.ops.state import map_tensors, nbytes
 from unrolled.threads import cpu_threads
 
 Key = TypeVar("Key")
@@ -71,28 +73,38 @@ def linear_and_softmax(
 
 
 def stepping(model: Any, begin: Callable[[], Any] | None = None) -> Contender:
-    """Decode one sequence as a recurrence; the bytes are those of the state.
-
-    A state is never modified, so every repeat starts from the same one.
+    """Decode one sequence as a recurrence, every repeat from the same state, whose bytes are counted.
 
     Args:
-        model: has `init_state`, `prefill` and `step`.
-        begin: gives the state before the first token; by default `model.init_state(1)`.
+        model: has `init_state`, `prefill` and `step`. A plan runs it, if there can be one.
+        begin: gives the state before the first token, of the model itself, which then runs; by default
+            `init_state(1)`.
     """
+    runner = model if begin else planned(model)
+    # A step of a plan copies the state, which a loop that needs it once does not.
+    options = {"in_place": True} if isinstance(runner, Plan) else {}
 
     def prepare(position: int) -> Task:
         tokens = random_tokens(model, position + WINDOW)
-        _, start = model.prefill(tokens[:, :position], begin() if begin else model.init_state(1))
+        _, start = runner.prefill(tokens[:, :position], begin() if begin else runner.init_state(1))
 
         def run() -> Any:
-            state = start
+            state = map_tensors(Tensor.clone, start) if options else start
             for token in tokens[:, position:].unbind(1):
-                logits, state = model.step(token, state)
+                logits, state = runner.step(token, state, **options)
             return logits
 
         return Task(run, WINDOW, nbytes(start))
 
     return prepare
+
+
+def planned(model: Any) -> Any:
+    """Return a plan of the model, or the model where there can be none."""
+    try:
+        return plan(model)
+    except UnsupportedError:
+        return model
 
 
 def recomputing(model: Decoder) -> Contender:

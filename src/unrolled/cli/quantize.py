@@ -9,8 +9,13 @@ import typer
 from unrolled.cli._options import DataDir, Force, Weights
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unrolled.cli.run_config import Run
     from unrolled.decode import Plan
     from unrolled.models import Decoder
+
+SAMPLE = 16_384  # tokens by which int4 rounds
 
 
 def quantize(
@@ -22,8 +27,9 @@ def quantize(
 ) -> None:
     """Round the best weights of a run, and write them to a folder, packed for generation on a CPU.
 
-    A weight of a matrix takes 32, 16, 8 or 4.5 bits; all others stay in fp32. The loss of quality is measured
-    on the whole validation split, if the data of the run can be opened.
+    A weight of a matrix takes 32, 16, 8 or 4.5 bits; all others stay in fp32. If the data of the run can be
+    opened, the loss of quality is measured on the whole validation split, and int4 rounds such that the
+    model changes least on some of the training split.
 
     \b
     Examples:
@@ -44,7 +50,8 @@ def quantize(
     out = source.resolve().with_name(f"{source.resolve().name}-{weights}") if out is None else out
     if out.resolve() == source.resolve():
         raise ValueError(f"{out} is the model's own folder, but must be another one")
-    planned = plan(model, weights)
+    run = _opened(source, data_dir)
+    planned = plan(model, weights, sample=_sample(run) if weights == "int4" else None)
     check_folder(out, f"the same weights of {source}", lambda: _same(out, planned), force=force)
     with writing_folder(out) as folder:
         planned.save(folder)
@@ -56,7 +63,8 @@ def quantize(
     typer.echo(
         f"{out}: {after:,} bytes with {weights} weights, {after / before:.0%} of the {before:,} before"
     )
-    _compare(source, data_dir, model.float().eval(), planned)
+    if run is not None:
+        _compare(run, model.float().eval(), planned)
 
 
 def _same(folder: Path, planned: "Plan") -> bool:
@@ -75,20 +83,35 @@ def _same(folder: Path, planned: "Plan") -> bool:
     )
 
 
-def _compare(source: Path, data_dir: Path | None, model: "Decoder", planned: "Plan") -> None:
-    """Print the loss in fp32 and with the weights of a plan, if the data of the run can be opened."""
-    from dataclasses import replace
-
-    from unrolled import training
+def _opened(source: Path, data_dir: Path | None) -> "Run | None":
+    """Open the data of a run, or say why that cannot be."""
     from unrolled.cli import run_config
-    from unrolled.cli._planned import Planned
 
     try:
         run = run_config.resolve(run_config.read_saved(source, data_dir))
-        length = next(iter(run.dataset.eval_batches(1))).inputs.shape[1]
+        next(iter(run.dataset.eval_batches(1)))
     except (ValueError, OSError) as error:
         typer.echo(f"the loss was not measured: {error}", err=True)
-        return
+        return None
+    return run
+
+
+def _sample(run: "Run | None") -> "Tensor | None":
+    """Return tokens of the training split."""
+    if run is None:
+        return None
+    length = run.dataset.batch("train", step=0, batch_size=1, seed=0).inputs.shape[1]
+    return run.dataset.batch("train", step=0, batch_size=-(-SAMPLE // length), seed=0).inputs
+
+
+def _compare(run: "Run", model: "Decoder", planned: "Plan") -> None:
+    """Print the loss in fp32 and with the weights of a plan."""
+    from dataclasses import replace
+
+    from unrolled import training
+    from unrolled.cli._planned import Planned
+
+    length = next(iter(run.dataset.eval_batches(1))).inputs.shape[1]
     config = replace(run.train, bf16=False)
     readers: list[Any] = [model, Planned(model, planned)]
     scores = [training.evaluate_positions(each, run.dataset, config, [(0, length)])[0] for each in readers]

@@ -6,95 +6,45 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from unrolled.decode.batch import Batch
 from unrolled.decode.request import OnToken, Request
-from unrolled.ops import native
 from unrolled.ops.state import select
 
 if TYPE_CHECKING:
     from unrolled.decode.plan import Plan, PlanState
 
-_NO_DISTRIBUTION, _NO_POSITION = 2, 3  # of the enum `RowStatus` in C++
 BLOCK_SECONDS = 0.02  # between two returns to Python, where callbacks run and an interrupt is noticed
 
 
-class Loop:
-    """Rows that are continued.
+def run(plan: "Plan", request: Request, on_token: OnToken | None) -> list[Tensor]:
+    """Continue the prompts of a request, which has rows and a limit above 0: the new tokens of each row."""
+    logits, state = _prefill(plan, request)
+    batch, rows, block = Batch(plan, state, logits), request.rows, 1
+    seen: Tensor | None = None
+    if request.sampling.repetition_penalty != 1:
+        seen = _seen(request, logits.shape[1])
+    for row, key in enumerate(request.keys.tolist()):
+        of_row = None if seen is None else seen[row]
+        batch.start(row, request.sampling, key, request.limit, request.stops, of_row)
+    while (active := batch.active).any():
+        before, began = batch.length.clone(), time.perf_counter()
+        batch.draw(min(block, request.limit - int(before[active].min())))
+        if time.perf_counter() - began < BLOCK_SECONDS / 2:
+            block *= 2
+        if on_token is not None:
+            _report(batch, before, on_token)
+    return [batch.tokens(row).clone() for row in range(rows)]
 
-    Args:
-        plan: what continues them.
-        request: with at least one row, and a limit above 0.
-    """
 
-    def __init__(self, plan: "Plan", request: Request) -> None:
-        self.plan, self.request = plan, request
-        self.logits, self.state = _prefill(plan, request)
-        rows = request.rows
-        self.tokens = torch.zeros(rows, request.limit, dtype=torch.long)
-        self.length = torch.zeros(rows, dtype=torch.long)
-        self.active = torch.ones(rows, dtype=torch.uint8)
-        self.seen: Tensor | None = None
-        if request.sampling.repetition_penalty != 1:
-            self.seen = _seen(request, self.logits.shape[1])
-
-    def run(self, on_token: OnToken | None) -> list[Tensor]:
-        """Continue all rows to their ends: the new tokens of each."""
-        block = 1
-        while self.active.any():
-            before, began = self.length.clone(), time.perf_counter()
-            self._draw(min(block, self.request.limit - int(before[self.active == 1].min())))
-            if time.perf_counter() - began < BLOCK_SECONDS / 2:
-                block *= 2
-            if on_token is not None:
-                self._report(before, on_token)
-        lengths = self.length.tolist()
-        return [row[:length].clone() for row, length in zip(self.tokens, lengths, strict=True)]
-
-    def _draw(self, n: int) -> None:
-        """Draw up to n tokens for each row, and read them."""
-        left = self.plan.positions_left(self.state)
-        self.state = self.plan.with_room(self.state, n if left is None else min(n, left))
-        request, (temperature, top_k, top_p, min_p, penalty) = self.request, self.request.sampling
-        V = self.logits.shape[1]
-        sampling = native.struct("Sampling")(
-            temperature=temperature,
-            top_k=min(V if top_k is None else top_k, V),
-            top_p=1.0 if top_p is None else top_p,
-            min_p=0.0 if min_p is None else min_p,
-            repetition_penalty=penalty,
-        )
-        ends = torch.tensor([len(ids) for ids in request.stops], dtype=torch.long).cumsum(0)
-        stops = torch.tensor([token for ids in request.stops for token in ids], dtype=torch.long)
-        continuation = native.struct("Continuation")(
-            rows=request.rows,
-            most=n,
-            limit=request.limit,
-            logits=native.address(self.logits),
-            seen=native.address(self.seen),
-            key=native.address(request.keys),
-            length=native.address(self.length),
-            tokens=native.address(self.tokens),
-            active=native.address(self.active),
-            stops=len(request.stops),
-            stop=native.address(stops),
-            stop_end=native.address(ends),
-        )
-        native.call("decode_on", self.plan.described(self.state), sampling, continuation)
-        if (bad := (self.active == _NO_DISTRIBUTION).nonzero()).numel():
-            raise ValueError(
-                f"logits of row {int(bad[0])} hold NaN, +inf or only -inf, but must define a distribution"
-            )
-        if (self.active == _NO_POSITION).any():
-            self.plan.with_room(self.state, 1)  # raises
-
-    def _report(self, before: Tensor, on_token: OnToken) -> None:
-        """Call `on_token` for the new tokens, in the order in which they were drawn; it may end a row."""
-        first, last = before.tolist(), self.length.tolist()
-        for place in range(min(first), max(last)):
-            for row in range(len(first)):
-                drawn = first[row] <= place < last[row]
-                if drawn and on_token(row, int(self.tokens[row, place])) is False:
-                    last[row] = place + 1
-                    self.length[row], self.active[row] = place + 1, 0
+def _report(batch: Batch, before: Tensor, on_token: OnToken) -> None:
+    """Call `on_token` for the new tokens, in the order in which they were drawn; it may end a row."""
+    first, last = before.tolist(), batch.length.tolist()
+    for place in range(min(first), max(last)):
+        for row in range(len(first)):
+            drawn = first[row] <= place < last[row]
+            if drawn and on_token(row, int(batch.tokens(row)[place])) is False:
+                last[row] = place + 1
+                batch.end(row, place + 1)
 
 
 def _prefill(plan: "Plan", request: Request) -> tuple[Tensor, "PlanState"]:

@@ -10,13 +10,16 @@ from unrolled.attention.delta_net import DeltaNet
 from unrolled.attention.gated_linear import GatedLinearAttention
 from unrolled.attention.kda import KimiDeltaAttention
 from unrolled.attention.linear import LinearAttention
+from unrolled.attention.mamba2 import Mamba2
 from unrolled.attention.retention import Retention, log_gamma
+from unrolled.attention.rfa import RandomFeatureAttention
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.window import WindowAttention
 from unrolled.contract import UnsupportedError
 from unrolled.decode.feature_maps import features
 from unrolled.decode.program import Builder, Heads, Value, require
 from unrolled.ops.head_norm import HeadRMSNorm
+from unrolled.ops.random_features import SMALLEST_DIVISOR
 
 Layer = Any  # a module of a mechanism
 
@@ -171,6 +174,58 @@ def _delta_rule(builder: Builder, layer: Layer, qkv: list[Value], rates: Value, 
     return _normed(builder, layer.norm, o)
 
 
+def _mamba2(builder: Builder, layer: Mamba2, x: Value, qkv: list[Value]) -> Value:
+    q, k, v = qkv
+    if layer.short_conv is None:
+        for y in qkv:
+            builder.apply("silu", y)
+    steps = builder.apply("softplus", builder.layer(x, layer.step_proj))
+    pace = -layer.log_pace.detach().float().exp()
+    paced = builder.apply("identity", steps, builder.value(steps.size), weight=pace)
+    written = builder.scale_heads(v, steps, builder.value(v.size))
+    o = builder.recur(_heads(layer), q, k, written, gates=builder.apply("exponential", paced))
+    builder.add(o, builder.apply("identity", v, weight=layer.skip.repeat_interleave(layer.value_dim)), o)
+    return _normed(builder, layer.norm, _gated(builder, o, builder.layer(x, layer.gate_proj), "silu"))
+
+
+def _rfa(builder: Builder, layer: RandomFeatureAttention, x: Value, qkv: list[Value]) -> Value:
+    q, k, v = qkv
+    signed = layer.feature_map.features == "fourier"
+    q, k = (_random_features(builder, layer, y) for y in (q, k))
+    parts = {"draw": layer.feature_map.projection.redraws.reshape(1)}
+    gates = rates = None
+    if layer.gate_proj is None:
+        parts["weight"] = torch.ones(1, layer.n_kv_heads)
+    else:
+        logits = builder.layer(x, layer.gate_proj)
+        rates = builder.apply("identity", logits, builder.value(logits.size), scale=-1)
+        gates, rates = (builder.apply("sigmoid", y) for y in (logits, rates))
+    builder.keep_constant(**parts)
+    return builder.recur(
+        _heads(layer, layer.feature_map.feature_dim), q, k, v,
+        gates=gates, rates=rates, averages=gates is not None,
+        divisor=(q, k), least=SMALLEST_DIVISOR if signed else 0.0,
+    )  # fmt: skip
+
+
+def _random_features(builder: Builder, layer: RandomFeatureAttention, x: Value) -> Value:
+    """phi(x) of each head, the rows and the scale being those of its group."""
+    phi, D = layer.feature_map, layer.head_dim
+    heads, n = x.size // D, phi.projection.weight.shape[1]
+    scale, rows = (
+        y.detach().repeat_interleave(heads // len(y), 0) for y in (phi.scale, phi.projection.weight)
+    )
+    # x / |x| by the mean of the squares; the smallest normal number leaves a vector of zeros what it is
+    tiny = torch.finfo(torch.float32).tiny
+    builder.normalize(x, x, eps=tiny, heads=heads, weight=scale.flatten() * D**-0.5)
+    if layer.rotary:
+        builder.rotate(x, _rotation(builder, layer, D), D)
+    wx = builder.linear_by_head(x, rows, None)
+    if phi.features == "arccos":
+        return builder.apply("relu", wx, scale=n**-0.5)
+    return builder.features("waves", wx, n, phi.feature_dim, scale=n**-0.5)
+
+
 _MECHANISMS: dict[type[nn.Module], Callable[[Builder, Any, Value, list[Value]], Value]] = {
     LinearAttention: _linear,
     SoftmaxAttention: _softmax,
@@ -179,4 +234,6 @@ _MECHANISMS: dict[type[nn.Module], Callable[[Builder, Any, Value, list[Value]], 
     GatedLinearAttention: _gated_linear,
     DeltaNet: _delta,
     KimiDeltaAttention: _kda,
+    Mamba2: _mamba2,
+    RandomFeatureAttention: _rfa,
 }

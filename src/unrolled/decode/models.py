@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
+from unrolled.decode.calibration import roundings
 from unrolled.decode.mechanisms import attention
 from unrolled.decode.packing import Weights
 from unrolled.decode.program import Builder, Program, Value, require
@@ -23,7 +24,10 @@ MOST_GRID_POINTS = 1 << 16  # points of axial positions whose vectors are added 
 
 
 def program(
-    model: nn.Module, weights: Weights, given: Mapping[str, Mapping[str, Tensor]] | None = None
+    model: nn.Module,
+    weights: Weights,
+    given: Mapping[str, Mapping[str, Tensor]] | None = None,
+    sample: Tensor | None = None,
 ) -> Program:
     """Make the program of a model, with weights in this form.
 
@@ -31,6 +35,7 @@ def program(
         model: a `Decoder`.
         weights: the form of its matrices.
         given: the matrices, packed before; see `Builder`.
+        sample: tokens `[B, T]` by which matrices are rounded to 4 bits; see `unrolled.decode.calibration`.
 
     Raises:
         UnsupportedError: the model, or a part of it, has no instructions.
@@ -41,7 +46,7 @@ def program(
     require(model.stack, Stack)
     if given is None:
         _check_plain(model)
-    builder = Builder(weights, model, given)
+    builder = Builder(weights, model, given, None if sample is None else roundings(model, sample))
     x = builder.value(model.config.d_model)
     _embed(builder, model, x)
     for block in model.stack.layers:

@@ -9,8 +9,9 @@
 
 For int4, let m be the weight of the largest magnitude among these 32. A scale s is first m divided by
 -8, -8.7, 7 or 7.7, then (sum w q) / (sum q^2) with the rounded q, by least squares. Of the four, the one
-with the least squared error is used. The matrix of the head is in int8 then, because rounding it costs
-more quality than any other, and so are matrices with fewer outputs than a tile, such as those of gates.
+with the least squared error is used; `unrolled.decode.calibration` does better with a sample of the data.
+The matrix of the head is in int8 then, because rounding it costs more quality than any other, and so are
+matrices with fewer outputs than a tile, such as those of gates.
 
 The products of int8 are exact in fp32, because 17 bits times 7 are 24: a matrix of these rounded weights is
 packed into the same bytes again.
@@ -25,6 +26,8 @@ from torch.nn.functional import pad
 
 from unrolled.ops import native
 
+Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""From a matrix `[out, in]` to whole numbers `[out, groups, 32]` and their scales `[out, groups, 1]`."""
 Weights = Literal["fp32", "bf16", "int8", "int4"]
 
 TILE = 64  # outputs of a tile
@@ -68,12 +71,15 @@ class Packed(NamedTuple):
         return self.inputs, self.outputs, packing, *map(native.address, arrays)
 
 
-def pack(weight: Tensor, bias: Tensor | None, weights: Weights) -> Packed:
-    """Pack a matrix `[out, in]` and a bias `[out]`."""
+def pack(weight: Tensor, bias: Tensor | None, weights: Weights, rounding: Rounding | None = None) -> Packed:
+    """Pack a matrix `[out, in]` and a bias `[out]`; "int4" takes a rounding of its own."""
     outputs, inputs = weight.shape
     wide = weight.detach().to("cpu", torch.float32)
     w = pad(wide, (0, -inputs % GROUP, 0, -outputs % TILE))
-    tiles, scales, sums = PACKINGS[weights](w)
+    if weights == "int4" and rounding is not None:
+        tiles, scales, sums = _int4(*rounding(w))
+    else:
+        tiles, scales, sums = PACKINGS[weights](w)
     if bias is not None:
         bias = pad(bias.detach().to("cpu", torch.float32), (0, -outputs % TILE)).contiguous()
     return Packed(inputs, outputs, weights, tiles.view(torch.uint8).flatten(), scales, sums, bias)
@@ -155,8 +161,7 @@ def _int8(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _tiled(whole.to(torch.int8), 4), scale.flatten().contiguous(), sums
 
 
-def _int4(w: Tensor) -> tuple[Tensor, None, None]:
-    whole, scale = _by_group(w)
+def _int4(whole: Tensor, scale: Tensor) -> tuple[Tensor, None, None]:
     outputs, groups = whole.shape[:2]
     tiles = outputs // TILE
     raised = (whole + 8).to(torch.uint8).view(tiles, TILE, groups, GROUP // 8, 2, 4)
@@ -183,27 +188,27 @@ def _by_output(w: Tensor) -> tuple[Tensor, Tensor]:
     scale = w.abs().amax(1, keepdim=True) / 127
     up = (scale.view(torch.int32) + 127 & ~127).view(torch.float32)  # the last 7 bits to 0
     scale = torch.where(scale.isfinite(), up, scale)
-    return _whole(w, scale), scale
+    return in_steps(w, scale), scale
 
 
 def _by_group(w: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers `[out, groups, 32]`, and their scales `[out, groups, 1]`."""
-    fitted = [_fitted(groups) for groups in torch.split(w.view(-1, GROUP), GROUPS_AT_ONCE)]
+    found = [fitted(groups) for groups in torch.split(w.view(-1, GROUP), GROUPS_AT_ONCE)]
     whole, scale = (
-        torch.cat(parts).view(len(w), w.shape[1] // GROUP, -1) for parts in zip(*fitted, strict=True)
+        torch.cat(parts).view(len(w), w.shape[1] // GROUP, -1) for parts in zip(*found, strict=True)
     )
     return whole, scale
 
 
-def _fitted(w: Tensor) -> tuple[Tensor, Tensor]:
+def fitted(w: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers `[n, 32]` from -8 to 7, and the scales `[n, 1]` that fit best."""
     largest = w.gather(1, w.abs().argmax(1, keepdim=True))
     whole, scale, least = w, largest, torch.full_like(largest, torch.inf)
     for steps in FIRST_STEPS:
-        first = _whole(w, (largest / steps).bfloat16().float()).clamp_(-8, 7)
+        first = in_steps(w, (largest / steps).bfloat16().float()).clamp_(-8, 7)
         fit = (first * w).sum(1, keepdim=True) / first.square().sum(1, keepdim=True).clamp_(min=1)
         fit = fit.bfloat16().float()
-        found = _whole(w, fit).clamp_(-8, 7)
+        found = in_steps(w, fit).clamp_(-8, 7)
         error = (found * fit).sub_(w).square_().sum(1, keepdim=True)
         better = ~(error >= least)  # NaN too
         whole, scale = torch.where(better, found, whole), torch.where(better, fit, scale)
@@ -211,7 +216,8 @@ def _fitted(w: Tensor) -> tuple[Tensor, Tensor]:
     return whole, scale
 
 
-def _whole(w: Tensor, scale: Tensor) -> Tensor:
+def in_steps(w: Tensor, scale: Tensor) -> Tensor:
+    """Round w / scale to whole numbers; 0 where the scale is."""
     return torch.where(scale == 0, 0.0, w / torch.where(scale == 0, 1.0, scale)).round()
 
 
@@ -219,7 +225,7 @@ PACKINGS: dict[Weights, Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor |
     "fp32": _float32,
     "bf16": _bfloat16,
     "int8": _int8,
-    "int4": _int4,
+    "int4": lambda w: _int4(*_by_group(w)),
 }
 """The function that packs the weights in each form, in the order of the enum `Packing` in C++."""
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode import saving, states
-from unrolled.decode.loop import Loop
+from unrolled.decode import loop, saving, states
 from unrolled.decode.models import program
 from unrolled.decode.packing import PACKINGS, Weights
 from unrolled.decode.program import KEY_BLOCK, Program
@@ -26,7 +25,7 @@ from unrolled.models import Decoder, DecoderConfig, DecoderState
 from unrolled.models.checks import check_ids
 from unrolled.models.saving import PLAN_FILE
 from unrolled.ops import native
-from unrolled.ops.checks import check_key_padding_mask, observed, shape, wrong
+from unrolled.ops.checks import check_key_padding_mask, observed, wrong
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.options import check_batch_size
 from unrolled.ops.state import map_tensors
@@ -100,7 +99,7 @@ class Plan:
         Returns:
             logits [B, T, vocab_size], fp32, and the new state.
         """
-        self._check(tokens, state)
+        self._check("tokens", tokens, state, "[B, T]")
         B, T = tokens.shape
         keep = torch.ones(B, T, dtype=torch.bool)
         if key_padding_mask is not None:
@@ -112,12 +111,15 @@ class Plan:
         self.read(tokens[keep], row, row * T + column, after, logits)
         return logits.view(B, T, -1), after
 
-    def step(self, token: Tensor, state: PlanState) -> tuple[Tensor, PlanState]:
-        """Read one token [B] per row; return logits [B, vocab_size], fp32, and the new state."""
-        self._check(token.unsqueeze(1) if token.dim() == 1 else token, state)
+    def step(self, token: Tensor, state: PlanState, *, in_place: bool = False) -> tuple[Tensor, PlanState]:
+        """Read one token [B] per row; return logits [B, vocab_size], fp32, and the new state.
+
+        With `in_place` the new state takes the memory of `state`, which must not be used again.
+        """
+        self._check("token", token, state, "[B]")
         rows = torch.arange(len(token))
         logits = torch.empty(len(token), self.config.vocab_size)
-        after = self.with_room(map_tensors(Tensor.clone, state), 1)
+        after = self.with_room(state if in_place else map_tensors(Tensor.clone, state), 1)
         self.read(token, rows, rows, after, logits)
         return logits, after
 
@@ -136,7 +138,7 @@ class Plan:
         """Continue the prompts of a request: the new tokens of each row."""
         if not request.rows or not request.limit:
             return [torch.empty(0, dtype=torch.long) for _ in range(request.rows)]
-        return Loop(self, request).run(on_token)
+        return loop.run(self, request, on_token)
 
     def from_model(self, state: DecoderState) -> PlanState:
         """Return the state that continues from a state of the model."""
@@ -162,8 +164,10 @@ class Plan:
         Raises:
             ValueError: the model has no positions for them.
         """
-        most = int(state.position.max()) + tokens if len(state.position) else 0
         limit = self._program.most_positions
+        if limit is None and not self._program.cache:
+            return state
+        most = int(state.position.max()) + tokens if len(state.position) else 0
         if limit is not None and most > limit:
             raise ValueError(f"the input has length {most}, but must have at most max_length = {limit}")
         return state._replace(cache=self._grown(state.cache, most))
@@ -202,18 +206,14 @@ class Plan:
             positions=-1 if p.most_positions is None else p.most_positions,
         )
 
-    def _check(self, tokens: Tensor, state: PlanState) -> None:
-        n_ids = self.config.vocab_size + self.config.start_token
-        check_ids("tokens", tokens, n_ids, state.fixed if isinstance(state, PlanState) else None)
-        B, p = tokens.shape[0], self._program
+    def _check(self, name: str, tokens: Tensor, state: PlanState, axes: str) -> None:
         if not isinstance(state, PlanState):
             raise ValueError(f"state is a {type(state).__name__}, but must be a PlanState, from this plan")
-        found = [
-            shape(state.position),
-            shape(state.fixed),
-            [*shape(state.cache)[:1], *shape(state.cache)[2:]],
-        ]
-        if found != [[B], [B, p.state_size], [B, sum(p.cache)]]:
+        check_ids(name, tokens, self.config.vocab_size + self.config.start_token, state.fixed, axes)
+        position, fixed, cache = (x.shape for x in state)
+        B, p = tokens.shape[0], self._program
+        if position != (B,) or fixed != (B, p.state_size) or (cache[0], *cache[2:]) != (B, sum(p.cache)):
+            found = [list(position), list(fixed), list(cache)]
             raise ValueError(f"state has the shapes {found}, but must be of this plan, with {B} rows")
 
     def _grown(self, cache: Tensor, tokens: int) -> Tensor:
@@ -230,26 +230,32 @@ class Plan:
         return grown
 
 
-def plan(model: nn.Module, weights: Weights = "fp32") -> Plan:
+def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None = None) -> Plan:
     """Make a plan of a decoder for generation on a CPU.
 
     Args:
         model: a `Decoder`, on a CPU. Its attention may be linear (with any feature map of
-            `unrolled.ops.feature_maps`), gated_linear, retention, delta_net, kda, window or softmax, and
-            differ by layer.
+            `unrolled.ops.feature_maps`), gated_linear, retention, rfa, mamba2, delta_net, kda, window or
+            softmax, and differ by layer.
         weights: the form of the matrices: "fp32", "bf16" (half the memory), "int8" (a quarter) or "int4" (a
             seventh); see `unrolled.decode.packing`. Everything is computed in fp32 from the rounded weights;
             with "int8" and "int4" the inputs of a matrix are rounded too, to 16 and 8 bits.
+        sample: token ids [B, T], with "int4" only: matrices are rounded such that what they compute on this
+            sample changes least; see `unrolled.decode.calibration`. Some 16,000 tokens of the training data
+            will do.
 
     Raises:
+        ValueError: `weights` is none of these, or `sample` does not go with it or holds other ids.
         UnsupportedError: a plan cannot run the model, or the C++ kernels were not built; the message says
             why.
     """
     if weights not in PACKINGS:
         raise wrong("weights", repr(weights), f"one of {', '.join(PACKINGS)}")
+    if sample is not None and weights != "int4":
+        raise ValueError(f"sample is given, but must be None for weights = {weights!r}")
     _check_kernels()
     with torch.no_grad():
-        return _planned(model, weights, program(model, weights))
+        return _planned(model, weights, program(model, weights, sample=sample))
 
 
 def load(path: str | Path) -> Plan:

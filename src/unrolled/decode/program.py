@@ -13,50 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode.packing import PACKINGS, TILE, Packed, Weights, check_packed, pack
+from unrolled.decode.packing import PACKINGS, TILE, Packed, Rounding, Weights, check_packed, pack
 from unrolled.ops import native
 from unrolled.ops.dense import Linear
-
-_OPERATIONS = [
-    "embed",
-    "add_positions",
-    "add_sinusoids",
-    "angles",
-    "normalize",
-    "linear_layer",
-    "linear_by_head",
-    "apply",
-    "add",
-    "rotate",
-    "features",
-    "mixture",
-    "convolve",
-    "recur",
-    "attend",
-]
-_FUNCTIONS = [
-    "identity",
-    "gelu",
-    "gelu_tanh",
-    "relu",
-    "squared_relu",
-    "elu_plus_one",
-    "tanh",
-    "silu",
-    "sigmoid",
-    "log_sigmoid",
-    "softplus",
-    "exponential",
-]
-_FEATURES = [
-    "exp_of_queries",
-    "exp_of_keys",
-    "probabilities",
-    "with_negatives",
-    "neighbours",
-    "pairs",
-    "by_position",
-]
 
 _PLACES = ("first", "second", "third", "gates", "rates", "divisor_q", "divisor_k")
 _ZERO = (
@@ -118,6 +77,7 @@ class Slot(NamedTuple):
         sizes: its axes without the batch; of a window and a cache [groups, window, features], of the keys.
         values: width of a value.
         divided: whether a sum of keys follows a recurrence.
+        averaged: whether the sums of their factors follow those.
     """
 
     kind: str
@@ -125,6 +85,13 @@ class Slot(NamedTuple):
     sizes: tuple[int, ...]
     values: int = 0
     divided: bool = False
+    averaged: bool = False
+
+
+class Constants(NamedTuple):
+    """Parts of the state of a layer that stay what they are, a row `[1,...]` each, by name."""
+
+    parts: dict[str, Tensor]
 
 
 class Program(NamedTuple):
@@ -150,7 +117,7 @@ class Program(NamedTuple):
     others: dict[str, Tensor]
     state_size: int
     cache: list[int]
-    slots: list[list[Slot]]
+    slots: list[list[Slot | Constants]]
     longest: int
     most_positions: int | None
 
@@ -180,6 +147,7 @@ class Builder:
         model: whose layers the instructions run.
         given: the tensors of each packed matrix, by the name of its layer; None to pack those of the model.
             If given, the other weights of the model are used where they lie, and not copied.
+        roundings: of matrices to 4 bits, by the names of their layers; the others are rounded by themselves.
     """
 
     def __init__(
@@ -187,15 +155,17 @@ class Builder:
         weights: Weights,
         model: nn.Module | None = None,
         given: Mapping[str, Mapping[str, Tensor]] | None = None,
+        roundings: Mapping[str, Rounding] | None = None,
     ) -> None:
         self.weights, self.model, self.given = weights, nn.Module() if model is None else model, given
+        self.roundings = roundings or {}
         self.names = {module: name for name, module in self.model.named_modules()}
         self.packed: dict[str, Packed] = {}
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
         self.width = self.state_size = self.widest = self.longest = 0
         self._top = self._kept_below = 0  # the end of the values in use, and of those that stay
         self.cache: list[int] = []
-        self.slots: list[list[Slot]] = []
+        self.slots: list[list[Slot | Constants]] = []
         self.instructions: list[bytes] = []
         self.kept: list[Tensor] = []
         self.most_positions: int | None = None
@@ -219,6 +189,10 @@ class Builder:
     def begin_layer(self) -> None:
         """Let the parts of the state that follow belong to the next layer."""
         self.slots.append([])
+
+    def keep_constant(self, **parts: Tensor) -> None:
+        """Say what the state of the model holds that no token changes, a row `[1,...]` each."""
+        self.slots[-1].append(Constants(parts))
 
     def limit_positions(self, n: int) -> None:
         """Allow only that many positions."""
@@ -323,7 +297,7 @@ class Builder:
         if least is not None and list(PACKINGS).index(form) > list(PACKINGS).index(least):
             form = least
         if self.given is None:
-            packed = pack(weight, bias, form)
+            packed = pack(weight, bias, form, self.roundings.get(name))
         else:
             packed = check_packed(name, self.given.get(name), weight.shape, form, bias is not None)
         self.packed[name] = packed
@@ -353,12 +327,17 @@ class Builder:
         """f(x + bias) weight scale times, number by number."""
         other = -1 if times is None else times.place
         fields = {"n": x.size, "second": other, "weights": self._float(weight), "bias": self._float(bias)}
-        kind = _FUNCTIONS.index(function)
+        kind = native.enum("Function")[function.upper()]
         return self._add("apply", x if to is None else to, x, kind=kind, scale=scale, **fields)
 
     def add(self, x: Value, y: Value, to: Value) -> Value:
         """Add two values."""
         return self._add("add", to, x, second=y.place, n=x.size)
+
+    def scale_heads(self, x: Value, factors: Value, to: Value | None = None) -> Value:
+        """Multiply each head by a number of its own."""
+        fields = {"second": factors.place, "heads": factors.size, "n": x.size // factors.size}
+        return self._add("scale_heads", x if to is None else to, x, **fields)
 
     def rotate(self, x: Value, angles: Value, width: int, to: Value | None = None) -> Value:
         """Rotate the first pairs of each head, `width` wide, by the angles."""
@@ -382,7 +361,7 @@ class Builder:
         arrays = {"weights": self._float(weight), "frequencies": self._double(frequencies)}
         fields = {"heads": heads, "n": width, "features": features, "window": window, **arrays}
         to = self.value(heads * features)
-        return self._add("features", to, x, kind=_FEATURES.index(kind), scale=scale, **fields)
+        return self._add("features", to, x, kind=native.enum("Features")[kind.upper()], scale=scale, **fields)
 
     def mixture(self, x: Value, levels: int, components: int, least: float) -> Value:
         """Compute log-probabilities of levels under a mixture of logistic distributions."""
@@ -411,6 +390,8 @@ class Builder:
         gates: Value | Tensor | None = None,
         rates: Value | None = None,
         divisor: tuple[Value, Value] | None = None,
+        least: float = 0.0,
+        averages: bool = False,
         scale: float = 1.0,
     ) -> Value:
         """Run a recurrence over heads.
@@ -422,21 +403,27 @@ class Builder:
                 each of its features.
             rates: of the delta rule, for each group.
             divisor: queries and keys whose sum of products the outputs are divided by.
+            least: the smallest absolute value of such a sum, for keys whose factors sum to 1.
+            averages: multiply the keys by `rates`, which are 1 minus the gate of each group.
             scale: of the outputs.
         """
-        size = sizes.groups * sizes.features * (sizes.values + (divisor is not None))
+        size = sizes.groups * (sizes.features * (sizes.values + (divisor is not None)) + averages)
         place, S = self._state(size), (sizes.groups, sizes.features, sizes.values)
-        self.slots[-1].append(Slot("recurrence", place, S, divided=divisor is not None))
+        self.slots[-1].append(Slot("recurrence", place, S, 0, divisor is not None, averages))
         fields = sizes._asdict() | {"second": k.place, "third": v.place, "state": place}
+        kind = "NO_GATES"
         if isinstance(gates, Tensor):
-            fields |= {"kind": 1, "weights": self._float(gates)}
+            kind, fields["weights"] = "CONSTANT_GATES", self._float(gates)
         elif gates is not None:
-            fields |= {"kind": 2 if gates.size == sizes.groups else 3, "gates": gates.place}
+            kind = "GATE_PER_HEAD" if gates.size == sizes.groups else "GATE_PER_FEATURE"
+            fields["gates"] = gates.place
+        fields["kind"] = native.enum("Gates")["GATE_OF_AVERAGE" if averages else kind]
         if rates is not None:
             fields["rates"] = rates.place
         if divisor is not None:
             fields |= {"divisor_q": divisor[0].place, "divisor_k": divisor[1].place}
-        return self._add("recur", self.value(sizes.heads * sizes.values), q, scale=scale, **fields)
+        to = self.value(sizes.heads * sizes.values)
+        return self._add("recur", to, q, scale=scale, epsilon=least, **fields)
 
     def attend(
         self, sizes: Heads, q: Value, k: Value, v: Value, *, window: int | None, scale: float
@@ -459,7 +446,12 @@ class Builder:
     def _add(self, operation: str, to: Value, x: Value | None = None, **fields: object) -> Value:
         every: dict[str, object] = {**dict.fromkeys(_ZERO, 0), **dict.fromkeys(_PLACES, -1)}
         every |= {"epsilon": 0.0, "scale": 1.0}
-        every |= {"layer": (0,) * 7, "operation": _OPERATIONS.index(operation), "to": to.place, **fields}
+        every |= {
+            "layer": (0,) * 7,
+            "operation": native.enum("Operation")[operation.upper()],
+            "to": to.place,
+            **fields,
+        }
         if x is not None:
             every["first"] = x.place
         self.instructions.append(native.struct("Instruction")(**every))

@@ -144,4 +144,5 @@ class Unfilled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func.__name__ in _DRAWS:
             return args[0] if args else kwargs["tensor"]
-        return (torch.empty if func is torch.randn else func)(*args, **kwargs)
+        drawn = func is torch.randn and "generator" not in kwargs  # rows of random features have one
+        return (torch.empty if drawn else func)(*args, **kwargs)

@@ -4,14 +4,14 @@ Both hold the same numbers. A plan keeps those of a sequence in one row, which t
 sums S, then z; a window with the token at position p in slot p % window; a cache without padding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.decode.program import KEY_BLOCK
+from unrolled.decode.program import KEY_BLOCK, Constants
 from unrolled.models import DecoderState
 from unrolled.ops.packing import valid_tokens_first
 
@@ -20,26 +20,46 @@ if TYPE_CHECKING:
     from unrolled.decode.program import Slot
 
 Fields = dict[str, Tensor]
+Slots = Sequence[Sequence["Slot | Constants"]]
 
 
-def from_model(slots: list[list["Slot"]], state: DecoderState, after: "PlanState") -> None:
-    """Copy the state of a model into that of a plan, which has room for its tokens."""
+def from_model(slots: Slots, state: DecoderState, after: "PlanState") -> None:
+    """Copy the state of a model into that of a plan, which has room for its tokens.
+
+    Raises:
+        ValueError: it was made by other random features than those of the plan.
+    """
     after.position.copy_(state.position)
     for own, layer in zip(slots, state.layers, strict=True):
         parts = _parts(layer)
         for slot in own:
-            _READ[slot.kind](slot, parts, after)
+            if isinstance(slot, Constants):
+                _check_constants(slot, parts)
+            else:
+                _READ[slot.kind](slot, parts, after)
 
 
-def to_model(slots: list[list["Slot"]], state: "PlanState", like: DecoderState) -> DecoderState:
+def to_model(slots: Slots, state: "PlanState", like: DecoderState) -> DecoderState:
     """Return the state of a plan as one of its model, of the types of `like`."""
     layers = []
     for own, layer in zip(slots, like.layers, strict=True):
         found: Fields = {"position": state.position.clone()}
         for slot in own:
-            found |= _WRITE[slot.kind](slot, state)
+            if isinstance(slot, Constants):
+                rows = len(state.position)
+                found |= {name: x.repeat(rows, *[1] * (x.dim() - 1)) for name, x in slot.parts.items()}
+            else:
+                found |= _WRITE[slot.kind](slot, state)
         layers.append(_filled(layer, found, len(state.position)))
     return DecoderState(state.position.clone(), tuple(layers))
+
+
+def _check_constants(constants: Constants, parts: Fields) -> None:
+    for name, x in constants.parts.items():
+        if not (parts[name] == x).all():
+            raise ValueError(
+                f"{name} of the state is {parts[name].tolist()}, but must be {x.tolist()}, as in the plan"
+            )
 
 
 def _parts(state: Any) -> Fields:
@@ -80,7 +100,11 @@ def _write_convolution(slot: "Slot", state: "PlanState") -> Fields:
 def _sums(slot: "Slot", fixed: Tensor) -> Fields:
     G, R, M = slot.sizes
     found = {"kv": _part(fixed, slot.place, slot.sizes)}
-    return found | ({"k_sum": _part(fixed, slot.place + G * R * M, (G, R))} if slot.divided else {})
+    if slot.divided:
+        found["k_sum"] = _part(fixed, slot.place + G * R * M, (G, R))
+    if slot.averaged:
+        found["weight"] = _part(fixed, slot.place + G * R * (M + 1), (G,))
+    return found
 
 
 def _read_recurrence(slot: "Slot", parts: Fields, after: "PlanState") -> None:

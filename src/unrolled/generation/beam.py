@@ -27,8 +27,8 @@ from torch import Tensor
 
 from unrolled.contract import VocabularyConfig
 from unrolled.decode.request import Stop, stop_sequences
-from unrolled.generation._mode import drawing_mode
 from unrolled.generation._ngrams import end_with, repeated
+from unrolled.models.mode import drawing_mode
 from unrolled.ops.checks import check_tensor, wrong, wrong_shape
 from unrolled.ops.options import at_least, is_number
 from unrolled.ops.state import select

@@ -10,7 +10,7 @@ from unrolled.decode import Plan, plan, unasked
 from unrolled.decode.packing import Weights
 from unrolled.decode.request import OnToken, Prompts, Request, Sampling, Stop
 from unrolled.generation import sampling
-from unrolled.generation._mode import drawing_mode
+from unrolled.models.mode import drawing_mode
 from unrolled.ops.state import leaves, select
 
 PLANNED_TOKENS = 32  # with fewer, packing the weights takes longer than it saves

@@ -6,8 +6,8 @@ from typing import Any, Protocol, Unpack
 import torch
 from torch import Tensor, nn
 
-from unrolled.generation._mode import drawing_mode
 from unrolled.generation.beam import BeamOptions, Hypothesis, Steps, beam_search
+from unrolled.models.mode import drawing_mode
 from unrolled.ops.checks import on_cpu, wrong
 
 MORE_THAN_SOURCE = 50  # tokens that a translation may be longer than its source (Vaswani et al., section 6.1)

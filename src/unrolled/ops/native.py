@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.checks import check_offsets
-from unrolled.ops.structs import Layout, layouts
+from unrolled.ops.structs import Layout, enums, layouts
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -79,6 +79,11 @@ def struct(name: str) -> Callable[..., bytes]:
     return _layouts()[name].pack
 
 
+def enum(name: str) -> dict[str, int]:
+    """Return the values of an enum of `native/arguments.h`, by their names."""
+    return _enums()[name]
+
+
 def call(name: str, *structs: bytes) -> None:
     """Run a kernel on the instruction set in use.
 
@@ -133,6 +138,11 @@ def address(x: Tensor | None) -> int:
     return x.data_ptr()
 
 
+def bytes_address(structs: bytes) -> int:
+    """Return the address of packed structs, which must be kept as long as it is used."""
+    return ctypes.cast(ctypes.c_char_p(structs), ctypes.c_void_p).value or 0
+
+
 @cache
 def _library() -> ctypes.CDLL | str:
     """Load the library; return the reason as a string if that fails."""
@@ -169,6 +179,11 @@ def _function(name: str, instruction_set: str) -> "ctypes._NamedFuncPointer":
 @cache
 def _layouts() -> dict[str, Layout]:
     return layouts(header())
+
+
+@cache
+def _enums() -> dict[str, dict[str, int]]:
+    return enums(header())
 
 
 @cache

@@ -1,8 +1,9 @@
-"""The structs that the C++ kernels take, packed as bytes whose layout is read from the C header itself.
+"""The structs and enums that the C++ kernels take, read from the C header itself.
 
 The library holds the text of the header that it was compiled from (`native/arguments.h`). That is the only
-declaration of a struct, so what Python writes is what the kernels read. Packing bytes takes a fraction of the
-time of filling a `ctypes.Structure`, which matters where a kernel runs for a few microseconds.
+declaration of them, so what Python writes is what the kernels read. Structs are packed as bytes, in a
+fraction of the time of filling a `ctypes.Structure`, which matters where a kernel runs for a few
+microseconds.
 """
 
 import re
@@ -42,6 +43,12 @@ def layouts(header: str) -> dict[str, Layout]:
             {field: kind for declaration in body.split(";") for field, kind in _fields(declaration, found)}
         )
     return found
+
+
+def enums(header: str) -> dict[str, dict[str, int]]:
+    """Read the values of every `enum NAME : TYPE { FIRST, SECOND };` of a header, which count from 0."""
+    found = re.findall(r"enum (?:\[\[\w+\]\] )?(\w+) : \w+ \{(.*?)\};", _code(header), re.DOTALL)
+    return {name: {value: i for i, value in enumerate(re.findall(r"\w+", body))} for name, body in found}
 
 
 def _code(header: str) -> str:

@@ -51,7 +51,9 @@ class ReadsTokens:
         out: Tensor
         runner, state = reader(self.model, state, tokens.shape[1])
         if tokens.shape[1] == 1 and padding is None:
-            out, state = runner.step(tokens[:, 0], state)
+            # The state of a plan never leaves `generate`, so nobody else has it.
+            of_plan = {"in_place": True} if isinstance(state, PlanState) else {}
+            out, state = runner.step(tokens[:, 0], state, **of_plan)
             out = out.unsqueeze(1)
         else:
             out, state = runner.prefill(tokens, state, key_padding_mask=padding)

@@ -8,7 +8,7 @@ The corrections N of a chunk are the values of gated linear attention, whose ker
 
 Backward:
 
-4. The states and N again; linear attention's `divisor_gradients` (of gates only) and `query_gradients`.
+4. The states and N again; linear attention's `query_gradients`.
 5. Linear attention's `value_gradients` and `chunk_sums` over the queries: what outputs add to the gradients
    of N and of the states. `scan_back` completes both, from the last chunk to the first.
 6. Linear attention's `key_gradients`.
@@ -64,8 +64,7 @@ def _backward(
         n = found.u.new_empty(found.u.shape)
         states, _ = problem.scan_corrections(found, n)
         grad, reader = OutputGradient(grad_o, grad_o.stride(), None), problem.with_values(n)
-        _, d_reads = reader.divisor_gradients(problem.split(states), grad)
-        dq = reader.query_gradients(problem.split(states), grad, None)
+        dq, _, d_reads = reader.query_gradients(problem.split(states), grad)
 
         d_n = reader.value_gradients(None, grad, n)
         d_states, d_first = problem.scan_back(found, d_n, problem.query_sums(grad, None), grad_state)

@@ -16,6 +16,7 @@ from unrolled.ops.delta.triton_kernels import add_outer, load_rows, store_rows, 
 from unrolled.ops.linear.triton_kernels import cumulated_gates, decay_between, inner_products
 from unrolled.ops.triton.tiles import (
     UNSPECIALIZED,
+    cast,
     load_tile,
     place,
     place_sequence,
@@ -123,11 +124,11 @@ def correction_gradients(
     if log_decay is not None:
         b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
         da *= decay_between(b[:, None], b[None, :], before)
-        read *= tl.exp(b).to(tl.float32)
+        read *= tl.exp(b.to(tl.float32))
     else:
         da = tl.where(before, da, 0.0)
     d_rate += read + tl.sum(da * products, 1)
-    tl.store(d_beta + at, d_rate.to(d_beta.dtype.element_ty), mask=exists)
+    tl.store(d_beta + at, cast(d_rate, d_beta.dtype.element_ty), mask=exists)
     d_products = da * rate[:, None]
     store_tile(inverses, i, C, i < C, i, i < C, d_products)
     if log_decay is not None:
@@ -155,7 +156,7 @@ def key_gradients(
     rate = tl.load(rates, mask=exists, other=0).to(tl.float32)
     if log_decay is not None:
         b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
-        rate *= tl.exp(b).to(tl.float32)
+        rate *= tl.exp(b.to(tl.float32))
     dk_tile = load_tile(dk_read, at, R, exists, r, 1, r < R)
     dk_tile += rate[:, None] * load_tile(d_right, at, R, exists, r, 1, r < R)
     d_products += (slot * G + g).to(tl.int64) * (C * C)

@@ -26,14 +26,15 @@ from unrolled.ops.triton.tiles import (
 
 @triton.jit
 def inverse_of_unit_lower(a, C: tl.constexpr, LEVELS: tl.constexpr):
-    """Return (I + a)^-1 for a strictly lower triangular a, by halves, in 2 log2(C) products.
+    """Return (I + a)^-1 for a strictly lower triangular a, by halves, in 2 log2(C) - 2 products.
 
     With X the inverse of each block of s tokens and a' what a has between the halves of a block of 2 s, the
     inverse of the larger blocks is X - X a' X.
     """
     i = tl.arange(0, C)
-    x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for level in range(LEVELS):
+    lower = ((i[:, None] ^ i[None, :]) == 1) & (i[:, None] > i[None, :])
+    x = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(lower, a, 0.0)  # of blocks of 2 tokens
+    for level in range(1, LEVELS):
         halves = ((i[:, None] >> level) ^ (i[None, :] >> level)) == 1
         between = tl.where(halves & (i[:, None] > i[None, :]), a, 0.0)
         x -= product(x, product(between, x, tl.zeros([C, C], tl.float32)), tl.zeros([C, C], tl.float32))
@@ -66,9 +67,9 @@ def corrections(
     if log_decay is not None:
         b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
         a *= decay_between(b[:, None], b[None, :], before)
-        key_rate = rate * tl.exp(b).to(tl.float32)
-        tl.store(to_end + at, tl.exp(total - b).to(tl.float32), mask=exists)
-        tl.store(through + index, tl.exp(total).to(tl.float32))
+        key_rate = rate * tl.exp(b.to(tl.float32))
+        tl.store(to_end + at, tl.exp((total - b).to(tl.float32)), mask=exists)
+        tl.store(through + index, tl.exp(total.to(tl.float32)))
     else:
         a = tl.where(before, a, 0.0)
     inverse = inverse_of_unit_lower(a, C, LEVELS)

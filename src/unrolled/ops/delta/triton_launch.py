@@ -28,11 +28,15 @@ class Corrections(NamedTuple):
 class Problem(linear_launch.Problem):
     """That of gated linear attention whose values are the corrections N, and the launches that find these."""
 
+    configs_of_16_bits = linear_launch.CONFIGS_OF_FP32_VALUES
+
     def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None):
         q, k, v, beta, log_decay, state = inputs
         options = linear.Options(cu_seqlens, causal=True, normalize=False)
         super().__init__(linear.Inputs(q, k, v, log_decay, None, None), options)
         self.beta, self.state = with_strides(beta), state
+        of_fp32 = linear_launch.config_for(linear_launch.CONFIGS, self.R, self.M)
+        self.of_systems = linear_launch.options_of(of_fp32, self.R, self.M)  # whose solutions are fp32
         self.tensors = *self.k, *self.v, *self.beta, *self.gates
 
     def with_values(self, n: Tensor) -> "Problem":
@@ -54,7 +58,7 @@ class Problem(linear_launch.Problem):
         u, w, to_end, through, inverses = found
         arguments = (*self.tensors, u, w, inverses, to_end, through, *self.keys[1:], self.G)
         levels = C.bit_length() - 1
-        options = self.options | {"num_stages": 1}
+        options = self.of_systems | {"num_stages": 1}
         launch(kernels.corrections, (self.keys.n, self.G), *arguments, **options, LEVELS=levels)
         return found
 
@@ -103,13 +107,13 @@ class Problem(linear_launch.Problem):
         arguments = (*self.tensors, found.u, found.w, d_n, states, found.inverses, d_reads, dv, d_beta)
         sizes = (*self.keys[1:], self.G, self.P)
         kernel = backward_kernels.correction_gradients
-        launch(kernel, (self.keys.n, self.G), *arguments, *sizes, **self.options)
+        launch(kernel, (self.keys.n, self.G), *arguments, *sizes, **self.of_systems)
         return dv, d_beta
 
     def add_key_gradients(self, found: Corrections, d_read: Tensor) -> Tensor:
         """Return dk: what outputs and states read, in fp32, and what passes through the systems."""
         dk = self.inputs.k.new_empty(self.inputs.k.shape)
         arguments = (*self.k, *self.beta, *self.gates, found.w, found.inverses, d_read, dk)
-        grid = self.keys.n, self.G, self.blocks_r
-        launch(backward_kernels.key_gradients, grid, *arguments, *self.keys[1:], self.G, **self.options)
+        grid = self.keys.n, self.G, blocks(self.R, self.of_systems["BR"])
+        launch(backward_kernels.key_gradients, grid, *arguments, *self.keys[1:], self.G, **self.of_systems)
         return dk

@@ -15,9 +15,7 @@ So the choice is by the processor's vendor. Choosing by a measurement would let 
 in rounding, and a run that is resumed must end like one that was not interrupted.
 """
 
-import platform
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unrolled.ops.checks import observed
+from unrolled.ops.processor import description
 
 LEAST_ROWS, LEAST_WIDTH = 64, 64
 """Below, nothing was measured. With 64 rows, oneDNN reaches 133 to 195 GFLOP/s on the Xeon."""
@@ -36,9 +35,7 @@ def faster() -> bool:
     has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if not has_mkl or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    cpuinfo = Path("/proc/cpuinfo")
-    vendor = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else platform.processor()
-    return "AuthenticAMD" in vendor
+    return "AuthenticAMD" in description()
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

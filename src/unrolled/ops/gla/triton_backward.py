@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from unrolled.ops.gla.triton_kernels import after, are_parted, decays, load_gates, up_to
-from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, store_tile
+from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, parts_for, place, product, short, store_tile
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -47,6 +47,8 @@ def value_gradients(
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     k += row * k_strides[0] + g * k_strides[2]
     d_states += (slot * G + g).to(tl.int64) * (R * M)
+    PARTS: tl.constexpr = parts_for(dv, 1)
+    GATE_PARTS: tl.constexpr = parts_for(dv, 2)
     i = tl.arange(0, C)
     total = tl.zeros([C, BM], tl.float32)
     for first in range(0, R, BR):
@@ -54,13 +56,14 @@ def value_gradients(
         gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
         k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
         d_state = load_tile(d_states, r, M, r < R, m, 1, m < M)
-        total = product(k_tile * decays(after(LEVELS, C), gates, C, BR), d_state, total)
+        k_tile *= decays(after(LEVELS, C), gates, C, BR, GATE_PARTS)
+        total = product(short(k_tile, dv), short(d_state, dv), total, PARTS)
     for p in range(P):
         head = g * P + p
         o_head = grad_o + row * o_strides[0] + head * o_strides[2]
         o_tile = load_tile(o_head, tokens, o_strides[1], exists, m, o_strides[3], m < M)
         at = (row * length + tokens) * G * P + head
-        total = product(load_tile(pairs, i, 1, i < C, at, C, exists), o_tile, total)
+        total = product(load_tile(pairs, i, 1, i < C, at, C, exists), o_tile, total, PARTS)
     store_tile(dv, (row * length + tokens) * G + g, M, exists, m, m < M, total)
 
 
@@ -133,17 +136,13 @@ def feature_gradients(
         dq_tile += itself * k_tile
         dk_tile += itself * q_tile
         for level in tl.range(0, LEVELS, loop_unroll_factor=1):
-            left = k_tile * decays(after(level, C), gates, C, BR)
+            of_left, of_right = decays(after(level, C), gates, C, BR), decays(up_to(level, C), gates, C, BR)
             cut = load_parted(d_pairs, at, exists, level, C, False)
-            dq_right = product(cut, left, tl.zeros([C, BR], tl.float32))
-            dq_right *= decays(up_to(level, C), gates, C, BR)
+            dq_right = product(cut, k_tile * of_left, tl.zeros([C, BR], tl.float32)) * of_right
             d_gates = product(tl.trans(up_to(level, C)), q_tile * dq_right, d_gates)
             dq_tile += dq_right
-        for level in tl.range(0, LEVELS, loop_unroll_factor=1):
-            right = q_tile * decays(up_to(level, C), gates, C, BR)
             cut = load_parted(d_pairs, at, exists, level, C, True)
-            dk_left = product(cut, right, tl.zeros([C, BR], tl.float32))
-            dk_left *= decays(after(level, C), gates, C, BR)
+            dk_left = product(cut, q_tile * of_right, tl.zeros([C, BR], tl.float32)) * of_left
             d_gates = product(tl.trans(after(level, C)), k_tile * dk_left, d_gates)
             dk_tile += dk_left
         store_tile(dq, at, R, exists, r, r < R, dq_tile)

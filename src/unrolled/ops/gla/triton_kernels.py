@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 
 from unrolled.ops.linear.triton_kernels import LOWEST
-from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, sequence_slots, store_tile
+from unrolled.ops.triton.tiles import (
+    UNSPECIALIZED,
+    load_tile,
+    parts_for,
+    place,
+    product,
+    sequence_slots,
+    short,
+    store_tile,
+)
 
 
 @triton.jit
@@ -49,9 +58,12 @@ def are_parted(i, j, level):
 
 
 @triton.jit
-def decays(chosen, gates, C: tl.constexpr, BR: tl.constexpr):
-    """Return the products of the chosen gates, [C, BR]: F of `up_to`, E of `after`."""
-    return tl.exp(product(chosen, gates, tl.zeros([C, BR], tl.float32)))
+def decays(chosen, gates, C: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr = 3):
+    """Return the products of the chosen gates, [C, BR]: F of `up_to`, E of `after`.
+
+    Two parts of their logarithms give 16 digits, enough for a factor that is rounded to 8 or 11.
+    """
+    return tl.exp(product(chosen, gates, tl.zeros([C, BR], tl.float32), PARTS))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -65,6 +77,10 @@ def weights(
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
+    # W is for results of the type of q, which their kernels round it to. So here one part, of tf32, is enough
+    # for bf16 only.
+    PARTS: tl.constexpr = 1 if q.dtype.element_ty == tl.bfloat16 else 3
+    GATE_PARTS: tl.constexpr = parts_for(q, 2)
     i = tl.arange(0, C)
     total = tl.zeros([C, C], tl.float32)
     for first in range(0, R, BR):
@@ -74,9 +90,10 @@ def weights(
         gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
         total += tl.where(i[:, None] == i[None, :], tl.sum(q_tile * k_tile, 1)[:, None], 0.0)
         for level in tl.range(0, LEVELS, loop_unroll_factor=1):
-            right = q_tile * decays(up_to(level, C), gates, C, BR)
-            left = k_tile * decays(after(level, C), gates, C, BR)
-            products = product(right, tl.trans(left), tl.zeros([C, C], tl.float32))
+            right = q_tile * decays(up_to(level, C), gates, C, BR, GATE_PARTS)
+            left = k_tile * decays(after(level, C), gates, C, BR, GATE_PARTS)
+            zeros = tl.zeros([C, C], tl.float32)
+            products = product(right, tl.trans(left), zeros, PARTS)
             total += tl.where(are_parted(i[:, None], i[None, :], level), products, 0.0)
     store_tile(pairs, ((row * length + tokens) * G * P + head), C, exists, i, i < C, total)
 
@@ -155,11 +172,15 @@ def outputs(
     at = (row * length + tokens) * G * P + head
     i = tl.arange(0, C)
     v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
-    total = product(load_tile(pairs, at, C, exists, i, 1, i < C), v_tile, tl.zeros([C, BM], tl.float32))
+    PARTS: tl.constexpr = parts_for(o, 1)
+    GATE_PARTS: tl.constexpr = parts_for(o, 2)
+    pair_tile = load_tile(pairs, at, C, exists, i, 1, i < C)
+    total = product(pair_tile, v_tile, tl.zeros([C, BM], tl.float32), PARTS)
     for first in range(0, R, BR):
         r = first + tl.arange(0, BR)
         gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
         q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
         state = load_tile(states, r, M, r < R, m, 1, m < M)
-        total = product(q_tile * decays(up_to(LEVELS, C), gates, C, BR), state, total)
+        q_tile *= decays(up_to(LEVELS, C), gates, C, BR, GATE_PARTS)
+        total = product(short(q_tile, o), short(state, o), total, PARTS)
     store_tile(o, at, M, exists, m, m < M, total)

@@ -6,9 +6,11 @@ from torch import Tensor
 from unrolled.ops.gla import triton_backward as backward_kernels
 from unrolled.ops.gla import triton_kernels as kernels
 from unrolled.ops.gla.packed import Inputs
-from unrolled.ops.triton.launch import Slots, block, blocks, launch, with_strides
+from unrolled.ops.triton.launch import Slots, block, blocks, launch, multiplies_from_memory, with_strides
 
-CHUNK, BLOCK_R, BLOCK_M, BLOCK_M_OF_FP32 = 64, 32, 64, 32
+CHUNK = 64
+BLOCK = 64  # features or values at a time
+SMALL_BLOCK = 32  # those of fp32, and features before Hopper: more do not fit into registers
 FEATURES = 16  # of a program of `feature_gradients`; more do not fit into registers
 WARPS, STAGES = 4, 2
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
@@ -21,7 +23,9 @@ class Problem:
         (B, T, H, R), (G, M) = inputs.q.shape, inputs.v.shape[2:]
         self.inputs, self.B, self.T, self.H, self.G, self.R, self.M = inputs, B, T, H, G, R, M
         self.slots = Slots.cut(B, T, cu_seqlens, CHUNK)
-        BR, BM = block(R, BLOCK_R), block(M, BLOCK_M_OF_FP32 if inputs.q.dtype == torch.float32 else BLOCK_M)
+        short = inputs.q.dtype != torch.float32
+        BR = block(R, BLOCK if short and multiplies_from_memory(inputs.q.device) else SMALL_BLOCK)
+        BM = block(M, BLOCK if short else SMALL_BLOCK)
         self.blocks_r, self.blocks_m = blocks(R, BR), blocks(M, BM)
         self.q, self.k, self.v, self.gates = (with_strides(x) for x in inputs[:4])
         self.places = *self.slots[1:], G, H // G
@@ -97,7 +101,7 @@ class Problem:
         found = [x.new_empty(x.shape) for x in (q, k, log_decay)]
         tensors = (*self.q, *self.k, *self.v, *grad, *self.gates, pairs, states, d_states, *found)
         grid = self.slots.n, self.G, blocks(self.R, FEATURES)
-        sizes = self.sizes | {"BR": FEATURES, "BM": block(self.M, BLOCK_M_OF_FP32), "num_stages": 1}
+        sizes = self.sizes | {"BR": FEATURES, "BM": block(self.M, SMALL_BLOCK), "num_stages": 1}
         launch(backward_kernels.feature_gradients, grid, *tensors, *self.places, **sizes)
         return found
 

@@ -13,7 +13,7 @@ programs of 1 and of 3.
 Backward:
 
 4. `chunk_sums` and `scan`: the states again.
-5. `divisor_gradients` and `query_gradients`.
+5. `query_gradients`, with those of the divisors.
 6. `chunk_sums` over the queries and `scan` from the end: the gradients of the states.
 7. `key_gradients`, `value_gradients` and `gate_gradients`.
 
@@ -79,8 +79,7 @@ def _backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Opti
         end = problem.scan(problem.keys, states, through, (inputs.kv, inputs.k_sum), keep=causal or gated)
         grad = OutputGradient(grads.o, grads.o.stride(), den if options.normalize else None)
         read = problem.split(states) if causal else end
-        d_den, d_reads = problem.divisor_gradients(read, grad)
-        dq = problem.query_gradients(read, grad, d_den)
+        dq, d_den, d_reads = problem.query_gradients(read, grad)
 
         # The gradients of the states.
         d_states = problem.query_sums(grad, d_den)

@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 
 from unrolled.ops.linear.chunked import LOWEST_GATE
-from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, sequence_slots, store_tile
+from unrolled.ops.triton.tiles import (
+    UNSPECIALIZED,
+    load_tile,
+    parts_for,
+    place,
+    product,
+    sequence_slots,
+    store_tile,
+)
 
 LOWEST = tl.constexpr(LOWEST_GATE)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # see `safe_divide`
@@ -96,7 +104,7 @@ def chunk_sums(
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     if log_decay is not None:
         b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
-        factor = tl.exp(b if QUERIES else total - b).to(tl.float32)
+        factor = tl.exp((b if QUERIES else total - b).to(tl.float32))
         if through is not None:
             tl.store(through + slot * G + g, tl.exp(total), mask=block == 0)
     kv = tl.zeros([BR, BM], tl.float32)
@@ -178,6 +186,7 @@ def outputs(
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]
+    PARTS: tl.constexpr = parts_for(o, 1)
     weights = tl.zeros([C, C], tl.float32)
     divisor = tl.zeros([C], tl.float32)
     if CAUSAL or den is not None:
@@ -194,14 +203,12 @@ def outputs(
         allowed = i[:, None] >= i[None, :]
         if log_decay is not None:
             b, _ = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
-            from_start = tl.exp(b).to(tl.float32)
+            from_start = tl.exp(b.to(tl.float32))
             divisor *= from_start
             weights *= decay_between(b[:, None], b[None, :], allowed)
         else:
             weights = tl.where(allowed, weights, 0.0)
         divisor += tl.sum(weights, 1)
-    if den is not None:
-        tl.store(den + at, divisor, mask=exists)
     for first_m in range(0, M, BM):
         m = first_m + tl.arange(0, BM)
         num = tl.zeros([C, BM], tl.float32)
@@ -209,15 +216,17 @@ def outputs(
             r = first + tl.arange(0, BR)
             q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
             kv_tile = load_tile(kv + index * kv_stride, r, M, r < R, m, 1, m < M)
-            num = product(q_tile, kv_tile, num)
+            num = product(q_tile, kv_tile, num, PARTS)
         if CAUSAL:
             if log_decay is not None:
                 num *= from_start[:, None]
             v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
-            num = product(weights, v_tile, num)
+            num = product(weights, v_tile, num, PARTS)
         if den is not None:
             num *= inverse(divisor)[:, None]
         store_tile(o, at, M, exists, m, m < M, num)
+    if den is not None:
+        tl.store(den + at, divisor, mask=exists)
 
 
 @triton.jit

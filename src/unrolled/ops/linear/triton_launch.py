@@ -12,25 +12,48 @@ from unrolled.ops.triton.launch import Slots, block, blocks, launch, with_stride
 
 
 class Config(NamedTuple):
-    """Block sizes for widths up to `width`."""
+    """Block sizes for widths up to `width`; each number is a power of two."""
 
     width: int
     chunk: int  # tokens of a chunk
-    block_r: int  # features at a time
-    block_m: int  # values at a time
+    block: int  # features and values of a program or a step of its loop
+    columns: int  # features or values of a program that computes gradients; each computes the scores once
+    inner: int  # values or features of a step of its loop
     warps: int
+    sum_warps: int  # of `chunk_sums`
     stages: int  # of the loads in flight
 
 
 CONFIGS = (
-    Config(width=16, chunk=64, block_r=16, block_m=16, warps=4, stages=1),
-    Config(width=64, chunk=64, block_r=32, block_m=32, warps=8, stages=1),
-    Config(width=256, chunk=64, block_r=32, block_m=32, warps=8, stages=2),
+    Config(width=16, chunk=64, block=16, columns=16, inner=16, warps=4, sum_warps=4, stages=1),
+    Config(width=64, chunk=64, block=32, columns=32, inner=32, warps=8, sum_warps=8, stages=1),
+    Config(width=256, chunk=64, block=32, columns=32, inner=32, warps=8, sum_warps=8, stages=2),
+)
+CONFIGS_OF_FP32_VALUES = (  # and queries and keys of 16 bits
+    CONFIGS[0],
+    Config(width=64, chunk=64, block=64, columns=64, inner=32, warps=8, sum_warps=4, stages=2),
+    Config(width=256, chunk=64, block=64, columns=128, inner=32, warps=8, sum_warps=4, stages=2),
+)
+CONFIGS_OF_16_BITS = (
+    CONFIGS[0],
+    Config(width=64, chunk=64, block=64, columns=64, inner=64, warps=4, sum_warps=4, stages=2),
+    CONFIGS_OF_FP32_VALUES[2],
 )
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
 STEP_BLOCK_R, STEP_BLOCK_M = 32, 32  # small, since the few heads of one token must fill a GPU
 
 State = tuple[Tensor, Tensor]  # kv and k_sum
+
+
+def config_for(configs: tuple[Config, ...], R: int, M: int) -> Config:
+    """Return the first of the configs that is for heads of this width."""
+    return next(config for config in configs if max(R, M) <= config.width)
+
+
+def options_of(config: Config, R: int, M: int) -> dict[str, int]:
+    """Return the sizes and blocks of most kernels, as their arguments."""
+    sizes = {"R": R, "M": M, "C": config.chunk, "BR": block(R, config.block), "BM": block(M, config.block)}
+    return sizes | {"num_warps": config.warps, "num_stages": config.stages}
 
 
 class OutputGradient(NamedTuple):
@@ -44,21 +67,25 @@ class OutputGradient(NamedTuple):
 class Problem:
     """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
 
+    configs_of_16_bits = CONFIGS_OF_16_BITS
+
     def __init__(self, inputs: Inputs, options: Options):
         cu_seqlens, causal = options.cu_seqlens, options.causal
         (B, T, H, R), (_, S, G, M) = inputs.q.shape, inputs.v.shape
         self.inputs, self.causal = inputs, causal
         self.B, self.T, self.H, self.G, self.P, self.R, self.M = B, T, H, G, H // G, R, M
-        config = next(config for config in CONFIGS if max(R, M) <= config.width)
+        configs = CONFIGS if inputs.q.dtype == torch.float32 else self.configs_of_16_bits
+        config = config_for(configs, R, M)
         self.keys = Slots.cut(B, S, cu_seqlens, config.chunk)
-        self.queries = Slots.cut(B, T, cu_seqlens, config.chunk)
+        self.queries = self.keys if T == S else Slots.cut(B, T, cu_seqlens, config.chunk)
         self.sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        BR, BM = block(R, config.block_r), block(M, config.block_m)
-        self.blocks_r, self.blocks_m = blocks(R, BR), blocks(M, BM)
+        self.options = options_of(config, R, M)
+        self.blocks = blocks(R, self.options["BR"]) * blocks(M, self.options["BM"])
+        self.of_features = {"BR": block(R, config.columns), "BM": block(M, config.inner)}
+        self.of_sums = {"num_warps": config.sum_warps}
+        self.of_values = {"BR": block(R, config.inner), "BM": block(M, config.columns)}
         self.q, self.k, self.v, self.gates = (with_strides(x) for x in inputs[:4])
         self.chunk = config.chunk
-        self.options = {"R": R, "M": M, "C": config.chunk, "BR": BR, "BM": BM}
-        self.options |= {"num_warps": config.warps, "num_stages": config.stages}
 
     def key_sums(self) -> tuple[Tensor, Tensor | None]:
         """What each chunk of keys adds to the state `[slots, G, R*M + R]`, and exp(b_C) `[slots, G]`."""
@@ -76,9 +103,9 @@ class Problem:
         self, slots: Slots, tensors: tuple[object, ...], through: Tensor | None, heads: int, **options: object
     ) -> Tensor:
         states = self._scratch(slots.n, self.G, self.R * self.M + self.R)
-        grid = slots.n, self.G, self.blocks_r * self.blocks_m
+        grid = slots.n, self.G, self.blocks
         arguments = (*tensors, states, through, *slots[1:], self.G, heads)
-        launch(kernels.chunk_sums, grid, *arguments, **self.options, **options)
+        launch(kernels.chunk_sums, grid, *arguments, **self.options | self.of_sums, **options)
         return states
 
     def scan(
@@ -114,29 +141,26 @@ class Problem:
         self._launch_pairs(kernels.outputs, tensors, self.queries, self.H)
         return o, self._scratch(0) if den is None else den
 
-    def divisor_gradients(self, states: State, grad: OutputGradient) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the gradients of the divisors, and the queries' part of those of the gates: `[B,T,H]`."""
-        per_query = self.B, self.T, self.H
+    def query_gradients(
+        self, states: State, grad: OutputGradient
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute dq, the gradients of the divisors, and the queries' part of those of gates: `[B,T,H]`."""
+        dq, per_query = self.inputs.q.new_empty(self.inputs.q.shape), (self.B, self.T, self.H)
         d_den = None if grad.den is None else self._scratch(*per_query)
         d_reads = self._scratch(*per_query) if self.causal and self.gates[0] is not None else None
-        if d_den is not None or d_reads is not None:
-            tensors = (*self.q, *self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, d_reads)
-            self._launch_pairs(backward_kernels.divisor_gradients, tensors, self.queries, self.H)
-        return d_den, d_reads
-
-    def query_gradients(self, states: State, grad: OutputGradient, d_den: Tensor | None) -> Tensor:
-        """Compute dq from the states that the queries read."""
-        dq = self.inputs.q.new_empty(self.inputs.q.shape)
-        tensors = (*self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, dq)
-        self._launch_pairs(backward_kernels.query_gradients, tensors, self.queries, self.H)
-        return dq
+        tensors = (*self.q, *self.k, *self.v, *self.gates, *_rows(states), *grad, d_den, d_reads, dq)
+        kernel = backward_kernels.query_gradients
+        self._launch_pairs(kernel, tensors, self.queries, self.H, **self.of_features)
+        return dq, d_den, d_reads
 
     def key_gradients(
         self, d_states: State, grad: OutputGradient, d_den: Tensor | None, dk: Tensor
     ) -> Tensor:
         """Fill dk from the gradients of the states after each chunk."""
         tensors = (*self.q, *self.v, *self.gates, *_rows(d_states), *grad, d_den, dk)
-        self._launch_pairs(backward_kernels.key_gradients, tensors, self.keys, self.G, self.blocks_r)
+        grid = self.G, blocks(self.R, self.of_features["BR"])
+        kernel = backward_kernels.key_gradients
+        self._launch_pairs(kernel, tensors, self.keys, *grid, **self.of_features)
         return dk
 
     def value_gradients(self, d_kv: State | None, grad: OutputGradient, like: Tensor) -> Tensor:
@@ -144,7 +168,9 @@ class Problem:
         dv = like.new_empty(like.shape)
         rows = (None, 0) if d_kv is None else _rows(d_kv)[:2]
         tensors = (*self.q, *self.k, *self.gates, *rows, *grad, dv)
-        self._launch_pairs(backward_kernels.value_gradients, tensors, self.keys, self.G, self.blocks_m)
+        grid = self.G, blocks(self.M, self.of_values["BM"])
+        kernel = backward_kernels.value_gradients
+        self._launch_pairs(kernel, tensors, self.keys, *grid, **self.of_values)
         return dv
 
     def gate_gradients(
@@ -157,15 +183,17 @@ class Problem:
             (self.keys.n, self.G),
             *(*self.k, *self.v, *self.gates, states, d_states, d_reads, d_log_decay),
             *(*self.keys[1:], self.G, self.P),
-            **self.options,
+            **self.options | self.of_features,
             CAUSAL=self.causal,
         )
         return d_log_decay
 
-    def _launch_pairs(self, kernel: Any, tensors: tuple[object, ...], slots: Slots, *grid: int) -> None:
+    def _launch_pairs(
+        self, kernel: Any, tensors: tuple[object, ...], slots: Slots, *grid: int, **sizes: int
+    ) -> None:
         """Launch a kernel that multiplies queries with keys, once for each slot and point of the grid."""
-        sizes = (*slots[1:], self.G, self.P)
-        launch(kernel, (slots.n, *grid), *tensors, *sizes, **self.options, CAUSAL=self.causal)
+        arguments = (*tensors, *slots[1:], self.G, self.P)
+        launch(kernel, (slots.n, *grid), *arguments, **self.options | sizes, CAUSAL=self.causal)
 
     def split(self, states: Tensor) -> State:
         """Views of kv and k_sum in a scratch of states."""

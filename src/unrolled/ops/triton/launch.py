@@ -39,6 +39,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: ob
         kernel[grid](*arguments, **options)
 
 
+def multiplies_from_memory(device: torch.device) -> bool:
+    """Whether tensor cores read factors from shared memory, as from Hopper on; tiles may be larger then."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def with_strides(x: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
     """Return a tensor and its strides, or twice None: two arguments of a kernel."""
     return (None, None) if x is None else (x, x.stride())

@@ -70,44 +70,100 @@ def load_tile(x, rows, row_stride, row_exists, columns, column_stride, column_ex
 def store_tile(x, rows, row_stride, row_exists, columns, column_exists, values):
     """Store x[rows, columns] = values, where columns are adjacent in memory."""
     offsets = rows[:, None].to(tl.int64) * row_stride + columns[None, :]
-    tl.store(x + offsets, values.to(x.dtype.element_ty), mask=row_exists[:, None] & column_exists[None, :])
+    tl.store(x + offsets, cast(values, x.dtype.element_ty), mask=row_exists[:, None] & column_exists[None, :])
 
 
 @triton.jit
-def product(a, b, total):
-    """Return total + a @ b in fp32, rounded about as fp32 is, by the tensor cores.
+def parts_for(result, FEWEST: tl.constexpr):
+    """Return into how many parts `product` splits the factors of a result: three if it is fp32."""
+    return 3 if result.dtype.element_ty == tl.float32 else FEWEST
 
-    Numbers of 16 bits are multiplied as they are: their products are exact in fp32. An operand in fp32 beside
-    one in bf16 is the sum of three bf16 numbers, so 3 products of 16 bits are exact too. All else runs as
-    "tf32x3", which splits both operands into two tf32 parts and loses 2^-22 of a term, where fp32 loses
-    2^-24 of the sum; "ieee" does not run on the tensor cores.
+
+@triton.jit
+def cast(x, type: tl.constexpr):
+    """Return fp32 numbers in another type, rounded to nearest."""
+    if INTERPRETED and type == tl.bfloat16:  # the interpreter cuts digits off
+        x = _rounded(x, 16)
+    return x.to(type)
+
+
+@triton.jit
+def short(x, like):
+    """Return fp32 numbers rounded to bf16 where `like` is bf16; beside fp16 `product` rounds them to tf32."""
+    if like.dtype.element_ty == tl.bfloat16 and x.dtype == tl.float32:
+        x = cast(x, tl.bfloat16)
+    return x
+
+
+@triton.jit
+def product(a, b, total, PARTS: tl.constexpr = 3):
+    """Return total + a @ b, summed in fp32 by the tensor cores, of factors rounded about as fp32 is.
+
+    Numbers of 16 bits are multiplied as they are: their products are exact in fp32. A factor in fp32 beside
+    one of bf16 is the sum of three bf16 numbers, which are multiplied one after the other. Beside one of fp16
+    it is the sum of two of tf32, as states and scores may be too large for fp16. Two factors in fp32 run as
+    "tf32x3", which splits both into two tf32 parts and loses 2^-22 of a term, where fp32 loses 2^-24 of the
+    sum; "ieee" does not run on the tensor cores.
+
+    Where the result is stored with 16 bits, one of the PARTS is enough, which is rounded as the result is, or
+    two where terms nearly cancel.
     """
-    if a.dtype == b.dtype and a.dtype != tl.float32:
-        total = _sixteen_bits(a, b, total)
-    elif b.dtype == tl.bfloat16:
-        high, middle, low = _three_parts(a.to(tl.float32))
-        total = _sixteen_bits(high, b, _sixteen_bits(middle, b, _sixteen_bits(low, b, total)))
-    elif a.dtype == tl.bfloat16:
-        high, middle, low = _three_parts(b.to(tl.float32))
-        total = _sixteen_bits(a, high, _sixteen_bits(a, middle, _sixteen_bits(a, low, total)))
+    if a.dtype == tl.float32 and b.dtype == tl.float32:
+        if PARTS == 1:
+            total = tl.dot(_rounded(a, 13), _rounded(b, 13), total, input_precision="tf32")
+        else:
+            total = tl.dot(a, b, total, input_precision="tf32x3")
+    elif a.dtype == tl.float32:
+        high, middle, low = _parts(a, b.dtype)
+        if PARTS > 2 and b.dtype == tl.bfloat16:
+            total = _dot(low, b, total)
+        if PARTS > 1:
+            total = _dot(middle, b, total)
+        total = _dot(high, b, total)
+    elif b.dtype == tl.float32:
+        high, middle, low = _parts(b, a.dtype)
+        if PARTS > 2 and a.dtype == tl.bfloat16:
+            total = _dot(a, low, total)
+        if PARTS > 1:
+            total = _dot(a, middle, total)
+        total = _dot(a, high, total)
     else:
-        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="tf32x3")
+        total = _dot(a, b, total)
     return total
 
 
 @triton.jit
-def _three_parts(x):
-    """Return the bf16 numbers whose sum is x, largest first."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def _sixteen_bits(a, b, total):
+def _dot(a, b, total):
     if INTERPRETED:  # the interpreter multiplies the bits of bf16 numbers as if they were integers
         total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    else:
+    elif a.dtype == b.dtype:
         total = tl.dot(a, b, total)
+    else:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="tf32")
     return total
+
+
+@triton.jit
+def _parts(x, beside: tl.constexpr):
+    """Return the numbers whose sum is x, largest first: of bf16 beside bf16, else of tf32."""
+    if beside == tl.bfloat16:
+        high = cast(x, tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = cast(rest, tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    else:
+        high = _rounded(x, 13)
+        middle = _rounded(x - high, 13)
+        low = x - high - middle
+    return high, middle, low
+
+
+@triton.jit
+def _rounded(x, DIGITS: tl.constexpr):
+    """Return fp32 numbers rounded to nearest, with so many fewer binary digits; NaN stays NaN.
+
+    Tensor cores cut off what tf32 does not hold.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + ((1 << (DIGITS - 1)) - 1) + ((bits >> DIGITS) & 1)) & -(1 << DIGITS)
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)

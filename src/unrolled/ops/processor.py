@@ -1,0 +1,21 @@
+"""What the system says about its processor."""
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of Intel and AMD, Intel, and Arm
+
+
+@cache
+def description() -> str:
+    """Return what the system says: `/proc/cpuinfo`, or else one line."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.read_text(errors="replace") if cpuinfo.exists() else platform.processor()
+
+
+def multiplies_bf16() -> bool:
+    """Whether products of bfloat16 matrices are faster than in fp32: on a GPU, or a CPU made for them."""
+    return torch.cuda.is_available() or not _BF16_FLAGS.isdisjoint(description().split())
