@@ -57,7 +57,7 @@ def shipped_page(out: Path, *, runtime: Path | None, force: bool) -> Path:
     if not force and is_current_page_of(out, models):
         return out
     check_folder(out, "the page of these models", lambda: is_page_of(out, models), force=force)
-    typer.echo("writing the page, once: this takes some seconds", err=True)
+    typer.echo("writing the page, once: this takes about twenty seconds", err=True)
     return write_site(models, out, runtime=runtime, sampling=SAMPLING)
 
 
