@@ -27,9 +27,9 @@ def quantize(
 ) -> None:
     """Round the best weights of a run, and write them to a folder, packed for generation on a CPU.
 
-    A weight of a matrix takes 32, 16, 8 or 4.5 bits; all others stay in fp32. If the data of the run can be
-    opened, the loss of quality is measured on the whole validation split, and int4 rounds such that the
-    model changes least on some of the training split.
+    A weight of a matrix takes 32, 16, 8 or 4.5 bits, one of an embedding 16 unless the matrices take 32, all
+    others 32. If the data of the run can be opened, the loss of quality is measured on the whole validation
+    split, and int4 rounds such that the model changes least on a sample of the training split.
 
     \b
     Examples:
