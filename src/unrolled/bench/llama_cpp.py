@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from unrolled.bench import rwkv
-from unrolled.bench.case import MissingError
+from unrolled.bench.case import MissingError, NotMeasuredError
 
+HEAD = 64  # numbers that its recurrence takes at once
 TOLERANCES = {"fp32": 1e-4, "Q8_0": 0.5}
 """Forms of the weights, and the largest error of each, relative to the largest logit. With Q8_0, inputs of
 matrices are rounded to 8 bits too, and random weights are the worst case."""
@@ -30,11 +31,14 @@ def steps(shape: rwkv.Shape, form: str, tokens: Tensor, threads: int) -> Callabl
 
     Raises:
         MissingError: the packages are not there, or do not run the model.
+        NotMeasuredError: its heads have a width that llama.cpp does not check.
     """
     try:
         import llama_cpp
     except ImportError as error:
         raise MissingError("llama-cpp-python and gguf are not installed") from error
+    if shape.head % HEAD:
+        raise NotMeasuredError(f"with AVX-512 it writes out of bounds unless heads are {HEAD} wide")
     llama_cpp.llama_log_set(_silence(), ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     with tempfile.TemporaryDirectory() as folder:
