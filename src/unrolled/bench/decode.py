@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from unrolled.bench.models import (
 from unrolled.bench.peer_models import idiap_encoder
 from unrolled.bench.units import brief_time, size
 from unrolled.decode import Plan, plan
-from unrolled.decode.packing import PACKINGS, Weights, rounded
+from unrolled.decode.packing import GROUP, GROUP_BYTES, PACKINGS, Weights, rounded
 from unrolled.decode.request import Request
 from unrolled.generation import engine
 from unrolled.models import Decoder
@@ -33,8 +33,6 @@ STEPS = 64
 # Largest error, relative to the largest logit, where the inputs of a matrix are rounded too: with int8 to 16
 # bits, by the others to 8.
 TOLERANCES = {"int8": 2e-3, "int4": 0.2, "ONNX Runtime int8": 0.2}
-
-BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4.5}
 
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
@@ -77,8 +75,10 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
         return partial(generated, loaded.step, partial(loaded.init_state, batch))
 
     config = model.config
-    shape = rwkv.Shape(config.n_layers, config.d_model, min(64, config.d_model), config.vocab_size)
+    head = min(llama_cpp.HEAD, config.d_model)
+    shape = rwkv.Shape(config.n_layers, config.d_model, head, config.vocab_size)
 
+    @cache  # it serves all forms
     def of_llama_cpp() -> list[Tensor]:
         return [rwkv.definition(rwkv.random_weights(shape), shape, tokens)]
 
@@ -136,7 +136,10 @@ def drawing(batch: int, settings: Settings, width: int | None = None) -> Problem
 def streamed_bytes(model: Decoder, weights: Weights = "fp32") -> int:
     """Count the bytes of weights that every step reads: all but the embedding, of which it reads a row."""
     read = {name: x for name, x in model.named_parameters() if not name.startswith("embedding")}
-    return sum(int(x.numel() * (BITS[weights] if _packed(name, x) else 32) / 8) for name, x in read.items())
+    return sum(
+        x.numel() * GROUP_BYTES[weights] // GROUP if _packed(name, x) else x.nbytes
+        for name, x in read.items()
+    )
 
 
 def _packed(name: str, x: Tensor) -> bool:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import unrolled
 from unrolled.bench.case import MissingError, Settings
 from unrolled.bench.measure import take_turns
 from unrolled.ops import native
+from unrolled.ops.processor import description
 from unrolled.threads import cpu_threads
 
 BUFFER = 1 << 28  # bytes, far more than the last-level cache holds
@@ -117,12 +117,9 @@ def _seconds(run: Callable[[], object], settings: Settings) -> float:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = description().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _memory() -> int | None:

@@ -1,7 +1,8 @@
 """RWKV-7 run by llama.cpp: the model, with random weights, as a file and as its definition in fp64.
 
-Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution", arXiv 2503.14456. Names are those
-of llama.cpp's files.
+Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution", arXiv 2503.14456. The equations of
+its time mixing are in `unrolled.attention.rwkv7`; in every layer but the first, a learned share of the first
+layer's values is added. Names of weights are those of llama.cpp's files.
 """
 
 import math
@@ -14,13 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 RANK, GATE_RANK = 32, 64  # of the matrices that compute the decay, the rates and the gate
-DECAY_RANKS = {"w": RANK, "a": RANK, "v": RANK}
 EPS, HEAD_EPS = 1e-5, 64e-5
 MIXTURES = "rwkvag"
 
 
 class Shape(NamedTuple):
-    """Sizes of a model."""
+    """Sizes of a model.
+
+    Attributes:
+        layers: number of layers.
+        width: of the model, a multiple of `head`.
+        head: width of a head.
+        vocabulary: number of token ids.
+    """
 
     layers: int
     width: int
@@ -28,9 +35,9 @@ class Shape(NamedTuple):
     vocabulary: int
 
 
-def random_weights(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
-    """Draw the weights of a model, by their names; products have about the size of their inputs."""
-    generator, d = torch.Generator().manual_seed(seed), shape.width
+def random_weights(shape: Shape) -> dict[str, Tensor]:
+    """Draw the weights of a model, always the same; products have about the size of their inputs."""
+    generator, d = torch.Generator().manual_seed(0), shape.width
     found: dict[str, Tensor] = {}
 
     def matrix(name: str, outputs: int, inputs: int) -> None:
@@ -50,10 +57,10 @@ def random_weights(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
         block = f"blk.{i}"
         norm(f"{block}.attn_norm")
         norm(f"{block}.attn_norm_2")
-        for name, rank in DECAY_RANKS.items():
+        for name in "wav":
             vectors(f"{block}.time_mix_{name}0.weight")
-            matrix(f"{block}.time_mix_{name}1.weight", rank, d)
-            matrix(f"{block}.time_mix_{name}2.weight", d, rank)
+            matrix(f"{block}.time_mix_{name}1.weight", RANK, d)
+            matrix(f"{block}.time_mix_{name}2.weight", d, RANK)
         matrix(f"{block}.time_mix_g1.weight", GATE_RANK, d)
         matrix(f"{block}.time_mix_g2.weight", d, GATE_RANK)
         found[f"{block}.time_mix_lerp_fused.weight"] = torch.rand(6, 1, 1, d, generator=generator)

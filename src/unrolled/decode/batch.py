@@ -1,5 +1,6 @@
 """Sequences that a plan continues side by side, each with options of its own."""
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,8 @@ class Batch:
         self._status = torch.zeros(rows, dtype=torch.uint8)  # all ended
         self._tokens = [torch.empty(0, dtype=torch.long)] * rows
         self._kept: list[list[Tensor]] = [[]] * rows  # what the descriptions point to
-        self._described = [native.struct("Row")(**_UNUSED)] * rows
+        self._size = native.struct_size("Row")
+        self._described = ctypes.create_string_buffer(rows * self._size)
 
     @property
     def active(self) -> Tensor:
@@ -62,7 +64,7 @@ class Batch:
         stop = torch.tensor([token for ids in stops for token in ids], dtype=torch.long)
         self._tokens[row] = torch.empty(limit, dtype=torch.long)
         self._kept[row] = [ends, stop, *([] if seen is None else [seen])]
-        self._described[row] = native.struct("Row")(
+        described = native.struct("Row")(
             sampling=_fields(sampling, self.logits.shape[1]),
             key=key,
             limit=limit,
@@ -72,6 +74,8 @@ class Batch:
             tokens=native.address(self._tokens[row]),
             seen=native.address(seen),
         )
+        place = ctypes.addressof(self._described) + row * self._size
+        ctypes.memmove(place, described, self._size)
         self.length[row], self._status[row] = 0, native.enum("RowStatus")["ACTIVE"]
 
     def draw(self, most: int) -> None:
@@ -82,11 +86,10 @@ class Batch:
         """
         left = self.plan.positions_left(self.state)
         self.state = self.plan.with_room(self.state, most if left is None else min(most, left))
-        rows = b"".join(self._described)
         continuation = native.struct("Continuation")(
             rows=len(self.logits),
             most=most,
-            row=native.bytes_address(rows),
+            row=ctypes.addressof(self._described),
             logits=native.address(self.logits),
             length=native.address(self.length),
             status=native.address(self._status),
@@ -106,12 +109,6 @@ class Batch:
     def tokens(self, row: int) -> Tensor:
         """Return the new tokens of a row so far; they are not copied."""
         return self._tokens[row][: int(self.length[row])]
-
-
-_UNUSED = {
-    "sampling": (0.0,) * 4 + (0,),
-    "key": 0, "limit": 0, "stops": 0, "stop": 0, "stop_end": 0, "tokens": 0, "seen": 0,
-}  # fmt: skip
 
 
 def _fields(sampling: Sampling, vocab_size: int) -> tuple[float, ...]:

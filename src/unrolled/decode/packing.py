@@ -35,7 +35,7 @@ GROUP = 32  # inputs that a number of them is filled up to, and that share a sca
 FIRST_STEPS = (-8, -8.7, 7, 7.7)  # of the largest weight of a group, before its scale is fitted
 GROUPS_AT_ONCE = 2048  # in the cache
 LAYOUT = f"tiles of {TILE} outputs, groups of {GROUP} inputs"
-_GROUP_BYTES: dict[Weights, int] = {"fp32": 128, "bf16": 64, "int8": 32, "int4": 18}  # of an output
+GROUP_BYTES: dict[Weights, int] = {"fp32": 128, "bf16": 64, "int8": 32, "int4": 18}  # of an output
 
 
 class Packed(NamedTuple):
@@ -95,7 +95,7 @@ def check_packed(
     """
     outputs, inputs = sizes
     rows, columns = outputs + -outputs % TILE, inputs + -inputs % GROUP
-    expected = {"tiles": (torch.uint8, [rows * columns // GROUP * _GROUP_BYTES[weights]])}
+    expected = {"tiles": (torch.uint8, [rows * columns // GROUP * GROUP_BYTES[weights]])}
     if weights == "int8":
         expected |= {"scales": (torch.float32, [rows]), "sums": (torch.int32, [rows])}
     if biased:
@@ -173,7 +173,7 @@ def _int4(whole: Tensor, scale: Tensor) -> tuple[Tensor, None, None]:
 
 
 def _from_int4(tiles: Tensor, inputs: int) -> Tensor:
-    parts = tiles.view(-1, inputs // GROUP, _GROUP_BYTES["int4"] * TILE)
+    parts = tiles.view(-1, inputs // GROUP, GROUP_BYTES["int4"] * TILE)
     scales = parts[..., : 2 * TILE].contiguous().view(torch.bfloat16).float().transpose(1, 2)
     halves = parts[..., 2 * TILE :].reshape(len(parts), -1, GROUP // 8, TILE, 4)
     # [tile, group, quad, output, byte] -> [tile, output, group, quad, half, byte]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from struct import calcsize
 
 import torch
 from torch import Tensor
@@ -79,6 +80,11 @@ def struct(name: str) -> Callable[..., bytes]:
     return _layouts()[name].pack
 
 
+def struct_size(name: str) -> int:
+    """Return the bytes of a struct of `native/arguments.h`."""
+    return calcsize(_layouts()[name].format)
+
+
 def enum(name: str) -> dict[str, int]:
     """Return the values of an enum of `native/arguments.h`, by their names."""
     return _enums()[name]
@@ -136,11 +142,6 @@ def address(x: Tensor | None) -> int:
     if not x.is_cpu:
         raise ValueError(f"a tensor is on {x.device}, but must be on the CPU like q")
     return x.data_ptr()
-
-
-def bytes_address(structs: bytes) -> int:
-    """Return the address of packed structs, which must be kept as long as it is used."""
-    return ctypes.cast(ctypes.c_char_p(structs), ctypes.c_void_p).value or 0
 
 
 @cache
