@@ -113,14 +113,17 @@ AMX inline void amx_int8(const char* w, Int inputs, const Halves& x, int32_t (*h
 
 AMX inline void release_tiles() { _tile_release(); }
 
-inline bool on_matrix_unit(const Packed& w, Int rows) {
-    const bool fits = w.packing == BFLOAT16_TILES || (w.packing == INT8_TILES && padded_inputs(w) % 64 == 0);
-    return fits && rows >= FEWEST_AMX_ROWS && amx_available();
+// Whether `rows` rows are multiplied there. Sums of bfloat16 round otherwise there: `steady` takes all of
+// them.
+inline bool on_matrix_unit(const Packed& w, Int rows, bool steady) {
+    const bool halves = w.packing == BFLOAT16_TILES,
+               fits = halves || (w.packing == INT8_TILES && padded_inputs(w) % 64 == 0);
+    return fits && (rows >= FEWEST_AMX_ROWS || (steady && halves)) && amx_available();
 }
 
 #else
 
-inline bool on_matrix_unit(const Packed&, Int) { return false; }
+inline bool on_matrix_unit(const Packed&, Int, bool) { return false; }
 
 #endif
 

@@ -223,7 +223,15 @@ struct Instruction {
     Packed layer;
 };
 
-// A program that computes the logits of the next token, and the states of sequences that it updates.
+// The state of a sequence, which is updated.
+struct SequenceState {
+    int64_t* position;  // tokens read so far
+    float* state;       // what has a constant size
+    float* cache;       // floats of all tokens, room for `capacity` of them
+    int64_t capacity;
+};
+
+// A program that computes the logits of the next token, and the sequences that it reads.
 struct Program {
     int64_t instructions;  // of them the last `head` run only for tokens whose logits are wanted
     int64_t head;
@@ -232,12 +240,10 @@ struct Program {
     int64_t logits, vocabulary;    // where the head writes
     int64_t widest;                // most inputs of a linear layer
     int32_t threads;
-    const Instruction* instruction;
-    int64_t* position;  // [sequences]: tokens read so far
-    float* state;       // [sequences, state_size]
-    float* cache;       // [sequences, cache_size, capacity]
-    int64_t state_size, cache_size, capacity;
+    int32_t steady;     // whether the same bits come out however many tokens are read at once
     int64_t positions;  // how many tokens a sequence may have; -1 for any number
+    const Instruction* instruction;
+    const SequenceState* sequence;
 };
 
 // Tokens to read. Those of one sequence are in order.
@@ -265,6 +271,7 @@ struct Row {
     const int64_t *stop, *stop_end;  // these in a row, and where each ends
     int64_t* tokens;                 // [limit], the new ones
     uint8_t* seen;                   // [vocabulary]: whether a token has occurred; null without a penalty
+    float* told;  // [most, vocabulary]: the logits of each token drawn in a call; null if nobody asks
 };
 
 // Sequences that are continued side by side.

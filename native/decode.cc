@@ -126,13 +126,14 @@ class Worker {
                        positions + i);
     }
 
-    // Draws the next token of this thread's share of the rows, and notes which rows end.
-    void draw(const Continuation& c) {
+    // Draws a token, number `step` of this call, for this thread's share of the rows; notes which rows end.
+    void draw(const Continuation& c, Int step) {
         const Int V = run_.program.vocabulary;
         for (Int i = part_; i < c.rows; i += parts_) {
             if (c.status[i] != ACTIVE) continue;
             const Row& row = c.row[i];
             const Int n = c.length[i];
+            if (row.told) std::memcpy(row.told + step * V, c.logits + i * V, (size_t)V * 4);
             const Int token = unrolled::draw(row.sampling, V, c.logits + i * V, row.seen,
                                              unrolled::random_number(row.key, n), candidates_);
             if (token < 0) {
@@ -187,8 +188,10 @@ class Worker {
     void multiply(const Instruction& x, Int n) {
         const Share tiles = share_of(ceil_div(x.layer.outputs, TILE), part_, parts_);
         if (tiles.first == tiles.last) return;
-        const PackedRows rows = packer_.pack(x.layer, at(0) + x.first, run_.row, n);
-        multiply_tiles(x.layer, tiles.first, tiles.last, rows, n, at(0) + x.to, run_.row, weights_after(x));
+        const bool matrix_unit = on_matrix_unit(x.layer, n, run_.program.steady);
+        const PackedRows rows = packer_.pack(x.layer, at(0) + x.first, run_.row, n, matrix_unit);
+        multiply_tiles(x.layer, tiles.first, tiles.last, rows, n, matrix_unit, at(0) + x.to, run_.row,
+                       weights_after(x));
     }
 
     // What this thread multiplies by after an instruction.
@@ -233,12 +236,8 @@ class Worker {
     }
 
     SequenceRow sequence_row(const Tokens& tokens, const Int* positions, Int i) const {
-        const Program& p = run_.program;
-        const Int sequence = tokens.sequence[i];
-        return {{at(i), tokens.token[i], positions[i]},
-                p.state + sequence * p.state_size,
-                p.cache + sequence * p.cache_size * p.capacity,
-                p.capacity};
+        const SequenceState& s = run_.program.sequence[tokens.sequence[i]];
+        return {{at(i), tokens.token[i], positions[i]}, s.state, s.cache, s.capacity};
     }
 
     // Whether n tokens of a row end with one of the sequences that end it.
@@ -283,7 +282,7 @@ Status on_threads(const Program& p, Int most, F&& work) {
 }
 
 // Counts a token of a sequence: returns its position.
-Int advance(const Program& p, Int sequence) { return p.position[sequence]++; }
+Int advance(const Program& p, Int sequence) { return (*p.sequence[sequence].position)++; }
 
 Status read(const Program& p, const Tokens& tokens) {
     Workspace memory;
@@ -302,12 +301,12 @@ Status continue_all(const Program& p, const Continuation& c) {
     return on_threads(p, c.rows, [&](Worker& worker, Int part) {
         for (Int step = 0; step < c.most; ++step) {
             worker.wait();
-            worker.draw(c);
+            worker.draw(c, step);
             worker.wait();
             if (part == 0) {
                 tokens.n = 0;
                 for (Int row = 0; row < c.rows; ++row) {
-                    if (c.status[row] == ACTIVE && p.position[row] == p.positions)
+                    if (c.status[row] == ACTIVE && *p.sequence[row].position == p.positions)
                         c.status[row] = NO_POSITION;
                     if (c.status[row] != ACTIVE) continue;
                     drawn[tokens.n] = c.row[row].tokens[c.length[row] - 1];

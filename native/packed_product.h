@@ -134,12 +134,12 @@ AMX inline void multiply_tiles_amx(const Packed& w, Int first, Int last, const P
 #endif
 
 // Multiplies `rows` rows by the tiles [first, last). `next` is what will be read after them.
-inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows, float* y,
-                           Int y_row, const void* next) {
+inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
+                           [[maybe_unused]] bool matrix_unit, float* y, Int y_row, const void* next) {
     if (w.packing == FLOAT32_TILES)
         return multiply_float32_tiles(w, first, last, x.x, x.row, rows, y, y_row, next);
 #if defined(UNROLLED_AMX)
-    if (on_matrix_unit(w, rows)) return multiply_tiles_amx(w, first, last, x, rows, y, y_row);
+    if (matrix_unit) return multiply_tiles_amx(w, first, last, x, rows, y, y_row);
 #endif
     const Int scales = w.packing == INT4_TILES ? padded_inputs(w) / GROUP : 1,
               groups = ceil_div(rows, TILE_ROWS);

@@ -18,9 +18,9 @@ class RowPacker {
         sums_ = (int32_t*)memory.floats(rows * ceil_div(inputs, GROUP));
     }
 
-    PackedRows pack(const Packed& w, const float* x, Int x_row, Int rows) {
+    PackedRows pack(const Packed& w, const float* x, Int x_row, Int rows, bool matrix_unit) {
         const Int n = w.inputs, whole = padded_inputs(w);
-        if (w.packing == BFLOAT16_TILES && on_matrix_unit(w, rows)) return halve(x, x_row, rows, n, whole);
+        if (w.packing == BFLOAT16_TILES && matrix_unit) return halve(x, x_row, rows, n, whole);
         if (w.packing == FLOAT32_TILES || (w.packing == BFLOAT16_TILES && n % 2 == 0))
             return {x, x_row, nullptr, nullptr, 0, nullptr, nullptr};
         const Int groups = w.packing == INT4_TILES ? whole / GROUP : 1;

@@ -105,23 +105,28 @@ void check_decode(int64_t width, int64_t rows, int32_t packing, int threads) {
     for (int64_t i = 0; i < n; ++i)
         token.push_back(i % V), sequence.push_back(i % rows), place.push_back(i < 2 * rows ? -1 : i % rows);
     Program p = {};
+    std::vector<SequenceState> sequences;
     p.instructions = (int64_t)s.program.size(), p.head = 2, p.width = 10 * PLACE, p.hidden = 0,
     p.hidden_width = width;
     p.logits = 8 * PLACE, p.vocabulary = V, p.widest = width, p.threads = threads;
-    p.instruction = s.program.data(), p.state_size = s.state, p.cache_size = cache, p.capacity = capacity,
-    p.positions = -1;
+    p.instruction = s.program.data(), p.positions = -1, p.steady = rows % 2;
     const Tokens tokens = {n, token.data(), sequence.data(), place.data(), logits.data()};
     Doubles expected;
     for (int64_t i = 0; i < rows * V; ++i) expected.push_back(s.bias[(size_t)(i % V)]);
     report.run([&] {
         position.assign((size_t)rows, 0), state.assign((size_t)(rows * s.state), 0);
         keys.assign((size_t)(rows * cache * capacity), 0);
-        p.position = position.data(), p.state = state.data(), p.cache = keys.data();
+        sequences.clear();
+        for (int64_t i = 0; i < rows; ++i)
+            sequences.push_back({position.data() + i, state.data() + i * s.state,
+                                 keys.data() + i * cache * capacity, capacity});
+        p.sequence = sequences.data();
         return EXPORTED(decode)(&p, &tokens);
     });
     report.compare("logits", logits, expected);
     // Draws more tokens; the logits stay the same.
-    const int64_t limit = 9, stop[] = {1, 2}, stop_end[] = {2};
+    const int64_t limit = 9, most = 5, stop[] = {1, 2}, stop_end[] = {2};
+    Floats told((size_t)(rows * most * V));
     std::vector<uint8_t> seen((size_t)(rows * V)), status;
     std::vector<int64_t> length, drawn;
     report.run([&] {
@@ -136,11 +141,14 @@ void check_decode(int64_t width, int64_t rows, int32_t packing, int threads) {
                            stop,
                            stop_end,
                            drawn.data() + i * limit,
-                           i % 3 ? seen.data() + i * V : nullptr});
-        const Continuation c = {rows, 5, all.data(), logits.data(), length.data(), status.data()};
+                           i % 3 ? seen.data() + i * V : nullptr,
+                           i % 2 ? nullptr : told.data() + i * most * V});
+        const Continuation c = {rows, most, all.data(), logits.data(), length.data(), status.data()};
         return EXPORTED(decode_on)(&p, &c);
     });
     report.compare("logits after drawing", logits, expected);
+    report.compare("logits of the first tokens", Floats(told.begin(), told.begin() + V),
+                   Doubles(expected.begin(), expected.begin() + V));
     for (int64_t i = 0; i < rows * limit; ++i)
         if (i % limit < length[(size_t)(i / limit)] && (drawn[(size_t)i] < 0 || drawn[(size_t)i] >= V))
             report.fail("drew no token");

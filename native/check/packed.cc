@@ -114,7 +114,8 @@ void check_product(int64_t rows, int64_t inputs, int64_t outputs, int32_t packin
     Program p = {};
     p.instructions = 2, p.head = 1, p.width = place + w.rows, p.hidden_width = inputs, p.logits = place;
     p.vocabulary = outputs, p.widest = inputs, p.threads = threads, p.instruction = program;
-    p.position = &position, p.positions = -1;
+    const SequenceState sequence = {&position, nullptr, nullptr, 0};
+    p.sequence = &sequence, p.positions = -1;
     Floats y((size_t)(rows * outputs), NAN);
     const Tokens tokens = {rows, token.data(), zeros.data(), token.data(), y.data()};
     report.run([&] { return EXPORTED(decode)(&p, &tokens); });

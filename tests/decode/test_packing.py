@@ -43,7 +43,7 @@ def product(x, w, bias, weights):
     config = DecoderConfig(vocab_size=len(w), d_model=x.shape[1], n_heads=1)
     plan = Plan(config, weights, program, DecoderState(torch.empty(0), ()))
     logits, rows = torch.full((len(x), len(w)), torch.nan), torch.arange(len(x))
-    plan.read(rows, torch.zeros_like(rows), rows, plan.init_state(1), logits)
+    plan.read(rows, torch.zeros_like(rows), rows, [plan.init_state(1)], logits)
     return logits
 
 

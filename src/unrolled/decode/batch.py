@@ -13,21 +13,27 @@ if TYPE_CHECKING:
     from unrolled.decode.plan import Plan, PlanState
 
 
+MOST_TOLD = 16  # tokens that are drawn at once while a row tells its logits
+
+
 class Batch:
-    """Rows of a state. Those that were started are continued until they end.
+    """Rows, each with a state of its own. Those that were started are continued until they end.
 
     Args:
         plan: what continues them.
-        state: of all rows; it is updated.
         logits: [rows, vocab_size] fp32, of the token after those that a row has read; it is updated.
 
     Attributes:
         length: [rows] long, the number of new tokens of each.
+        states: of each row, as of a batch of one; they are updated.
+        told: for each row that tells, [MOST_TOLD, vocab_size]: the logits of what the last `draw` drew.
     """
 
-    def __init__(self, plan: "Plan", state: "PlanState", logits: Tensor) -> None:
-        self.plan, self.state, self.logits = plan, state, logits
+    def __init__(self, plan: "Plan", logits: Tensor) -> None:
+        self.plan, self.logits = plan, logits
         rows = len(logits)
+        self.states: list[PlanState | None] = [None] * rows
+        self.told: list[Tensor | None] = [None] * rows
         self.length = torch.zeros(rows, dtype=torch.long)
         self._status = torch.zeros(rows, dtype=torch.uint8)  # all ended
         self._tokens = [torch.empty(0, dtype=torch.long)] * rows
@@ -43,23 +49,30 @@ class Batch:
     def start(
         self,
         row: int,
+        state: "PlanState",
         sampling: Sampling,
         key: int,
         limit: int,
         stops: list[list[int]],
         seen: Tensor | None = None,
+        *,
+        tells: bool = False,
     ) -> None:
-        """Continue a row.
+        """Continue a row, from the logits that it has.
 
         Args:
             row: its number.
+            state: of one sequence; it is updated in place, or replaced by a larger one.
             sampling: how its tokens are drawn.
             key: of its random stream; see `unrolled.generation.sampling.uniform`.
             limit: the most new tokens, at least 1.
             stops: sequences of token ids that end it.
             seen: [vocab_size] uint8, 1 for each token that has occurred, for a penalty of repetition; it is
                 updated.
+            tells: whether to keep the logits that tokens are drawn from.
         """
+        self.states[row] = state
+        self.told[row] = torch.empty(MOST_TOLD, self.logits.shape[1]) if tells else None
         ends = torch.tensor([len(ids) for ids in stops], dtype=torch.long).cumsum(0)
         stop = torch.tensor([token for ids in stops for token in ids], dtype=torch.long)
         self._tokens[row] = torch.empty(limit, dtype=torch.long)
@@ -73,6 +86,7 @@ class Batch:
             stop_end=native.address(ends),
             tokens=native.address(self._tokens[row]),
             seen=native.address(seen),
+            told=native.address(self.told[row]),
         )
         place = ctypes.addressof(self._described) + row * self._size
         ctypes.memmove(place, described, self._size)
@@ -81,11 +95,14 @@ class Batch:
     def draw(self, most: int) -> None:
         """Draw up to `most` tokens for each row that is continued, and read them.
 
-        Raises:
-            ValueError: the logits of a row are no distribution, or the model has no position for a token.
+        Fewer are drawn while a row tells its logits, `MOST_TOLD`.
         """
-        left = self.plan.positions_left(self.state)
-        self.state = self.plan.with_room(self.state, most if left is None else min(most, left))
+        active: list[int] = self.active.nonzero().flatten().tolist()
+        if any(self.told[row] is not None for row in active):
+            most = min(most, MOST_TOLD)
+        for row in active:
+            self.states[row] = self._with_room(self.states[row], most)
+        sequences = self.plan.sequences(self.states)
         continuation = native.struct("Continuation")(
             rows=len(self.logits),
             most=most,
@@ -94,13 +111,24 @@ class Batch:
             length=native.address(self.length),
             status=native.address(self._status),
         )
-        native.call("decode_on", self.plan.described(self.state), continuation)
-        if (bad := (self._status == native.enum("RowStatus")["NO_DISTRIBUTION"]).nonzero()).numel():
-            raise ValueError(
-                f"logits of row {int(bad[0])} hold NaN, +inf or only -inf, but must define a distribution"
-            )
-        if (self._status == native.enum("RowStatus")["NO_POSITION"]).any():
-            self.plan.with_room(self.state, 1)  # raises
+        native.call("decode_on", self.plan.described(sequences), continuation)
+
+    def failed(self) -> list[int]:
+        """Return the rows that ended because they could not go on; `reason` says why."""
+        rows: list[int] = (self._status > native.enum("RowStatus")["ACTIVE"]).nonzero().flatten().tolist()
+        return rows
+
+    def reason(self, row: int) -> str:
+        """Say why a row could not go on."""
+        if int(self._status[row]) == native.enum("RowStatus")["NO_DISTRIBUTION"]:
+            return f"logits of row {row} hold NaN, +inf or only -inf, but must define a distribution"
+        state = self.states[row]
+        return self.plan.too_long(1 if state is None else int(state.position) + 1)
+
+    def _with_room(self, state: "PlanState | None", tokens: int) -> "PlanState":
+        assert state is not None, "a row that was started has a state"
+        left = self.plan.positions_left(state)
+        return self.plan.with_room(state, tokens if left is None else min(tokens, left))
 
     def end(self, row: int, length: int) -> None:
         """End a row after that many of its new tokens."""

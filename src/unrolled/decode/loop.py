@@ -1,6 +1,7 @@
 """The loop of generation in C++: draw a token, read it, and so on, many times in one call."""
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from unrolled.decode.batch import Batch
 from unrolled.decode.request import OnToken, Request
-from unrolled.ops.state import select
+from unrolled.ops.state import map_tensors, select
 
 if TYPE_CHECKING:
     from unrolled.decode.plan import Plan, PlanState
@@ -19,16 +20,19 @@ BLOCK_SECONDS = 0.02  # between two returns to Python, where callbacks run and a
 def run(plan: "Plan", request: Request, on_token: OnToken | None) -> list[Tensor]:
     """Continue the prompts of a request, which has rows and a limit above 0: the new tokens of each row."""
     logits, state = _prefill(plan, request)
-    batch, rows, block = Batch(plan, state, logits), request.rows, 1
+    batch, rows, block = Batch(plan, logits), request.rows, 1
     seen: Tensor | None = None
     if request.sampling.repetition_penalty != 1:
         seen = _seen(request, logits.shape[1])
     for row, key in enumerate(request.keys.tolist()):
-        of_row = None if seen is None else seen[row]
-        batch.start(row, request.sampling, key, request.limit, request.stops, of_row)
+        of_row = map_tensors(partial(_row, row), state)
+        used = None if seen is None else seen[row]
+        batch.start(row, of_row, request.sampling, key, request.limit, request.stops, used)
     while (active := batch.active).any():
         before, began = batch.length.clone(), time.perf_counter()
         batch.draw(min(block, request.limit - int(before[active].min())))
+        for row in batch.failed():
+            raise ValueError(batch.reason(row))
         if time.perf_counter() - began < BLOCK_SECONDS / 2:
             block *= 2
         if on_token is not None:
@@ -56,9 +60,13 @@ def _prefill(plan: "Plan", request: Request) -> tuple[Tensor, "PlanState"]:
     places[lengths.cumsum(0) - 1] = torch.arange(len(prompts))
     logits = torch.empty(len(prompts), plan.config.vocab_size)
     state = plan.with_room(plan.init_state(len(prompts)), int(lengths.max()))
-    plan.read(torch.cat(prompts), rows, places, state, logits)
+    plan.read(torch.cat(prompts), rows, places, [state], logits)
     fork = torch.arange(len(prompts)).repeat_interleave(request.num_samples)
     return logits[fork], select(state, fork)
+
+
+def _row(row: int, x: Tensor) -> Tensor:
+    return x[row : row + 1]
 
 
 def _seen(request: Request, vocab_size: int) -> Tensor:

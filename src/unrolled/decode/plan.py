@@ -9,6 +9,8 @@ kernel. It is a snapshot: when the model changes, make another. The number of th
 call.
 """
 
+from collections.abc import Sequence
+from ctypes import Array, addressof, c_char, create_string_buffer
 from pathlib import Path
 from typing import NamedTuple, Unpack, cast
 
@@ -53,6 +55,8 @@ class Plan:
     Attributes:
         config: of the model.
         weights: "fp32", "bf16", "int8" or "int4".
+        steady: set to True to let logits and states have the same bits however many tokens are read at once.
+            Only bf16 on AMX units needs it, where fewer than five tokens then take longer.
         documents: JSON values that belong to the model, such as its vocabulary, by the name of their file.
     """
 
@@ -60,6 +64,7 @@ class Plan:
         self, config: DecoderConfig, weights: Weights, program: Program, empty: DecoderState
     ) -> None:
         self.config, self.weights = config, weights
+        self.steady = False
         self._program, self._empty = program, empty
         self.documents: dict[str, object] = {}
 
@@ -108,7 +113,7 @@ class Plan:
         logits = torch.zeros(B * T, self.config.vocab_size)
         row, column = keep.nonzero().unbind(1)
         after = self.with_room(map_tensors(Tensor.clone, state), int(keep.sum(1).max()) if B and T else 0)
-        self.read(tokens[keep], row, row * T + column, after, logits)
+        self.read(tokens[keep], row, row * T + column, [after], logits)
         return logits.view(B, T, -1), after
 
     def step(self, token: Tensor, state: PlanState, *, in_place: bool = False) -> tuple[Tensor, PlanState]:
@@ -120,7 +125,7 @@ class Plan:
         rows = torch.arange(len(token))
         logits = torch.empty(len(token), self.config.vocab_size)
         after = self.with_room(state if in_place else map_tensors(Tensor.clone, state), 1)
-        self.read(token, rows, rows, after, logits)
+        self.read(token, rows, rows, [after], logits)
         return logits, after
 
     def generate(
@@ -158,6 +163,11 @@ class Plan:
         limit = self._program.most_positions
         return None if limit is None else limit - int(state.position.max())
 
+    def too_long(self, length: int) -> str:
+        """Say that the model has no positions for that many tokens."""
+        limit = self._program.most_positions
+        return f"the input has length {length}, but must have at most max_length = {limit}"
+
     def with_room(self, state: PlanState, tokens: int) -> PlanState:
         """Return the state with room in its cache for that many more tokens of each row; it shares the rest.
 
@@ -169,17 +179,19 @@ class Plan:
             return state
         most = int(state.position.max()) + tokens if len(state.position) else 0
         if limit is not None and most > limit:
-            raise ValueError(f"the input has length {most}, but must have at most max_length = {limit}")
+            raise ValueError(self.too_long(most))
         return state._replace(cache=self._grown(state.cache, most))
 
-    def read(self, tokens: Tensor, rows: Tensor, places: Tensor, state: PlanState, logits: Tensor) -> None:
-        """Read tokens, and update the state in place.
+    def read(
+        self, tokens: Tensor, rows: Tensor, places: Tensor, states: Sequence[PlanState], logits: Tensor
+    ) -> None:
+        """Read tokens, and update the states in place.
 
         Args:
             tokens: [n] ids; those of one row in order.
-            rows: [n], the row of the state that each belongs to.
+            rows: [n], the row that each belongs to; those of all states count from 0 on.
             places: [n], the row of `logits` for what follows each; -1 for none.
-            state: with room for the tokens, from `with_room`.
+            states: with room for the tokens, from `with_room`.
             logits: [N, vocab_size] fp32, written.
         """
         arrays = [x.to("cpu", torch.long).contiguous() for x in (tokens, rows, places)]
@@ -187,23 +199,41 @@ class Plan:
         described = native.struct("Tokens")(
             n=len(tokens), token=token, sequence=sequence, place=place, logits=native.address(logits)
         )
-        native.call("decode", self.described(state), described)
+        sequences = self.sequences(states)
+        native.call("decode", self.described(sequences), described)
 
-    def described(self, state: PlanState) -> bytes:
-        """Describe the program and a state to the kernel."""
-        p, capacity = self._program, state.cache.shape[1]
+    def described(self, sequences: Array[c_char]) -> bytes:
+        """Describe the program and the sequences that it reads to the kernel."""
+        p = self._program
         return native.struct("Program")(
             **p.fields,
             threads=torch.get_num_threads(),
-            instruction=p.address,
-            position=native.address(state.position),
-            state=native.address(state.fixed),
-            cache=native.address(state.cache),
-            state_size=p.state_size,
-            cache_size=sum(p.cache),
-            capacity=capacity,
+            steady=self.steady,
             positions=-1 if p.most_positions is None else p.most_positions,
+            instruction=p.address,
+            sequence=addressof(sequences),
         )
+
+    def sequences(self, states: Sequence[PlanState | None]) -> Array[c_char]:
+        """Describe the rows of states, in order, to the kernel; None is a row that is not read."""
+        described, pack = [], native.struct("SequenceState")
+        for state in states:
+            if state is None:
+                described.append(pack(position=0, state=0, cache=0, capacity=0))
+                continue
+            position, fixed, cache = map(native.address, state)
+            capacity = state.cache.shape[1]
+            fixed_bytes, cache_bytes = 4 * state.fixed.shape[1], 4 * capacity * state.cache.shape[2]
+            described += [
+                pack(
+                    position=position + 8 * row,
+                    state=fixed + fixed_bytes * row,
+                    cache=cache + cache_bytes * row,
+                    capacity=capacity,
+                )
+                for row in range(len(state.position))
+            ]
+        return create_string_buffer(b"".join(described))
 
     def _check(self, name: str, tokens: Tensor, state: PlanState, axes: str) -> None:
         if not isinstance(state, PlanState):
