@@ -19,7 +19,7 @@ ROOMS = [
     {"decode"},
     {"data", "training", "generation"},
     {"interop"},
-    {"bench", "testing"},
+    {"bench", "serving", "testing"},
     {"cli"},
     {"__main__"},
 ]
