@@ -108,7 +108,7 @@ def save_tensors(
     def write(file: Path) -> None:
         _save_aligned(tensors, file, metadata) if aligned else save_file(tensors, file, metadata)
         with file.open("r+b") as handle, mmap.mmap(handle.fileno(), 0) as content:
-            _sort_metadata(content)
+            sort_metadata(content)
             place, digest = _digest(content, NO_DIGEST, documents)
             content[place : place + len(digest)] = digest.encode()
 
@@ -186,6 +186,15 @@ def read_header(path: str | Path) -> Header:
     return _readable(path, read)
 
 
+def sort_metadata(content: mmap.mmap | bytearray) -> None:
+    """Sort, in place, the metadata of a safetensors file, which safetensors writes in random order."""
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    content[8 : 8 + size] = text.ljust(size)
+
+
 def _readable(path: str | Path, read: Callable[[], T]) -> T:
     try:
         return read()
@@ -203,15 +212,6 @@ def _save_aligned(tensors: dict[str, Tensor], file: Path, metadata: dict[str, st
         (header,) = struct.unpack("<Q", handle.read(8))
     if missing := -(8 + header) % ALIGNMENT:
         save_file(padded, file, metadata | {PADDING_KEY: " " * missing})
-
-
-def _sort_metadata(content: mmap.mmap) -> None:
-    """Sort the metadata of a safetensors file, which safetensors writes in random order."""
-    (size,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + size])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    content[8 : 8 + size] = text.ljust(size)
 
 
 def _digest(content: mmap.mmap, written: str, documents: Mapping[str, object]) -> tuple[int, str]:

@@ -1,0 +1,1 @@
+"""The server: models whose state is a value that is kept, continued, forked and moved."""

@@ -1,0 +1,158 @@
+"""The state of one sequence as an immutable value with an id: the SHA-256 of all that it holds.
+
+The tensors have read every token but the last, which is `pending`. A state after a prompt, after a finished
+answer and in the middle of a text therefore all look the same: whoever continues one reads `pending` and then
+the new tokens. Equal contents have equal ids, so that a request sent twice makes the same state twice.
+"""
+
+import hashlib
+import json
+import re
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from unrolled.files import sort_metadata
+
+MOST = 2**63 - 1  # of the integers: they fit into 64 bits
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
+_KEYS = ("id", "length", "model", "pending")
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The state of one sequence.
+
+    Two snapshots are equal if their ids are.
+
+    Attributes:
+        model: the digest of the model, 64 hex digits.
+        length: tokens of the sequence so far, `pending` included; at least 1.
+        pending: the last token; the tensors have read all tokens before it.
+        tensors: by name, of one sequence, on the CPU and contiguous; nobody changes them.
+
+    Raises:
+        ValueError: an attribute is not as described.
+    """
+
+    model: str
+    length: int
+    pending: int
+    tensors: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if not _DIGEST.fullmatch(self.model):
+            raise ValueError(f"model must be 64 hex digits, not {self.model[:80]!r}")
+        for name, value, least in (("length", self.length, 1), ("pending", self.pending, 0)):
+            if not least <= value <= MOST:
+                raise ValueError(f"{name} must be from {least} to {MOST}, not {value}")
+        for name, x in self.tensors.items():
+            if name == "__metadata__":
+                raise ValueError("a tensor may not be named __metadata__, which safetensors keeps for itself")
+            if x.layout != torch.strided or x.device.type != "cpu" or not x.is_contiguous():
+                raise ValueError(f"the tensor {name!r} must be contiguous and on the CPU")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Snapshot) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    @cached_property
+    def id(self) -> str:
+        """64 hex digits: the SHA-256 of the attributes, and of each tensor's name, dtype, shape and bytes."""
+        ordered = sorted(self.tensors.items())
+        described = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in ordered]
+        total = hashlib.sha256(json.dumps([self.model, self.length, self.pending, described]).encode())
+        for _, x in ordered:
+            total.update(_bytes(x).numpy().data)
+        return total.hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(x.nbytes for x in self.tensors.values())
+
+    def to_bytes(self) -> bytes:
+        """Return a safetensors file with `model`, `length`, `pending` and `id` in its metadata.
+
+        A snapshot gives the same bytes on every call, on every machine.
+        """
+        metadata = {key: str(getattr(self, key)) for key in _KEYS}
+        content = bytearray(save(_apart(self.tensors), metadata))
+        sort_metadata(content)
+        return bytes(content)
+
+    @classmethod
+    def of_bytes(cls, content: bytes, expected: str | None = None) -> "Snapshot":
+        """Read what `to_bytes` wrote. The content may come from anybody.
+
+        Args:
+            content: a safetensors file. Memory and time are proportional to its size.
+            expected: the id that it must have.
+
+        Raises:
+            ValueError: `content` is not a safetensors file, its metadata are missing or wrong, or its id is
+                not that of what it holds, or not `expected`.
+        """
+        tensors = _tensors(content)
+        metadata = _metadata(content)
+        if missing := [key for key in _KEYS if key not in metadata]:
+            raise ValueError(f"the file is no state: its metadata lack {', '.join(missing)}")
+        length, pending = (_number(key, metadata[key]) for key in ("length", "pending"))
+        found = cls(metadata["model"], length, pending, tensors)
+        if found.id != metadata["id"]:
+            raise ValueError(
+                f"the state is damaged: it names the id {metadata['id'][:80]!r}, "
+                f"but what it holds has the id {found.id}"
+            )
+        if expected not in (None, found.id):
+            raise ValueError(f"the state has the id {found.id}, but must have {expected}")
+        return found
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1).view(torch.uint8)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory with another, which safetensors refuses."""
+    found, seen = {}, set()
+    for name, x in tensors.items():
+        place = x.untyped_storage().data_ptr()
+        found[name] = x.clone() if place in seen else x
+        seen.add(place)
+    return found
+
+
+def _tensors(content: bytes) -> dict[str, Tensor]:
+    # Copies: what is read from a file may lie unaligned, which changes the rounding of some products.
+    try:
+        tensors = {name: x.clone() for name, x in load(content).items()}
+    except SafetensorError as error:
+        raise ValueError(f"the state is not a readable safetensors file: {error}") from error
+    except (KeyError, TypeError, RuntimeError, OverflowError) as error:  # what torch says of odd headers
+        raise ValueError("the state has a tensor whose dtype or shape PyTorch cannot hold") from error
+    for name, x in tensors.items():
+        if x.dtype == torch.bool and x.numel() and int(_bytes(x).max()) > 1:
+            raise ValueError(f"the state's tensor {name[:80]!r} is of truth values, but holds other bytes")
+    return tensors
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """Read the metadata of a safetensors file whose header safetensors has found to be right."""
+    (size,) = struct.unpack("<Q", content[:8])
+    metadata: dict[str, str] | None = json.loads(content[8 : 8 + size]).get("__metadata__")
+    return metadata or {}
+
+
+def _number(key: str, text: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"the state's metadata have {key} {text[:80]!r}, which is not a number of tokens")
+    return int(text)

@@ -1,0 +1,36 @@
+"""Checks of what the methods of every store are given."""
+
+import re
+
+MOST_NAME = 512  # bytes
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+def check_key(key: str) -> None:
+    """Check that a key is 64 hex digits."""
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"the id of a state must be 64 hex digits in lower case, not {key[:80]!r}")
+
+
+def check_name(name: str) -> None:
+    """Check that the name of a session is text of 1 to 512 bytes."""
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise ValueError("the name of a session must be text, but it holds half a character") from None
+    if not 1 <= size <= MOST_NAME:
+        raise ValueError(f"the name of a session must have 1 to {MOST_NAME} bytes, not {size}")
+
+
+def check_swap(name: str, expected: str | None, new: str | None) -> None:
+    """Check what `Store.swap` is given."""
+    check_name(name)
+    for key in (expected, new):
+        if key is not None:
+            check_key(key)
+
+
+def check_size(value: bytes, most_bytes: int | None) -> None:
+    """Check that a store keeps a value of this size at all."""
+    if most_bytes is not None and len(value) > most_bytes:
+        raise ValueError(f"the state has {len(value):,} bytes, but the store keeps {most_bytes:,} at most")
