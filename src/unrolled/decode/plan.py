@@ -182,6 +182,18 @@ class Plan:
             raise ValueError(self.too_long(most))
         return state._replace(cache=self._grown(state.cache, most))
 
+    def resized(self, state: PlanState, tokens: int) -> PlanState:
+        """Return a copy of a state whose cache has room for that many tokens in all, and no more."""
+        position, fixed, cache = state
+        if len(position):
+            tokens = max(tokens, int(position.max()))
+        return PlanState(position.clone(), fixed.clone(), self._resized(cache, tokens))
+
+    def state_bytes(self, tokens: int) -> int:
+        """Bytes of the state of one sequence with room for that many tokens."""
+        capacity = -(-tokens // KEY_BLOCK) * KEY_BLOCK
+        return 8 + 4 * (self._program.state_size + sum(self._program.cache) * capacity)
+
     def read(
         self, tokens: Tensor, rows: Tensor, places: Tensor, states: Sequence[PlanState], logits: Tensor
     ) -> None:
@@ -247,16 +259,21 @@ class Plan:
 
     def _grown(self, cache: Tensor, tokens: int) -> Tensor:
         """Return a cache with room for that many tokens."""
-        B, capacity, width = cache.shape
+        _, capacity, width = cache.shape
         if not width or tokens <= capacity:
             return cache
-        most = -(-max(tokens, 2 * capacity) // KEY_BLOCK) * KEY_BLOCK
-        grown, begin = cache.new_zeros(B, most, width), 0
+        return self._resized(cache, max(tokens, 2 * capacity))
+
+    def _resized(self, cache: Tensor, tokens: int) -> Tensor:
+        """Return a copy of a cache with room for that many tokens, in whole blocks of keys."""
+        B, capacity, width = cache.shape
+        most = -(-tokens // KEY_BLOCK) * KEY_BLOCK if width else 0
+        made, begin, kept = cache.new_zeros(B, most, width), 0, min(most, capacity)
         for size in self._program.cache:
-            old = cache.view(B, capacity * width)[:, begin * capacity :][:, : size * capacity]
-            grown.view(B, most * width)[:, begin * most :][:, : size * capacity] = old
+            old = cache.view(B, capacity * width)[:, begin * capacity :][:, : size * kept]
+            made.view(B, most * width)[:, begin * most :][:, : size * kept] = old
             begin += size
-        return grown
+        return made
 
 
 def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None = None) -> Plan:

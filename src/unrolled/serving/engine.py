@@ -1,0 +1,297 @@
+"""The engine: one thread that reads prompts and continues sequences side by side.
+
+It iterates: take jobs from the queue, read one chunk of a prompt, draw a block of tokens for all rows, tell
+what was drawn, drop rows that have ended. Only the thread touches states, rows and prefixes.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+
+import torch
+
+from unrolled.serving.jobs import (
+    BusyError,
+    Drawn,
+    EngineError,
+    Event,
+    Finished,
+    Job,
+    Prompted,
+    Run,
+    StoppingError,
+    TimedOutError,
+    TooLargeError,
+)
+from unrolled.serving.prefixes import Prefixes
+from unrolled.serving.reading import Reading
+from unrolled.serving.runner import Runner
+from unrolled.serving.waiting import Waiting
+from unrolled.serving.writing import Writing
+
+BLOCK_SECONDS = 0.02  # of drawing in an iteration: between two messages to a client
+LONGEST_BLOCK = 256
+_LOG = logging.getLogger(__name__)
+
+
+class _Entry:
+    """A job in the engine."""
+
+    def __init__(self, run: Run, nbytes: int) -> None:
+        self.run, self.job, self.nbytes = run, run.job, nbytes
+
+    @property
+    def client(self) -> str:
+        return self.job.client
+
+
+class Engine:
+    """Runs jobs on one model.
+
+    Args:
+        runner: of the model.
+        digest: of the model, 64 hex digits, for snapshots.
+        rows: most continuations at a time.
+        memory: bytes of the states of all running jobs.
+        prefix_memory: bytes of the states of prompts that are kept for other prompts.
+        queue: most jobs that wait.
+        chunk: most tokens of a prompt that are read between two blocks of drawing.
+        threads: of the kernels; None for those of torch.
+
+    Attributes:
+        counts: tokens so far that were "read", "cached" (not read again) and "drawn", and the "blocks" of
+            drawing with the "seconds" that they took.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        digest: str,
+        rows: int = 256,
+        memory: int = 4 * 2**30,
+        prefix_memory: int = 2**28,
+        queue: int = 256,
+        chunk: int = 256,
+        threads: int | None = None,
+    ) -> None:
+        self.runner, self.digest, self.memory, self.chunk = runner, digest, memory, chunk
+        self.counts = {"read": 0, "cached": 0, "drawn": 0, "blocks": 0, "seconds": 0.0}
+        self._threads = threads
+        self._prefixes = Prefixes(prefix_memory)
+        self._writing = Writing(runner, digest, rows)
+        self._reading: deque[Reading] = deque()
+        self._running: dict[Run, _Entry] = {}
+        self._used = 0  # bytes of the running jobs
+        self._block = 1
+        self._told: list[tuple[Run, Event | EngineError]] = []
+        self._changed = threading.Condition()
+        self._waiting: Waiting[_Entry] = Waiting(queue)  # guarded by `_changed`, as are the next two
+        self._draining = self._closed = False
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- what other threads call
+
+    def submit(self, job: Job) -> Run:
+        """Queue a job, in the thread of an event loop.
+
+        Raises:
+            BusyError: the queue is full.
+            TooLargeError: the job would never fit.
+            StoppingError: the engine is shutting down.
+        """
+        entry = _Entry(Run(job, self._wake), self._nbytes(job))
+        if entry.nbytes > self.memory:
+            raise TooLargeError(f"the states would take {entry.nbytes} bytes, but {self.memory} are the most")
+        if len(job.keys) > self._writing.count:
+            raise TooLargeError(f"{len(job.keys)} continuations, but {self._writing.count} are the most")
+        with self._changed:
+            if self._draining:
+                raise StoppingError("the server is shutting down")
+            if self._waiting.full:
+                raise BusyError(f"{len(self._waiting)} requests are waiting already")
+            self._waiting.add(entry)
+            self._changed.notify()
+        return entry.run
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """Continuations that are being drawn."""
+        return self._writing.active
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the states that are kept for other prompts."""
+        return self._prefixes.nbytes
+
+    def state_bytes(self, tokens: int) -> int:
+        """Bytes of the state of one sequence of that many tokens."""
+        return self.runner.nbytes(tokens)
+
+    def drain(self, seconds: float) -> None:
+        """Refuse new jobs, wait for the others, and fail those that are not done after `seconds`."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify()
+        self._thread.join(seconds)
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _nbytes(self, job: Job) -> int:
+        before = 0 if job.state is None else job.state.length
+        return len(job.keys) * self.runner.nbytes(before + len(job.tokens) + job.limit)
+
+    # ---- the thread
+
+    @torch.no_grad()
+    def _work(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        while self._wait():
+            self._drop()
+            self._admit()
+            self._read()
+            self._draw()
+            self._tell()
+        for run in list(self._running):
+            self._fail(run, StoppingError("the server is shutting down"))
+        with self._changed:
+            for entry in self._waiting.remove(lambda _: True):
+                self._told.append((entry.run, StoppingError("the server is shutting down")))
+        self._tell()
+
+    def _wait(self) -> bool:
+        """Wait for something to do; return whether to go on."""
+        with self._changed:
+            while not (self._waiting or self._running or self._draining or self._closed):
+                self._changed.wait()
+            return not self._closed and bool(self._waiting or self._running or not self._draining)
+
+    def _drop(self) -> None:
+        """Drop jobs that were given up or whose deadline has passed."""
+        now = time.monotonic()
+        with self._changed:
+            gone = self._waiting.remove(lambda entry: entry.run.cancelled or entry.job.deadline <= now)
+        late = TimedOutError("the request took longer than the server allows")
+        self._told += [(entry.run, late) for entry in gone if not entry.run.cancelled]
+        for run in list(self._running):
+            if run.cancelled:
+                self._release(run)
+            elif run.job.deadline <= now:
+                self._fail(run, late)
+
+    def _admit(self) -> None:
+        """Begin with waiting jobs, in turn, as long as there is room."""
+        while True:
+            with self._changed:
+                entry = self._waiting.first()
+                if entry is None or self._used + entry.nbytes > self.memory:
+                    return
+                if not self._writing.reserve(len(entry.job.keys)):
+                    return
+                self._waiting.take()
+            self._running[entry.run] = entry
+            self._used += entry.nbytes
+            try:
+                self._reading.append(Reading(entry.run, self.runner, self._prefixes))
+            except ValueError as error:  # a state that does not fit the model
+                self._writing.give_back(len(entry.job.keys))
+                self._fail(entry.run, EngineError(str(error)))
+
+    def _read(self) -> None:
+        """Read a chunk of the prompt whose turn it is."""
+        if not self._reading:
+            return
+        reading = self._reading.popleft()
+        try:
+            self.counts["read"] += reading.advance(self.chunk)
+        except Exception as error:
+            _LOG.exception("a prompt could not be read")
+            self._writing.give_back(len(reading.run.job.keys))
+            self._fail(reading.run, EngineError(f"the prompt could not be read: {error}"))
+            return
+        if not reading.done:
+            self._reading.append(reading)
+            return
+        self.counts["cached"] += reading.cached
+        self._told.append((reading.run, Prompted(reading.cached, reading.logprobs)))
+        if reading.run.job.limit:
+            self._writing.begin(reading)
+            return
+        self._writing.give_back(len(reading.run.job.keys))
+        self._finish(reading.run, Finished(reading.snapshots(self.digest)))
+
+    def _draw(self) -> None:
+        """Draw a block of tokens for all rows."""
+        if not self._writing.active:
+            return
+        began = time.perf_counter()
+        try:
+            written = self._writing.draw(self._block)
+        except Exception as error:
+            _LOG.exception("tokens could not be drawn")
+            failure = EngineError(f"tokens could not be drawn: {error}")
+            written = [(run, failure) for run in self._writing.runs]
+        took = time.perf_counter() - began
+        if took < BLOCK_SECONDS / 2:
+            self._block = min(2 * self._block, LONGEST_BLOCK)
+        elif took > BLOCK_SECONDS:
+            self._block = max(self._block // 2, 1)
+        self.counts["blocks"] += 1
+        self.counts["seconds"] += took
+        for run, event in written:
+            if isinstance(event, EngineError):
+                self._fail(run, event)
+            elif isinstance(event, Finished):
+                self._finish(run, event)
+            else:
+                self.counts["drawn"] += len(event.tokens) if isinstance(event, Drawn) else 0
+                self._told.append((run, event))
+
+    def _finish(self, run: Run, event: Finished) -> None:
+        self._release(run)
+        self._told.append((run, event))
+
+    def _fail(self, run: Run, error: EngineError) -> None:
+        self._release(run)
+        self._told.append((run, error))
+
+    def _release(self, run: Run) -> None:
+        """Forget a job, and free what it has."""
+        if (entry := self._running.pop(run, None)) is None:
+            return
+        self._used -= entry.nbytes
+        before = len(self._reading)
+        self._reading = deque(reading for reading in self._reading if reading.run is not run)
+        if len(self._reading) < before:
+            self._writing.give_back(len(run.job.keys))
+        self._writing.drop(run)
+
+    def _tell(self) -> None:
+        """Deliver events: all those of an event loop in one call."""
+        told, self._told = self._told, []
+        loops = {run.loop for run, _ in told}
+        for loop in loops:
+            own = [(run, event) for run, event in told if run.loop is loop]
+            try:
+                loop.call_soon_threadsafe(_deliver, own)
+            except RuntimeError:  # the loop was closed: nobody listens
+                continue
+
+
+def _deliver(told: list[tuple[Run, Event | EngineError]]) -> None:
+    for run, event in told:
+        run.deliver(event)

@@ -1,0 +1,126 @@
+"""States of prompts that may begin other prompts.
+
+The tokens of prompts are kept in a tree whose branches part where prompts do. A state is kept at the end of a
+prompt, and where two prompts part: the second of them is then read with a stop at this junction, so that a
+third begins there (Pan et al. 2024, "Marconi", arXiv 2411.19379, section 4.1). States that were not used for
+the longest time go first.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHORTEST = 16  # tokens that are worth a state: fewer are read as fast as a state is copied
+
+Tokens = NDArray[np.int64]
+
+
+class _Node:
+    """The end of a run of tokens, which begins at the parent."""
+
+    def __init__(self, tokens: Tokens, depth: int, parent: "_Node | None") -> None:
+        self.tokens, self.depth, self.parent = tokens, depth, parent
+        self.children: dict[int, _Node] = {}
+        self.state: Any = None
+        self.nbytes = 0
+
+
+class Prefixes:
+    """A bounded number of bytes of states, by the tokens that they have read.
+
+    Args:
+        most_bytes: of all states.
+
+    Attributes:
+        nbytes: of the states that are kept.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.nbytes = most_bytes, 0
+        self._root = _Node(np.empty(0, np.int64), 0, None)
+        self._used: dict[_Node, None] = {}  # nodes with a state, the one used last at the end
+
+    def find(self, tokens: Tokens) -> tuple[int, Any, int | None]:
+        """Look for the longest kept prefix.
+
+        Returns:
+            the number of tokens that its state has read, 0 for none; this state, None for none; and where
+            these tokens part from those of an earlier prompt, None if a state there is of no use.
+        """
+        node, depth, best = self._root, 0, self._root
+        parts: int | None = None
+        while depth < len(tokens) and (child := node.children.get(int(tokens[depth]))) is not None:
+            common = _common(child.tokens, tokens[depth:])
+            depth += common
+            if common < len(child.tokens):
+                parts = depth
+                break
+            node = child
+            if node.state is not None:
+                best = node
+        else:
+            # Other prompts go on here, or went on once.
+            parts = depth if node.state is None and node is not self._root else None
+        if best.state is not None:
+            self._used[best] = self._used.pop(best)
+        useful = parts is not None and parts >= best.depth + SHORTEST and parts < len(tokens)
+        return best.depth, best.state, parts if useful else None
+
+    def keep(self, tokens: Tokens, state: Any, nbytes: int) -> None:
+        """Keep the state of a prompt that has read these tokens; nobody may change it afterwards."""
+        if len(tokens) < SHORTEST or nbytes > self.most_bytes:
+            return
+        node = self._node(tokens)
+        self._forget_state(node)
+        node.state, node.nbytes = state, nbytes
+        self._used[node] = None
+        self.nbytes += nbytes
+        while self.nbytes > self.most_bytes:
+            oldest = next(iter(self._used))
+            self._forget_state(oldest)
+            self._prune(oldest)
+
+    def _node(self, tokens: Tokens) -> _Node:
+        """Return the node at the end of these tokens; make it if needed."""
+        node, depth = self._root, 0
+        while depth < len(tokens):
+            child = node.children.get(int(tokens[depth]))
+            if child is None:
+                child = _Node(tokens[depth:].copy(), len(tokens), node)
+                node.children[int(tokens[depth])] = child
+                return child
+            common = _common(child.tokens, tokens[depth:])
+            if common < len(child.tokens):
+                child = self._split(child, common)
+            node, depth = child, depth + common
+        return node
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """Cut the run of a node after `length` tokens: return the new node there."""
+        parent = node.parent
+        assert parent is not None, "the root has no tokens"
+        middle = _Node(node.tokens[:length].copy(), parent.depth + length, parent)
+        parent.children[int(middle.tokens[0])] = middle
+        node.tokens, node.parent = node.tokens[length:].copy(), middle
+        middle.children[int(node.tokens[0])] = node
+        return middle
+
+    def _forget_state(self, node: _Node) -> None:
+        if node.state is not None:
+            del self._used[node]
+            self.nbytes -= node.nbytes
+            node.state, node.nbytes = None, 0
+
+    def _prune(self, node: _Node) -> None:
+        """Drop a branch that leads to no state."""
+        while node.state is None and not node.children and (parent := node.parent) is not None:
+            del parent.children[int(node.tokens[0])]
+            node = parent
+
+
+def _common(a: Tokens, b: Tokens) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n

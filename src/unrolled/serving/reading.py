@@ -1,0 +1,129 @@
+"""A prompt that is being read."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unrolled.serving.jobs import Run, TokenLogprob
+from unrolled.serving.prefixes import SHORTEST, Prefixes
+from unrolled.serving.runner import Runner, Wanted
+from unrolled.serving.snapshot import Snapshot
+
+
+class Reading:
+    """Reads the tokens of a job in chunks, from the longest prefix whose state is kept.
+
+    The last token is read by itself if the state before it is wanted: to be kept for other prompts, or as the
+    state of a job that draws nothing.
+
+    Args:
+        run: of the job.
+        runner: reads the tokens.
+        prefixes: where states of prompts are looked up and kept.
+
+    Attributes:
+        cached: tokens of the state and of the prompt that are not read again.
+        logprobs: of the tokens of the job, if it asks for them.
+        logits: [1, vocab_size], of what follows the prompt.
+        state: of what was read so far.
+        tokens: all tokens that follow the state, int64.
+
+    Raises:
+        ValueError: the state of the job is not of this model.
+    """
+
+    def __init__(self, run: Run, runner: Runner, prefixes: Prefixes) -> None:
+        job = run.job
+        self.run, self._runner, self._prefixes = run, runner, prefixes
+        before = [] if job.state is None else [job.state.pending]
+        self.tokens = np.array([*before, *job.tokens], np.int64)
+        self.start = 0 if job.state is None else job.state.length - 1
+        room = self.start + len(self.tokens) + job.limit
+        self._at, self._junction = 0, None
+        self._shared = job.state is None and len(self.tokens) > SHORTEST
+        kept: Any = None
+        if self._shared and not job.prompt_logprobs:
+            self._at, kept, self._junction = prefixes.find(self.tokens[:-1])
+        if job.state is not None:
+            kept = runner.state(job.state.tensors, self.start)
+        self.cached = self.start + self._at
+        self.state = runner.copy(runner.empty() if kept is None else kept, room)
+        self.logits = torch.empty(0, runner.vocab_size)
+        self.logprobs: list[TokenLogprob | None] | None = None
+        if job.prompt_logprobs:
+            self.logprobs = [None] if job.state is None else []
+
+    @property
+    def done(self) -> bool:
+        """Whether all was read that has to be."""
+        return self._at == len(self.tokens) - (self.run.job.limit == 0)
+
+    def advance(self, chunk: int) -> int:
+        """Read up to `chunk` tokens; return how many were read."""
+        if self.done:
+            return 0
+        last = len(self.tokens) - 1
+        stops = [self._at + chunk, last if self._splits and self._at < last else last + 1]
+        if self._junction is not None and self._at < self._junction:
+            stops.append(self._junction)
+        end = min(stops)
+        wanted: Wanted = "last" if end == last + 1 else "none"
+        if self.logprobs is not None:
+            wanted = "all"
+        tokens = torch.from_numpy(self.tokens[self._at : end])
+        logits, self.state = self._runner.read(tokens, self.state, wanted)
+        if self.logprobs is not None:
+            following = torch.from_numpy(self.tokens[self._at + 1 : end + 1])
+            self.logprobs += logprobs(logits[: len(following)], following, self.run.job.logprobs or 0)
+        if end == last + 1:
+            self.logits = logits[-1:]
+        read, self._at = end - self._at, end
+        if self._shared and end in (self._junction, last):
+            self._keep(end)
+        return read
+
+    @property
+    def _splits(self) -> bool:
+        """Whether the last token is read by itself."""
+        return self._shared or self.run.job.limit == 0
+
+    def _keep(self, end: int) -> None:
+        copy = self._runner.copy(self.state, end)
+        self._prefixes.keep(self.tokens[:end], copy, self._runner.nbytes(end))
+
+    def keep_all(self, drawn: list[int], state: Any) -> None:
+        """Keep the state at the end of the only continuation, which has read all but the last of `drawn`."""
+        if not self._shared or len(self.run.job.keys) > 1:
+            return
+        tokens = np.concatenate([self.tokens, np.array(drawn[:-1], np.int64)])
+        copy = self._runner.copy(state, len(tokens))
+        self._prefixes.keep(tokens, copy, self._runner.nbytes(len(tokens)))
+
+    def snapshots(self, digest: str) -> list[Snapshot] | None:
+        """Return the state of a job that draws nothing, once for each continuation."""
+        if not self.run.job.keep:
+            return None
+        length, pending = self.start + len(self.tokens), int(self.tokens[-1])
+        made = Snapshot(digest, length, pending, self._runner.tensors(self.state))
+        return [made] * len(self.run.job.keys)
+
+
+def logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprob]:
+    """Tell the logarithms of probabilities.
+
+    Args:
+        logits: [n, vocab_size].
+        tokens: [n], one for each row.
+        top: how many of the most likely tokens of each row to tell, too.
+    """
+    all_ = logits.double().log_softmax(-1)
+    own = all_.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).tolist()
+    values, ids = all_.topk(min(top, logits.shape[-1]), -1)
+    return [
+        TokenLogprob(token, value, list(zip(row_ids, row_values, strict=True)))
+        for token, value, row_ids, row_values in zip(
+            tokens.tolist(), own, ids.tolist(), values.tolist(), strict=True
+        )
+    ]

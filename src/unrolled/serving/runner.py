@@ -1,0 +1,168 @@
+"""What the engine runs on: it reads tokens, continues sequences, and alone understands their states."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from unrolled.decode import Plan, PlanState
+from unrolled.decode.batch import Batch
+from unrolled.decode.request import Sampling
+
+Wanted = Literal["none", "last", "all"]
+
+
+class Rows(Protocol):
+    """Sequences that are continued side by side; see `unrolled.decode.batch.Batch`."""
+
+    logits: Tensor
+    length: Tensor
+    states: list[Any]
+    told: list[Tensor | None]
+
+    @property
+    def active(self) -> Tensor:
+        """Whether each row is continued: [rows] bool."""
+
+    def start(
+        self,
+        row: int,
+        state: Any,
+        sampling: Sampling,
+        key: int,
+        limit: int,
+        stops: list[list[int]],
+        seen: Tensor | None = None,
+        *,
+        tells: bool = False,
+    ) -> None:
+        """Continue a row, from the logits that it has."""
+
+    def draw(self, most: int) -> None:
+        """Draw up to `most` tokens for each row that is continued, and read all but the last of a row."""
+
+    def end(self, row: int, length: int) -> None:
+        """End a row after that many of its new tokens."""
+
+    def tokens(self, row: int) -> Tensor:
+        """Return the new tokens of a row so far."""
+
+    def failed(self) -> list[int]:
+        """Return the rows that ended because they could not go on."""
+
+    def reason(self, row: int) -> str:
+        """Say why a row could not go on."""
+
+
+class Runner(Protocol):
+    """Reads tokens of one sequence at a time, and continues many.
+
+    Attributes:
+        vocab_size: number of tokens that can be drawn.
+    """
+
+    vocab_size: int
+
+    def rows(self, count: int) -> Rows:
+        """Make that many rows, all idle."""
+
+    def empty(self) -> Any:
+        """The state of a sequence before its first token."""
+
+    def copy(self, state: Any, tokens: int) -> Any:
+        """Copy a state, with room for that many tokens in all."""
+
+    def read(self, tokens: Tensor, state: Any, wanted: Wanted) -> tuple[Tensor, Any]:
+        """Read tokens [n]; the state that was given must not be used again.
+
+        Returns:
+            logits of no token [0, vocab_size], of what follows the last [1, vocab_size] or each
+            [n, vocab_size], in fp32; and the new state.
+        """
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the state of a sequence with room for that many tokens."""
+
+    def tensors(self, state: Any) -> dict[str, Tensor]:
+        """Return a copy of a state as tensors by name, without room for more tokens."""
+
+    def state(self, tensors: Mapping[str, Tensor], tokens: int) -> Any:
+        """Make the state after that many tokens of what `tensors` returned.
+
+        Raises:
+            ValueError: they are not of this model.
+        """
+
+
+class PlanRunner:
+    """Runs a plan.
+
+    Args:
+        plan: the model with packed weights.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.vocab_size = plan, plan.config.vocab_size
+
+    def rows(self, count: int) -> Batch:
+        """Make that many rows, all idle."""
+        return Batch(self.plan, torch.empty(count, self.vocab_size))
+
+    def empty(self) -> PlanState:
+        """The state of a sequence before its first token."""
+        return self.plan.init_state(1)
+
+    def copy(self, state: PlanState, tokens: int) -> PlanState:
+        """Copy a state, with room for that many tokens in all."""
+        return self.plan.resized(state, tokens)
+
+    def read(self, tokens: Tensor, state: PlanState, wanted: Wanted) -> tuple[Tensor, PlanState]:
+        """Read tokens [n]; see `Runner.read`."""
+        n = len(tokens)
+        count = {"none": 0, "last": 1, "all": n}[wanted]
+        logits = torch.empty(count, self.vocab_size)
+        state = self.plan.with_room(state, n)
+        places = torch.arange(-n + count, count) if count else torch.full((n,), -1)
+        self.plan.read(tokens, torch.zeros_like(tokens), places.clamp(min=-1), [state], logits)
+        return logits, state
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the state of a sequence with room for that many tokens."""
+        return self.plan.state_bytes(tokens)
+
+    def tensors(self, state: PlanState) -> dict[str, Tensor]:
+        """Return a copy of a state as tensors by name; the number of tokens is not among them."""
+        trimmed = self.plan.resized(state, 0)
+        return {"fixed": trimmed.fixed, "cache": trimmed.cache}
+
+    def state(self, tensors: Mapping[str, Tensor], tokens: int) -> PlanState:
+        """Make the state after that many tokens of what `tensors` returned."""
+        like = self.plan.resized(self.plan.init_state(1), tokens)
+        check_like(tensors, {"fixed": like.fixed, "cache": like.cache})
+        return PlanState(torch.tensor([tokens]), tensors["fixed"].clone(), tensors["cache"].clone())
+
+
+def check_names(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Check the names of the tensors of a state.
+
+    Raises:
+        ValueError: they are others.
+    """
+    if found.keys() != expected.keys():
+        raise ValueError(f"the state has the tensors {sorted(found)}, but must have {sorted(expected)}")
+
+
+def check_like(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Check the tensors of a state.
+
+    Raises:
+        ValueError: they have other names, shapes or types.
+    """
+    check_names(found, expected)
+    for name, x in expected.items():
+        if found[name].shape != x.shape or found[name].dtype != x.dtype:
+            raise ValueError(
+                f"{name} of the state is {found[name].dtype} {list(found[name].shape)}, "
+                f"but must be {x.dtype} {list(x.shape)}"
+            )

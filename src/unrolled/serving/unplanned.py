@@ -1,0 +1,159 @@
+"""Models that no plan can run: each sequence is read and continued alone, by the model itself.
+
+Products of one row do not depend on other rows, so results are the same bits whatever else is going on.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import Recurrent
+from unrolled.decode.batch import MOST_TOLD
+from unrolled.decode.request import Sampling
+from unrolled.generation import sampling as drawing
+from unrolled.generation.engine import filtered
+from unrolled.ops.state import leaves, map_tensors, nbytes
+from unrolled.serving.runner import Wanted, check_names
+
+
+class ModelRunner:
+    """Runs a model, which must be in evaluation mode, on a CPU.
+
+    Args:
+        model: anything with `init_state`, `prefill`, `step` and `config.vocab_size`.
+    """
+
+    def __init__(self, model: Recurrent) -> None:
+        self.model, self.vocab_size = model, int(model.config.vocab_size)
+        sizes = [nbytes(self._after(n)) for n in (1, 2)]
+        self._fixed, self._growth = sizes[0], sizes[1] - sizes[0]
+
+    def rows(self, count: int) -> "ModelRows":
+        """Make that many rows, all idle."""
+        return ModelRows(self.model, count, self.vocab_size)
+
+    def empty(self) -> Any:
+        """The state of a sequence before its first token."""
+        return self.model.init_state(1)
+
+    def copy(self, state: Any, tokens: int) -> Any:
+        """Return the state itself: states of models are values."""
+        return state
+
+    def read(self, tokens: Tensor, state: Any, wanted: Wanted) -> tuple[Tensor, Any]:
+        """Read tokens [n]; see `unrolled.serving.runner.Runner.read`."""
+        if len(tokens) == 1:  # rounded as tokens that are drawn
+            logits, state = self.model.step(tokens, state)
+        else:
+            of_one, state = self.model.prefill(tokens.unsqueeze(0), state)
+            logits = of_one[0]
+        count = {"none": 0, "last": 1, "all": len(tokens)}[wanted]
+        return logits[len(tokens) - count :].float(), state
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the state of a sequence of that many tokens; windows are counted without their end."""
+        return self._fixed + self._growth * max(tokens - 1, 0)
+
+    def tensors(self, state: Any) -> dict[str, Tensor]:
+        """Return the tensors of a state by name."""
+        return {name: x.detach().contiguous().clone() for name, x in leaves(state).items()}
+
+    def state(self, tensors: Mapping[str, Tensor], tokens: int) -> Any:
+        """Make the state after that many tokens of what `tensors` returned."""
+        like = self.model.init_state(1)
+        expected = leaves(like)
+        check_names(tensors, expected)  # the layers check shapes and types when they read
+        in_order = iter([tensors[name].clone() for name in expected])
+        return map_tensors(lambda _: next(in_order), like)
+
+    def _after(self, tokens: int) -> Any:
+        """The state after that many tokens 0: its shapes are those of any other sequence."""
+        state = self.model.init_state(1)
+        if tokens:
+            _, state = self.model.prefill(torch.zeros(1, tokens, dtype=torch.long), state)
+        return state
+
+
+class ModelRows:
+    """Rows that are continued one after another; see `unrolled.decode.batch.Batch`."""
+
+    def __init__(self, model: Recurrent, count: int, vocab_size: int) -> None:
+        self._model = model
+        self.logits = torch.empty(count, vocab_size)
+        self.length = torch.zeros(count, dtype=torch.long)
+        self.active = torch.zeros(count, dtype=torch.bool)
+        self.states: list[Any] = [None] * count
+        self.told: list[Tensor | None] = [None] * count
+        self._options: list[tuple[Sampling, int, int, list[list[int]]]] = [(Sampling(), 0, 0, [])] * count
+        self._seen: list[Tensor | None] = [None] * count
+        self._drawn: list[list[int]] = [[] for _ in range(count)]
+        self._failed: dict[int, str] = {}
+
+    def start(
+        self,
+        row: int,
+        state: Any,
+        sampling: Sampling,
+        key: int,
+        limit: int,
+        stops: list[list[int]],
+        seen: Tensor | None = None,
+        *,
+        tells: bool = False,
+    ) -> None:
+        """Continue a row, from the logits that it has."""
+        self._failed.pop(row, None)
+        self.states[row], self._options[row], self._seen[row] = state, (sampling, key, limit, stops), seen
+        self.told[row] = torch.empty(MOST_TOLD, self.logits.shape[1]) if tells else None
+        self._drawn[row], self.length[row], self.active[row] = [], 0, True
+
+    def draw(self, most: int) -> None:
+        """Draw up to `most` tokens for each row that is continued."""
+        rows: list[int] = self.active.nonzero().flatten().tolist()
+        if any(self.told[row] is not None for row in rows):
+            most = min(most, MOST_TOLD)
+        for step in range(most):
+            for row in rows:
+                if self.active[row]:
+                    self._draw_one(row, step)
+
+    def end(self, row: int, length: int) -> None:
+        """End a row after that many of its new tokens."""
+        self.length[row], self.active[row] = length, False
+
+    def tokens(self, row: int) -> Tensor:
+        """Return the new tokens of a row so far."""
+        return torch.tensor(self._drawn[row][: int(self.length[row])], dtype=torch.long)
+
+    def failed(self) -> list[int]:
+        """Return the rows that ended because they could not go on."""
+        return sorted(self._failed)
+
+    def reason(self, row: int) -> str:
+        """Say why a row could not go on."""
+        return self._failed[row]
+
+    def _draw_one(self, row: int, step: int) -> None:
+        options, key, limit, stops = self._options[row]
+        drawn, seen, told = self._drawn[row], self._seen[row], self.told[row]
+        logits = self.logits[row : row + 1]
+        if told is not None:
+            told[step] = logits[0]
+        of_row = torch.zeros_like(logits, dtype=torch.bool) if seen is None else seen.bool().unsqueeze(0)
+        try:
+            draw = drawing.uniform(key, len(drawn))
+            token = drawing.sample(filtered(logits, of_row, options), [draw])
+            drawn.append(int(token))
+            self.length[row] = len(drawn)
+            if seen is not None:
+                seen[token] = 1
+            if len(drawn) == limit or any(drawn[-len(ids) :] == ids for ids in stops):
+                self.active[row] = False
+                return
+            logits, self.states[row] = self._model.step(token, self.states[row])
+        except ValueError as error:
+            self._failed[row], self.active[row] = str(error), False
+            return
+        self.logits[row] = logits[0].float()

@@ -1,0 +1,67 @@
+"""A bounded queue in which clients take turns."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+
+class _Queued(Protocol):
+    @property
+    def client(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=_Queued)
+
+
+class Waiting(Generic[Item]):
+    """Items in the order in which they came, for each client; the clients take turns.
+
+    Args:
+        most: number of items at a time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self._size = most, 0
+        self._queues: dict[str, deque[Item]] = {}  # the client whose turn it is comes first
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another item."""
+        return self._size >= self.most
+
+    def add(self, item: Item) -> None:
+        """Add an item at the end of its client's."""
+        self._queues.setdefault(item.client, deque()).append(item)
+        self._size += 1
+
+    def first(self) -> Item | None:
+        """Return the item whose turn it is; it stays."""
+        return next(iter(self._queues.values()))[0] if self._queues else None
+
+    def take(self) -> Item:
+        """Remove the item whose turn it is, and return it."""
+        client = next(iter(self._queues))
+        queue = self._queues.pop(client)
+        item = queue.popleft()
+        self._size -= 1
+        if queue:
+            self._queues[client] = queue  # at the end
+        return item
+
+    def remove(self, wanted: Callable[[Item], bool]) -> list[Item]:
+        """Remove all items for which `wanted` is true, and return them."""
+        removed = []
+        for client, queue in list(self._queues.items()):
+            found = [item for item in queue if wanted(item)]
+            if found:
+                removed += found
+                kept = deque(item for item in queue if not wanted(item))
+                if kept:
+                    self._queues[client] = kept
+                else:
+                    del self._queues[client]
+        self._size -= len(removed)
+        return removed

@@ -1,0 +1,383 @@
+"""The engine gives every job what the model alone would give it, whatever else it does."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from planned import MODELS, V, decoder
+
+from unrolled.decode import plan
+from unrolled.decode.request import Request, Sampling
+from unrolled.ops import native
+from unrolled.serving.engine import Engine
+from unrolled.serving.jobs import (
+    BusyError,
+    Drawn,
+    EngineError,
+    Finished,
+    Job,
+    Prompted,
+    StoppingError,
+    TimedOutError,
+    TooLargeError,
+)
+from unrolled.serving.runner import PlanRunner
+from unrolled.serving.unplanned import ModelRunner
+
+if not native.available():
+    pytest.skip(str(native.missing()), allow_module_level=True)
+
+DIGEST = "0" * 64
+SAMPLING = Sampling(temperature=0.8, top_k=20)
+RUNNERS = {"plan": lambda model: PlanRunner(plan(model)), "model": ModelRunner}
+
+
+def made(model, kind="plan", **options):
+    return Engine(RUNNERS[kind](model), digest=DIGEST, **options)
+
+
+def job(model, prompt, limit, *, seed=0, n=1, sampling=SAMPLING, **options):
+    """Return a job that draws what `generate` draws for the same arguments."""
+    request = Request.of(model.config, [prompt], limit, seed=seed, num_samples=n)
+    [tokens] = request.prompts
+    keys = request.keys.tolist()
+    return Job(tokens.tolist(), limit, sampling=sampling, keys=keys, **options)
+
+
+async def result(run):
+    """Return the tokens of each continuation, how each finished, and the first and the last event."""
+    tokens, finish = {}, {}
+    async for event in run:
+        if isinstance(event, Prompted):
+            first = event
+        elif isinstance(event, Drawn):
+            assert event.index not in finish, "nothing follows the end"
+            tokens.setdefault(event.index, []).extend(event.tokens)
+            if event.finish:
+                finish[event.index] = event.finish
+    assert isinstance(event, Finished)
+    return tokens, finish, first, event
+
+
+def on(engine, *jobs):
+    """Run jobs side by side."""
+
+    async def go():
+        return await asyncio.gather(*(result(engine.submit(job)) for job in jobs))
+
+    try:
+        return asyncio.run(go())
+    finally:
+        engine.drain(5)
+
+
+def expected(model, prompt, limit, *, seed=0, n=1, **options):
+    drawn = plan(model).generate(
+        [prompt], limit, seed=seed, num_samples=n, temperature=0.8, top_k=20, **options
+    )
+    return {index: row.tolist() for index, row in enumerate(drawn)}
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+@pytest.mark.parametrize("name", ["linear", "softmax", "hybrid"])
+def test_jobs_side_by_side_draw_what_each_draws_alone(name, kind):
+    model = decoder(**MODELS[name])
+    cases = [([1, 2, 3], 30, 0, 1), (list(range(40)), 5, 1, 3), ([4], 50, 2, 2), ([5] * 100, 1, 3, 1)]
+    jobs = [job(model, prompt, limit, seed=seed, n=n) for prompt, limit, seed, n in cases]
+    for (prompt, limit, seed, n), (tokens, finish, first, last) in zip(
+        cases, on(made(model, kind, rows=5, chunk=16), *jobs), strict=True
+    ):
+        assert tokens == expected(model, prompt, limit, seed=seed, n=n)
+        assert set(finish.values()) == {"length"}
+        assert (first.cached, first.logprobs, last.snapshots) == (0, None, None)
+
+
+def test_a_job_ends_with_a_stop_sequence():
+    model = decoder()
+    whole = expected(model, [1, 2], 30)[0]
+    stop = whole[9:12]
+    [(tokens, finish, _, _)] = on(made(model), job(model, [1, 2], 30, stops=[stop, [V - 1] * 9]))
+    assert tokens == expected(model, [1, 2], 30, stop=[stop])
+    assert finish == {0: "stop"}
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+@pytest.mark.parametrize("name", ["linear", "softmax", "window"])
+def test_a_snapshot_continues_as_if_nothing_had_happened(name, kind):
+    model = decoder(**MODELS[name])
+    engine = made(model, kind, chunk=8)
+    prompt, more = list(range(20)), [7, 8, 9]
+
+    async def go():
+        first = await result(engine.submit(job(model, prompt, 12, keep=True)))
+        again = await result(engine.submit(job(model, prompt, 12, keep=True)))
+        [state] = first[3].snapshots
+        assert again[3].snapshots == [state], "the same request gives the same state"
+        assert again[2].cached == 19
+        assert (state.length, state.pending) == (32, first[0][0][-1])
+        whole = prompt + first[0][0] + more
+        fresh = await result(engine.submit(job(model, whole, 9, seed=5, keep=True)))
+        keys = Request.of(model.config, [whole], 9, seed=5).keys.tolist()
+        second = Job(more, 9, state=state, sampling=SAMPLING, keys=keys, keep=True)
+        continued = await result(engine.submit(second))
+        forked = await result(engine.submit(second))
+        assert continued[0] == fresh[0] == forked[0]
+        assert continued[2].cached == state.length - 1
+        assert continued[3].snapshots == forked[3].snapshots
+        if kind == "plan":  # the model itself rounds by how many tokens it reads at once
+            assert continued[3].snapshots == fresh[3].snapshots
+
+    asyncio.run(go())
+    engine.drain(5)
+
+
+def test_a_job_that_draws_nothing_returns_the_state_of_its_prompt():
+    model = decoder()
+    prompt = list(range(20))
+    engine = made(model)
+
+    async def go():
+        read = await result(engine.submit(job(model, prompt, 0, keep=True)))
+        [state] = read[3].snapshots
+        assert (state.length, state.pending, read[0]) == (20, 19, {})
+        after = Job([], 10, state=state, sampling=SAMPLING, keys=job(model, [1], 1).keys)
+        return await result(engine.submit(after))
+
+    tokens, *_ = asyncio.run(go())
+    engine.drain(5)
+    assert tokens == expected(model, prompt, 10)
+
+
+@pytest.mark.parametrize("limit", [0, 6])
+def test_logprobs_are_those_of_the_model(limit):
+    model = decoder()
+    prompt = list(range(3, 40))
+    asked = job(model, prompt, limit, logprobs=2, prompt_logprobs=True)
+    [(tokens, _, first, _)] = on(made(model, chunk=8), asked)
+    drawn = tokens.get(0, [])
+    with torch.no_grad():
+        exact = model.double()(torch.tensor([prompt + drawn])).log_softmax(-1)[0]
+    assert first.logprobs[0] is None
+    assert [x.token for x in first.logprobs[1:]] == prompt[1:]
+    for place, told in enumerate(first.logprobs[1:]):
+        assert told.logprob == pytest.approx(exact[place, prompt[place + 1]].item(), abs=1e-5)
+        assert [token for token, _ in told.top] == exact[place].topk(2).indices.tolist()
+        assert told.top[0][1] == pytest.approx(exact[place].max().item(), abs=1e-5)
+
+
+def test_logprobs_of_new_tokens_are_those_of_the_model():
+    model = decoder()
+    engine, found = made(model), []
+
+    async def go():
+        async for event in engine.submit(job(model, [1, 2], 40, logprobs=1)):
+            if isinstance(event, Drawn):
+                assert len(event.tokens) == len(event.logprobs)
+                found.extend(event.logprobs)
+
+    asyncio.run(go())
+    engine.drain(5)
+    tokens = [x.token for x in found]
+    assert tokens == expected(model, [1, 2], 40)[0]
+    with torch.no_grad():
+        exact = model.double()(torch.tensor([[1, 2, *tokens]])).log_softmax(-1)[0, 1:]
+    for place, told in enumerate(found):
+        assert told.logprob == pytest.approx(exact[place, told.token].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+@pytest.mark.parametrize("kept", [1, 2, 7])
+def test_a_watch_ends_a_continuation_and_its_state_is_that_of_the_kept_tokens(kind, kept):
+    model = decoder()
+    engine, drawn = made(model, kind), []
+
+    def watch(index, tokens):
+        drawn.extend(tokens)
+        return None if len(drawn) < 20 + kept else len(tokens) - (len(drawn) - 20 - kept)
+
+    async def go():
+        ended = await result(engine.submit(job(model, [1, 2], 400, watch=watch, keep=True)))
+        exact = await result(engine.submit(job(model, [1, 2], 20 + kept, keep=True)))
+        return ended, exact
+
+    ended, exact = asyncio.run(go())
+    engine.drain(5)
+    assert ended[0] == exact[0]
+    assert ended[1] == {0: "stop"}
+    assert ended[3].snapshots == exact[3].snapshots
+
+
+def test_a_repetition_penalty_counts_the_prompt():
+    model = decoder()
+    sampling = Sampling(temperature=0.8, top_k=20, repetition_penalty=1.5)
+    [(tokens, *_)] = on(made(model), job(model, [1, 2, 3], 30, sampling=sampling))
+    assert tokens == expected(model, [1, 2, 3], 30, repetition_penalty=1.5)
+
+
+def test_prompts_begin_where_earlier_ones_part():
+    model = decoder()
+    engine, shared = made(model, chunk=16), list(range(40))
+    prompts = [shared + [first] * 20 for first in (50, 51, 52)]
+
+    async def go():
+        return [(await result(engine.submit(job(model, prompt, 8)))) for prompt in prompts]
+
+    results = asyncio.run(go())
+    engine.drain(5)
+    assert [first.cached for _, _, first, _ in results] == [0, 0, 40]
+    for prompt, (tokens, *_) in zip(prompts, results, strict=True):
+        assert tokens == expected(model, prompt, 8)
+    assert engine.counts["cached"] == 40
+
+
+def test_a_conversation_is_not_read_again():
+    model = decoder()
+    engine = made(model)
+
+    async def go():
+        tokens, *_ = await result(engine.submit(job(model, list(range(30)), 12)))
+        return await result(engine.submit(job(model, [*range(30), *tokens[0], 1, 2], 4)))
+
+    _, _, first, _ = asyncio.run(go())
+    engine.drain(5)
+    assert first.cached == 41
+
+
+def test_cancelling_frees_the_rows():
+    model = decoder()
+    engine = made(model, rows=1)
+
+    async def go():
+        long = engine.submit(job(model, [1], 10**6))
+        waiting = engine.submit(job(model, [2], 3))
+        async for event in long:
+            if isinstance(event, Drawn):
+                break
+        began = time.monotonic()
+        long.cancel()
+        tokens, *_ = await result(waiting)
+        assert time.monotonic() - began < 0.5
+        return tokens
+
+    assert asyncio.run(go()) == expected(model, [2], 3)
+    assert engine.active == 0
+    engine.drain(5)
+
+
+def test_a_job_is_given_up_at_its_deadline_whether_it_runs_or_waits():
+    model = decoder()
+    engine = made(model, rows=1)
+
+    async def go():
+        runs = [
+            engine.submit(replace(job(model, [1], 10**6), deadline=time.monotonic() + 0.2)) for _ in range(2)
+        ]
+        for run in runs:
+            with pytest.raises(TimedOutError):
+                await result(run)
+
+    asyncio.run(go())
+    engine.drain(5)
+
+
+def test_what_has_no_room_is_refused_or_waits():
+    model = decoder(**MODELS["softmax"])
+    engine = made(model, rows=2, queue=2, memory=PlanRunner(plan(model)).nbytes(2000))
+
+    async def go():
+        with pytest.raises(TooLargeError, match="the states would take"):
+            engine.submit(job(model, [1], 3000))
+        with pytest.raises(TooLargeError, match="3 continuations, but 2"):
+            engine.submit(job(model, [1], 1, n=3))
+        long = engine.submit(job(model, [1], 1900))
+        await anext(aiter(long))  # it runs
+        second = engine.submit(job(model, [2], 200))
+        engine.submit(job(model, [3], 200))
+        with pytest.raises(BusyError):
+            engine.submit(job(model, [4], 200))
+        assert engine.waiting == 2
+        long.cancel()
+        return await result(second)
+
+    tokens, *_ = asyncio.run(go())
+    engine.drain(5)
+    assert tokens == expected(model, [2], 200)
+
+
+def test_clients_take_turns():
+    model = decoder()
+    engine, order = made(model, rows=1), []
+
+    async def follow(name, run):
+        await result(run)
+        order.append(name)
+
+    async def go():
+        first = engine.submit(job(model, [1], 200, client="a"))
+        others = [engine.submit(job(model, [1], 2, client=client)) for client in "aaab"]
+        names = ["first", "a1", "a2", "a3", "b1"]
+        await asyncio.gather(*(follow(*pair) for pair in zip(names, [first, *others], strict=True)))
+
+    asyncio.run(go())
+    engine.drain(5)
+    assert order.index("b1") <= 2, order
+
+
+def test_draining_lets_jobs_end_and_refuses_new_ones():
+    model = decoder()
+
+    async def go(seconds, limit):
+        engine = made(model)
+        run = engine.submit(job(model, [1], limit))
+        done = asyncio.create_task(result(run))
+        await asyncio.sleep(0.05)
+        draining = asyncio.create_task(asyncio.to_thread(engine.drain, seconds))
+        await asyncio.sleep(0.02)
+        with pytest.raises(StoppingError):
+            engine.submit(job(model, [1], 1))
+        await draining
+        return await done
+
+    assert len(asyncio.run(go(30, 3000))[0][0]) == 3000
+    with pytest.raises(StoppingError):
+        asyncio.run(go(0.1, 10**7))
+
+
+def test_a_job_that_fails_leaves_the_others():
+    model = decoder()
+    broken = PlanRunner(plan(model))
+    read = broken.read
+
+    def reads(tokens, state, wanted):
+        logits, state = read(tokens, state, wanted)
+        return (logits * float("nan") if 7 in tokens else logits), state
+
+    broken.read = reads
+    engine = Engine(broken, digest=DIGEST)
+
+    async def go():
+        good, bad = engine.submit(job(model, [1], 20)), engine.submit(job(model, [7], 20))
+        with pytest.raises(EngineError, match="must define a distribution"):
+            await result(bad)
+        return await result(good)
+
+    tokens, *_ = asyncio.run(go())
+    engine.drain(5)
+    assert tokens == expected(model, [1], 20)
+
+
+def test_a_state_of_another_model_is_refused():
+    model, other = decoder(), decoder(n_layers=1)
+
+    async def go(engine, one):
+        return await result(engine.submit(one))
+
+    engines = made(model), made(other)
+    *_, finished = asyncio.run(go(engines[0], job(model, [1], 3, keep=True)))
+    [state] = finished.snapshots
+    with pytest.raises(EngineError, match="fixed of the state is"):
+        asyncio.run(go(engines[1], Job([1], 3, state=state)))
+    for engine in engines:
+        engine.drain(5)
