@@ -239,3 +239,16 @@ def test_wrong_input_is_one_sentence():
         ValueError, match=f"the input has length 15, but must have at most max_length = {LENGTH}"
     ):
         p.prefill(tokens(length=LENGTH + 1), p.init_state(3))
+
+
+@pytest.mark.parametrize("name", ["linear", "softmax", "hybrid"])
+def test_a_state_is_cut_and_grown_without_a_change(name):
+    p = plan(decoder(**MODELS[name]))
+    tokens = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(0))
+    _, state = p.prefill(tokens[:, :20], p.init_state(2))
+    expected, _ = p.prefill(tokens[:, 20:], state)
+    for room in (0, 20, 100):
+        resized = p.resized(state, room)
+        assert torch.equal(p.prefill(tokens[:, 20:], resized)[0], expected)
+        assert p.state_bytes(max(room, 20)) * 2 == sum(x.nbytes for x in resized)
+    assert torch.equal(p.resized(p.resized(state, 100), 0).cache, p.resized(state, 0).cache)

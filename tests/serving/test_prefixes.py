@@ -1,0 +1,73 @@
+"""The tree of prompts, against a list of them."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unrolled.serving import prefixes
+from unrolled.serving.prefixes import SHORTEST, Prefixes
+
+# Few tokens and repeated beginnings, so that prompts part at many places.
+PIECES = st.lists(st.sampled_from([b"aaaaaaaaaaaaaaaa", b"bbbb", b"abababababababab", b"c"]), max_size=6)
+PROMPTS = PIECES.map(lambda pieces: np.frombuffer(b"".join(pieces), np.uint8).astype(np.int64))
+
+
+def common(a, b):
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)
+
+
+@given(st.lists(PROMPTS, max_size=8), PROMPTS)
+def test_it_finds_the_longest_prefix_and_where_a_prompt_parts_from_others(kept, prompt):
+    tree, known = Prefixes(10**9), {}
+    for number, tokens in enumerate(kept):
+        tree.keep(tokens, number, 1)
+        if len(tokens) >= SHORTEST:
+            known[tokens.tobytes()] = number
+    prefixes_ = [i for i in range(len(prompt) + 1) if prompt[:i].tobytes() in known]
+    best = max(prefixes_, default=0)
+    parts = max((common(np.frombuffer(x, np.int64), prompt) for x in known), default=0)
+    useful = best + SHORTEST <= parts < len(prompt)
+    state = known.get(prompt[:best].tobytes()) if best else None
+    assert tree.find(prompt) == (best, state, parts if useful else None)
+    assert tree.nbytes == len(known)
+
+
+@given(st.lists(st.tuples(PROMPTS, st.booleans()), max_size=30), st.integers(1, 5))
+def test_what_was_not_used_for_the_longest_time_goes_first(prompts, most):
+    tree, known = Prefixes(most), {}
+    for number, (tokens, looked_up) in enumerate(prompts):
+        if looked_up:
+            depth, state, _ = tree.find(tokens)
+            assert depth == max(
+                (len(np.frombuffer(x, np.int64)) for x in known if tokens.tobytes().startswith(x)), default=0
+            )
+            if depth:
+                found = tokens[:depth].tobytes()
+                assert state == known[found]
+                known[found] = known.pop(found)
+        elif len(tokens) >= SHORTEST:
+            tree.keep(tokens, number, 1)
+            known.pop(tokens.tobytes(), None)
+            known[tokens.tobytes()] = number
+            if len(known) > most:
+                del known[next(iter(known))]
+        assert tree.nbytes == len(known)
+
+
+def nodes(node):
+    return 1 + sum(map(nodes, node.children.values()))
+
+
+def test_branches_without_a_state_are_dropped():
+    tree = Prefixes(1)
+    for first in range(50):
+        tree.keep(np.full(20, first), first, 1)
+    assert nodes(tree._root) == 2
+
+
+def test_states_that_are_too_large_are_not_kept():
+    tree = Prefixes(10)
+    tree.keep(np.zeros(20, np.int64), "state", 11)
+    assert tree.find(np.zeros(30, np.int64)) == (0, None, None)
+    assert prefixes.SHORTEST == 16  # what the pieces of this file are made for
