@@ -1,0 +1,189 @@
+"""A folder as a model that is served."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import unrolled
+from unrolled.contract import Recurrent, UnsupportedError
+from unrolled.data import Vocabulary
+from unrolled.decode import Plan, load, load_model, packed_form, plan
+from unrolled.decode.packing import LAYOUT, Weights
+from unrolled.decode.saving import VERSION
+from unrolled.files import read_object
+from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
+from unrolled.ops import native
+from unrolled.serving.engine import Engine
+from unrolled.serving.runner import PlanRunner, Runner
+from unrolled.serving.text import Text, TokenizerText, VocabularyText
+from unrolled.serving.unplanned import ModelRunner
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of an engine; see `unrolled.serving.engine.Engine`."""
+
+    rows: int = 256
+    memory: int = 4 * 2**30
+    prefix_memory: int = 2**28
+    queue: int = 256
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is served.
+
+    Attributes:
+        name: by which requests name it.
+        digest: of all that its states depend on: weights, their form, and how a state lies in memory.
+        created: when its weights were written, in seconds since 1970.
+        vocab_size: number of ids.
+        start_token: whether every sequence begins with the start symbol, of the id `vocab_size`.
+        n_positions: most tokens of a sequence; None for any number.
+        shape: height and width of the images that it draws; None for text.
+        text: what its ids mean; None for images.
+        engine: runs it.
+        description: for people: mechanisms, parameters and the form of the weights.
+    """
+
+    name: str
+    digest: str
+    created: int
+    vocab_size: int
+    start_token: bool
+    n_positions: int | None
+    shape: tuple[int, int] | None
+    text: Text | None
+    engine: Engine
+    description: dict[str, Any] = field(default_factory=dict)
+
+
+def open_model(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    weights: Weights | None = None,
+    limits: Limits | None = None,
+    deterministic: bool = False,
+) -> Served:
+    """Open the folder of a model whose state is a recurrence.
+
+    Args:
+        path: a run folder, a folder of `unrolled quantize`, or one that one of our classes for transformers
+            was saved to.
+        name: by which requests name it; by default the name of the folder.
+        weights: the form that the matrices are rounded to; None for that of the folder.
+        limits: of its engine.
+        deterministic: the tokens of a request do not depend on what else the engine does, bit for bit.
+
+    Raises:
+        ValueError: the folder holds no such model.
+        UnsupportedError: the model is no recurrence, or `weights` is given and no plan can run it.
+    """
+    folder = Path(path)
+    of_transformers = "model_type" in read_object(folder / CONFIG_FILE)
+    model = _of_transformers(folder) if of_transformers else _model(folder, weights)
+    if not isinstance(model, Recurrent):
+        raise UnsupportedError(f"{folder} holds a model that does not predict the next token from a state")
+    runner = _runner(model, weights, deterministic)
+    form = runner.plan.weights if isinstance(runner, PlanRunner) else "model"
+    file = _weights_file(folder)
+    limits = limits or Limits()
+    unsteady = deterministic and not isinstance(runner, PlanRunner)
+    digest = _digest(file, form)
+    config: Any = model.config
+    vocabulary = None if of_transformers else Vocabulary.load(folder)
+    if vocabulary is not None:
+        vocabulary.check(config.vocab_size)
+    shape = None if vocabulary is None else vocabulary.shape
+    return Served(
+        name=name or folder.resolve().name,
+        digest=digest,
+        created=int(file.stat().st_mtime),
+        vocab_size=config.vocab_size,
+        start_token=bool(config.start_token),
+        n_positions=config.n_positions,
+        shape=None if shape is None else (shape[0], shape[1]),
+        text=_text(folder, vocabulary),
+        engine=Engine(
+            runner,
+            digest=digest,
+            rows=limits.rows,
+            memory=limits.memory,
+            # A model without a plan rounds by where its prompt was cut.
+            prefix_memory=0 if unsteady else limits.prefix_memory,
+            queue=limits.queue,
+            threads=limits.threads,
+        ),
+        description=_description(model, form),
+    )
+
+
+def _of_transformers(folder: Path) -> nn.Module:
+    from unrolled.interop.hf.convert import load as load_transformers
+
+    loaded = load_transformers(folder)
+    if not loaded.config.is_decoder:
+        raise UnsupportedError(f"{folder} holds an encoder, which does not predict the next token")
+    inner: nn.Module = loaded.model
+    return inner
+
+
+def _model(folder: Path, weights: Weights | None) -> nn.Module | Plan:
+    found = packed_form(folder)
+    if found is None or not native.available():
+        return load_model(folder)
+    if weights not in (None, found):
+        raise ValueError(f"weights is {weights!r}, but {folder} holds weights in {found}")
+    return load(folder)
+
+
+def _runner(model: Any, weights: Weights | None, deterministic: bool) -> Runner:
+    """Return what runs a model: a plan, if it can."""
+    if not isinstance(model, Plan):
+        model.eval()
+        try:
+            model = plan(model, weights or "fp32")
+        except UnsupportedError:
+            if weights is not None:
+                raise
+            return ModelRunner(model)
+    model.steady = deterministic
+    return PlanRunner(model)
+
+
+def _weights_file(folder: Path) -> Path:
+    for name in (WEIGHTS_FILE, PLAN_FILE):
+        if (folder / name).exists():
+            return folder / name
+    raise ValueError(f"{folder} has no {WEIGHTS_FILE}")
+
+
+def _digest(file: Path, form: str) -> str:
+    """Return the SHA-256 of all that states depend on."""
+    with file.open("rb") as content:
+        weights = hashlib.file_digest(content, "sha256").hexdigest()
+    config = file.with_name(CONFIG_FILE).read_text(encoding="utf-8")
+    parts = [weights, config, form, LAYOUT, VERSION, unrolled.__version__]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _text(folder: Path, vocabulary: Vocabulary | None) -> Text | None:
+    if vocabulary is None:
+        return TokenizerText(folder)
+    return VocabularyText(vocabulary, folder) if vocabulary.shape is None else None
+
+
+def _description(model: Any, form: str) -> dict[str, Any]:
+    """Describe a model to people."""
+    attention = getattr(model.config, "attention", None) or type(model).__name__
+    mechanisms = [attention] if isinstance(attention, str) else list(dict.fromkeys(attention))
+    found: dict[str, Any] = {"mechanisms": mechanisms, "weights": "fp32" if form == "model" else form}
+    if isinstance(model, nn.Module):
+        found["parameters"] = sum(x.numel() for x in model.parameters())
+    return found
