@@ -101,7 +101,7 @@ class Request(NamedTuple):
             raise wrong("num_samples", num_samples, f"at most {MOST_ROWS // len(prompts)} in one call")
         sampling = Sampling(**options)  # type: ignore[misc]  # the others have been taken out
         sampling.check()
-        keys = _keys(seed, len(prompts), num_samples)
+        keys = random_keys(seed, len(prompts), num_samples)
         return cls(prompts, num_samples, max_new_tokens, stops, sampling, keys)
 
 
@@ -182,8 +182,20 @@ def _prompts(prompt_ids: Prompts, vocab_size: int, start: int | None) -> list[Te
     return prompts
 
 
-def _keys(seed: int | None, n_prompts: int, num_samples: int) -> Tensor:
-    """One key per row, determined by (seed, prompt, sample); prompt-major."""
+def random_keys(seed: int | None, n_prompts: int, num_samples: int) -> Tensor:
+    """Return the random stream of each continuation, determined by (seed, prompt, sample).
+
+    Args:
+        seed: at least 0; None draws one from the system.
+        n_prompts: number of prompts.
+        num_samples: continuations of each.
+
+    Returns:
+        [n_prompts * num_samples] int64, those of one prompt side by side.
+
+    Raises:
+        ValueError: the seed is not an integer of at least 0.
+    """
     if seed is not None:
         check_integers(0, seed=seed)
     entropy = np.random.SeedSequence(seed).entropy

@@ -1,0 +1,107 @@
+"""The ASGI app: OpenAI's API for models whose state is a value.
+
+POST /v1/completions, /v1/chat/completions, /v1/images/completions
+GET  /v1/models, /v1/models/{id}
+GET, PUT, DELETE /v1/states/{id}, /v1/sessions/{name}
+POST /tokenize, /detokenize; GET /tokenizer_info
+GET  /health, /ready, /metrics, /openapi.json; / and /page/, the page
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from unrolled.serving.guards import Bodies, Keys
+from unrolled.serving.logs import Logged
+from unrolled.serving.model import Served
+from unrolled.serving.protocol.errors import ApiError, error_body, of_validation
+from unrolled.serving.routes import chat, completions, images, models, operation, states, tokens
+from unrolled.serving.routes.page import add_page
+from unrolled.serving.runs import GoneError
+from unrolled.serving.service import Service
+from unrolled.serving.settings import Settings
+from unrolled.serving.states import States
+
+LOCAL_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
+CLIENT_CLOSED = 499
+ROUTES = (completions, chat, images, models, states, tokens, operation)
+
+
+def make_app(served: Sequence[Served], states: States, settings: Settings) -> FastAPI:
+    """Return the app; its parts are in `app.state.service`.
+
+    Args:
+        served: the models; the first is the default of requests that may name none.
+        states: where snapshots live.
+        settings: of the operator.
+
+    Raises:
+        ValueError: two models have one name.
+    """
+    service = Service.of(served, states, settings)
+    app = FastAPI(title="unrolled", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.state.service = service
+    for module in ROUTES:
+        app.include_router(module.router, responses={"4XX": _error_schema(), "5XX": _error_schema()})
+    add_page(app)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(GoneError, _on_gone)
+    # The last that is added comes first.
+    app.add_middleware(Bodies, settings=settings)
+    app.add_middleware(Keys, keys=settings.keys, rate=settings.rate)
+    if settings.origin is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[settings.origin],
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["etag", "retry-after", "x-request-id"],
+        )
+    if settings.loopback:  # so that no page whose name was made to point here can ask (DNS rebinding)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS, www_redirect=False)
+    app.add_middleware(Logged, metrics=service.metrics)
+    if "OTEL_EXPORTER_OTLP_ENDPOINT" in os.environ and _has("opentelemetry.instrumentation.asgi"):
+        from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+
+        app.add_middleware(OpenTelemetryMiddleware)
+    return app
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        return error.response()
+    assert isinstance(error, HTTPException)
+    body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _on_validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return of_validation(error.errors()).response()
+
+
+async def _on_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)  # for the log: nobody reads it
+
+
+def _error_schema() -> dict[str, object]:
+    text = {"type": "string"}
+    known = {"type": "object", "required": ["message", "type"], "properties": {"message": text, "type": text}}
+    schema = {"type": "object", "required": ["error"], "properties": {"error": known}}
+    return {"description": "an error", "content": {"application/json": {"schema": schema}}}
+
+
+def _has(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False

@@ -1,0 +1,68 @@
+"""From the blocks of a continuation to the text and the log probabilities that a client gets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from unrolled.serving.jobs import Drawn, TokenLogprob
+from unrolled.serving.stops import StopFinder
+from unrolled.serving.text import Text
+
+
+class Choice:
+    """The text of one continuation, cut before a stop text or a token that ends it.
+
+    Args:
+        text: what the ids mean.
+        stops: texts that end it.
+        ends: token sequences that end it.
+    """
+
+    def __init__(self, text: Text, stops: Sequence[str], ends: Sequence[list[int]]) -> None:
+        self._read, self._finder, self._ends = text.reader(), StopFinder(stops), ends
+
+    def take(self, drawn: Drawn) -> str:
+        """Return the text that is certain with the next block."""
+        tokens, final = drawn.tokens, drawn.finish is not None
+        if drawn.finish == "stop":
+            end = next((x for x in self._ends if tokens[-len(x) :] == x), [])
+            tokens = tokens[: len(tokens) - len(end)]
+        told = self._finder.feed(self._read(tokens, final))
+        return told + self._finder.rest() if final and not self._finder.found else told
+
+
+class CompletionLogprobs:
+    """Log probabilities as /v1/completions tells them: lists of one entry for each token.
+
+    Args:
+        text: what the ids mean.
+        offset: characters of the text before the first token.
+    """
+
+    def __init__(self, text: Text, offset: int) -> None:
+        self._text, self._read, self._offset = text, text.reader(), offset
+
+    def of(self, tokens: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """Return the lists of the next tokens; None stands for a token of which nothing is known."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._read([token]))
+        piece = self._text.piece
+        return {
+            "tokens": [piece(token) for token in tokens],
+            "token_logprobs": [None if x is None else x.logprob for x in found],
+            "top_logprobs": [None if x is None else {piece(i): p for i, p in x.top} for x in found],
+            "text_offset": offsets,
+        }
+
+
+def chat_logprobs(text: Text, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return log probabilities as /v1/chat/completions tells them."""
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": text.piece(token), "logprob": logprob, "bytes": text.piece_bytes(token)}
+
+    content = [
+        described(x.token, x.logprob) | {"top_logprobs": [described(i, p) for i, p in x.top]} for x in found
+    ]
+    return {"content": content, "refusal": None}

@@ -1,0 +1,124 @@
+"""What stands before the routes: keys, rates, sizes and speeds of bodies."""
+
+import asyncio
+import hmac
+import time
+from collections.abc import Sequence
+
+from limits import parse
+from limits.storage import MemoryStorage
+from limits.strategies import MovingWindowRateLimiter
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from unrolled.serving.logs import record_of
+from unrolled.serving.protocol.errors import ApiError
+from unrolled.serving.settings import Settings
+
+OPEN = ("/", "/health", "/ready")
+OPEN_FOLDER = "/page/"
+STATES = "/v1/states/"
+
+
+class Keys:
+    """Lets clients pass that send one of the keys, none of them more often than the rate.
+
+    Args:
+        app: what answers.
+        keys: compared in constant time; without any, clients are told apart by their address.
+        rate: such as "600/minute".
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], rate: str | None) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
+        self._rate = None if rate is None else parse(rate)
+        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        path = scope.get("path", "")
+        if scope["type"] == "http" and path not in OPEN and not path.startswith(OPEN_FOLDER):
+            record = record_of(HTTPConnection(scope))
+            try:
+                if self._keys:
+                    record.client = self._known(Headers(scope=scope).get("authorization", ""))
+                self._count(record.client)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _known(self, header: str) -> str:
+        kind, _, given = header.partition(" ")
+        secret = given.strip().encode("utf-8", "replace")
+        matches = [hmac.compare_digest(secret, key) for key in self._keys]  # all of them: no early end
+        if kind.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401,
+                "the header Authorization must be 'Bearer KEY' with a key of this server",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return f"key {matches.index(True)}"
+
+    def _count(self, client: str) -> None:
+        if self._rate is None or self._limiter.hit(self._rate, client):
+            return
+        again = self._limiter.get_window_stats(self._rate, client).reset_time - time.time()
+        raise ApiError(
+            429,
+            f"more than {self._rate} requests",
+            code="rate_limit_exceeded",
+            headers={"retry-after": str(max(1, round(again + 0.5)))},
+        )
+
+
+class Bodies:
+    """Refuses bodies that are too large (413) or come too slowly (408); both close the connection.
+
+    Args:
+        app: what answers.
+        settings: the limits.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whose body is checked as it is read."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        settings = self._settings
+        most = settings.state_bytes if scope["path"].startswith(STATES) else settings.body_bytes
+        declared = Headers(scope=scope).get("content-length", "")
+        began, size, whole = time.monotonic(), 0, False
+
+        async def receive_checked() -> Message:
+            nonlocal size, whole
+            if whole:
+                return await receive()  # which tells when the client goes away
+            if declared.isdecimal() and int(declared[:20]) > most:
+                raise _too_large(most)
+            left = began + settings.body_seconds + size / 2**20 - time.monotonic()
+            try:
+                message = await asyncio.wait_for(receive(), max(left, 0))
+            except TimeoutError:
+                raise ApiError(
+                    408, "the body came too slowly", code="slow_body", headers={"connection": "close"}
+                ) from None
+            if message["type"] == "http.request":
+                size += len(message.get("body", b""))
+                whole = not message.get("more_body", False)
+            if size > most:
+                raise _too_large(most)
+            return message
+
+        await self._app(scope, receive_checked, send)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413, f"the body has more than {most} bytes", code="body_too_large", headers={"connection": "close"}
+    )

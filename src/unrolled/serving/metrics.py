@@ -1,0 +1,53 @@
+"""Figures of a running server, in the format of Prometheus."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BLOCK_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """Counters of one server, in a registry of their own.
+
+    Args:
+        waiting: returns the number of jobs in queues.
+        active: returns the number of rows in use.
+        state_bytes: returns the bytes of states in memory.
+    """
+
+    def __init__(
+        self, waiting: Callable[[], int], active: Callable[[], int], state_bytes: Callable[[], int]
+    ) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "unrolled_requests", "Requests by route and status.", ["route", "status"], registry=registry
+        )
+        tokens = Counter("unrolled_tokens", "Tokens by what became of them.", ["kind"], registry=registry)
+        self.read = tokens.labels("read")
+        self.cached = tokens.labels("cached")
+        self.drawn = tokens.labels("drawn")
+        self.first_token = Histogram(
+            "unrolled_first_token_seconds",
+            "From a request to its first new token.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.block = Histogram(
+            "unrolled_block_seconds",
+            "Between two blocks of new tokens of a request.",
+            buckets=BLOCK_SECONDS,
+            registry=registry,
+        )
+        gauges = {
+            "unrolled_waiting": ("Jobs in queues.", waiting),
+            "unrolled_rows": ("Rows in use.", active),
+            "unrolled_state_bytes": ("Bytes of states in memory.", state_bytes),
+        }
+        for name, (meaning, value) in gauges.items():
+            Gauge(name, meaning, registry=registry).set_function(value)
+
+    def text(self) -> bytes:
+        """Return all figures as Prometheus reads them."""
+        return generate_latest(self._registry)

@@ -1,0 +1,1 @@
+"""OpenAI's requests, responses and errors, and the few fields that states add."""

@@ -1,0 +1,95 @@
+"""The body of /v1/chat/completions, and what answers it."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from unrolled.serving.protocol.fields import Body, Logprobs, TextContinuation, refuse_unless_neutral
+
+MOST_TOKENS = 1_024
+"""New tokens at most, where the request does not say."""
+
+
+class Part(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """What was said."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part] | None = None
+    name: str | None = Field(None, description="of no effect")
+    refusal: str | None = Field(None, description="of no effect")
+    annotations: list[Any] | None = Field(None, description="of no effect")
+    tool_calls: list[Any] | None = Field(None, description="must be left out")
+    function_call: dict[str, Any] | None = Field(None, description="must be left out")
+    audio: dict[str, Any] | None = Field(None, description="must be left out")
+
+    @model_validator(mode="after")
+    def _check_message(self) -> Self:
+        refuse_unless_neutral(self, tool_calls=[], function_call={}, audio={})
+        if self.content is None:
+            raise ValueError("content is missing")
+        return self
+
+    def plain(self) -> dict[str, str]:
+        """Return the message as templates take it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": self.role, "content": text}
+
+
+class ResponseFormat(Body):
+    """The form of an answer."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(TextContinuation):
+    """A conversation to continue; with a state, what follows it."""
+
+    messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    tools: list[Any] | None = Field(None, description="must be left out")
+    tool_choice: Any = Field(None, description="must be left out or 'none'")
+    functions: list[Any] | None = Field(None, description="must be left out")
+    function_call: Any = Field(None, description="must be left out or 'none'")
+    response_format: ResponseFormat | None = None
+    modalities: list[str] | None = Field(None, description="must be left out or ['text']")
+    audio: dict[str, Any] | None = Field(None, description="must be left out")
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        refuse_unless_neutral(
+            self,
+            tools=[],
+            tool_choice="none",
+            functions=[],
+            function_call="none",
+            modalities=["text"],
+            audio={},
+        )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is given, but requires logprobs")
+        if not self.messages and self.state is None:
+            raise ValueError("messages is empty, but only a state can be continued without any")
+        return self
+
+
+def choice(
+    index: int,
+    message: dict[str, Any],
+    logprobs: dict[str, Any] | None,
+    finish: str | None,
+    state: str | None,
+    *,
+    field: Literal["message", "delta"],
+) -> dict[str, Any]:
+    """Return one choice, of a response or of a chunk."""
+    found = {"index": index, field: message, "logprobs": logprobs, "finish_reason": finish}
+    return found if state is None else found | {"state": state}

@@ -1,0 +1,46 @@
+"""The body of /v1/completions, and what answers it."""
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from unrolled.serving.protocol.fields import Logprobs, TextContinuation, refuse_unless_neutral
+
+DEFAULT_TOKENS = 16
+
+
+class CompletionRequest(TextContinuation):
+    """A text to continue."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] | None = Field(
+        None, description="a text, a list of texts, token ids, or lists of token ids"
+    )
+    echo: bool | None = Field(None, description="begin the answer with the prompt")
+    logprobs: Logprobs | None = None
+    best_of: int | None = Field(None, description="must be n or 1")
+    suffix: str | None = Field(None, description="must be left out")
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.best_of not in (None, 1, self.n or 1):
+            raise ValueError(f"best_of is not supported, and must be left out, 1 or n, {self.n or 1}")
+        refuse_unless_neutral(self, suffix="")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one, each a text or ids."""
+        given = self.prompt
+        if given is None or isinstance(given, str):
+            return [given or ""]
+        if all(isinstance(x, int) for x in given):  # an empty list is a prompt of no ids
+            return [given]  # type: ignore[list-item]
+        return list(given)  # type: ignore[arg-type]
+
+
+def choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None, state: str | None
+) -> dict[str, Any]:
+    """Return one choice, of a response or of a chunk."""
+    found: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    return found if state is None else found | {"state": state}

@@ -1,0 +1,112 @@
+"""The fields of a request that all ways to continue a sequence share."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from unrolled.decode.request import Sampling
+
+MOST_TOKENS = 1_000_000
+"""New tokens of one continuation at most."""
+MOST_ROWS = 2_048
+"""Continuations of one request at most."""
+
+StateId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+Tokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+Count = Annotated[int, Field(ge=1, le=128)]
+Logprobs = Annotated[int, Field(ge=0, le=20)]
+StopText = Annotated[str, StringConstraints(min_length=1)]
+Stops = StopText | Annotated[list[StopText], Field(max_length=16)]
+
+
+class Body(BaseModel):
+    """A body of a request: unknown fields and wrong types are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Continuation(Body):
+    """What is common to texts and images. A field that is null has its default."""
+
+    model: str
+    n: Count | None = Field(None, description="continuations of each prompt; by default 1")
+    temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 is greedy; by default 1")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stream: bool | None = None
+    state: StateId | None = Field(None, description="the id of a state to continue")
+    keep: bool | None = Field(None, description="keep the state at the end, and tell its id")
+
+    def sampling(self) -> Sampling:
+        """Return how tokens are drawn."""
+        return Sampling(1.0 if self.temperature is None else float(self.temperature), self.top_k, self.top_p)
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class TextContinuation(Continuation):
+    """What is common to completions and chat."""
+
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    stop: Stops | None = None
+    ignore_eos: bool | None = Field(None, description="do not end at a token that ends a text")
+    stream_options: StreamOptions | None = None
+    frequency_penalty: float | None = Field(None, description="must be 0")
+    presence_penalty: float | None = Field(None, description="must be 0")
+    logit_bias: dict[str, float] | None = Field(None, description="must be empty")
+    user: str | None = Field(None, description="of no effect")
+    metadata: dict[str, Any] | None = Field(None, description="of no effect")
+    store: bool | None = Field(None, description="of no effect")
+    service_tier: str | None = Field(None, description="of no effect")
+    safety_identifier: str | None = Field(None, description="of no effect")
+    prompt_cache_key: str | None = Field(None, description="of no effect")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        refuse_unless_neutral(self, frequency_penalty=0, presence_penalty=0, logit_bias={})
+        if None not in (self.max_tokens, self.max_completion_tokens) and (
+            self.max_tokens != self.max_completion_tokens
+        ):
+            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is given, but requires stream")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """The most new tokens that were asked for."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end a continuation."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that tells the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self) -> Sampling:
+        """Return how tokens are drawn."""
+        penalty = 1.0 if self.repetition_penalty is None else float(self.repetition_penalty)
+        return super().sampling()._replace(min_p=self.min_p, repetition_penalty=penalty)
+
+
+def refuse_unless_neutral(body: Body, **neutral: object) -> None:
+    """Refuse fields that nothing here honours, unless their value changes nothing.
+
+    Raises:
+        ValueError: a field has another value.
+    """
+    for name, value in neutral.items():
+        if (given := getattr(body, name)) is not None and given != value:
+            raise ValueError(f"{name} is not supported, and must be left out or {value!r}")

@@ -1,0 +1,120 @@
+"""/v1/completions."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from unrolled.serving.choices import CompletionLogprobs
+from unrolled.serving.jobs import Prompted
+from unrolled.serving.model import Served
+from unrolled.serving.protocol.completions import DEFAULT_TOKENS, CompletionRequest, choice
+from unrolled.serving.protocol.errors import invalid
+from unrolled.serving.routes.continuing import Continuing, check_ids, encode
+from unrolled.serving.runs import unless_gone
+from unrolled.serving.service import service_of
+from unrolled.serving.streams import Chunks, stream
+
+router = APIRouter()
+MOST_PROMPTS = 128
+
+
+@router.post("/v1/completions")
+async def complete(body: CompletionRequest, request: Request) -> Response:
+    """Continue a text, several texts, or a state."""
+    served = service_of(request).model(body.model)
+    if served.text is None:
+        raise invalid(f"the model {served.name} draws images: ask /v1/images/completions", "model")
+    if len(body.prompts) > MOST_PROMPTS:
+        raise invalid(
+            f"prompt holds {len(body.prompts)}, but at most {MOST_PROMPTS} are taken at once", "prompt"
+        )
+    prompts = [await encode(served.text, x, "prompt") if isinstance(x, str) else x for x in body.prompts]
+    for ids in prompts:
+        check_ids(ids, served.vocab_size, "prompt")
+    continuing = await Continuing.start(
+        request,
+        served,
+        served.text,
+        body,
+        prompts,
+        param="prompt",
+        default=DEFAULT_TOKENS,
+        logprobs=body.logprobs,
+        prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+    )
+    completion = _Completion(served, body, prompts, continuing)
+    if body.stream:
+        return await stream(request, completion.chunks())
+    return JSONResponse(await unless_gone(request, completion.whole()))
+
+
+class _Completion:
+    """One request: its parts as chunks, or the whole."""
+
+    def __init__(
+        self, served: Served, body: CompletionRequest, prompts: list[list[int]], continuing: Continuing
+    ) -> None:
+        self._body, self._prompts, self._continuing = body, prompts, continuing
+        self._n, self._text = body.n or 1, continuing.text
+        self._echoed = [
+            given if isinstance(given, str) else self._text.decode(given) for given in body.prompts
+        ]
+        self._logprobs = [
+            CompletionLogprobs(self._text, 0 if body.echo else len(self._echoed[i // self._n]))
+            for i in range(continuing.runs.count)
+        ]
+        self._about = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": served.name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response."""
+        runs = self._continuing.runs
+        found = [choice(i, "", None, None, None) for i in range(runs.count)]
+        top: dict[str, Any] = {}
+        async for part in self._parts():
+            so_far = found[part["index"]]
+            so_far["text"] += part["text"]
+            so_far["finish_reason"] = part["finish_reason"]
+            if so_far["logprobs"] is None:
+                so_far["logprobs"] = part["logprobs"]
+            else:
+                for name, values in (part["logprobs"] or {}).items():
+                    so_far["logprobs"][name] += values
+            if "state" in part:
+                (top if self._continuing.alone else so_far)["state"] = part["state"]
+        return self._about | {"choices": found, "usage": runs.usage()} | top
+
+    async def chunks(self) -> Chunks:
+        """Yield the chunks of a stream."""
+        async for part in self._parts():
+            top = {"state": part.pop("state")} if "state" in part and self._continuing.alone else {}
+            yield self._about | {"choices": [part]} | top
+        if self._body.include_usage:
+            yield self._about | {"choices": [], "usage": self._continuing.runs.usage()}
+
+    async def _parts(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the choices with what is new in each."""
+        async for piece in self._continuing.pieces():
+            if piece.prompted is None:
+                logprobs = None
+                if piece.logprobs is not None:
+                    logprobs = self._logprobs[piece.index].of(piece.tokens, piece.logprobs)
+                if piece.text or logprobs or piece.finish:
+                    yield choice(piece.index, piece.text, logprobs, piece.finish, piece.state)
+            elif self._body.echo:
+                yield self._echo(piece.index, piece.prompted)
+
+    def _echo(self, index: int, prompted: Prompted) -> dict[str, Any]:
+        prompt, logprobs = self._prompts[index // self._n], None
+        if prompted.logprobs is not None:
+            known = prompted.logprobs[len(prompted.logprobs) - len(prompt) :]  # without the start symbol
+            logprobs = self._logprobs[index].of(prompt, known)
+        return choice(index, self._echoed[index // self._n], logprobs, None, None)

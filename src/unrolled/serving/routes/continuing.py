@@ -1,0 +1,175 @@
+"""What completions and chat share: from a request and its prompts to running jobs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from starlette.requests import Request
+
+from unrolled.serving.choices import Choice
+from unrolled.serving.jobs import Drawn, Finished, Prompted, TokenLogprob
+from unrolled.serving.logs import record_of
+from unrolled.serving.model import Served
+from unrolled.serving.protocol.errors import invalid
+from unrolled.serving.protocol.fields import MOST_ROWS, TextContinuation
+from unrolled.serving.runs import Asked, Runs, room
+from unrolled.serving.service import service_of
+from unrolled.serving.stops import Watch
+from unrolled.serving.text import Text
+
+LONG = 10_000  # characters that take long enough to encode that others should not wait
+
+
+async def encode(text: Text, given: str, param: str) -> list[int]:
+    """Return the ids of a text.
+
+    Raises:
+        ApiError: it has a character outside the vocabulary.
+    """
+    try:
+        return await asyncio.to_thread(text.encode, given) if len(given) > LONG else text.encode(given)
+    except ValueError as error:
+        raise invalid(f"{param}: {error}", param) from None
+
+
+def check_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
+    """Return ids that are all of the vocabulary.
+
+    Raises:
+        ApiError: one is not.
+    """
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(x for x in ids if not 0 <= x < vocab_size)
+        shown = wrong if abs(wrong) < 10**20 else "too large a number"
+        raise invalid(f"{param} holds the id {shown}, but must hold ids of 0 to {vocab_size - 1}", param)
+    return ids
+
+
+@dataclass
+class Piece:
+    """What is new in one continuation.
+
+    Attributes:
+        index: its number.
+        text: that is now certain.
+        tokens: the new ones; those of the prompt are told by `prompted`.
+        logprobs: of each, None if they were not asked for.
+        finish: why it ended; None if it goes on.
+        state: the id of its state at the end.
+        prompted: that the prompt was read, the first news of all.
+    """
+
+    index: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish: str | None = None
+    state: str | None = None
+    prompted: Prompted | None = None
+
+
+class Continuing:
+    """The running jobs of a request for text.
+
+    Attributes:
+        text: what the ids mean.
+        runs: the jobs.
+    """
+
+    def __init__(self, text: Text, runs: Runs, body: TextContinuation) -> None:
+        self.text, self.runs = text, runs
+        self._choices = [Choice(text, body.stops, runs.asked.stops) for _ in range(runs.count)]
+
+    @classmethod
+    async def start(
+        cls,
+        request: Request,
+        served: Served,
+        text: Text,
+        body: TextContinuation,
+        prompts: list[list[int]],
+        *,
+        param: str,
+        default: int,
+        logprobs: int | None,
+        prompt_logprobs: bool = False,
+    ) -> "Continuing":
+        """Submit the jobs.
+
+        Args:
+            request: of the client.
+            served: the model.
+            text: what its ids mean.
+            body: the request.
+            prompts: ids of each, without a start symbol.
+            param: the field that holds them.
+            default: new tokens at most, where the request does not say.
+            logprobs: number of most likely tokens to tell with each.
+            prompt_logprobs: whether to tell log p of the prompts, too.
+
+        Raises:
+            ApiError: the request does not fit the model, or the engine refuses it.
+        """
+        service, n = service_of(request), body.n or 1
+        state = None if body.state is None else await service.snapshot(body.state, served)
+        if len(prompts) * n > MOST_ROWS:
+            raise invalid(
+                f"n asks for {len(prompts) * n} continuations, but at most {MOST_ROWS} are made", "n"
+            )
+        if state is None:
+            start = [served.vocab_size] if served.start_token else []
+            prompts = [start + ids for ids in prompts]
+            if not all(prompts):
+                raise invalid(
+                    f"{param} is empty, but the model has no start symbol and there is no state", param
+                )
+        longest = max(map(len, prompts)) + (0 if state is None else state.length)
+        limit = room(served, longest, body.limit, default, param)
+        asked = Asked(
+            state=state,
+            limit=limit,
+            sampling=body.sampling(),
+            seed=body.seed,
+            n=n,
+            stops=[] if body.ignore_eos else text.ends,
+            watch=partial(Watch, text, body.stops) if body.stops else None,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            keep=bool(body.keep),
+        )
+        return cls(text, Runs(service, served, prompts, asked, record_of(request)), body)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield what is new in each continuation, block by block; the last of each has a finish reason.
+
+        Where states are kept, it comes once they are stored.
+
+        Raises:
+            ApiError: as `Runs.events`.
+        """
+        n, keeps, last = self.runs.asked.n, self.runs.asked.keep, dict[int, Piece]()
+        async for number, event in self.runs.events():
+            if isinstance(event, Prompted):
+                for i in range(n):
+                    yield Piece(number * n + i, prompted=event)
+            elif isinstance(event, Drawn):
+                index = number * n + event.index
+                text = self._choices[index].take(event)
+                piece = Piece(index, text, event.tokens, event.logprobs, event.finish)
+                if event.finish is not None:
+                    last[index] = piece
+                if event.finish is None or not keeps:
+                    yield piece
+            elif isinstance(event, Finished):
+                for i, state in enumerate(await self.runs.kept(event)):
+                    index = number * n + i
+                    piece = last.get(index) or Piece(index, finish="length")  # nothing was to be drawn
+                    piece.state = state
+                    if keeps or index not in last:
+                        yield piece
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one continuation, whose state stands at the top of the response."""
+        return self.runs.count == 1

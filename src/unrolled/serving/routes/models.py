@@ -1,0 +1,47 @@
+"""/v1/models: what is served."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from unrolled.serving.model import Served
+from unrolled.serving.service import service_of
+
+router = APIRouter()
+MANY = 1_024  # tokens over which the growth of a state is taken
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """List the models."""
+    data = [described(served) for served in service_of(request).models.values()]
+    return JSONResponse({"object": "list", "data": data})
+
+
+@router.get("/v1/models/{id}")
+async def model(id: str, request: Request) -> Response:
+    """Describe one model."""
+    return JSONResponse(described(service_of(request).model(id)))
+
+
+def described(served: Served) -> dict[str, Any]:
+    """Return OpenAI's description of a model, and ours in the field "unrolled"."""
+    empty = served.engine.state_bytes(0)
+    text = served.text
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "unrolled",
+        "unrolled": {
+            "digest": served.digest,
+            "kind": "text" if served.shape is None else "image",
+            "shape": served.shape,
+            "state_bytes": empty,
+            "state_bytes_per_token": (served.engine.state_bytes(MANY) - empty) // MANY,
+            "max_model_len": served.n_positions,
+            "chat": text is not None and text.chat_template is not None,
+            **{name: served.description.get(name) for name in ("mechanisms", "parameters", "weights")},
+        },
+    }

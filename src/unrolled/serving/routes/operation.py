@@ -1,0 +1,30 @@
+"""/health, /ready and /metrics: for those who run the server."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from unrolled.serving.protocol.errors import ApiError
+from unrolled.serving.service import service_of
+
+router = APIRouter()
+FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@router.get("/health")
+async def health() -> Response:
+    """Say that the server answers."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Say whether requests are taken: not while the server stops."""
+    if not service_of(request).ready:
+        raise ApiError(503, "the server is stopping", code="stopping")
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Return the figures of the server, in the format of Prometheus."""
+    return Response(service_of(request).metrics.text(), media_type=FORMAT)

@@ -1,0 +1,39 @@
+"""The page at /, and its files."""
+
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+FOLDER = Path(__file__).parent.parent / "page"
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def add_page(app: FastAPI, folder: Path = FOLDER) -> None:
+    """Serve the files of a folder at /page, and its index.html at /."""
+    files = _Files(directory=folder, check_dir=False)
+    app.mount("/page", files)
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        """Return the page."""
+        return await files.get_response("index.html", {"type": "http", "method": "GET", "headers": []})
+
+
+class _Files(StaticFiles):
+    """Files with headers that let the page load nothing from elsewhere."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(HEADERS)
+        return response

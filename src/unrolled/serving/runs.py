@@ -1,0 +1,240 @@
+"""Jobs of one request: submitted together, their events as one stream, cancelled together."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from unrolled.decode.request import Sampling, random_keys
+from unrolled.serving.jobs import Drawn, Event, Finished, Job, Prompted, Run
+from unrolled.serving.logs import Record
+from unrolled.serving.model import Served
+from unrolled.serving.protocol.errors import ApiError, invalid, of_engine
+from unrolled.serving.service import Service
+from unrolled.serving.snapshot import Snapshot
+
+Result = TypeVar("Result")
+
+
+class GoneError(Exception):
+    """The client has gone away."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks of every prompt in it.
+
+    Attributes:
+        state: that all prompts follow.
+        limit: the most new tokens of each continuation.
+        sampling: how they are drawn.
+        seed: of the random streams; None for one from the system.
+        n: continuations of each prompt.
+        stops: token sequences that end one.
+        watch: returns what looks for stop texts in the n continuations of a prompt; None if there are none.
+        logprobs: number of most likely tokens to tell with each, None for no log p at all.
+        prompt_logprobs: whether to tell log p of the prompt's tokens, too.
+        keep: whether to keep states at the end.
+    """
+
+    state: Snapshot | None
+    limit: int
+    sampling: Sampling
+    seed: int | None
+    n: int
+    stops: list[list[int]]
+    watch: Callable[[int], Callable[[int, list[int]], int | None]] | None
+    logprobs: int | None
+    prompt_logprobs: bool
+    keep: bool
+
+
+class Runs:
+    """The jobs of a request, one for each prompt.
+
+    Continuation i of prompt p has the number p * n + i.
+
+    Args:
+        service: keeps states and counts.
+        served: the model.
+        prompts: tokens of each to read after the state.
+        asked: what is asked of each.
+        record: where tokens are counted.
+
+    Raises:
+        ApiError: the engine refuses a job; the others are then cancelled.
+    """
+
+    def __init__(
+        self, service: Service, served: Served, prompts: Sequence[list[int]], asked: Asked, record: Record
+    ) -> None:
+        self.asked, self.count = asked, len(prompts) * asked.n
+        before = 0 if asked.state is None else asked.state.length
+        self._read = sum(before + len(tokens) for tokens in prompts)
+        self._service, self._record, self._runs = service, record, list[Run]()
+        record.read = self._read
+        seed = None if asked.seed is None else asked.seed % 2**63
+        keys = random_keys(seed, len(prompts), asked.n).tolist()
+        for number, tokens in enumerate(prompts):
+            job = Job(
+                tokens=tokens,
+                state=asked.state,
+                limit=asked.limit,
+                sampling=asked.sampling,
+                keys=keys[number * asked.n : (number + 1) * asked.n],
+                stops=asked.stops,
+                watch=None if asked.watch is None else asked.watch(asked.n),
+                logprobs=asked.logprobs,
+                prompt_logprobs=asked.prompt_logprobs,
+                keep=asked.keep,
+                client=record.client,
+                deadline=record.began + service.settings.timeout,
+            )
+            try:
+                self._runs.append(served.engine.submit(job))
+            except Exception as error:
+                self.cancel()
+                raise of_engine(error) from error
+
+    def cancel(self) -> None:
+        """Free the rows at once."""
+        for run in self._runs:
+            run.cancel()
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Yield the number of a prompt and what happened to it; the rows are free when this ends.
+
+        Raises:
+            ApiError: a job failed, timed out or was given up.
+        """
+        last = None
+        try:
+            async for number, event in _merged(self._runs):
+                if isinstance(event, Drawn) and event.tokens:
+                    last = self._count(event, last)
+                elif isinstance(event, Prompted):
+                    self._record.cached += event.cached
+                yield number, event
+        except ApiError:
+            raise
+        except Exception as error:
+            raise of_engine(error) from error
+        finally:
+            self.cancel()
+            metrics = self._service.metrics
+            metrics.cached.inc(self._record.cached)
+            metrics.read.inc(self._record.read - self._record.cached)
+
+    async def kept(self, event: Finished) -> list[str | None]:
+        """Return the id of the state of each continuation of a prompt, which is then stored."""
+        if event.snapshots is None:
+            return [None] * self.asked.n
+        return [await self._service.keep(snapshot) for snapshot in event.snapshots]
+
+    def usage(self) -> dict[str, Any]:
+        """Return how many tokens were read and drawn so far."""
+        return {
+            "prompt_tokens": self._read,
+            "completion_tokens": self._record.drawn,
+            "total_tokens": self._read + self._record.drawn,
+            "prompt_tokens_details": {"cached_tokens": self._record.cached},
+        }
+
+    def _count(self, event: Drawn, last: float | None) -> float:
+        now, metrics = time.monotonic(), self._service.metrics
+        if last is None:
+            metrics.first_token.observe(now - self._record.began)
+        else:
+            metrics.block.observe(now - last)
+        metrics.drawn.inc(len(event.tokens))
+        self._record.drawn += len(event.tokens)
+        return now
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await something, but no longer than the client is there.
+
+    Raises:
+        GoneError: the client went away; the work was cancelled.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(until_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise GoneError
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return once the client has gone away; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def room(served: Served, length: int, asked: int | None, default: int, param: str) -> int:
+    """Return the number of new tokens that a sequence may get.
+
+    Args:
+        served: the model.
+        length: tokens of the state and the prompt.
+        asked: what the request wants; None if it does not say.
+        default: the number then.
+        param: the field that holds the prompt, for the message.
+
+    Raises:
+        ApiError: the model has too few positions.
+    """
+    most = served.n_positions
+    if most is None:
+        return default if asked is None else asked
+    left = most - length + 1  # the last token is drawn, but not read
+    if left < 1 or (asked or 0) > left:
+        raise invalid(
+            f"{param} and state have {length} tokens and {asked or 1} more are wanted, but the model has "
+            f"{most} learned positions",
+            param if left < 1 else "max_tokens",
+            "context_length_exceeded",
+        )
+    return min(default, left) if asked is None else asked
+
+
+async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, Event]]:
+    if len(runs) == 1:
+        async for event in runs[0]:
+            yield 0, event
+        return
+    queue = asyncio.Queue[tuple[int, Event] | Exception | None]()
+
+    async def pass_on(number: int, run: Run) -> None:
+        try:
+            async for event in run:
+                queue.put_nowait((number, event))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pass_on(number, run)) for number, run in enumerate(runs)]
+    try:
+        left = len(tasks)
+        while left:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,100 @@
+"""What the routes share: models, states, settings, metrics."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from unrolled.serving.metrics import Metrics
+from unrolled.serving.model import Served
+from unrolled.serving.protocol.errors import ApiError, invalid
+from unrolled.serving.settings import Settings
+from unrolled.serving.snapshot import Snapshot
+from unrolled.serving.states import States, UnknownState
+
+
+@dataclass
+class Service:
+    """A server's parts.
+
+    Attributes:
+        models: by name; the first is the default where a request may name none.
+        states: where snapshots live.
+        settings: of the operator.
+        ready: whether requests are taken.
+    """
+
+    models: dict[str, Served]
+    states: States
+    settings: Settings
+    ready: bool = True
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        engines = [served.engine for served in self.models.values()]
+        self.metrics = Metrics(
+            lambda: sum(engine.waiting for engine in engines),
+            lambda: sum(engine.active for engine in engines),
+            lambda: self.states.nbytes,
+        )
+
+    @classmethod
+    def of(cls, models: Sequence[Served], states: States, settings: Settings) -> "Service":
+        """Name the models.
+
+        Raises:
+            ValueError: there is none, or two have one name.
+        """
+        named = {served.name: served for served in models}
+        if not models or len(named) < len(models):
+            names = [served.name for served in models]
+            raise ValueError(f"models have the names {names}, but must be one or more, each with its own")
+        return cls(named, states, settings)
+
+    def model(self, name: str | None) -> Served:
+        """Return a model, the first one for None.
+
+        Raises:
+            ApiError: there is none of this name.
+        """
+        if name is None:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            raise ApiError(
+                404,
+                f"model is {name!r}, but must be one of {', '.join(self.models)}",
+                param="model",
+                code="model_not_found",
+            )
+        return self.models[name]
+
+    async def snapshot(self, id: str, served: Served | None = None) -> Snapshot:
+        """Return a state.
+
+        Args:
+            id: its id.
+            served: the model that is to continue it.
+
+        Raises:
+            ApiError: it is unknown or damaged, or of another model.
+        """
+        try:
+            found = await asyncio.to_thread(self.states.get, id)
+        except UnknownState:
+            raise ApiError(404, f"there is no state {id}", param="state", code="unknown_state") from None
+        except ValueError as error:
+            raise invalid(f"the state {id} is damaged: {error}", "state", "damaged_state") from None
+        if served is not None and found.model != served.digest:
+            raise invalid(f"the state {id} is not of the model {served.name}", "state", "foreign_state")
+        return found
+
+    async def keep(self, snapshot: Snapshot) -> str:
+        """Store a state; return its id."""
+        return await asyncio.to_thread(self.states.keep, snapshot)
+
+
+def service_of(request: Request) -> Service:
+    """Return the service that a request came to."""
+    found: Service = request.app.state.service
+    return found

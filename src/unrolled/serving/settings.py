@@ -1,0 +1,74 @@
+"""What the operator of a server decides."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a server.
+
+    Attributes:
+        host: address to listen at.
+        port: of TCP; 0 takes a free one.
+        keys: secrets of which a client has to send one; none: everybody may ask.
+        rate: requests of a client at most, such as "600/minute"; None is no limit.
+        origin: address of a web page on another server that may ask, such as "https://example.org".
+        timeout: seconds that a request may take.
+        drain: seconds that running requests have to end once the server stops.
+        body_bytes: of a body at most.
+        state_bytes: of a state that is uploaded at most.
+        body_seconds: a body must have come within so many, and one more for each MiB.
+        header_seconds: headers must have come within so many.
+
+    Raises:
+        ValueError: a server that others can reach has no keys, or the rate is not one.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = ()
+    rate: str | None = None
+    origin: str | None = None
+    timeout: float = 300.0
+    drain: float = 30.0
+    body_bytes: int = 4 * 2**20
+    state_bytes: int = 256 * 2**20
+    body_seconds: float = 10.0
+    header_seconds: float = 8.0
+
+    def __post_init__(self) -> None:
+        if not self.loopback and not self.keys:
+            raise ValueError(
+                f"host is {self.host}, which others can reach, but that requires keys: one of "
+                f"{', '.join(LOOPBACK)} does not"
+            )
+        if self.rate is not None:
+            from limits import parse
+
+            try:
+                parse(self.rate)
+            except ValueError as error:
+                raise ValueError(f"rate is {self.rate!r}, but must be such as '600/minute'") from error
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only programs of this machine can reach the server."""
+        return self.host in LOOPBACK
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys in a file, one a line.
+
+    Raises:
+        ValueError: there is none, or one is not printable ASCII.
+        OSError: the file cannot be read.
+    """
+    keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not keys:
+        raise ValueError(f"{path} holds no key, but must hold one a line")
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise ValueError(f"{path} holds a key that is not made of printable ASCII characters")
+    return keys

@@ -1,0 +1,95 @@
+"""Server-sent events: chunks of JSON that a client gets as they are made."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from unrolled.serving.protocol.errors import ApiError
+from unrolled.serving.runs import unless_gone, until_gone
+
+Chunks = AsyncGenerator[dict[str, Any], None]
+DONE = b"data: [DONE]\n\n"
+log = logging.getLogger("unrolled.serving")
+
+
+async def stream(request: Request, chunks: Chunks) -> "EventStream":
+    """Return the response of a stream once its first chunk is there.
+
+    Raises:
+        ApiError: there was an error before it, which then is the response.
+        GoneError: the client went away before it.
+    """
+    try:
+        first = await unless_gone(request, _next(chunks))
+    except BaseException:
+        await chunks.aclose()
+        raise
+    return EventStream(first, chunks)
+
+
+class EventStream(Response):
+    """Chunks, then [DONE]; or an event with the error that ended them.
+
+    Args:
+        first: the first chunk.
+        chunks: the others; closed at the end, also when the client goes away.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: dict[str, Any], chunks: Chunks) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._chunks = first, chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end or the client goes away."""
+        sending = asyncio.create_task(self._send(send))
+        gone = asyncio.create_task(until_gone(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done() and not isinstance(
+                sending.exception(), OSError
+            ):  # OSError: the client has gone
+                sending.result()
+        finally:
+            for task in (sending, gone):
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+            await self._chunks.aclose()
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
+        async for event in self._events():
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        yield _event(self._first)
+        try:
+            async for chunk in self._chunks:
+                yield _event(chunk)
+        except ApiError as error:
+            yield _event(error.body())
+        except Exception:
+            log.exception("a stream failed")
+            yield _event(ApiError(500, "the server failed").body())
+        else:
+            yield DONE
+
+
+async def _next(chunks: Chunks) -> dict[str, Any]:
+    return await anext(chunks)
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,58 @@
+"""Conversations as one text, by the Jinja template of a model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+
+def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, str]) -> str:
+    """Return the text of a conversation, up to where the assistant speaks.
+
+    Args:
+        template: Jinja, as in folders of Hugging Face.
+        messages: each with `role` and `content`.
+        special_tokens: by the names that templates use, such as `bos_token`.
+
+    Raises:
+        ValueError: the template is wrong, or refuses these messages.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return _compiled(template).render(
+            messages=messages, add_generation_prompt=True, tools=None, **special_tokens
+        )
+    except (TemplateError, TypeError, ArithmeticError, LookupError) as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+
+@cache
+def _compiled(template: str) -> "Template":
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,234 @@
+"""Text and ids: of a run's own vocabulary, or of a tokenizer of Hugging Face."""
+
+import codecs
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unrolled.data import Vocabulary
+from unrolled.extras import how_to_install
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TEMPLATE_FILE = "chat_template.jinja"
+BROKEN = "\ufffd"
+
+
+class Reader(Protocol):
+    """Decodes one sequence as its ids come."""
+
+    def __call__(self, ids: list[int], final: bool = False) -> str:
+        """Return the text that is complete with these ids.
+
+        Args:
+            ids: the next ones.
+            final: no more will come, so bytes that are no character become U+FFFD.
+        """
+
+
+class Text(Protocol):
+    """What the ids of a model mean.
+
+    Attributes:
+        ends: token sequences that end a text, such as `</s>`; each is one token.
+        chat_template: Jinja; None if the model has none.
+        special_tokens: by the names that chat templates use, such as `bos_token`.
+    """
+
+    ends: list[list[int]]
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text.
+
+        Raises:
+            ValueError: the text has a character outside the vocabulary.
+        """
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids."""
+
+    def reader(self) -> Reader:
+        """Return a decoder of one sequence."""
+
+    def piece(self, id: int) -> str:
+        """Return the text of one token; of a part of a character, a name that no other token has."""
+
+    def piece_bytes(self, id: int) -> list[int] | None:
+        """Return the bytes of one token, None where they are unknown."""
+
+
+class VocabularyText:
+    """Characters, bytes or plain numbers, as in `vocabulary.json`.
+
+    Args:
+        vocabulary: of the kind "text" or "ids".
+        folder: the run; its `chat_template.jinja` is used if there is one.
+
+    Raises:
+        ValueError: the vocabulary is of another kind.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, folder: Path | None = None) -> None:
+        if vocabulary.kind not in ("text", "ids"):
+            raise ValueError(f"vocabulary is of the kind {vocabulary.kind!r}, but must be 'text' or 'ids'")
+        self._vocabulary = vocabulary
+        self._bytes = vocabulary.kind == "text" and vocabulary.characters is None
+        self.ends: list[list[int]] = []
+        self.special_tokens: dict[str, str] = {}
+        self.chat_template = None if folder is None else _template(folder)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        return self._vocabulary.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids."""
+        return self.reader()(ids, final=True)
+
+    def reader(self) -> Reader:
+        """Return a decoder of one sequence."""
+        if self._bytes:
+            return partial(_read_bytes, codecs.getincrementaldecoder("utf-8")("replace"))
+        return partial(_read_each, self._vocabulary.reader())
+
+    def piece(self, id: int) -> str:
+        """Return the character, ` 17` for a number, and `bytes:\\xc3` for a part of a character."""
+        if self._bytes:
+            return chr(id) if id < 128 else f"bytes:\\x{id:02x}"
+        return self._vocabulary.reader()(id)
+
+    def piece_bytes(self, id: int) -> list[int] | None:
+        """Return the bytes of one token."""
+        return [id] if self._bytes else list(self.piece(id).encode())
+
+
+class TokenizerText:
+    """A tokenizer of Hugging Face; special tokens have no text.
+
+    Args:
+        folder: holds `tokenizer.json`, and may hold `tokenizer_config.json`, `generation_config.json` and
+            `chat_template.jinja`.
+
+    Raises:
+        ImportError: the library `tokenizers` is not installed.
+        ValueError: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = _tokenizer(folder / "tokenizer.json")
+        config = _json(folder / "tokenizer_config.json")
+        named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+        self.special_tokens = {name: value for name, value in named.items() if value is not None}
+        given = _json(folder / "generation_config.json").get("eos_token_id")
+        ends = set(given if isinstance(given, list) else [] if given is None else [given])
+        if (end := self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))) is not None:
+            ends.add(end)
+        self.ends = [[end] for end in sorted(ends)]
+        self.chat_template = _template(folder) or _default_template(config.get("chat_template"))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens around it."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text is not Unicode at character {error.start}") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids."""
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+    def reader(self) -> Reader:
+        """Return a decoder of one sequence."""
+        return _StreamReader(self._tokenizer)
+
+    def piece(self, id: int) -> str:
+        """Return the text of one token; of a special one and of a part of a character, its name."""
+        text: str = self._tokenizer.decode([id], skip_special_tokens=False)
+        name: str | None = self._tokenizer.id_to_token(id)
+        return f"token:{id}" if name is None else name if BROKEN in text or not text else text
+
+    def piece_bytes(self, id: int) -> list[int] | None:
+        """Return the bytes of one token, None for a part of a character."""
+        text = self._tokenizer.decode([id], skip_special_tokens=False)
+        return None if BROKEN in text else list(text.encode())
+
+
+class _StreamReader:
+    """Decodes by the library's stream, and keeps the ids that it has not told yet."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []
+
+    def __call__(self, ids: list[int], final: bool = False) -> str:
+        told = []
+        for id in ids:
+            self._held.append(id)
+            if (text := self._stream.step(self._tokenizer, id)) is not None:
+                told.append(text)
+                self._held.clear()
+        if final and self._held:
+            told.append(self._tokenizer.decode(self._held))
+            self._held.clear()
+        return "".join(told)
+
+
+def _read_bytes(decoder: codecs.IncrementalDecoder, ids: list[int], final: bool = False) -> str:
+    return decoder.decode(bytes(ids), final)
+
+
+def _read_each(read: Any, ids: list[int], final: bool = False) -> str:
+    return "".join(map(read, ids))
+
+
+def _tokenizer(path: Path) -> "Tokenizer":
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError(f"{path} needs tokenizers, which is missing: {how_to_install('serve')}") from error
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent} has no {path.name}") from error
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it must hold a JSON object")
+    return found
+
+
+def _template(folder: Path) -> str | None:
+    path = folder / TEMPLATE_FILE
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def _default_template(given: Any) -> str | None:
+    """Return the template of a tokenizer's config, where several may stand by name."""
+    if isinstance(given, list):
+        given = {x.get("name"): x.get("template") for x in given if isinstance(x, dict)}.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _content(value: Any) -> str | None:
+    """Return a special token as text: it stands as one, or as an object with its properties."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None

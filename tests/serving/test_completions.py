@@ -1,0 +1,197 @@
+"""/v1/completions: what is answered, whole and in streams."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving.clients import client, error, post, streamed
+from serving.fakes import FakeEngine, FakeStates, greedy, served, text_of
+
+from unrolled.decode.request import random_keys
+from unrolled.serving.protocol.completions import CompletionRequest
+
+
+def test_a_text_is_continued() -> None:
+    found = post(client(), prompt="Once", temperature=0, max_tokens=5)
+    assert found.keys() == {"id", "object", "created", "model", "choices", "usage"}
+    assert (found["object"], found["model"]) == ("text_completion", "book")
+    [choice] = found["choices"]
+    expected = {"index": 0, "text": text_of(greedy("Once", 5)), "logprobs": None, "finish_reason": "length"}
+    assert choice == expected
+    assert found["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 5,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_the_defaults_are_16_tokens_at_temperature_1() -> None:
+    engine = FakeEngine()
+    assert post(client(served(engine)), prompt="a")["usage"]["completion_tokens"] == 16
+    assert tuple(engine.jobs[0].sampling) == (1.0, None, None, None, 1.0)
+
+
+def test_every_option_reaches_the_engine() -> None:
+    engine = FakeEngine()
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 2}
+    post(client(served(engine)), prompt="a", seed=-1, n=3, max_completion_tokens=7, logprobs=2, **options)
+    [job] = engine.jobs
+    assert job.sampling._asdict() == options
+    assert job.keys == random_keys(2**63 - 1, 1, 3).tolist()
+    assert (job.limit, job.logprobs, job.keep, job.client) == (7, 2, False, "testclient")
+
+
+def test_several_prompts_in_any_form_and_several_samples() -> None:
+    http = client()
+    found = post(http, prompt=["ab", "c"], n=2, seed=5, max_tokens=3)["choices"]
+    assert [x["index"] for x in found] == [0, 1, 2, 3]
+    assert len({x["text"] for x in found}) == 4
+    assert found == post(http, prompt=[[97, 98], [99]], n=2, seed=5, max_tokens=3)["choices"]
+    assert found[:1] == post(http, prompt=[97, 98], seed=5, max_tokens=3)["choices"]
+    assert found != post(http, prompt=["ab", "c"], n=2, seed=6, max_tokens=3)["choices"]
+
+
+def test_echo_with_logprobs_as_lm_eval_asks() -> None:
+    found = post(client(), prompt="abc", echo=True, logprobs=1, max_tokens=1, temperature=0)["choices"][0]
+    drawn = greedy("abc", 1)
+    assert found["text"] == "abc" + text_of(drawn)
+    told = found["logprobs"]
+    assert told.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert told["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+    assert told["tokens"][:3] == ["a", "b", "c"]
+    assert told["top_logprobs"][:2] == [None, {"b": -0.5}]
+    assert told["text_offset"] == [0, 1, 2, 3]
+
+
+def test_a_start_symbol_is_read_but_not_told() -> None:
+    engine = FakeEngine()
+    http = client(served(engine, start_token=True))
+    found = post(http, prompt="ab", echo=True, logprobs=0, max_tokens=2)
+    assert engine.jobs[0].tokens == [256, 97, 98]
+    assert found["choices"][0]["logprobs"]["tokens"][:2] == ["a", "b"]
+    assert found["choices"][0]["logprobs"]["token_logprobs"][0] == -0.5  # known, after the start symbol
+    assert found["usage"]["prompt_tokens"] == 3
+    post(http, prompt="")
+    assert engine.jobs[1].tokens == [256]
+
+
+def test_a_prompt_is_read_without_new_tokens() -> None:
+    [choice] = post(client(), prompt="ab", max_tokens=0, echo=True)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+
+
+def test_end_symbols_end_a_text_and_have_no_place_in_it() -> None:
+    model = served(FakeEngine(script=[*b"one", 0, *b"two"]))
+    assert model.text is not None
+    model.text.ends = [[0]]
+    [choice] = post(client(model), prompt="a", max_tokens=9)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("one", "stop")
+    [choice] = post(client(model), prompt="a", max_tokens=7, ignore_eos=True)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("one\0two", "length")
+
+
+def test_streams_have_one_chunk_for_each_block() -> None:
+    engine = FakeEngine(script=list(b"abcdefgh"), block=3)
+    *chunks, done = streamed(client(served(engine)), prompt="x", max_tokens=8)
+    assert done == "[DONE]"
+    assert [x["choices"][0]["text"] for x in chunks] == ["abc", "def", "gh"]
+    assert [x["choices"][0]["finish_reason"] for x in chunks] == [None, None, "length"]
+    assert len({x["id"] for x in chunks}) == 1
+    assert not any("usage" in x for x in chunks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_stream_tells_what_the_whole_answer_tells(data: st.DataObject) -> None:
+    script = data.draw(st.lists(st.sampled_from([*b"ab", *"é€".encode()]), min_size=1, max_size=12))
+    stop = data.draw(st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
+    body: dict[str, Any] = {
+        "prompt": data.draw(st.sampled_from(["x", ["x", "y"]])),
+        "n": data.draw(st.integers(1, 2)),
+        "max_tokens": data.draw(st.integers(0, 20)),
+        "stop": stop,
+        "echo": data.draw(st.booleans()),
+        "logprobs": data.draw(st.sampled_from([None, 1])),
+    }
+    http = client(served(FakeEngine(script=script, block=data.draw(st.integers(1, 5)))))
+    whole = post(http, **body)
+    *chunks, last, done = streamed(http, **body, stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [x["choices"][0] for x in chunks if x["choices"][0]["index"] == choice["index"]]
+        assert "".join(x["text"] for x in parts) == choice["text"]
+        assert [x["finish_reason"] for x in parts if x["finish_reason"]] == [choice["finish_reason"]]
+        if body["logprobs"] and parts and choice["logprobs"]:
+            for name, values in choice["logprobs"].items():
+                assert [y for x in parts if x["logprobs"] for y in x["logprobs"][name]] == values
+    text = (b"".join(bytes([script[i % len(script)]]) for i in range(body["max_tokens"]))).decode(
+        errors="replace"
+    )
+    answered = whole["choices"][0]["text"].removeprefix("x" if body["echo"] else "")
+    if whole["choices"][0]["finish_reason"] == "stop":
+        assert not any(x in answered for x in stop)
+        assert any(text.startswith(answered + x) for x in stop)
+    else:
+        assert answered == text
+
+
+@pytest.mark.parametrize(("n", "prompt"), [(1, "ab"), (2, "ab"), (1, ["ab", "c"])])
+@pytest.mark.parametrize("stream", [False, True])
+def test_states_are_kept_and_continued(n: int, prompt: Any, stream: bool) -> None:
+    states = FakeStates()
+    http = client(states=states)
+    body = {"prompt": prompt, "n": n, "temperature": 0, "max_tokens": 4, "keep": True}
+    if stream:
+        *chunks, _ = streamed(http, **body)
+        ends = [x for x in chunks if x["choices"][0]["finish_reason"]]
+        ids = [x.get("state") or x["choices"][0]["state"] for x in ends]
+        assert ("state" in ends[0]) == (len(ends) == 1)
+    else:
+        found = post(http, **body)
+        ids = [found["state"]] if "state" in found else [x["state"] for x in found["choices"]]
+        assert ("state" in found) == (len(found["choices"]) == 1)
+    assert set(ids) == states.kept.keys()
+    onward = post(http, prompt="", state=ids[0], temperature=0, max_tokens=3)
+    assert onward["choices"][0]["text"] == text_of(greedy("ab", 7))[len(text_of(greedy("ab", 4))) :]
+    assert onward["usage"]["prompt_tokens"] == 6
+    assert onward["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+    assert "state" not in onward
+
+
+def test_with_a_state_the_prompt_follows_without_a_start_symbol() -> None:
+    engine = FakeEngine()
+    http = client(served(engine, start_token=True))
+    state = post(http, prompt="ab", keep=True)["state"]
+    found = post(http, prompt="cd", state=state, max_tokens=1)
+    assert engine.jobs[1].tokens == [99, 100]
+    assert found["usage"]["prompt_tokens"] == 3 + 16 + 2
+
+
+def test_states_that_cannot_be_continued() -> None:
+    states = FakeStates()
+    http = client(served(), served(name="other", digest="cd" * 32), states=states)
+    id = post(http, prompt="a", keep=True)["state"]
+    for name, state, status, code in [
+        ("book", "0" * 64, 404, "unknown_state"),
+        ("other", id, 400, "foreign_state"),
+    ]:
+        answer = http.post("/v1/completions", json={"model": name, "state": state})
+        assert error(answer, status)["code"] == code
+    states.damaged.add(id)
+    answer = http.post("/v1/completions", json={"model": "book", "state": id})
+    assert error(answer, 400)["code"] == "damaged_state"
+    assert (
+        error(http.post("/v1/completions", json={"model": "book", "state": "../x"}), 400)["param"] == "state"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, [""]), ("a", ["a"]), ([], [[]]), ([1], [[1]]), ([[1], []], [[1], []]), (["a", ""], ["a", ""])],
+)
+def test_forms_of_prompts(given: Any, expected: Any) -> None:
+    assert CompletionRequest(model="m", prompt=given).prompts == expected
