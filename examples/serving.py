@@ -1,10 +1,10 @@
-"""Sessions that are values: chat with a server through OpenAI's client, fork a session, move it to another server.
+"""Sessions that are values: talk to a server by OpenAI's client, fork a session, move it to another server.
 
     pip install 'unrolled[serve]' openai
     python examples/serving.py
 
-Two servers run on this machine, each with a store of its own, as if they were two machines. They serve the small
-model of Shakespeare's characters that comes with the library, so its lines are no answers.
+Two servers run on this machine, each with a store of its own, as if they were two machines. They serve the
+small model of Shakespeare's characters that comes with the library, so its lines are no answers.
 """
 
 import socket
