@@ -136,7 +136,8 @@ def _tensors(content: bytes) -> dict[str, Tensor]:
     try:
         tensors = {name: x.clone() for name, x in load(content).items()}
     except SafetensorError as error:
-        raise ValueError(f"the state is not a readable safetensors file: {error}") from error
+        reason = " ".join(str(error).split())[:200]  # it may quote the file
+        raise ValueError(f"the state is not a readable safetensors file: {reason}") from error
     except (KeyError, TypeError, RuntimeError, OverflowError) as error:  # what torch says of odd headers
         raise ValueError("the state has a tensor whose dtype or shape PyTorch cannot hold") from error
     for name, x in tensors.items():
