@@ -1,6 +1,7 @@
 """Addresses of stores, and what is said where none can be opened there."""
 
 import builtins
+import functools
 import random
 import resource
 import signal
@@ -167,6 +168,29 @@ def test_a_full_disk_is_said_and_what_is_there_can_be_read(tmp_path: Path) -> No
         signal.signal(signal.SIGXFSZ, before)
     store.put("b" * 64, bytes(200_000))
     assert store.get("b" * 64) == bytes(200_000)
+    store.close()
+
+
+def test_a_file_that_another_process_opens_too_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that set the mode at the same time would wait for each other: SQLite gives an error to one of them."""
+    busy = [True, True]
+
+    class Busy(sqlite3.Connection):
+        def execute(self, statement: str, *arguments: object) -> sqlite3.Cursor:
+            if "journal_mode" in statement and busy:
+                busy.pop()
+                error = sqlite3.OperationalError("database is locked")
+                error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+                raise error
+            return super().execute(statement, *arguments)
+
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Busy))
+    store = SqliteStore(tmp_path / "states.db")
+    store.put(KEY, b"1")
+    assert not busy
+    assert (tmp_path / "states.db-wal").is_file()
     store.close()
 
 

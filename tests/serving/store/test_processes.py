@@ -19,10 +19,10 @@ SHARED = on("sqlite", "s3", "redis")
 COMPETE = """
 import hashlib, sys
 from unrolled.serving.store import open_store
-address, name, me = sys.argv[1:]
+address, name, me, wins = sys.argv[1:]
 store = open_store(address)
 won = 0
-while won < 15:
+while won < int(wins):
     at = store.pointer(name)
     new = hashlib.sha256(f"{at} {me}".encode()).hexdigest()
     store.put(new, new.encode() * 500)
@@ -53,18 +53,37 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 @SHARED
-def test_two_processes_move_a_session_one_at_a_time(address: str) -> None:
-    name = str(uuid.uuid4())
-    processes = [start(COMPETE, address, name, me) for me in "ab"]
+def test_two_processes_move_a_session_one_at_a_time(kind: str, address: str) -> None:
+    name, wins = str(uuid.uuid4()), 15 if kind == "s3" else 200
+    processes = [start(COMPETE, address, name, me, wins) for me in "ab"]
     printed = "".join(process.communicate(timeout=60)[0] for process in processes)
     assert [process.returncode for process in processes] == [0, 0]
     moves = dict(line.split() for line in printed.splitlines())
-    assert len(moves) == 30  # nobody moved from where another did
+    assert len(moves) == 2 * wins  # nobody moved from where another did
     store, at = open_store(address), "None"
-    for _ in range(30):
+    for _ in range(2 * wins):
         at = moves[at]
         assert store.get(at) == at.encode() * 500
     assert store.pointer(name) == at
+    store.close()
+
+
+def test_nobody_writes_between_reading_a_session_and_moving_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(tmp_path / "states.db")
+    other = sqlite3.connect(tmp_path / "states.db", timeout=0, isolation_level=None)
+    read = store._pointer
+
+    def read_and_interfere(name: str) -> str | None:
+        found = read(name)
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("INSERT INTO sessions VALUES (?, ?)", (name, "a" * 64))
+        return found
+
+    monkeypatch.setattr(store, "_pointer", read_and_interfere)
+    assert store.swap("name", None, "b" * 64)
+    other.close()
     store.close()
 
 

@@ -97,6 +97,14 @@ def test_a_folder_of_files_says_that_sessions_cannot_move(store: Store, key: Key
     assert store.pointer("session") == key(0)
 
 
+@ONLY_FILES
+def test_a_file_that_another_process_deletes_is_gone(
+    store: Store, key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_there", lambda path: True)
+    assert not store.delete(key(0))
+
+
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 2), st.binary(max_size=9)),

@@ -178,7 +178,7 @@ class SqliteStore:
         self._write_ahead()
 
     def _write_ahead(self) -> None:
-        """Set the mode, for which SQLite does not wait if another process does the same now."""
+        """Set the mode. SQLite does not wait if another process does the same now, since both would wait."""
         until = time.monotonic() + WAIT
         while True:
             try:
@@ -224,9 +224,8 @@ class SqliteStore:
 
     def _note_use(self, key: str, used: float, now: float) -> None:
         if used < now - self._stale:
-            with suppress(
-                sqlite3.OperationalError
-            ):  # a full disk or a long writer: it can be read all the same
+            # With a full disk, or beside a long writer, the value can be read all the same.
+            with suppress(sqlite3.OperationalError):
                 self._db.execute("UPDATE states SET used = ? WHERE key = ?", (now, key))
 
     def _drop_old(self, now: float) -> None:
