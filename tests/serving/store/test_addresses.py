@@ -162,6 +162,7 @@ def test_a_full_disk_is_said_and_what_is_there_can_be_read(tmp_path: Path) -> No
     try:
         with pytest.raises(OSError, match=rf"^the states in {file} cannot be read or written: "):
             store.put("b" * 64, bytes(200_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # not even that it was used
         assert store.get(KEY) == b"old"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
