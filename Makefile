@@ -9,7 +9,7 @@ CPP := $(wildcard native/*.h native/*.cc native/check/*)
 # One thread per process: the tests run side by side, and oversubscribed threads only slow them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: demo test test-compilers test-documents fuzz test-oracles test-web test-wheel test-native test-neon wheel check format docs bench clean
+.PHONY: demo test test-compilers test-documents fuzz test-oracles test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
@@ -33,6 +33,11 @@ fuzz: $(VENV)/installed
 
 test-oracles: $(VENV)/oracles
 	$(PYTEST) -m oracles -rs
+
+# States in S3, which moto's server plays, and in Redis: wants redis-server.
+test-store: $(VENV)/store
+	@command -v redis-server > /dev/null || { echo "redis-server is missing: apt-get install redis-server" >&2; exit 1; }
+	$(PYTEST) -m store tests/serving
 
 # The page in a real browser: wants chromium, chromedriver and npm.
 test-web: $(VENV)/installed
@@ -94,6 +99,10 @@ $(VENV)/bin/python:
 
 $(VENV)/installed: pyproject.toml constraints.txt $(wildcard native/*) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/store: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[store]' 'moto[server]'
 	touch $@
 
 $(VENV)/release: constraints.txt | $(VENV)/bin/python

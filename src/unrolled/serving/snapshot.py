@@ -132,17 +132,18 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tensors(content: bytes) -> dict[str, Tensor]:
-    # Copies: what is read from a file may lie unaligned, which changes the rounding of some products.
     try:
-        tensors = {name: x.clone() for name, x in load(content).items()}
+        tensors = load(content)
     except SafetensorError as error:
-        raise ValueError(f"the state is not a readable safetensors file: {error}") from error
+        reason = " ".join(str(error).split())[:200]  # it may quote the file
+        raise ValueError(f"the state is not a readable safetensors file: {reason}") from error
     except (KeyError, TypeError, RuntimeError, OverflowError) as error:  # what torch says of odd headers
         raise ValueError("the state has a tensor whose dtype or shape PyTorch cannot hold") from error
     for name, x in tensors.items():
         if x.dtype == torch.bool and x.numel() and int(_bytes(x).max()) > 1:
             raise ValueError(f"the state's tensor {name[:80]!r} is of truth values, but holds other bytes")
-    return tensors
+    # Copies: what is read from a file may lie unaligned, which changes the rounding of some products.
+    return {name: x.clone() for name, x in tensors.items()}
 
 
 def _metadata(content: bytes) -> dict[str, str]:

@@ -30,7 +30,7 @@ def check_swap(name: str, expected: str | None, new: str | None) -> None:
             check_key(key)
 
 
-def check_size(value: bytes, most_bytes: int | None) -> None:
+def check_size(value: bytes, most_bytes: int) -> None:
     """Check that a store keeps a value of this size at all."""
-    if most_bytes is not None and len(value) > most_bytes:
+    if len(value) > most_bytes:
         raise ValueError(f"the state has {len(value):,} bytes, but the store keeps {most_bytes:,} at most")

@@ -35,7 +35,8 @@ class MemoryStore:
     def put(self, key: str, value: bytes) -> None:
         """See `Store.put`."""
         check_key(key)
-        check_size(value, self._most)
+        if self._most is not None:
+            check_size(value, self._most)
         with self._lock:
             self._drop(key)
             self._values[key], self._used[key] = value, self._now()

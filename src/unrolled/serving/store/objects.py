@@ -17,7 +17,6 @@ from unrolled.extras import how_to_install
 from unrolled.serving.store.checks import check_key, check_name, check_swap
 
 RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
-CLIENT = {"connect_timeout": "5s", "timeout": "30s"}
 
 
 class _Session(NamedTuple):
@@ -50,7 +49,7 @@ class ObjectStore:
         self._objects: Any = obstore
         self._url = url
         with self._errors():
-            options: dict[str, Any] = {"retry_config": RETRIES, "client_options": CLIENT}
+            options: dict[str, Any] = {"retry_config": RETRIES}
             self._store: Any = from_url(url, **({"mkdir": True} if url.startswith("file:") else options))
             self._read("states/none")  # says at once whether the address and the credentials are right
 
@@ -146,7 +145,7 @@ class ObjectStore:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (self._objects.exceptions.BaseError, FileNotFoundError) as error:
+        except (self._objects.exceptions.BaseError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise OSError(f"the states in {self._url} cannot be read or written: {reason}") from error
 

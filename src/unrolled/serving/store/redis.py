@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unrolled.extras import how_to_install
-from unrolled.serving.store.checks import check_key, check_name, check_swap
+from unrolled.serving.store.checks import check_key, check_name, check_size, check_swap
 
 TIMEOUT = 10.0  # seconds
 LARGEST = 512 * 2**20  # bytes of a value in Redis
@@ -47,14 +47,17 @@ class RedisStore:
             raise ImportError(f"a store in Redis needs redis: {how_to_install('store')}") from error
         self._error: Any = redis.RedisError
         self._milliseconds = None if seconds is None else max(1, round(1000 * seconds))
-        address = urlsplit(url)
-        self._place = f"{address.hostname}:{address.port or 6379}"  # without a password
-        self._client: Any = redis.Redis.from_url(
-            url,
-            socket_timeout=TIMEOUT,
-            socket_connect_timeout=TIMEOUT,
-            retry=Retry(NoBackoff(), 0),  # a swap that was done must not be tried again, and fail
-        )
+        try:
+            address = urlsplit(url)
+            self._place = f"{address.hostname}:{address.port or 6379}"  # without a password
+            self._client: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=TIMEOUT,
+                socket_connect_timeout=TIMEOUT,
+                retry=Retry(NoBackoff(), 0),  # a swap that was done must not be tried again, and fail
+            )
+        except ValueError as error:
+            raise ValueError(f"a store in Redis is redis://HOST:PORT/DB: {error}") from error
         self._swap: Any = self._client.register_script(SWAP)
         with self._errors():
             self._client.ping()
@@ -69,8 +72,7 @@ class RedisStore:
     def put(self, key: str, value: bytes) -> None:
         """See `Store.put`."""
         place = _state(key)
-        if len(value) > LARGEST:
-            raise ValueError(f"the state has {len(value):,} bytes, but Redis keeps {LARGEST:,} at most")
+        check_size(value, LARGEST)
         with self._errors():
             self._client.set(place, value, px=self._milliseconds)
 

@@ -16,6 +16,8 @@ from unrolled.serving.store.checks import check_key, check_name, check_size, che
 APPLICATION = 0x756E726C  # "unrl": marks the file as ours
 VERSION = 1
 WAIT = 10.0  # seconds for other processes that write
+LARGEST = 10**9 - 1000  # bytes of a value: SQLite's limit of a row is 10^9
+WAL_LEFT = 64 * 2**20  # bytes of the file beside it that stay after a larger write
 STALE = 60.0  # seconds: reading a value notes its use only if the last note is older
 MOST_DROPPED = 64  # rows in one `put`, so that none takes long
 
@@ -62,11 +64,12 @@ class SqliteStore:
 
     Values that no session points to are dropped before those that one points to, the least recently used
     first. `put` drops 64 at most, so after a large value the file may be above `most_bytes` for a while. The
-    file never shrinks: the room of dropped values is used again.
+    file never shrinks: the room of dropped values is used again. The use of a value is noted once a minute at
+    most, or 20 times in `seconds`, so it may stay that much longer.
 
     Args:
         path: the file; it and its folder are made if needed.
-        most_bytes, seconds: as in `open_store`; a value may stay for `seconds` + 60 at most, or 5 % longer.
+        most_bytes, seconds: as in `open_store`.
         now: a clock in seconds that all processes share.
 
     Raises:
@@ -110,7 +113,7 @@ class SqliteStore:
     def put(self, key: str, value: bytes) -> None:
         """See `Store.put`."""
         check_key(key)
-        check_size(value, self._most)
+        check_size(value, LARGEST if self._most is None else min(LARGEST, self._most))
         now = self._now()
         with self._using(), self._transaction():
             self._db.execute(PUT, {"key": key, "now": now, "bytes": len(value), "value": value})
@@ -162,6 +165,7 @@ class SqliteStore:
     def _prepare(self) -> None:
         """Make the tables, or check that they are ours."""
         self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.execute(f"PRAGMA journal_size_limit = {WAL_LEFT}")
         with self._transaction():
             (application,) = self._db.execute("PRAGMA application_id").fetchone()
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -174,7 +178,7 @@ class SqliteStore:
         self._write_ahead()
 
     def _write_ahead(self) -> None:
-        """Set the mode, for which SQLite does not wait if another process does the same now."""
+        """Set the mode. SQLite does not wait if another process does the same now, since both would wait."""
         until = time.monotonic() + WAIT
         while True:
             try:
@@ -220,9 +224,8 @@ class SqliteStore:
 
     def _note_use(self, key: str, used: float, now: float) -> None:
         if used < now - self._stale:
-            with suppress(
-                sqlite3.OperationalError
-            ):  # a full disk or a long writer: it can be read all the same
+            # With a full disk, or beside a long writer, the value can be read all the same.
+            with suppress(sqlite3.OperationalError):
                 self._db.execute("UPDATE states SET used = ? WHERE key = ?", (now, key))
 
     def _drop_old(self, now: float) -> None:
