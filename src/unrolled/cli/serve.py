@@ -10,18 +10,21 @@ from unrolled.cli._options import Weights
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
-    from unrolled.serving.states import States
+    from unrolled.serving.store import Store
 
 STATES_FILE = "states.sqlite"
-STATES_MEMORY = 2**28  # bytes of states that are at hand besides those in the store
 SERVED = ("fastapi", "granian", "jinja2", "limits", "prometheus_client")
 
 
 def serve(
     folders: Annotated[
-        list[Path], typer.Argument(help="Run folders of unrolled train, or folders of unrolled quantize.")
-    ],
+        list[Path] | None,
+        typer.Argument(help="Run folders of unrolled train, or folders of unrolled quantize."),
+    ] = None,
     *,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Serve the models that come with the library: text and digits.")
+    ] = False,
     name: Annotated[
         str | None, typer.Option(help="Name of the model in requests; by default that of its folder.")
     ] = None,
@@ -46,6 +49,12 @@ def serve(
     ttl: Annotated[
         str | None, typer.Option(help="Drop states that were not used for so long, such as 30d.")
     ] = None,
+    state_bytes: Annotated[
+        str | None, typer.Option(help="Drop the least recently used states above this size, such as 50GB.")
+    ] = None,
+    state_memory: Annotated[
+        str, typer.Option(help="For kept states that are at hand in memory besides the store.")
+    ] = "256MB",
     deterministic: Annotated[
         bool,
         typer.Option("--deterministic", help="Answers do not depend, bit for bit, on what else is asked."),
@@ -63,10 +72,10 @@ def serve(
     """Serve models by OpenAI's API, with states that can be kept, continued, forked and moved.
 
     \b
-    A server that only programs of this machine can reach, and a question:
-      unrolled serve runs/book
+    The models that come with the library, for programs of this machine, and a question:
+      unrolled serve --demo
       curl localhost:8000/v1/completions -H 'content-type: application/json' \\
-        -d '{"model": "book", "prompt": "Once upon", "keep": true}'
+        -d '{"model": "text", "prompt": "ROMEO:", "keep": true}'
 
     \b
     Several models; for others to reach:
@@ -74,13 +83,17 @@ def serve(
 
     SIGTERM and Ctrl-C let running requests end; a second one does not.
     """
-    if name is not None and len(folders) > 1:
-        raise ValueError(f"--name is {name}, but there are {len(folders)} models: serve one, or leave it out")
-    nbytes, seconds = _bytes(memory), _seconds(ttl)
+    sources = _folders(folders or [], demo)
+    if name is not None and len(sources) > 1:
+        raise ValueError(f"--name is {name}, but there are {len(sources)} models: serve one, or leave it out")
+    size = _bytes("--memory", memory)
+    most = None if state_bytes is None else _bytes("--state-bytes", state_bytes)
+    at_hand, seconds = _bytes("--state-memory", state_memory), _seconds(ttl)
     try:
         from unrolled.serving.model import Limits, open_model
         from unrolled.serving.server import serve as run
         from unrolled.serving.settings import Settings, read_keys
+        from unrolled.serving.states import States
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in SERVED:
             raise
@@ -96,32 +109,43 @@ def serve(
         origin=origin,
         timeout=timeout,
     )
-    limits = Limits(rows=rows, memory=nbytes, queue=queue)
+    limits = Limits(rows=rows, memory=size, queue=queue)
     models = [
         open_model(folder, name=name, weights=weights, limits=limits, deterministic=deterministic)
-        for folder in folders
+        for folder in sources
     ]
-    kept = _open_states(states, folders[0], seconds)
+    kept = States(_open_store(states, None if demo else sources[0], most, seconds), at_hand)
     names = ", ".join(served.name for served in models)
     run(models, kept, settings, lambda address: typer.echo(f"serving {names} at {address}", err=True))
 
 
-def _open_states(url: str | None, folder: Path, seconds: float | None) -> "States":
-    """Open the store of states, and say where it is."""
-    from unrolled.serving.states import States
+def _folders(given: list[Path], demo: bool) -> list[Path]:
+    """Return the folders of the models: those given, or those that come with the library."""
+    from unrolled import demo_models
+
+    if demo and given:
+        raise ValueError(f"FOLDERS is {given[0]}, but must be left out with --demo")
+    if not demo and not given:
+        raise ValueError(
+            "FOLDERS is missing: name the folder of a model, or serve the library's own by --demo"
+        )
+    return [demo_models.path("text"), demo_models.path("digits")] if demo else given
+
+
+def _open_store(url: str | None, folder: Path | None, most: int | None, seconds: float | None) -> "Store":
+    """Open the store of states, by default in a folder, and say where it is."""
     from unrolled.serving.store import open_store
 
     if url is None:
-        writable = os.access(folder, os.W_OK)
-        url = str(folder / STATES_FILE) if writable else "memory:"
-        reason = "" if writable else f", because {folder} cannot be written: they end with the server"
-        typer.echo(f"states are kept in {url if writable else 'memory'}{reason}", err=True)
-    else:
-        typer.echo(f"states are kept in {url}", err=True)
-    return States(open_store(url, seconds=seconds), STATES_MEMORY)
+        writable = folder is not None and os.access(folder, os.W_OK)
+        url = str(folder / STATES_FILE) if folder is not None and writable else "memory:"
+    store = open_store(url, most_bytes=most, seconds=seconds)
+    where = "memory, and end with the server" if url == "memory:" else url
+    typer.echo(f"states are kept in {where}", err=True)
+    return store
 
 
-def _bytes(text: str) -> int:
+def _bytes(option: str, text: str) -> int:
     """Read a size such as 4GB or 512MiB."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -130,7 +154,7 @@ def _bytes(text: str) -> int:
     except ValidationError:
         size = 0
     if size < 1:
-        raise ValueError(f"--memory is {text}, but must be a size such as 4GB or 512MiB")
+        raise ValueError(f"{option} is {text}, but must be a size such as 4GB or 512MiB")
     return size
 
 
