@@ -9,7 +9,7 @@ CPP := $(wildcard native/*.h native/*.cc native/check/*)
 # One thread per process: the tests run side by side, and oversubscribed threads only slow them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: demo test test-compilers test-documents fuzz test-oracles test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
+.PHONY: demo test test-compilers test-documents fuzz test-oracles test-serve test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
@@ -38,6 +38,10 @@ test-oracles: $(VENV)/oracles
 test-store: $(VENV)/store
 	@command -v redis-server > /dev/null || { echo "redis-server is missing: apt-get install redis-server" >&2; exit 1; }
 	$(PYTEST) -m store tests/serving
+
+# The server asked by openai, lm_eval, langchain and schemathesis: 300 cases, or SCHEMATHESIS_CASES=2000.
+test-serve: $(VENV)/clients
+	$(PYTEST) -m serve -rs
 
 # The page in a real browser: wants chromium, chromedriver and npm.
 test-web: $(VENV)/installed
@@ -120,4 +124,9 @@ $(VENV)/oracles: $(VENV)/installed
 		perceiver-pytorch==0.11.0 performer-pytorch==1.1.4 \
 		local-attention==1.11.2 axial-positional-embedding==0.3.12 hyper-connections==0.4.11 rwkv==0.8.32
 	$(BIN)/python -m pip install --quiet -c constraints.txt einops lm_eval==0.4.13
+	touch $@
+
+$(VENV)/clients: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt openai==3.54.0 schemathesis==4.32.5 \
+		langchain-openai 'lm_eval[api]==0.4.13'
 	touch $@

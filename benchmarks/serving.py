@@ -278,10 +278,12 @@ def sessions(attention: str) -> None:
         cold = first_token(running.port, long)
         again = [first_token(running.port, long) for _ in range(20)]
     fresh = statistics.median(x for x, _ in warm)
+    usage = cold[1]
+    kept = f"{usage['prompt_tokens_details']['cached_tokens']} of {usage['prompt_tokens']} tokens cached"
     print(
         f"A session of 15,001 tokens: first token after {1000 * fresh:.2f} ms in memory (later "
         f"{1000 * statistics.median(x for x, _ in again):.2f}), {1000 * cold[0]:.2f} from the store after a "
-        f"restart; {cold[1]['prompt_tokens_details']['cached_tokens']} of {cold[1]['prompt_tokens']} tokens cached"
+        f"restart; {kept}"
     )
 
 

@@ -74,6 +74,14 @@ def follows(last: int, length: int, vocab_size: int) -> int:
     return (last * 7 + length * 3 + 1) % vocab_size
 
 
+class FakeRunner:
+    """States are one number: the length."""
+
+    def state(self, tensors: dict[str, torch.Tensor], tokens: int) -> None:
+        if tensors.keys() != {"s"}:
+            raise ValueError(f"the state has the tensors {sorted(tensors)}, but must have ['s']")
+
+
 class FakeEngine:
     """Continues by `follows`, or at a temperature above 0 by the random stream of the key.
 
@@ -99,6 +107,7 @@ class FakeEngine:
         self.vocab_size, self.script, self.block, self.pause = vocab_size, script, block, pause
         self.most, self.fails, self.stopping = most, fails, False
         self.jobs: list[Job] = []
+        self.runner = FakeRunner()
         self.waiting = 0
         self.runs: set[FakeRun] = set()
 

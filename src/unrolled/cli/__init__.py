@@ -19,6 +19,7 @@ from unrolled.cli.linearize import linearize
 from unrolled.cli.list import mechanisms
 from unrolled.cli.quantize import quantize
 from unrolled.cli.schema import schema
+from unrolled.cli.serve import serve
 from unrolled.cli.table import table
 from unrolled.cli.train import train
 from unrolled.cli.translate import translate
@@ -50,7 +51,7 @@ app = typer.Typer(
     cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
 )
 # In the order of --help.
-for command in (train, generate, convert, quantize, translate, evaluate, schema):
+for command in (train, generate, serve, convert, quantize, translate, evaluate, schema):
     app.command()(command)
 app.command("list")(mechanisms)
 for command in (info, demo, bench, compare, linearize, attend, table, export):
@@ -78,6 +79,7 @@ def options(
     Train on your own text, then continue it:
       unrolled train data.name=text data.path=book.txt run_dir=runs/book
       unrolled generate runs/book --prompt "Once upon" --tokens 50
+      unrolled serve runs/book
     """
 
 

@@ -51,9 +51,13 @@ class CompletionLogprobs:
         return {
             "tokens": [piece(token) for token in tokens],
             "token_logprobs": [None if x is None else x.logprob for x in found],
-            "top_logprobs": [None if x is None else {piece(i): p for i, p in x.top} for x in found],
+            "top_logprobs": [None if x is None else self._top(x) for x in found],
             "text_offset": offsets,
         }
+
+    def _top(self, found: TokenLogprob) -> dict[str, float]:
+        """Return the most likely tokens and the one that stands there, which may not be one of them."""
+        return {self._text.piece(id): logprob for id, logprob in [*found.top, (found.token, found.logprob)]}
 
 
 def chat_logprobs(text: Text, found: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What the routes share: models, states, settings, metrics."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -12,6 +13,8 @@ from unrolled.serving.protocol.errors import ApiError, invalid
 from unrolled.serving.settings import Settings
 from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.states import States, UnknownState
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -80,7 +83,7 @@ class Service:
             ApiError: it is unknown or damaged, or of another model.
         """
         try:
-            found = await asyncio.to_thread(self.states.get, id)
+            found = await self.stored(self.states.get, id)
         except UnknownState:
             raise ApiError(404, f"there is no state {id}", param="state", code="unknown_state") from None
         except ValueError as error:
@@ -89,9 +92,29 @@ class Service:
             raise invalid(f"the state {id} is not of the model {served.name}", "state", "foreign_state")
         return found
 
+    async def stored(self, ask: Callable[..., Result], *given: str | Snapshot | None) -> Result:
+        """Ask the store of states, in another thread.
+
+        Raises:
+            ApiError: it cannot be reached.
+        """
+        try:
+            return await asyncio.to_thread(ask, *given)
+        except OSError as error:
+            raise ApiError(
+                503, f"the store of states does not work: {error}", code="store_unavailable"
+            ) from error
+
     async def keep(self, snapshot: Snapshot) -> str:
-        """Store a state; return its id."""
-        return await asyncio.to_thread(self.states.keep, snapshot)
+        """Store a state; return its id.
+
+        Raises:
+            ApiError: the store cannot be reached, or the state is larger than all that it keeps.
+        """
+        try:
+            return await self.stored(self.states.keep, snapshot)
+        except ValueError as error:
+            raise invalid(f"the state cannot be kept: {error}", "keep", "too_large") from None
 
 
 def service_of(request: Request) -> Service:

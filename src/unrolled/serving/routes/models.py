@@ -27,7 +27,7 @@ async def model(id: str, request: Request) -> Response:
 
 def described(served: Served) -> dict[str, Any]:
     """Return OpenAI's description of a model, and ours in the field "unrolled"."""
-    empty = served.engine.state_bytes(0)
+    empty, many = served.engine.state_bytes(0), min(MANY, served.n_positions or MANY)
     text = served.text
     return {
         "id": served.name,
@@ -39,7 +39,7 @@ def described(served: Served) -> dict[str, Any]:
             "kind": "text" if served.shape is None else "image",
             "shape": served.shape,
             "state_bytes": empty,
-            "state_bytes_per_token": (served.engine.state_bytes(MANY) - empty) // MANY,
+            "state_bytes_per_token": (served.engine.state_bytes(many) - empty) // many,
             "max_model_len": served.n_positions,
             "chat": text is not None and text.chat_template is not None,
             **{name: served.description.get(name) for name in ("mechanisms", "parameters", "weights")},

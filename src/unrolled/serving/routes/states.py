@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Request
 from starlette.responses import JSONResponse, Response
 
+from unrolled.serving.model import Served
 from unrolled.serving.protocol.errors import ApiError, invalid
 from unrolled.serving.protocol.sessions import SessionRequest
 from unrolled.serving.service import service_of
@@ -34,7 +35,11 @@ async def upload(id: Id, request: Request) -> Response:
         snapshot = await asyncio.to_thread(Snapshot.of_bytes, content, id)
     except ValueError as error:
         raise invalid(f"the body is not the state {id}: {error}", "state", "damaged_state") from None
-    if snapshot.model not in {served.digest for served in service.models.values()}:
+    for served in service.models.values():
+        if served.digest == snapshot.model:
+            await asyncio.to_thread(_check, snapshot, served)
+            break
+    else:
         raise invalid(f"the state {id} is not of a model that is served", "state", "foreign_state")
     try:
         await service.snapshot(id)
@@ -48,7 +53,7 @@ async def upload(id: Id, request: Request) -> Response:
 @router.delete("/v1/states/{id}", response_class=Response, status_code=204)
 async def delete(id: Id, request: Request) -> Response:
     """Drop a state."""
-    if not await asyncio.to_thread(service_of(request).states.delete, id):
+    if not await service_of(request).stored(service_of(request).states.delete, id):
         raise ApiError(404, f"there is no state {id}", param="id", code="unknown_state")
     return Response(status_code=204)
 
@@ -56,7 +61,7 @@ async def delete(id: Id, request: Request) -> Response:
 @router.get("/v1/sessions/{name}")
 async def session(name: Name, request: Request) -> Response:
     """Return the state that a session points to."""
-    found = await asyncio.to_thread(service_of(request).states.session, name)
+    found = await service_of(request).stored(service_of(request).states.session, name)
     if found is None:
         raise ApiError(404, f"there is no session {name}", param="name", code="unknown_session")
     return _pointer(name, found)
@@ -94,9 +99,25 @@ async def forget(name: Name, request: Request, if_match: Annotated[str | None, H
     return Response(status_code=204)
 
 
+def _check(snapshot: Snapshot, served: Served) -> None:
+    """Refuse a state that names a model, but is not one that the model could have made."""
+    if not snapshot.pending < served.vocab_size + int(served.start_token):
+        raise invalid(
+            f"the last token of the state is {snapshot.pending}, but the model has {served.vocab_size}",
+            "state",
+            "damaged_state",
+        )
+    try:
+        served.engine.runner.state(snapshot.tensors, snapshot.length - 1)
+    except (ValueError, MemoryError, RuntimeError) as error:
+        raise invalid(
+            f"the state {snapshot.id} does not fit its model: {error}", "state", "damaged_state"
+        ) from None
+
+
 async def _swap(request: Request, name: str, expected: str | None, new: str | None) -> None:
     try:
-        moved = await asyncio.to_thread(service_of(request).states.move, name, expected, new)
+        moved = await service_of(request).stored(service_of(request).states.move, name, expected, new)
     except UnknownState:
         raise ApiError(404, f"there is no state {new}", param="state", code="unknown_state") from None
     if not moved:

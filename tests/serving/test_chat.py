@@ -1,0 +1,98 @@
+"""/v1/chat/completions: what is answered, whole and in streams."""
+
+from typing import Any
+
+import pytest
+from serving.clients import client, error, post, streamed
+from serving.fakes import FakeEngine, FakeStates, served
+
+from unrolled.data import Vocabulary
+from unrolled.serving.text import VocabularyText
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+CHAT = "/v1/chat/completions"
+HELLO = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+]
+
+
+def talking(engine: FakeEngine, template: str = TEMPLATE, **changes: Any) -> Any:
+    text = VocabularyText(Vocabulary("text"))
+    text.chat_template, text.special_tokens = template, {"bos_token": "<s>"}
+    return served(engine, text=text, **changes)
+
+
+def test_a_conversation_is_answered() -> None:
+    engine = FakeEngine(script=list(b"hello"))
+    found = post(client(talking(engine)), CHAT, messages=HELLO, max_tokens=5)
+    assert bytes(engine.jobs[0].tokens) == b"<s>system: Be kind.\nuser: hi\nassistant:"
+    assert found.keys() == {"id", "object", "created", "model", "choices", "usage"}
+    assert found["object"] == "chat.completion"
+    message = {"role": "assistant", "content": "hello", "refusal": None}
+    assert found["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+    assert found["usage"]["completion_tokens"] == 5
+
+
+def test_a_stream_begins_with_the_role() -> None:
+    engine = FakeEngine(script=list(b"hello"), block=2)
+    options = {"max_tokens": 5, "stream_options": {"include_usage": True}, "n": 2}
+    *chunks, last, done = streamed(client(talking(engine)), CHAT, messages=HELLO, **options)
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 10
+    assert {x["object"] for x in chunks} == {"chat.completion.chunk"}
+    for index in range(2):
+        parts = [x["choices"][0] for x in chunks if x["choices"][0]["index"] == index]
+        assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [x["delta"]["content"] for x in parts[1:]] == ["he", "ll", "o"]
+        assert [x["finish_reason"] for x in parts] == [None, None, None, "length"]
+
+
+@pytest.mark.parametrize(("positions", "expected"), [(None, 1024), (100, 100 - 39 + 1)])
+def test_without_a_limit_it_is_what_positions_allow(positions: int | None, expected: int) -> None:
+    engine = FakeEngine(block=2_000)
+    post(client(talking(engine, n_positions=positions)), CHAT, messages=HELLO)
+    assert len(engine.jobs[0].tokens) == 39
+    assert engine.jobs[0].limit == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(stream: bool) -> None:
+    engine = FakeEngine(script=[*"hé".encode()], block=2)
+    options = {"messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 1}
+    http = client(talking(engine))
+    if stream:
+        parts = [x["choices"][0] for x in streamed(http, CHAT, **options)[:-1]]
+        content = [y for x in parts if x["logprobs"] for y in x["logprobs"]["content"]]
+    else:
+        [choice] = post(http, CHAT, **options)["choices"]
+        assert choice["logprobs"]["refusal"] is None
+        content = choice["logprobs"]["content"]
+    assert [x["token"] for x in content] == ["h", "bytes:\\xc3", "bytes:\\xa9"]
+    assert [x["bytes"] for x in content] == [[104], [0xC3], [0xA9]]
+    assert content[0]["top_logprobs"] == [{"token": "h", "logprob": -0.5, "bytes": [104]}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_goes_on_from_its_state(stream: bool) -> None:
+    engine, states = FakeEngine(script=list(b"yes")), FakeStates()
+    http = client(talking(engine), states=states)
+    options = {"messages": HELLO, "keep": True, "max_tokens": 3}
+    found = streamed(http, CHAT, **options)[-2] if stream else post(http, CHAT, **options)
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert [found["state"]] == list(states.kept)
+    message = {"role": "user", "content": "why?"}
+    onward = post(http, CHAT, messages=[message], state=found["state"], max_tokens=1)
+    assert bytes(engine.jobs[1].tokens) == b"user: why?\nassistant:"  # the state has read the first symbol
+    assert onward["usage"]["prompt_tokens_details"]["cached_tokens"] == 39 + 3
+    assert post(http, CHAT, messages=[], state=found["state"], max_tokens=1)
+
+
+def test_a_template_that_refuses() -> None:
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('no system here') }}{% endif %}"
+    answer = client(talking(FakeEngine(), template)).post(CHAT, json={"model": "book", "messages": HELLO})
+    assert error(answer, 400)["message"] == "the chat template refuses these messages: no system here"

@@ -1,0 +1,209 @@
+"""Who may ask, how often, and what is told of it: keys, rates, hosts, the page, logs and metrics."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from serving.clients import client, error, post
+from serving.fakes import FakeEngine, pixel_model, served
+from starlette.testclient import TestClient
+
+from unrolled.serving.routes.page import add_page
+from unrolled.serving.settings import Settings, read_keys
+
+
+def test_keys_are_wanted_but_for_the_page_and_health() -> None:
+    http = client(keys=("first", "second"))
+    for headers in (
+        {},
+        {"Authorization": "Bearer third"},
+        {"Authorization": "Basic first"},
+        {"Authorization": "Bearer"},
+    ):
+        for address in ("/v1/models", "/metrics", "/openapi.json", "/tokenizer_info", "/nothing"):
+            answer = http.get(address, headers=headers)
+            assert error(answer, 401)["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+    for address in ("/health", "/ready"):
+        assert http.get(address).status_code == 200
+    assert http.get("/").status_code != 401
+    for key in ("first", "second"):
+        assert http.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
+    assert http.get("/v1/models", headers={"Authorization": b"Bearer \xff\xfe"}).status_code == 401
+
+
+def test_the_engine_takes_turns_between_keys() -> None:
+    engine = FakeEngine()
+    http = client(served(engine), keys=("first", "second"))
+    for key in ("second", "first"):
+        http.headers["Authorization"] = f"Bearer {key}"
+        post(http, prompt="a")
+    assert [job.client for job in engine.jobs] == ["key 1", "key 0"]
+
+
+def test_a_rate_is_kept_for_each_key() -> None:
+    http = client(keys=("a", "b"), rate="2/minute")
+    first, second = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
+    assert [http.get("/v1/models", headers=first).status_code for _ in range(3)] == [200, 200, 429]
+    answer = http.get("/v1/models", headers=first)
+    assert error(answer, 429)["code"] == "rate_limit_exceeded"
+    assert 1 <= int(answer.headers["retry-after"]) <= 61
+    assert http.get("/v1/models", headers=second).status_code == 200
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8000", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 400),
+        ("localhost.evil.example", 400),
+    ],
+)
+def test_pages_of_other_names_cannot_ask_on_loopback(host: str, status: int) -> None:
+    assert client().get("/v1/models", headers={"host": host}).status_code == status
+
+
+def test_pages_of_other_origins_cannot_ask_unless_named() -> None:
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in client().options("/v1/completions", headers=asked).headers
+    http = client(origin="https://a.example", keys=("key",))
+    allowed = http.options("/v1/completions", headers=asked)
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://a.example")
+    other = http.options("/v1/completions", headers={**asked, "Origin": "https://b.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"host": "0.0.0.0"}, "host is 0.0.0.0, which others can reach, but that requires keys"),
+        ({"rate": "often"}, "rate is 'often', but must be such as '600/minute'"),
+    ],
+)
+def test_settings_that_are_refused(fields: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**fields)  # type: ignore[arg-type]
+    assert Settings(host="0.0.0.0", keys=("a",))
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n\n  two \n")
+    assert read_keys(path) == ("one", "two")
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        read_keys(path)
+    path.write_text("é\n")
+    with pytest.raises(ValueError, match="printable ASCII"):
+        read_keys(path)
+
+
+def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    app, folder = FastAPI(), tmp_path / "page"
+    folder.mkdir()
+    (folder / "index.html").write_text("<p>hello")
+    (folder / "page.js").write_text("1")
+    (tmp_path / "secret").write_text("secret")
+    add_page(app, folder)
+    http = TestClient(app)
+    for address, content in (("/", "<p>hello"), ("/page/index.html", "<p>hello"), ("/page/page.js", "1")):
+        answer = http.get(address)
+        assert (answer.status_code, answer.text) == (200, content)
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+    for address in ("/page/../secret", "/page/%2e%2e/secret", "/page/none.js"):
+        assert http.get(address).status_code == 404
+
+
+def test_each_request_has_a_line_and_an_id(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    http = client()
+    state = post(http, prompt="ab", keep=True)["state"]
+    answer = http.post(
+        "/v1/completions", json={"model": "book", "state": state}, headers={"x-request-id": "mine-1"}
+    )
+    assert answer.headers["x-request-id"] == "mine-1"
+    made = http.get("/v1/models/none?secret=1", headers={"x-request-id": "a b"})
+    assert len(made.headers["x-request-id"]) == 32
+    http.get("/nowhere")
+    lines = [json.loads(x.message) for x in caplog.records if x.name == "unrolled.serving.requests"]
+    told = [(x["id"][:6], x["route"], x["status"], x["read"], x["cached"], x["drawn"]) for x in lines[1:3]]
+    expected = [
+        ("mine-1", "/v1/completions", 200, 18, 18, 16),
+        (made.headers["x-request-id"][:6], "/v1/models/{id}", 404, 0, 0, 0),
+    ]
+    assert told == expected
+    assert lines[3]["route"] == "none"
+    assert lines[0].keys() >= {"time", "client", "method", "seconds"}
+
+
+def test_metrics_count_what_was_done() -> None:
+    http = client()
+    state = post(http, prompt="ab", keep=True, n=1)["state"]
+    post(http, prompt="c", state=state, n=2, max_tokens=8)
+    http.get("/v1/models/none")
+    text = http.get("/metrics").text
+    for line in (
+        'unrolled_requests_total{route="/v1/completions",status="200"} 2.0',
+        'unrolled_requests_total{route="/v1/models/{id}",status="404"} 1.0',
+        'unrolled_tokens_total{kind="read"} 3.0',
+        'unrolled_tokens_total{kind="cached"} 18.0',
+        'unrolled_tokens_total{kind="drawn"} 32.0',
+        "unrolled_waiting 0.0",
+        "unrolled_rows 0.0",
+        "unrolled_state_bytes 4.0",
+        "unrolled_first_token_seconds_count 2.0",
+    ):
+        assert line in text.splitlines()
+    assert "unrolled_block_seconds_count 6.0" in text
+
+
+def test_models_are_described() -> None:
+    http = client(served(), pixel_model(n_positions=12))
+    found = http.get("/v1/models").json()
+    assert (found["object"], [x["id"] for x in found["data"]]) == ("list", ["book", "digits"])
+    book = http.get("/v1/models/book").json()
+    assert book == found["data"][0]
+    assert (book["object"], book["created"], book["owned_by"]) == ("model", 1_700_000_000, "unrolled")
+    assert book["unrolled"] == {
+        "digest": "ab" * 32,
+        "kind": "text",
+        "shape": None,
+        "state_bytes": 1_000,
+        "state_bytes_per_token": 10,
+        "max_model_len": None,
+        "chat": False,
+        "mechanisms": ["linear"],
+        "parameters": 10,
+        "weights": "fp32",
+    }
+    digits = found["data"][1]["unrolled"]
+    assert (digits["kind"], digits["shape"], digits["max_model_len"]) == ("image", [3, 4], 12)
+    with pytest.raises(ValueError, match="models have the names"):
+        client(served(), served())
+
+
+def test_tokens() -> None:
+    http = client()
+    body = {"model": "book", "prompt": "aé", "add_special_tokens": False, "return_token_strs": True}
+    found = http.post("/tokenize", json=body).json()
+    strings = ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert found == {"count": 3, "max_model_len": None, "tokens": [97, 195, 169], "token_strs": strings}
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "aé"}
+    assert error(http.post("/detokenize", json={"tokens": [256]}), 400)["param"] == "tokens"
+    assert http.get("/tokenizer_info").json()["vocab_size"] == 256
+    assert error(http.get("/tokenizer_info?model=x"), 404)["code"] == "model_not_found"
+
+
+def test_a_server_that_stops_is_not_ready() -> None:
+    http = client()
+    assert http.get("/ready").json() == {"status": "ready"}
+    http.app.state.service.ready = False  # type: ignore[attr-defined]
+    assert error(http.get("/ready"), 503)["code"] == "stopping"
+    assert http.get("/health").json() == {"status": "ok"}

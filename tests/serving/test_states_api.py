@@ -1,0 +1,101 @@
+"""/v1/states and /v1/sessions."""
+
+from typing import Any
+
+import pytest
+import torch
+from serving.clients import client, error, post
+from serving.fakes import DIGEST, FakeStates
+
+from unrolled.serving.snapshot import Snapshot
+
+
+def snapshot(**changes: Any) -> Snapshot:
+    fields = {"model": DIGEST, "length": 3, "pending": 97, "tensors": {"s": torch.tensor([3.0])}}
+    return Snapshot(**{**fields, **changes})
+
+
+def test_a_state_moves_to_another_server() -> None:
+    first, second = client(), client()
+    id = post(first, prompt="a", keep=True)["state"]
+    answer = first.get(f"/v1/states/{id}")
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert error(second.get(f"/v1/states/{id}"), 404)["code"] == "unknown_state"
+    assert second.put(f"/v1/states/{id}", content=answer.content).status_code == 201
+    assert second.put(f"/v1/states/{id}", content=answer.content).status_code == 200
+    assert post(second, prompt="b", state=id)
+    assert second.delete(f"/v1/states/{id}").status_code == 204
+    assert error(second.delete(f"/v1/states/{id}"), 404)["code"] == "unknown_state"
+
+
+@pytest.mark.parametrize("method", ["get", "put", "delete"])
+@pytest.mark.parametrize("id", ["x", "0" * 63, "A" * 64, "0" * 65])
+def test_ids_are_64_digits(method: str, id: str) -> None:
+    assert error(getattr(client(), method)(f"/v1/states/{id}"), 400)["param"] == "id"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"model": "cd" * 32}, "foreign_state"),
+        ({"pending": 256}, "damaged_state"),
+        ({"tensors": {"other": torch.zeros(1)}}, "damaged_state"),
+    ],
+)
+def test_states_that_no_model_here_has_made(changes: dict[str, Any], code: str) -> None:
+    wrong, states = snapshot(**changes), FakeStates()
+    answer = client(states=states).put(f"/v1/states/{wrong.id}", content=wrong.to_bytes())
+    assert error(answer, 400)["code"] == code
+    assert not states.kept
+
+
+def test_damaged_states_are_refused() -> None:
+    http, content = client(), snapshot().to_bytes()
+    for wrong in (b"", b"a" * 100, content[:-1], content[:-1] + b"\1"):
+        assert error(http.put(f"/v1/states/{snapshot().id}", content=wrong), 400)["code"] == "damaged_state"
+    assert error(http.put(f"/v1/states/{'0' * 64}", content=content), 400)["code"] == "damaged_state"
+
+
+def test_a_store_that_does_not_work() -> None:
+    class Full(FakeStates):
+        def keep(self, snapshot: Snapshot) -> str:
+            raise OSError("the disk is full")
+
+        def session(self, name: str) -> str | None:
+            raise OSError("no connection")
+
+    http = client(states=Full())
+    answer = http.post("/v1/completions", json={"model": "book", "prompt": "a", "keep": True})
+    assert error(answer, 503)["code"] == "store_unavailable"
+    assert error(http.get("/v1/sessions/a"), 503)["code"] == "store_unavailable"
+
+
+def test_sessions_move_only_for_those_who_know_where_they_point() -> None:
+    http = client()
+    one, two = (post(http, prompt=prompt, keep=True)["state"] for prompt in ("a", "bc"))
+    place = "/v1/sessions/chat-1"
+    assert error(http.get(place), 404)["code"] == "unknown_session"
+    assert error(http.put(place, json={"state": one}), 428)["param"] == "If-Match"
+    new = {"If-None-Match": "*"}
+    assert error(http.put(place, json={"state": "0" * 64}, headers=new), 404)["code"] == "unknown_state"
+    assert http.put(place, json={"state": one}, headers=new).json() == {"name": "chat-1", "state": one}
+    assert error(http.put(place, json={"state": two}, headers=new), 412)["code"] == "moved"
+    found = http.get(place)
+    assert (found.json()["state"], found.headers["etag"]) == (one, f'"{one}"')
+    known = {"If-Match": found.headers["etag"]}
+    assert http.put(place, json={"state": two}, headers=known).headers["etag"] == f'"{two}"'
+    assert error(http.put(place, json={"state": two}, headers=known), 412)["code"] == "moved"
+    assert error(http.delete(place), 428)
+    assert error(http.delete(place, headers=known), 412)
+    assert http.delete(place, headers={"If-Match": f'"{two}"'}).status_code == 204
+    assert error(http.get(place), 404)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"If-Match": "abc"}, {"If-None-Match": "abc"}, {"If-Match": '"a"', "If-None-Match": "*"}]
+)
+def test_wrong_conditions(headers: dict[str, str]) -> None:
+    http = client()
+    id = post(http, prompt="a", keep=True)["state"]
+    error(http.put("/v1/sessions/a", json={"state": id}, headers=headers), 400)
+    assert error(http.put("/v1/sessions/a b", json={"state": id}, headers=headers), 400)["param"] == "name"
