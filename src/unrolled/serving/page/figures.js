@@ -24,30 +24,36 @@ export function showNothing() {
   put("cached", "–", "");
 }
 
+const SHORT = 5; // milliseconds, too few to measure a speed in
+
 /** The clock of one run. */
 export class Clock {
   constructor() {
     this.begun = performance.now();
-    this.first = null;
+    this.first = null; // when the first tokens came
+    this.shown = false;
     showNothing();
   }
 
   /** Tell that something has come, with the number of new tokens so far. */
   tick(count, about = "") {
-    const now = performance.now();
+    this.last = performance.now();
     if (this.first === null) {
-      [this.first, this.already] = [now, count];
-      put("first", seconds(now - this.begun));
+      [this.first, this.already] = [this.last, count];
+      put("first", seconds(this.first - this.begun));
     }
-    const passed = (now - this.first) / 1e3;
-    if (count > this.already && passed > 0.02) {
-      const rate = (count - this.already) / passed; // those of the first block cost the wait for it
-      put("rate", `${about}${number(rate < 10 ? Number(rate.toFixed(1)) : Math.round(rate))}`);
-    }
+    this.show(count - this.already, this.last - this.first, about); // those of the first block cost the wait for it
   }
 
-  /** Tell what the server has counted. */
-  end(usage) {
+  show(count, passed, about = "") {
+    if (passed < SHORT || count < 1) return;
+    this.shown = true;
+    put("rate", `${about}${number(Number(((1e3 * count) / passed).toPrecision(3)))}`);
+  }
+
+  /** Tell how many tokens there are in the end, and what the server has counted. */
+  end(count, usage) {
+    if (!this.shown && this.first !== null) this.show(count, this.last - this.begun); // all came at once
     if (!usage) return;
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     put("cached", `${number(cached)} of ${number(usage.prompt_tokens)}`, "tokens not read again");

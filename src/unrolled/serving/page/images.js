@@ -109,7 +109,7 @@ export class Images {
     cancelAnimationFrame(frame);
     this.stop = null;
     paint();
-    clock.end(usage);
+    clock.end(count, usage);
     this.enable();
     const done = this.made.filter(({ pixels }) => given.length + pixels.length >= height * width).length;
     $("draw-status").textContent = `${control.signal.aborted ? "Stopped. " : ""}${done} of ${n} images are complete, ${number(count)} pixels drawn.`;

@@ -28,7 +28,7 @@ export class Run {
       if (this.control.signal.aborted) this.finish = "stopped";
       else [this.failure, this.finish] = [error, "broken"];
     }
-    this.clock.end(this.usage);
+    this.clock.end(this.count, this.usage);
   }
 
   take(chunk) {
