@@ -1,6 +1,10 @@
 """What tests of the page share: a server, a headless Chromium, and what a person does with the page."""
 
+import hashlib
+import os
 import shutil
+import subprocess
+import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +21,9 @@ CHARACTERS = sorted("\n abcdefghijklmnopqrstuvwxyzKINGWé")
 WIDTHS = {"desktop": (1280, 900), "phone": (360, 740)}
 
 IMAGE, TEXT = "8 × 8 pixels", "verse"
+
+AXE_VERSION = "4.14.1"
+AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
 
 
 @contextmanager
@@ -99,3 +106,24 @@ def run(browser):
 def greedy(model, prompt, count):
     with torch.no_grad():
         return generate(model, [prompt], count, temperature=0)[0].tolist()
+
+
+def axe_source(folder: Path) -> str:
+    """Return the source of axe-core, through npm once (unpacked in `folder`) and then from the cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrolled"
+    path = cache / f"axe-core-{AXE_VERSION}.min.js"
+    if not path.exists():
+        subprocess.run(
+            ["npm", "pack", f"axe-core@{AXE_VERSION}", "--pack-destination", str(folder)],
+            check=True,
+            capture_output=True,
+            cwd=folder,
+        )
+        with tarfile.open(next(folder.glob("*.tgz"))) as package:
+            source = package.extractfile("package/axe.min.js")
+            assert source is not None
+            cache.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(source.read())
+    content = path.read_bytes()
+    assert hashlib.sha256(content).hexdigest() == AXE_SHA256
+    return content.decode()

@@ -3,25 +3,18 @@
 Run by `make test-web`: it needs npm, chromium and chromium-driver.
 """
 
-import hashlib
 import json
-import os
-import subprocess
-import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from browser import CHARACTERS, chromium, resize, served
+from browser import CHARACTERS, axe_source, chromium, resize, served
 from selenium import webdriver
 
 from unrolled.interop.web import write_site
 from unrolled.models import Decoder, DecoderConfig
-
-AXE_VERSION = "4.14.1"
-AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -108,22 +101,4 @@ def browser(_browser: webdriver.Chrome) -> webdriver.Chrome:
 
 @pytest.fixture(scope="session")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The source of axe-core, through npm once and then from the cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrolled"
-    path = cache / f"axe-core-{AXE_VERSION}.min.js"
-    if not path.exists():
-        folder = tmp_path_factory.mktemp("axe")
-        subprocess.run(
-            ["npm", "pack", f"axe-core@{AXE_VERSION}", "--pack-destination", str(folder)],
-            check=True,
-            capture_output=True,
-            cwd=folder,
-        )
-        with tarfile.open(next(folder.glob("*.tgz"))) as package:
-            source = package.extractfile("package/axe.min.js")
-            assert source is not None
-            cache.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(source.read())
-    content = path.read_bytes()
-    assert hashlib.sha256(content).hexdigest() == AXE_SHA256
-    return content.decode()
+    return axe_source(tmp_path_factory.mktemp("axe"))

@@ -1,13 +1,14 @@
 """The page at /, and its files."""
 
-from pathlib import Path
+import os
 
 from fastapi import FastAPI
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-FOLDER = Path(__file__).parent.parent / "page"
+from unrolled.serving.page_files import page_files
+
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -19,9 +20,9 @@ HEADERS = {
 }
 
 
-def add_page(app: FastAPI, folder: Path = FOLDER) -> None:
-    """Serve the files of a folder at /page, and its index.html at /."""
-    files = _Files(directory=folder, check_dir=False)
+def add_page(app: FastAPI) -> None:
+    """Serve the files of the page at /page, and its index.html at /."""
+    files = _Files(check_dir=False)
     app.mount("/page", files)
 
     @app.get("/", include_in_schema=False)
@@ -32,6 +33,10 @@ def add_page(app: FastAPI, folder: Path = FOLDER) -> None:
 
 class _Files(StaticFiles):
     """Files with headers that let the page load nothing from elsewhere."""
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        found = page_files().get(path)
+        return ("", None) if found is None else (str(found), found.stat())
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)

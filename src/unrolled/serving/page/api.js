@@ -1,0 +1,82 @@
+// Talking with the server: one place for the key, for errors in words, and for streams.
+
+const KEY = "unrolled:key";
+
+/** An answer that is no success, or none at all. `message` is for the person; `status` is 0 where nothing answered. */
+export class Refusal extends Error {
+  constructor(message, status = 0, code = null) {
+    super(message);
+    Object.assign(this, { status, code });
+  }
+}
+
+let key = null;
+try {
+  key = sessionStorage.getItem(KEY);
+} catch {
+  // a browser that keeps nothing: the key lasts as long as the page
+}
+
+export const hasKey = () => key !== null;
+
+export function setKey(value) {
+  key = value;
+  try {
+    sessionStorage.setItem(KEY, value);
+  } catch {
+    // as above
+  }
+}
+
+async function refusal(response) {
+  const told = await response.json().then((body) => body.error, () => null);
+  const after = response.headers.get("Retry-After");
+  const message = told?.message ?? `The server answers ${response.status} and does not say why.`;
+  return new Refusal(after ? `${message} Try again in ${after} s.` : message, response.status, told?.code ?? null);
+}
+
+/** Send a request; the path is relative, so that the page also works below a prefix. Raises Refusal. */
+export async function ask(path, { method = "GET", json, body, type, signal } = {}) {
+  const headers = {};
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (json) [headers["Content-Type"], body] = ["application/json", JSON.stringify(json)];
+  if (type) headers["Content-Type"] = type;
+  let response;
+  try {
+    response = await fetch(path, { method, headers, body, signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refusal("The server does not answer.");
+  }
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+export const askJson = (path, options) => ask(path, options).then((response) => response.json());
+
+/** Yield the chunks of a stream. Raises Refusal where the stream holds an error or ends too soon. */
+export async function* stream(path, json, signal) {
+  const response = await ask(path, { method: "POST", json: { ...json, stream: true }, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    let piece;
+    try {
+      piece = await reader.read();
+    } catch (error) {
+      if (signal?.aborted) throw error;
+      throw new Refusal("The connection broke off.");
+    }
+    if (piece.done) throw new Refusal("The answer broke off before its end.");
+    const lines = (rest + piece.value).split(/\r?\n/);
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data:")) continue;
+      const data = line.slice(5).trim();
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Refusal(chunk.error.message, 200, chunk.error.code);
+      yield chunk;
+    }
+  }
+}

@@ -1,0 +1,47 @@
+// How the next tokens are drawn: the fields, and what they put into a request.
+
+import { Refusal } from "./api.js";
+
+const $ = (id) => document.getElementById(id);
+const KEY = "unrolled:settings";
+const FIELDS = { max_tokens: "text", temperature: "both", top_p: "both", top_k: "both", min_p: "text", seed: "both" };
+
+const describe = () => {
+  const value = Number($("temperature").value);
+  $("temperature-shown").textContent = value ? value.toFixed(2) : "0, the likeliest always";
+};
+
+/** Fill the fields with what was used last, and keep what is changed. */
+export function setUpSettings() {
+  try {
+    const kept = JSON.parse(localStorage.getItem(KEY)) ?? {};
+    for (const name of Object.keys(FIELDS)) if (typeof kept[name] === "string") $(name).value = kept[name];
+  } catch {
+    // nothing was kept, or not by this page
+  }
+  describe();
+  $("settings").addEventListener("input", () => {
+    describe();
+    try {
+      localStorage.setItem(KEY, JSON.stringify(Object.fromEntries(Object.keys(FIELDS).map((name) => [name, $(name).value]))));
+    } catch {
+      // the fields hold until the page is closed
+    }
+  });
+}
+
+/** The fields that a request of a kind, "text" or "image", takes. Raises Refusal for a value out of range. */
+export function settings(kind) {
+  const found = {};
+  for (const [name, use] of Object.entries(FIELDS)) {
+    const field = $(name);
+    if (use !== "both" && use !== kind) continue;
+    if (!field.checkValidity()) {
+      $("settings").open = true;
+      field.focus();
+      throw new Refusal(`${field.labels[0].firstChild.textContent.trim()}: ${field.validationMessage}`);
+    }
+    if (field.value !== "") found[name] = Number(field.value);
+  }
+  return found;
+}

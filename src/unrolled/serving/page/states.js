@@ -1,0 +1,37 @@
+// States as files: safetensors, with what they are in the metadata.
+
+import { ask, Refusal } from "./api.js";
+
+const LONGEST = 100e6; // bytes of a header, as the format has it
+
+/** What a file says about itself: { id, model, length }. Raises Refusal for a file that is no state. */
+async function describe(file) {
+  const refused = new Refusal(`${file.name} is not a state: it is not a safetensors file with a state's metadata.`);
+  if (file.size < 8) throw refused;
+  const length = Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
+  if (length > Math.min(LONGEST, file.size - 8)) throw refused;
+  let told;
+  try {
+    told = JSON.parse(await file.slice(8, 8 + length).text()).__metadata__;
+  } catch {
+    throw refused;
+  }
+  if (!/^[0-9a-f]{64}$/.test(told?.id) || !(Number(told.length) >= 1)) throw refused;
+  return { id: told.id, model: told.model, length: Number(told.length) };
+}
+
+/** Give the server the state in a file; return what it is. Raises Refusal, also for a state of another model. */
+export async function upload(file, model) {
+  const state = await describe(file);
+  if (state.model !== model.digest) throw new Refusal(`${file.name} is a state of another model than ${model.id}, so this one cannot continue it.`);
+  await ask(`v1/states/${state.id}`, { method: "PUT", body: file, type: "application/octet-stream" });
+  return state;
+}
+
+/** Save a state as a file of the person. Raises Refusal. */
+export async function download(id, name) {
+  const content = await ask(`v1/states/${id}`).then((response) => response.blob());
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(content), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60e3); // the browser may still be asking where to put it
+}

@@ -1,0 +1,107 @@
+// The text so far, in an area that can be written in. What is added at the end is read after the state there; a change further
+// up begins a branch at the last piece that it leaves as it was.
+
+import { Refusal } from "./api.js";
+import { textOf } from "./tree.js";
+import { firstWords, number, tokens } from "./words.js";
+
+const $ = (id) => document.getElementById(id);
+const characters = (text) => `${number(text.length)} character${text.length === 1 ? "" : "s"}`;
+
+export class TextView {
+  name = "text";
+  panel = $("text-view");
+  field = $("text");
+  path = "v1/completions";
+  words = { title: "Text", go: "Continue", again: "Write it again", fresh: "New text" };
+
+  constructor() {
+    this.field.addEventListener("input", () => this.changed());
+  }
+
+  show(tree) {
+    this.tree = tree;
+    const [beginning] = tree.path();
+    const file = beginning?.file ?? null;
+    $("beginning").hidden = file === null;
+    if (file !== null) $("beginning").textContent = `Begins with a state from ${file}: ${tokens(beginning.length)} whose text is unknown.`;
+    this.field.value = tree.text();
+    this.changed();
+  }
+
+  /** Paint what stands behind the letters, and say what Continue will do. */
+  changed() {
+    const { base, typed } = this.draft();
+    this.paint([...this.spansOf(base), ["typed", typed]]);
+    const reread = this.tree.source(base).text;
+    const again = base && this.tree.children(base.id).length > 0;
+    const read = typed ? ` It reads ${characters(typed)} first.` : "";
+    let hint;
+    if (!base) hint = this.tree.current ? "Nothing of the earlier text is left: this begins a new text." : "Type a beginning, or leave it empty where the model can begin by itself.";
+    else if (base.id !== this.tree.current) hint = `The text is changed: this makes a branch after “${firstWords(textOf(base), 30)}”.${read}`;
+    else if (again) hint = `This piece has been continued before: another branch begins here.${read}`;
+    else if (reread) hint = `The server kept no state here: the model reads ${characters(reread + typed)} again.`;
+    else hint = `The model goes on from its state at the end of ${typed ? `the last piece.${read}` : "this text."}`;
+    this.told?.(hint, Boolean(again || (base && base.id !== this.tree.current)));
+  }
+
+  spansOf(piece) {
+    return this.tree.path(piece?.id ?? null).flatMap(({ typed, written }) => [["typed", typed], ["written", written]]);
+  }
+
+  paint(spans) {
+    $("backing").replaceChildren(...spans.filter(([, text]) => text).map(([className, text]) => Object.assign(document.createElement("span"), { className, textContent: text })), "\u200b");
+  }
+
+  draft() {
+    return this.tree.split(this.field.value);
+  }
+
+  /** The request that continues a piece: its state, and the text since. Also the piece whose state it is. */
+  order(tree, base, typed) {
+    const { owner, text } = tree.source(base);
+    return { owner, body: { prompt: text + typed, ...(owner && { state: owner.state }) } };
+  }
+
+  /** The request that reads the text up to a piece again. */
+  orderAgain(tree, piece) {
+    const [beginning] = tree.path(piece.id);
+    if (beginning.file !== null && (beginning.lost || beginning === piece)) throw new Refusal("The text of this state is not known. Open its file again.");
+    const body = { prompt: tree.text(piece.id), max_tokens: 0, keep: true };
+    return beginning.file === null ? body : { ...body, state: beginning.state };
+  }
+
+  begin(base, typed) {
+    this.field.readOnly = true;
+    this.spans = [...this.spansOf(base), ["typed", typed]];
+    this.before = this.tree.text(base?.id ?? null) + typed;
+  }
+
+  write(written) {
+    const box = $("editor");
+    const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    this.field.value = this.before + written;
+    this.paint([...this.spans, ["written", written]]);
+    if (atEnd) box.scrollTop = box.scrollHeight; // follow, unless the person has scrolled up to read
+  }
+
+  end() {
+    this.field.readOnly = false;
+  }
+
+  /** Show again what was to be read, where nothing came of it. */
+  restore(base, typed) {
+    this.field.value = this.tree.text(base?.id ?? null) + typed;
+    this.changed();
+  }
+
+  piece(choice) {
+    return choice.text ?? "";
+  }
+
+  /** Put the caret behind the text. */
+  rest() {
+    this.field.setSelectionRange(this.field.value.length, this.field.value.length);
+    $("editor").scrollTop = $("editor").scrollHeight;
+  }
+}

@@ -1,0 +1,107 @@
+// The history: a tree of pieces of text. Nothing here knows of the page.
+//
+// A piece is { id, parent, typed, written, tokens, length, state, lost, finish, file, made }: what the person typed and the
+// model wrote after it; how many tokens these are, and all up to its end; the id of the state at its end, or null where the
+// server made none; whether the server has forgotten that state; "stop", "length", "stopped" or "broken"; the name of the
+// file that a piece without a text came from, or null; and when it was made.
+
+const makeId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+export const textOf = (piece) => piece.typed + piece.written;
+
+export class Tree {
+  constructor() {
+    this.pieces = new Map(); // in the order in which they were made
+    this.current = null; // the id of the piece that is shown, or null: a new text
+  }
+
+  get now() {
+    return this.pieces.get(this.current) ?? null;
+  }
+
+  /** Add a piece, make it the current one and return it. A parent that is gone makes it a beginning. */
+  add(piece) {
+    const whole = { typed: "", written: "", tokens: 0, length: 0, state: null, lost: false, finish: "stop", file: null, made: Date.now(), ...piece, id: makeId() };
+    if (!this.pieces.has(whole.parent)) whole.parent = null;
+    this.pieces.set(whole.id, whole);
+    this.current = whole.id;
+    return whole;
+  }
+
+  children(id) {
+    return Array.from(this.pieces.values()).filter((piece) => piece.parent === id);
+  }
+
+  /** The pieces from the beginning to one of them. */
+  path(id = this.current) {
+    const found = [];
+    for (let piece = this.pieces.get(id); piece; piece = this.pieces.get(piece.parent)) found.unshift(piece);
+    return found;
+  }
+
+  text(id = this.current) {
+    return this.path(id).map(textOf).join("");
+  }
+
+  /** The last piece of the current path whose end `text` still contains, and what comes after it. */
+  split(text) {
+    const whole = this.text();
+    let same = 0;
+    while (same < whole.length && whole[same] === text[same]) same++;
+    let base = null;
+    let end = 0;
+    for (const piece of this.path()) {
+      const next = end + textOf(piece).length;
+      if (next > same) break;
+      [base, end] = [piece, next];
+    }
+    return { base, typed: text.slice(end) };
+  }
+
+  /** Where to read on after a piece: the nearest state, and the text that comes between. The text of a file is unknown. */
+  source(piece) {
+    const path = this.path(piece?.id ?? null);
+    let from = path.length - 1;
+    while (from >= 0 && (!path[from].state || (path[from].lost && path[from].file === null))) from--;
+    return { owner: path[from] ?? null, text: path.slice(from + 1).map(textOf).join("") };
+  }
+
+  /** Remove a piece and all that follows it; its parent becomes the current one where that was among them. */
+  remove(id) {
+    const parent = this.pieces.get(id)?.parent ?? null;
+    const gone = [id];
+    for (const each of gone) gone.push(...this.children(each).map((piece) => piece.id));
+    for (const each of gone) this.pieces.delete(each);
+    if (gone.includes(this.current)) this.current = parent;
+    return gone.length;
+  }
+
+  /** Write it as JSON of at most `most` characters: the oldest ends that are not on the current path are dropped first. */
+  save(most) {
+    const write = () => JSON.stringify({ version: 1, current: this.current, pieces: Array.from(this.pieces.values()) });
+    let dropped = 0;
+    for (let json = write(); ; json = write()) {
+      if (json.length <= most) return { json, dropped };
+      const kept = new Set(this.path().map((piece) => piece.id));
+      const parents = new Set(Array.from(this.pieces.values(), (piece) => piece.parent));
+      const old = Array.from(this.pieces.keys()).find((id) => !kept.has(id) && !parents.has(id));
+      if (old === undefined) return { json: null, dropped };
+      this.pieces.delete(old);
+      dropped += 1;
+    }
+  }
+
+  /** A tree of what `save` wrote; an empty one for anything else. */
+  static of(json) {
+    const tree = new Tree();
+    try {
+      const { version, current, pieces } = JSON.parse(json);
+      if (version !== 1) return tree;
+      for (const piece of pieces) tree.pieces.set(piece.id, piece);
+      tree.current = tree.pieces.has(current) ? current : null;
+    } catch {
+      return new Tree(); // nothing stored, or not by this page
+    }
+    return tree;
+  }
+}

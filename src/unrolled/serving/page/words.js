@@ -1,0 +1,21 @@
+// Numbers and texts as people read them.
+
+const count = new Intl.NumberFormat("en");
+
+export const number = (x) => count.format(x);
+export const tokens = (x) => `${number(x)} token${x === 1 ? "" : "s"}`;
+
+export function size(bytes) {
+  if (bytes < 1e3) return `${bytes} B`;
+  const power = Math.min(3, Math.floor(Math.log10(bytes) / 3));
+  return `${Number((bytes / 1e3 ** power).toPrecision(3))} ${["", "kB", "MB", "GB"][power]}`;
+}
+
+export const seconds = (ms) => (ms < 995 ? `${Math.round(ms)} ms` : `${(ms / 1e3).toFixed(1)} s`);
+
+/** The first words of a text, on one line. */
+export function firstWords(text, most = 60) {
+  const line = text.slice(0, 4 * most).replace(/\s+/g, " ").trim();
+  if (!line) return text ? "(white space)" : "(nothing)";
+  return line.length > most ? `${line.slice(0, most)}…` : line;
+}

@@ -1,0 +1,76 @@
+"""States go to files and come back from them."""
+
+import hashlib
+
+from browser import wait_for
+from serving.page.stub import MODELS, state_file, tokens
+
+
+def test_a_state_is_downloaded_and_opened_elsewhere(person, stub):
+    person.opens()
+    text = person.writes("One evening")
+    person.presses("download")
+    name = f"book-{len(tokens(text))}-tokens.safetensors"
+    path = person.browser.downloads / name
+    wait_for(person.browser, lambda _: path.exists())
+    (key,) = stub.states
+    assert path.read_bytes() == state_file(key, *stub.states[key])
+
+    stub.states.clear()
+    person.browser.execute_script("localStorage.clear()")
+    person.opens()
+    person["file"].send_keys(str(path))
+    person.waits_for_text("status", f"{name} is open: a state of {len(tokens(text))} tokens.")
+    assert ("PUT", f"/v1/states/{key}", {}) in stub.requests
+    assert "whose text is unknown" in person["beginning"].text
+    assert person.text() == ""
+    written = person.writes(" the sea")
+    assert written.startswith(" the sea ")
+    assert stub.bodies("/v1/completions")[-1]["state"] == key
+    assert person["cached"].text.startswith(f"{len(tokens(text))} of ")
+
+    stub.states.clear()  # what came after the file can be read again once the file is open again
+    person.expected = ["404"]
+    person["go"].click()
+    wait_for(person.browser, lambda _: person["lost"].is_displayed())
+    person["reread"].click()
+    wait_for(person.browser, lambda _: person["failure"].is_displayed())
+    person.presses("back")
+    assert "Open the file again" in person["lost-text"].text
+    assert not person["reread"].is_displayed()
+    person["file"].send_keys(str(path))
+    person.waits_for_text("status", "is open")
+    assert len(person.rows()) == 2  # the one that was known
+    person.rows()[1].click()
+    person.presses("reread")
+    assert not person["lost"].is_displayed()
+    body = stub.bodies("/v1/completions")[-1]
+    assert (body["state"], body["prompt"]) == (key, written)
+
+
+def test_files_that_are_no_state_of_the_model_are_refused(person, stub, tmp_path):
+    person.opens()
+    key = hashlib.sha256(b"x").hexdigest()
+    foreign = state_file(key, MODELS["softmax"]["digest"], "One")
+    contents = {
+        "is not a state": b"hello, world, this is a text",
+        "is not a state: it": b"",
+        "of another model than book": foreign,
+        "is not that of this id": state_file(key, MODELS["book"]["digest"], "One"),
+    }
+    person.expected = ["400"]
+    for i, (reason, content) in enumerate(contents.items()):
+        path = tmp_path / f"{i}.safetensors"
+        path.write_bytes(content)
+        person["file"].send_keys(str(path))
+        person.waits_for_text("failure-text", reason)
+    assert person.rows() == []
+
+
+def test_a_download_of_a_forgotten_state_says_so(person, stub):
+    person.opens()
+    person.writes("One evening")
+    stub.states.clear()
+    person.expected = ["404"]
+    person["download"].click()
+    wait_for(person.browser, lambda _: person["lost"].is_displayed())

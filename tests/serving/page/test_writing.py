@@ -1,0 +1,326 @@
+"""Text streams in, forks, and is still there after a reload; nothing that the server has kept is read twice."""
+
+import json
+
+import pytest
+from browser import state, wait_for
+from selenium.webdriver import Keys
+
+TEXT = "/v1/completions"
+
+
+def test_tokens_are_shown_while_they_come(person, stub):
+    stub.pause = 0.02
+    person.opens()
+    person["text"].send_keys("One evening", Keys.CONTROL, Keys.ENTER)
+    person.waits("running")
+    wait_for(person.browser, lambda _: len(person.text()) > len("One evening") + 10)
+    early = person.text()
+    assert person["text"].get_property("readOnly")
+    assert person["status"].text == "Writing."
+    assert person["tokens"].text.startswith("≈")
+    person.waits()
+    assert person.text().startswith(early)
+    assert len(person.text()) > len(early)
+    assert person["status"].text == "64 tokens written."
+    assert person["tokens"].text == "66"
+    assert person["bytes"].text == "135 kB"
+    assert person["bytes-note"].text == "constant: never grows"
+    assert "ms" in person["first"].text
+    assert 20 < float(person["rate"].text) < 200  # two tokens every 20 ms, at the most
+
+
+def test_a_continuation_sends_the_state_and_only_the_new_text(person, stub):
+    person.opens()
+    before = person.writes("One evening")
+    after = person.writes(", then")
+    first, second = stub.bodies(TEXT)
+    assert first["prompt"] == "One evening"
+    assert "state" not in first
+    assert second["prompt"] == ", then"
+    assert stub.states[second["state"]][1] == before
+    assert after.startswith(f"{before}, then ")
+    read = len(before.split()) + 1
+    assert person["cached"].text == f"{read - 1} of {read}"
+    person["text"].send_keys(Keys.ESCAPE)
+    person.presses()
+    assert stub.bodies(TEXT)[2]["prompt"] == ""
+    assert len(person.rows()) == 3
+
+
+def test_both_branches_of_a_fork_go_on(person, stub):
+    person.opens()
+    root = person.writes("One evening")
+    left = person.writes(" the sea")
+    person.presses("back")
+    assert person.text() == root
+    assert person["go-label"].text == "Fork here"
+    right = person.writes(" the hill")
+    assert person["go-label"].text == "Continue"
+    assert [row.get_attribute("aria-level") for row in person.rows()] == ["1", "2", "2"]
+    texts = {0: root, 1: left, 2: right}
+    for i in (1, 2):
+        person.rows()[i].click()
+        assert person.text() == texts[i]
+    right = person.writes(" again")  # the second branch goes on
+    person.rows()[1].click()
+    left = person.writes(" again")  # and so does the first
+    for body, parent in zip(stub.bodies(TEXT)[3:], (texts[2], texts[1]), strict=True):
+        assert body["prompt"] == " again"
+        assert stub.states[body["state"]][1] == parent
+    assert left.startswith(texts[1] + " again")
+    assert right.startswith(texts[2] + " again")
+    words = [row.find_element("css selector", ".words").text for row in person.rows()]
+    assert [" ".join(word.split()[:2]) for word in words[1:4:2]] == ["the sea", "the hill"]
+    assert all(word.startswith("again ") for word in words[2::2])
+    assert [row.get_attribute("class") for row in person.rows()] == ["path", "path", "path", "", ""]
+
+
+def test_a_change_further_up_forks_there(person, stub):
+    person.opens()
+    root = person.writes("One evening")
+    whole = person.writes(" the sea")
+    changed = root + " nobody"
+    person.sets("text", changed)
+    assert person["go-label"].text == "Fork here"
+    assert "branch after “One evening" in person["hint"].text
+    person.presses()
+    body = stub.bodies(TEXT)[-1]
+    assert body["prompt"] == " nobody"
+    assert stub.states[body["state"]][1] == root
+    person.rows()[1].click()
+    assert person.text() == whole  # what was there is not lost
+    person.sets("text", "Another day")
+    assert "new text" in person["hint"].text
+    person.presses()
+    assert "state" not in stub.bodies(TEXT)[-1]
+    assert [row.get_attribute("aria-level") for row in person.rows()] == ["1", "2", "2", "1"]
+
+
+def test_write_it_again_makes_a_sibling_from_the_same_beginning(person, stub):
+    person.opens()
+    person.writes("One evening")
+    person.writes(" the sea")
+    person.presses("again")
+    *_, second, third = stub.bodies(TEXT)
+    assert second == third
+    assert [row.get_attribute("aria-level") for row in person.rows()] == ["1", "2", "2"]
+    words = [row.find_element("css selector", ".words").text for row in person.rows()[1:]]
+    assert all(word.startswith("… ") for word in words)  # they begin alike: shown is what the model wrote
+
+
+def test_a_reload_keeps_the_tree_and_the_place_in_it(person, stub):
+    person.opens()
+    person.writes("One evening")
+    person.writes(" the sea")
+    person.presses("back")
+    person.writes(" the hill")
+    person.rows()[1].click()
+    kept = person.text()
+    person.opens()
+    assert person.text() == kept
+    assert [row.get_attribute("aria-selected") for row in person.rows()] == ["false", "true", "false"]
+    person.writes(" and")
+    assert stub.states[stub.bodies(TEXT)[-1]["state"]][1] == kept
+    person.opens("softmax")  # another model has a history of its own
+    assert person.rows() == []
+    assert "8.19 kB more per token" in person["bytes-note"].text
+
+
+def test_a_tree_of_another_tab_appears_in_this_one(person):
+    person.opens()
+    person.writes("One evening")
+    first, other = person.browser.current_window_handle, None
+    try:
+        person.browser.switch_to.new_window("tab")
+        other = person.browser.current_window_handle
+        person.opens()
+        person.writes(" the sea")
+        person.browser.switch_to.window(first)
+        wait_for(person.browser, lambda _: len(person.rows()) == 2)
+        person.writes(" the hill")
+        assert len(person.rows()) == 3
+        assert [row.get_attribute("aria-level") for row in person.rows()] == ["1", "2", "2"]
+    finally:
+        person.browser.switch_to.window(other or first)
+        if other:
+            person.browser.close()
+        person.browser.switch_to.window(first)
+
+
+def test_a_stopped_text_is_kept_and_read_again_by_the_next_piece(person, stub):
+    stub.pause = 0.02
+    person.opens()
+    root = person.writes("One evening")
+    person["text"].send_keys(" the sea")
+    person["go"].click()
+    wait_for(person.browser, lambda _: len(person.text()) > len(root) + 20)
+    person["settings"].find_element("css selector", "summary").send_keys(Keys.ESCAPE)  # wherever the focus is
+    person.waits()
+    stopped = person.text()
+    assert person["status"].text.startswith("Stopped.")
+    assert "the next piece reads this one again" in person["status"].text
+    assert person.rows()[1].find_element("css selector", ".mark").text == "stopped"
+    person.writes(" then")
+    body = stub.bodies(TEXT)[-1]
+    assert stub.states[body["state"]][1] == root
+    assert root + body["prompt"] == stopped + " then"
+    person.opens()
+    assert len(person.rows()) == 3
+
+
+def test_what_has_come_when_the_page_is_left_is_kept(person, stub):
+    stub.pause = 0.02
+    person.opens()
+    person["text"].send_keys("One evening")
+    person["go"].click()
+    wait_for(person.browser, lambda _: len(person.text()) > 30)
+    stub.pause = 0
+    person.opens()
+    assert len(person.rows()) == 1
+    assert len(person.text()) > 30
+    assert "kept no state here" in person["hint"].text
+
+
+def test_buttons_keep_the_focus_while_they_have_nothing_to_do(person, stub):
+    person.opens()
+    person.writes("One evening")
+    person["again"].send_keys(Keys.ENTER)
+    person.waits()
+    wait_for(person.browser, lambda _: len(person.rows()) == 2)
+    assert person.browser.switch_to.active_element == person["again"]
+    person["back"].send_keys(Keys.ENTER)
+    assert person["back"].get_attribute("aria-disabled") == "true"
+    sent = len(stub.requests)
+    person["again"].send_keys(Keys.ENTER)  # there is no piece to write again
+    assert person.text() == ""
+    assert len(stub.requests) == sent
+    assert not person["failure"].is_displayed()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("breaks_after", "broke off"), ("error_after", "The server is stopping.")]
+)
+def test_a_broken_stream_leaves_what_came(person, stub, fault, reason):
+    person.opens()
+    setattr(stub, fault, 5)
+    person["text"].send_keys("One evening")
+    person.presses()
+    assert reason in person["failure"].text
+    assert person["failure"].get_attribute("role") == "alert"
+    assert len(person.text().split()) == 2 + 10
+    assert person.rows()[0].find_element("css selector", ".mark").text == "broke off"
+    setattr(stub, fault, None)
+    person.presses()
+    assert not person["failure"].is_displayed()
+    assert len(stub.bodies(TEXT)[-1]["prompt"].split()) == 12
+
+
+def test_a_state_that_the_server_has_forgotten_is_read_again_on_request(person, stub):
+    person.opens()
+    person.writes("One evening")
+    text = person.writes(" the sea")
+    stub.states.clear()
+    person.expected = ["404"]
+    person["text"].send_keys(" then")
+    person["go"].click()
+    wait_for(person.browser, lambda _: person["lost"].is_displayed())
+    person.waits()
+    assert "no longer has the state" in person["lost-text"].text
+    assert person.text() == text + " then"
+    assert person.rows()[1].find_element("css selector", ".mark").text == "state gone"
+    person.opens()  # and this is remembered
+    assert person["lost"].is_displayed()
+    person.presses("reread")
+    body = stub.bodies(TEXT)[-1]
+    assert (body["prompt"], body["max_tokens"], body["keep"]) == (text, 0, True)
+    assert not person["lost"].is_displayed()
+    assert person["status"].text == f"Read {len(text.split())} tokens again."
+    person.writes(" then")
+    assert stub.states[stub.bodies(TEXT)[-1]["state"]][1] == text
+    assert len(person.rows()) == 3
+
+
+def test_what_a_forgotten_state_held_up_goes_on_after_it(person, stub):
+    person.opens()
+    text = person.writes("One evening")
+    stub.states.clear()
+    person.expected = ["404"]
+    person["text"].send_keys(" then")
+    person["go"].click()
+    wait_for(person.browser, lambda _: person["lost"].is_displayed())
+    person.waits()
+    person["reread"].click()
+    wait_for(person.browser, lambda _: state(person.browser) == "ready" and len(person.rows()) == 2)
+    assert person.text().startswith(text + " then ")
+
+
+def test_a_request_that_fails_keeps_what_was_typed(person, stub):
+    person.opens()
+    text = person.writes("One evening")
+    stub.key = "secret"
+    person.expected = ["401"]
+    person["text"].send_keys(" the sea")
+    person.presses()
+    assert person.text() == text + " the sea"
+    assert len(person.rows()) == 1
+    assert person["key-form"].is_displayed()
+    assert person.browser.switch_to.active_element.get_attribute("id") == "key"
+    person["key"].send_keys("secret", Keys.ENTER)
+    wait_for(person.browser, lambda _: len(person.rows()) == 2)
+    assert person.text().startswith(text + " the sea ")
+
+
+def test_a_branch_can_be_removed(person):
+    person.opens()
+    root = person.writes("One evening")
+    person.writes(" the sea")
+    person.writes(" again")
+    person.rows()[1].click()
+    person["remove"].click()
+    person.browser.switch_to.alert.dismiss()
+    assert len(person.rows()) == 3
+    person["remove"].click()
+    person.browser.switch_to.alert.accept()
+    assert len(person.rows()) == 1
+    assert person.text() == root
+    assert person["status"].text == "Removed 2 pieces."
+
+
+def test_a_setting_out_of_range_is_named_and_nothing_is_sent(person, stub):
+    person.opens()
+    person["text"].send_keys("One evening")
+    person.sets("top_p", "3")
+    person.presses()
+    assert person["failure-text"].text.startswith("Top p: ")
+    assert stub.bodies(TEXT) == []
+    for name, value in (("top_p", "0.9"), ("seed", "7"), ("temperature", "0"), ("max_tokens", "6")):
+        person.sets(name, value)
+    person.presses("try-again")
+    body = stub.bodies(TEXT)[0]
+    assert {name: body.get(name) for name in ("top_p", "seed", "temperature", "max_tokens", "top_k")} == {
+        "top_p": 0.9, "seed": 7, "temperature": 0, "max_tokens": 6, "top_k": None,
+    }  # fmt: skip
+    person.opens()  # the settings are remembered
+    assert person["seed"].get_property("value") == "7"
+
+
+def test_the_stored_tree_is_bounded(person):
+    """The oldest ends go first, and never what is on the current path."""
+    person.opens()
+    made = person.browser.execute_async_script(
+        "const done = arguments[0];"
+        "import(new URL('page/tree.js', location)).then(({ Tree }) => {"
+        "  const tree = new Tree(); const root = tree.add({ parent: null, written: 'root' });"
+        "  for (let i = 0; i < 20; i++) tree.add({ parent: root.id, written: String(i).padStart(1000, '.') });"
+        "  const { json, dropped } = tree.save(9000);"
+        "  const again = Tree.of(json);"
+        "  done([json, dropped, again.text(), Tree.of('{').pieces.size, Tree.of(json).current === tree.current]); })"
+    )
+    json_text, dropped, text, of_nothing, same = made
+    assert len(json_text) <= 9000
+    assert text == "root" + "19".rjust(1000, ".")
+    kept = [piece["written"].strip(".") for piece in json.loads(json_text)["pieces"]]
+    assert kept == ["root", *(str(i) for i in range(dropped, 20))]
+    assert of_nothing == 0
+    assert same
