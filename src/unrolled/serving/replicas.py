@@ -69,9 +69,8 @@ def serve_replicas(options: Options, replicas: int, ready: Callable[[str], None]
             threading.Event().wait()
     finally:
         if ray.is_initialized():
-            with suppress(Exception):  # Ray's parts may have ended before
+            with suppress(Exception):  # such as that there is no application yet, or no Ray any more
                 serve.delete(NAME)
-                serve.shutdown()
             ray.shutdown()
 
 
