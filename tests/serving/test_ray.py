@@ -13,8 +13,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-import yaml
-from documents import ROOT
 from serving.processes import Server, completion, server, told
 
 pytestmark = pytest.mark.ray
@@ -55,6 +53,29 @@ def listening() -> set[tuple[str, str]]:
     """Address and name of the process of each socket that listens."""
     found = subprocess.run(["ss", "-Htlnp"], capture_output=True, text=True, check=True).stdout
     return {(x.split()[3].rpartition(":")[0], re.findall(r'"([^"]+)"', x)[0]) for x in found.splitlines()}
+
+
+def sessions(http: httpx.Client) -> list[str]:
+    """Names of two sessions that different replicas answer."""
+    found: dict[str, str] = {}
+    for number in range(100):
+        found.setdefault(replica(http.get("/health", headers={"x-session-id": str(number)})), str(number))
+    assert len(found) == 2
+    return list(found.values())
+
+
+def stream(http: httpx.Client, session: str) -> bool:
+    """Ask for a stream that takes a while; return whether it came whole."""
+    body = {"model": "text", "prompt": "a", "max_tokens": 20_000, "stream": True, "temperature": 0}
+    headers = {"x-session-id": session}
+    lines: list[str] = []
+    try:
+        with http.stream("POST", "/v1/completions", json=body, headers=headers, timeout=60) as running:
+            for line in running.iter_lines():
+                lines.append(line)
+    except httpx.TransportError:
+        return False
+    return "data: [DONE]" in lines
 
 
 def test_a_session_goes_on_in_the_other_replica(http: httpx.Client) -> None:
@@ -132,7 +153,8 @@ def test_kill_9_fails_only_what_runs(started: Server, http: httpx.Client) -> Non
         return turns
 
     before = len(replicas(started))
-    with ThreadPoolExecutor(CLIENTS) as pool:
+    with ThreadPoolExecutor(CLIENTS + 2) as pool:
+        streams = [pool.submit(stream, http, name) for name in sessions(http)]
         talks = [pool.submit(talk, number) for number in range(CLIENTS)]
         time.sleep(2)
         killed = time.monotonic()
@@ -143,8 +165,10 @@ def test_kill_9_fails_only_what_runs(started: Server, http: httpx.Client) -> Non
         replaced = time.monotonic() - killed
         stop.set()
         turns = [talk.result() for talk in talks]
+        whole = [stream.result() for stream in streams]
     print(f"{len(failed)} of {sum(turns)} requests failed; a new process after {replaced:.1f} s")
     assert len(failed) <= CLIENTS, failed
+    assert sorted(whole) == [False, True]  # one of them ran on the replica that was killed
     assert min(turns) > 2
     assert all(when > killed for when, _ in failed)
 

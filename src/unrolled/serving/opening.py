@@ -6,7 +6,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
 from unrolled.decode.packing import Weights
-from unrolled.files import read_object
 from unrolled.models.saving import CONFIG_FILE
 from unrolled.serving.model import Limits, Served, open_model
 from unrolled.serving.settings import Settings, read_keys
@@ -119,7 +118,8 @@ class Options(BaseModel):
         """Raise what opening all of it would raise for a wrong folder, store, file of keys or setting."""
         self.settings()
         for folder in self.folders:
-            read_object(folder / CONFIG_FILE)
+            if not (folder / CONFIG_FILE).is_file():
+                raise ValueError(f"{folder} has no {CONFIG_FILE}")
         self.open_states().close()
 
     def from_the_root(self) -> dict[str, Any]:
