@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import contextmanager
 
-import httpx
+import httpx2 as httpx
 from openai import OpenAI
 
 
@@ -47,7 +47,7 @@ def say(client, line, state=None):
         model="text", prompt=line, max_tokens=200, temperature=0.7, seed=1, stop="\n\n", extra_body=options
     )
     details = answer.usage.prompt_tokens_details
-    print(f"{line.strip()}{answer.choices[0].text}")
+    print(f"{line.strip()}\n{answer.choices[0].text}")
     print(f"    [{details.cached_tokens} of {answer.usage.prompt_tokens} tokens were not read again]\n")
     return answer.choices[0].text, answer.state
 
