@@ -207,3 +207,11 @@ def test_a_server_that_stops_is_not_ready() -> None:
     http.app.state.service.ready = False  # type: ignore[attr-defined]
     assert error(http.get("/ready"), 503)["code"] == "stopping"
     assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_openapi_names_the_models() -> None:
+    http = client(served(), pixel_model())
+    for _ in range(2):
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+        assert schemas["CompletionRequest"]["properties"]["model"]["enum"] == ["book", "digits"]
+        assert schemas["TokenizeRequest"]["properties"]["model"]["enum"] == ["book", "digits", None]

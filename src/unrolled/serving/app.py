@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from unrolled.serving.guards import Bodies, Keys
 from unrolled.serving.logs import Logged
 from unrolled.serving.model import Served
+from unrolled.serving.openapi import describe_models
 from unrolled.serving.protocol.errors import ApiError, error_body, of_validation
 from unrolled.serving.routes import chat, completions, images, models, operation, states, tokens
 from unrolled.serving.routes.page import add_page
@@ -51,6 +52,7 @@ def make_app(served: Sequence[Served], states: States, settings: Settings) -> Fa
     app.state.service = service
     for module in ROUTES:
         app.include_router(module.router, responses={"4XX": _error_schema(), "5XX": _error_schema()})
+    describe_models(app, list(service.models))
     add_page(app)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
