@@ -174,6 +174,4 @@ def test_schemathesis_finds_no_server_error(address: str, tmp_path: Path) -> Non
     done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counts = httpx.get(f"{address}/metrics").text
-    print(*re.findall(r"(\d+) generated", done.stdout), "cases;", counts)
-    assert 'route="/v1/completions",status="200"' in counts
     assert 'status="5' not in counts
