@@ -1,6 +1,6 @@
 """Sessions that are values: talk to a server by OpenAI's client, fork a session, move it to another server.
 
-    pip install 'unrolled[serve]' openai
+    pip install '.[serve]' openai
     python examples/serving.py
 
 Two servers run on this machine, each with a store of its own, as if they were two machines. They serve the
