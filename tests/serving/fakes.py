@@ -105,7 +105,7 @@ class FakeEngine:
         fails: Exception | None = None,
     ) -> None:
         self.vocab_size, self.script, self.block, self.pause = vocab_size, script, block, pause
-        self.most, self.fails, self.stopping = most, fails, False
+        self.most, self.fails, self.stopping, self.alive = most, fails, False, True
         self.jobs: list[Job] = []
         self.runner = FakeRunner()
         self.waiting = 0

@@ -196,6 +196,13 @@ def test_a_server_that_stops_is_not_ready() -> None:
     assert http.get("/health").json() == {"status": "ok"}
 
 
+def test_a_server_whose_engine_failed_is_not_healthy() -> None:
+    engine = FakeEngine()
+    http = client(served(engine))
+    engine.alive = False
+    assert "book does not run" in error(http.get("/health"), 503)["message"]
+
+
 def test_openapi_names_the_models() -> None:
     http = client(served(), pixel_model())
     for _ in range(2):
