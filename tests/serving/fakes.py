@@ -52,6 +52,9 @@ class FakeStates:
             raise UnknownState(id)
         return self.kept[id]
 
+    def __contains__(self, id: str) -> bool:
+        return id in self.kept
+
     def delete(self, id: str) -> bool:
         return self.kept.pop(id, None) is not None
 

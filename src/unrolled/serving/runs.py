@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from unrolled.decode.request import Sampling, random_keys
-from unrolled.serving.jobs import Drawn, Event, Finished, Job, Prompted, Run
+from unrolled.serving.jobs import Drawn, EngineError, Event, Finished, Job, Prompted, Run
 from unrolled.serving.logs import Record
 from unrolled.serving.model import Served
 from unrolled.serving.protocol.errors import ApiError, invalid, of_engine
@@ -123,6 +123,8 @@ class Runs:
         except ApiError:
             raise
         except Exception as error:
+            if isinstance(error, EngineError) and _damaged(self.asked.state):
+                raise invalid("the state holds NaN", "state", "damaged_state") from error
             raise of_engine(error) from error
         finally:
             self.cancel()
@@ -207,6 +209,11 @@ def room(served: Served, length: int, asked: int | None, default: int, param: st
             "context_length_exceeded",
         )
     return min(default, left) if asked is None else asked
+
+
+def _damaged(state: Snapshot | None) -> bool:
+    """Whether a state that a client has made up may be why the engine failed."""
+    return state is not None and any(bool(x.isnan().any()) for x in state.tensors.values())
 
 
 async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, Event]]:

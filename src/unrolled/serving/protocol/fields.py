@@ -15,7 +15,7 @@ StateId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Tokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 Count = Annotated[int, Field(ge=1, le=128)]
 Logprobs = Annotated[int, Field(ge=0, le=20)]
-StopText = Annotated[str, StringConstraints(min_length=1)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=1_000)]
 Stops = StopText | Annotated[list[StopText], Field(max_length=16)]
 
 
