@@ -319,6 +319,8 @@ def test_unknown_addresses_and_methods() -> None:
     answer = http.get(COMPLETIONS)
     assert error(answer, 405)
     assert answer.headers["allow"] == "POST"
+    assert http.post(f"/v1/states/{'0' * 64}").headers["allow"] == "GET, PUT, DELETE"
+    assert http.post("/").headers["allow"] == "GET"
 
 
 def test_large_bodies() -> None:

@@ -19,6 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from unrolled.serving.gone import GoneError
 from unrolled.serving.guards import Bodies, Keys
 from unrolled.serving.logs import Logged
 from unrolled.serving.model import Served
@@ -26,7 +27,6 @@ from unrolled.serving.openapi import describe_models
 from unrolled.serving.protocol.errors import ApiError, error_body, of_validation
 from unrolled.serving.routes import chat, completions, images, models, operation, states, tokens
 from unrolled.serving.routes.page import add_page
-from unrolled.serving.runs import GoneError
 from unrolled.serving.service import Service
 from unrolled.serving.settings import Settings
 from unrolled.serving.states import States
@@ -85,7 +85,17 @@ async def _on_http(request: Request, error: Exception) -> Response:
         return error.response()
     assert isinstance(error, HTTPException)
     body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    return JSONResponse(body, error.status_code, error.headers)
+    return JSONResponse(
+        body, error.status_code, _allowed(request) if error.status_code == 405 else error.headers
+    )
+
+
+def _allowed(request: Request) -> dict[str, str]:
+    """Return the header that names the methods of an address: each has a route, which knows its own only."""
+    operations = request.app.openapi()["paths"].get(
+        getattr(request.scope.get("route"), "path", ""), {"get": {}}
+    )
+    return {"allow": ", ".join(method.upper() for method in operations)}
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:

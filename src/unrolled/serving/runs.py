@@ -2,13 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from starlette.requests import Request
-from starlette.types import Receive
+from typing import Any
 
 from unrolled.decode.request import Sampling, random_keys
 from unrolled.serving.jobs import Drawn, EngineError, Event, Finished, Job, Prompted, Run
@@ -17,12 +13,6 @@ from unrolled.serving.model import Served
 from unrolled.serving.protocol.errors import ApiError, invalid, of_engine
 from unrolled.serving.service import Service
 from unrolled.serving.snapshot import Snapshot
-
-Result = TypeVar("Result")
-
-
-class GoneError(Exception):
-    """The client has gone away."""
 
 
 @dataclass(frozen=True)
@@ -156,32 +146,6 @@ class Runs:
         metrics.drawn.inc(len(event.tokens))
         self._record.drawn += len(event.tokens)
         return now
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await something, but no longer than the client is there.
-
-    Raises:
-        GoneError: the client went away; the work was cancelled.
-    """
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(until_gone(request.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise GoneError
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await each
-
-
-async def until_gone(receive: Receive) -> None:
-    """Return once the client has gone away; the body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def room(served: Served, length: int, asked: int | None, default: int, param: str) -> int:
