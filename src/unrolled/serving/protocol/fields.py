@@ -61,7 +61,8 @@ class Continuation(Body):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None = Field(None, description="end with a chunk that tells the usage")
+    continuous_usage_stats: bool | None = Field(None, description="tell it in every chunk, as vLLM does")
 
 
 class TextContinuation(Continuation):
@@ -103,6 +104,11 @@ class TextContinuation(Continuation):
     def stops(self) -> list[str]:
         """The texts that end a continuation."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk tells the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def include_usage(self) -> bool:

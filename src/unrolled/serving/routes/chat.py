@@ -92,7 +92,7 @@ class _Answer:
             part = choice(piece.index, delta, logprobs, piece.finish, state, field="delta")
             top = {"state": piece.state} if alone and piece.state is not None else {}
             if delta or logprobs or piece.finish:
-                yield about | {"choices": [part]} | top
+                yield about | {"choices": [part]} | top | self._continuing.usage_so_far
         if self._body.include_usage:
             yield about | {"choices": [], "usage": self._continuing.runs.usage()}
 

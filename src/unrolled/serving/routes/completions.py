@@ -96,7 +96,7 @@ class _Completion:
         """Yield the chunks of a stream."""
         async for part in self._parts():
             top = {"state": part.pop("state")} if "state" in part and self._continuing.alone else {}
-            yield self._about | {"choices": [part]} | top
+            yield self._about | {"choices": [part]} | top | self._continuing.usage_so_far
         if self._body.include_usage:
             yield self._about | {"choices": [], "usage": self._continuing.runs.usage()}
 
